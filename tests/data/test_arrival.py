@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.records import Stage
-from fedstill.data.views import Arrival
+from fedstill.data.views import Arrival, TaskData
 from fedstill.running.preparation import Prepared, prepare
 
 LABELS = torch.arange(60) % 4
@@ -22,12 +23,12 @@ LABELS = torch.arange(60) % 4
 @pytest.mark.parametrize("order", ["mixed", "by_class"])
 def test_what_has_arrived_stays_and_in_the_last_round_all_is_there(order: str) -> None:
     arrival = Arrival(order, 0.1, rounds=4, seed=3)  # type: ignore[arg-type]
-    turns = arrival.turns(1, LABELS)
+    turns = arrival.ranks(1, LABELS)
     assert sorted(turns.tolist()) == list(range(60))
-    assert torch.equal(turns, arrival.turns(1, LABELS)), "a function of the seed"
-    assert not torch.equal(turns, arrival.turns(2, LABELS)), "and of the client"
+    assert torch.equal(turns, arrival.ranks(1, LABELS)), "a function of the seed"
+    assert not torch.equal(turns, arrival.ranks(2, LABELS)), "and of the client"
     everything = torch.arange(60)
-    by_round = [arrival.there(turns, everything, r).tolist() for r in range(6)]
+    by_round = [arrival.arrived(turns, everything, r).tolist() for r in range(6)]
     assert by_round[0] == by_round[1], "the census is before round 1"
     assert [len(r) for r in by_round[1:5]] == [round(60 * s) for s in (0.1, 0.4, 0.7, 1.0)]
     assert all(set(a) <= set(b) for a, b in itertools.pairwise(by_round))
@@ -36,29 +37,29 @@ def test_what_has_arrived_stays_and_in_the_last_round_all_is_there(order: str) -
 
 
 def test_class_after_class_comes_one_class_before_the_next() -> None:
-    turns = Arrival("by_class", 0.25, rounds=4, seed=0).turns(0, LABELS)
+    turns = Arrival("by_class", 0.25, rounds=4, seed=0).ranks(0, LABELS)
     order = LABELS[turns.argsort()].tolist()
     assert len({tuple(order[i : i + 15]) for i in range(0, 60, 15)}) == 4
     assert all(len(set(order[i : i + 15])) == 1 for i in range(0, 60, 15))
     firsts = {
-        int(LABELS[Arrival("by_class", 0.25, 4, seed).turns(0, LABELS).argmin()])
+        int(LABELS[Arrival("by_class", 0.25, 4, seed).ranks(0, LABELS).argmin()])
         for seed in range(20)
     }
     assert firsts == {0, 1, 2, 3}, "which class comes first is drawn"
 
 
 def test_evenly_drawn_data_have_all_classes_early() -> None:
-    turns = Arrival("mixed", 0.25, rounds=4, seed=0).turns(0, LABELS)
+    turns = Arrival("mixed", 0.25, rounds=4, seed=0).ranks(0, LABELS)
     assert set(LABELS[turns.argsort()][:15].tolist()) == {0, 1, 2, 3}
 
 
 def test_one_example_at_least_is_there_of_whatever_is_asked() -> None:
     arrival = Arrival("mixed", 0.01, rounds=3, seed=0)
-    turns = arrival.turns(0, LABELS)
+    turns = arrival.ranks(0, LABELS)
     held = turns.argsort()[-5:]
-    assert arrival.there(turns, torch.arange(60), 1).tolist() == [int(turns.argmin())]
-    assert arrival.there(turns, held, 1).tolist() == [int(held[0])], "the first of them to arrive"
-    assert arrival.there(turns, torch.arange(0), 1).tolist() == []
+    assert arrival.arrived(turns, torch.arange(60), 1).tolist() == [int(turns.argmin())]
+    assert arrival.arrived(turns, held, 1).tolist() == [int(held[0])], "the first of them to arrive"
+    assert arrival.arrived(turns, torch.arange(0), 1).tolist() == []
 
 
 def prepared(**query: object) -> Prepared:
@@ -103,3 +104,11 @@ def test_without_new_data_views_are_as_ever() -> None:
     ready = prepare(settle(toys.toy("qkt", **toys.suited("qkt"))), toys.blobs())
     assert ready.sites.arrival is None
     assert ready.sites.counts(0, 1).tolist() == ready.sites.counts(0).tolist()
+
+
+def test_data_change_by_arrival_or_by_tasks_but_not_by_both() -> None:
+    ready = prepared()
+    tasks = TaskData(ready.world.stream, task_of=None)
+    with pytest.raises(ValueError):
+        replace(ready.sites, tasks=tasks)
+    assert replace(ready.sites, tasks=tasks, arrival=None).tasks == tasks

@@ -28,7 +28,7 @@ from fedstill.data.sources import images as pictures
 from fedstill.data.sources import limits, load_dataset
 from fedstill.data.sources.image_sets import read_unlabelled
 from fedstill.data.sources.images import FORMATS, Pictures
-from fedstill.data.sources.limits import in_one_line, memory_bytes, most_bytes, refuse_large
+from fedstill.data.sources.limits import file_errors, memory_bytes, most_bytes, refuse_large
 
 MEGABYTE = 1_000_000
 
@@ -96,7 +96,7 @@ def test_a_machine_that_does_not_say_what_it_has(monkeypatch: pytest.MonkeyPatch
 def test_memory_that_ran_out_is_named_with_the_file_and_its_size(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(bytes(420_000))
     says = r"a\.npz, 420 kB, does not fit into memory \(MemoryError\); "
-    with pytest.raises(DataError, match=says), in_one_line(tmp_path / "a.npz"):
+    with pytest.raises(DataError, match=says), file_errors(tmp_path / "a.npz"):
         raise MemoryError
 
 

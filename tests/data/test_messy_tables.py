@@ -17,9 +17,8 @@ from PIL import Image
 
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import DataError
-from fedstill.data.form import FILE
+from fedstill.data.form import FILE, ReadRequest
 from fedstill.data.sources import load_dataset
-from fedstill.data.sources.records import Columns
 from fedstill.data.sources.schema import table_schema
 from fedstill.data.sources.tables import ParquetFrame
 
@@ -275,7 +274,7 @@ def test_a_schema_explains_each_column() -> None:
     columns = {"age": [1.0, 2.0], "when": pa.array([0, 1], pa.timestamp("s")), "label": [0, 1]}
     pq.write_table(pa.table(columns), "mine.parquet")
     frame = ParquetFrame((Path("mine.parquet"),))
-    schema = table_schema("mine", frame.schema, Columns())
+    schema = table_schema("mine", frame.schema, ReadRequest())
     assert schema is not None
     assert [role.role for role in schema.roles] == ["input", "left out", "label"]
     assert len(str(schema).splitlines()) == 3

@@ -23,12 +23,11 @@ import fedstill
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.data.dataset import Dataset, examples_digest
-from fedstill.data.form import FILE
+from fedstill.data.form import FILE, ReadRequest
 from fedstill.data.sources import image_sets, load_dataset
 from fedstill.data.sources.hub import read_hub
 from fedstill.data.sources.image_sets import read_image_folder, read_rows, read_unlabelled
 from fedstill.data.sources.images import Pictures
-from fedstill.data.sources.records import Columns
 
 ORIENTATION = 0x0112
 WITH_EXIF = ("PNG", "JPEG", "WEBP", "TIFF", "AVIF")
@@ -427,11 +426,11 @@ def test_images_of_the_hub_are_turned_and_skipped(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("fedstill.data.sources.hub._reach", lambda *_: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": Stream(images)})
     with pytest.raises(DataError, match="example 1 cannot be decoded"):
-        read_hub("owner/name", Columns(), "check the name")
-    data = read_hub("owner/name", Columns(broken="skip"), "check the name")
-    values, labels = data.splits["train"]
-    assert values.shape == (31, 3, 16, 10)
-    assert labels.tolist() == [0, *[number % 2 for number in range(2, 32)]]
+        read_hub("owner/name", ReadRequest(), "check the name")
+    data = read_hub("owner/name", ReadRequest(broken="skip"), "check the name")
+    train = data.splits["train"]
+    assert train.values.shape == (31, 3, 16, 10)
+    assert train.labels.tolist() == [0, *[number % 2 for number in range(2, 32)]]
     assert "1 of 32 images" in data.about.cautions[0]
 
 
@@ -442,7 +441,7 @@ def test_a_file_of_the_hub_that_cannot_be_fetched_breaks_no_image(
 
     monkeypatch.setattr("fedstill.data.sources.images._on_hub", lambda *_: True)
     rows = [({"bytes": None, "path": "memory://mine/a.png"}, 0)]
-    hub = Pictures("x", Columns(broken="skip"), within="owner/name")
+    hub = Pictures("x", ReadRequest(broken="skip"), within="owner/name")
     with pytest.raises(DataError, match="example 0 cannot be read"):
         read_rows(hub, rows)
     with fsspec.open("memory://mine/a.png", "wb") as file:
@@ -578,7 +577,7 @@ def test_images_have_the_same_order_in_both_unicode_forms(form: str, place: Path
         for number, name in enumerate(names):
             (place / "mine" / label / f"{name}.png").write_bytes(numbered(2)[number])
     files = sorted((place / "mine").rglob("*.png"))
-    values, _ = read_image_folder(place / "mine", files, Columns()).splits["train"]
+    values = read_image_folder(place / "mine", files, ReadRequest()).splits["train"].values
     assert values[:, 0, 0, 0].tolist() == [0, 1, 0, 1]
 
 
@@ -623,9 +622,9 @@ def test_many_images_are_read_in_little_more_memory_than_they_take(place: Path) 
     files = sorted(Path("mine").rglob("*.png"))
     tracemalloc.start()
     try:
-        data = read_image_folder(Path("mine"), files, Columns())
+        data = read_image_folder(Path("mine"), files, ReadRequest())
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    size = sum(values.nbytes for values, _ in data.splits.values())
+    size = sum(split.values.nbytes for split in data.splits.values())
     assert peak < 1.3 * size

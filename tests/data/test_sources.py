@@ -20,10 +20,10 @@ from PIL import Image
 
 from fedstill.core.errors import ConfigError, DataError, UnknownName
 from fedstill.core.registry import lookup, names
-from fedstill.data.cache import Decoded
+from fedstill.data.dataset import Decoded, Split
 from fedstill.data.sources import catalog, from_tensors, hub, load_dataset
 from fedstill.data.sources.splits import hold_out
-from fedstill.data.sources.verify import sums
+from fedstill.data.sources.verify import image_digests
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -73,7 +73,7 @@ def small(monkeypatch, constant, **sizes):
     """The catalogue's entry with the sizes of a small file."""
     known = getattr(catalog, constant)
     fields = {"total": sum(sizes.values())} if known.total is not None else {"sizes": sizes}
-    monkeypatch.setattr(catalog, constant, replace(known, sums={}, system=None, **fields))
+    monkeypatch.setattr(catalog, constant, replace(known, digests={}, system=None, **fields))
 
 
 # Real data
@@ -104,12 +104,14 @@ REAL_DIGITS = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 def test_shared_folders_match_their_checksums(name):
     real_root(name)
     data = load_dataset(name)
-    known = catalog.FOLDERS[name]
+    known = catalog.KNOWN_FOLDERS[name]
     splits = {"train": data.train, "test": data.test} | (
         {"validation": data.validation} if data.validation else {}
     )
     assert {s: len(x) for s, x in splits.items()} == known.sizes
-    assert {s: sums((x.values.numpy(), x.labels.numpy())) for s, x in splits.items()} == known.sums
+    assert {
+        s: image_digests(Split(x.values.numpy(), x.labels.numpy())) for s, x in splits.items()
+    } == known.digests
 
 
 @pytest.mark.parametrize(
@@ -574,10 +576,10 @@ def test_known_names_hold_what_they_promise(root, monkeypatch):
     real = catalog.CIFAR10
     monkeypatch.setattr(catalog, "CIFAR10", replace(real, sizes={"train": 20, "test": 20}))
     refused("the pixels have SHA-256", "cifar10")
-    monkeypatch.setattr(catalog, "CIFAR10", replace(real, sizes={}, sums={}, shape=(3, 28, 28)))
+    monkeypatch.setattr(catalog, "CIFAR10", replace(real, sizes={}, digests={}, shape=(3, 28, 28)))
     refused(r"not \(3, 28, 28\)", "cifar10")
     monkeypatch.setattr(
-        catalog, "CIFAR10", replace(real, sizes={}, sums={}, classes=real.classes[::-1])
+        catalog, "CIFAR10", replace(real, sizes={}, digests={}, classes=real.classes[::-1])
     )
     refused("the classes are airplane", "cifar10")
 
@@ -628,11 +630,11 @@ def test_two_processes_fill_the_cache_at_once(tmp_path):
 
 def test_held_out_examples_are_stratified_and_kept_in_order():
     labels = np.repeat(np.arange(3), [50, 10, 1])
-    data = hold_out(Decoded({"train": (np.arange(61), labels)}, None))
+    data = hold_out(Decoded({"train": Split(np.arange(61), labels)}, None))
     train, test = data.splits["train"], data.splits["test"]
-    assert np.bincount(test[1]).tolist() == [10, 2]
-    assert np.array_equal(np.sort(np.concatenate([train[0], test[0]])), np.arange(61))
-    assert bool((np.diff(train[0]) > 0).all())
+    assert np.bincount(test.labels).tolist() == [10, 2]
+    assert np.array_equal(np.sort(np.concatenate([train.values, test.values])), np.arange(61))
+    assert bool((np.diff(train.values) > 0).all())
 
 
 def test_registry_lists_every_name_with_a_line():

@@ -15,9 +15,9 @@ import torch
 
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.data.dataset import Dataset
-from fedstill.data.form import Form
+from fedstill.data.form import ReadingOptions
 from fedstill.data.sources import from_clients, hub, load_dataset
-from fedstill.data.sources.load import likely_kind
+from fedstill.data.sources.folders import likely_kind
 
 COLUMNS: dict[str, list[Any]] = {
     "alter": [61.0, None, 45.0, 70.0, 52.0, 33.0, 48.0, 59.0, 41.0, 66.0],
@@ -60,7 +60,7 @@ def test_a_table_is_read_alike_from_parquet_and_csv(place: Path) -> None:
         data = load_dataset(name, **WANTED, owner="ward", missing="drop")
         assert data.about.kind == "table"
         assert data.about.features == ("alter", "größe", "pain=1", "pain=2", "pain=3")
-        assert data.about.marks == (2, 3, 4)
+        assert data.about.binary_features == (2, 3, 4)
         assert data.about.owners == ("a", "b")
         assert (
             data.about.notes[0] == "train: 1 of 10 rows were left out, as they miss a value (a 1)"
@@ -387,7 +387,9 @@ def test_what_is_no_example_of_a_kind_is_refused_from_python() -> None:
 
 
 def test_a_form_says_nothing_by_default() -> None:
-    assert Form() == Form(kind="auto", missing="refuse", tokenizer="words", vocabulary=8192)
+    assert ReadingOptions() == ReadingOptions(
+        kind="auto", missing="refuse", tokenizer="words", vocabulary=8192
+    )
 
 
 @pytest.mark.parametrize("kind", ["table", "text", "series"])

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from fedstill.core.errors import ConfigError, DataError
-from fedstill.data.form import cut_times, tasks_of_times
+from fedstill.core.stream import cut_times, tasks_of_times
 from fedstill.data.sources import load_dataset
 
 CUTS = ("2022-01-01", "2023-01-01")

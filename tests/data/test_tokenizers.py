@@ -27,7 +27,7 @@ def test_words_are_hashed_by_crc_32() -> None:
         1 + binascii.crc32(w.encode()) % 999 for w in ("ünïcode", "42")
     ]
     assert got.ids[1].tolist() == got.ids[3].tolist() == [0] * 6
-    assert (got.vocabulary, got.cut, got.sha) == (1000, 0.0, "")
+    assert (got.vocabulary, got.cut_share, got.sha) == (1000, 0.0, "")
 
 
 def test_marks_belong_to_their_word_and_one_spelling_is_one_word() -> None:
@@ -66,7 +66,7 @@ def test_bytes_are_bytes() -> None:
 def test_long_texts_are_cut_and_counted(tokenizer: str, length: int, cut: float) -> None:
     got = encoded(TEXTS, tokenizer, 50, length)
     assert got.ids.shape == (5, length)
-    assert got.cut == pytest.approx(cut)
+    assert got.cut_share == pytest.approx(cut)
     assert (got.ids == encoded(TEXTS, tokenizer, 50, 60).ids[:, :length]).all()
 
 
@@ -80,7 +80,7 @@ def test_ids_are_below_the_vocabulary_however_small_it_is() -> None:
 def test_no_texts_at_all() -> None:
     got = encoded([], "words", 10, 3)
     assert got.ids.shape == (0, 3)
-    assert got.cut == 0.0
+    assert got.cut_share == 0.0
 
 
 def written(folder: Path, padding: int | None, dropout: float | None = None) -> Path:
@@ -131,7 +131,7 @@ def test_a_tokenizers_file_has_padding_0_whatever_it_has_itself(
     assert got.ids[2].tolist() == [0] * 4
     assert got.vocabulary == len(own) + shift
     assert got.sha == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert encoded(["the cat", "the cat sat on"], str(path), 0, 3).cut == 0.5
+    assert encoded(["the cat", "the cat sat on"], str(path), 0, 3).cut_share == 0.5
 
 
 @pytest.mark.parametrize(

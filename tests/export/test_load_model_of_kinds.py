@@ -20,7 +20,7 @@ from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.data.dataset import Dataset
-from fedstill.data.form import About
+from fedstill.data.form import DatasetInfo
 from fedstill.engines.passes import shards
 from fedstill.export.loading import load_model
 from fedstill.export.trained_model import TrainedModel
@@ -140,7 +140,7 @@ def test_logits_of_raw_examples_are_those_of_the_runs_evaluation(kind: str, runs
 
 
 def test_a_constant_column_is_0_in_the_model_and_stays_constant_in_its_noise() -> None:
-    own = About("table")
+    own = DatasetInfo("table")
     model = TrainedModel(
         torch.nn.Identity(), ("a", "b"), (2,), (0.0, 5.0), (2.0, NO_SPREAD), {}, "float32", own
     )

@@ -14,7 +14,7 @@ from fedstill import from_tensors
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError
 from fedstill.data.dataset import Dataset
-from fedstill.data.form import About
+from fedstill.data.form import DatasetInfo
 from fedstill.running.data_sums import NO_SPREAD, column_moments
 from fedstill.running.preparation import Prepared, prepare
 
@@ -34,7 +34,9 @@ def table(marks: tuple[int, ...] = (), missing: bool = False) -> Dataset:
     if missing:
         data.train.values[3, 1] = float("nan")
         data.test.values[0, 1] = float("nan")
-    return replace(data, about=About("table", features=("a", "b", "c", "d"), marks=marks))
+    return replace(
+        data, about=DatasetInfo("table", features=("a", "b", "c", "d"), binary_features=marks)
+    )
 
 
 def ready(data: Dataset, stream: Any = None, **said: Any) -> Prepared:
@@ -143,7 +145,7 @@ def test_declared_numbers_and_the_public_sets() -> None:
     run = ready(table(), standardise="server", public=10)
     assert run.sites.public is not None
     assert np.allclose(run.sites.public.values.double().numpy()[:, 0].mean(), 0, atol=1e-6)
-    vectors = replace(table(), about=About("vector"))
+    vectors = replace(table(), about=DatasetInfo("vector"))
     assert ready(vectors).sites.inputs.mean == (), "vectors are left as they are"
 
 

@@ -16,8 +16,8 @@ from fedstill.core import registry
 from fedstill.core.errors import on_one_line
 from fedstill.core.fields import shown
 from fedstill.core.files import refuse_windows_path
-from fedstill.data.form import LENGTH, MANY, About, Form, Kind, nfc
-from fedstill.data.sources.load import likely_kind, local_folder
+from fedstill.data.form import DEFAULT_TEXT_LENGTH, PLURALS, DatasetInfo, Kind, ReadingOptions, nfc
+from fedstill.data.sources.folders import likely_kind, local_folder
 from fedstill.data.table_encoding import TableInputs, category_name
 from fedstill.data.text import BYTES
 
@@ -190,7 +190,7 @@ class UnseenExamples(NamedTuple):
 
     shape: tuple[int, ...]
     """The shape of one example."""
-    about: About
+    about: DatasetInfo
 
 
 def unseen_kind(data: DataTable, flower: FlowerTable) -> Kind:
@@ -225,7 +225,7 @@ def unseen_examples(data: DataTable, flower: FlowerTable) -> UnseenExamples:
     if flower.vocabulary and kind != "text":
         raise contradiction(
             "flower.vocabulary",
-            f"is for texts, and data.kind says {MANY[kind]}",
+            f"is for texts, and data.kind says {PLURALS[kind]}",
             "leave it out",
         )
     if derived.shape and flower.shape not in ((), derived.shape):
@@ -248,20 +248,20 @@ def _derived_examples(kind: Kind, data: DataTable, flower: FlowerTable) -> Unsee
         about = _table_inputs(data).about
         return UnseenExamples((len(about.features),), about)
     if kind == "text":
-        length = data.length or LENGTH
-        return UnseenExamples((length,), About(kind, _vocabulary(data, flower)))
-    return UnseenExamples((), About(kind))
+        length = data.length or DEFAULT_TEXT_LENGTH
+        return UnseenExamples((length,), DatasetInfo(kind, _vocabulary(data, flower)))
+    return UnseenExamples((), DatasetInfo(kind))
 
 
 def _shape_in_words(kind: Kind) -> str:
     if kind == "image":
         return "an image's channels, height and width"
-    return f"the shape of one of the {MANY[kind]}"
+    return f"the shape of one of the {PLURALS[kind]}"
 
 
 def _wrong_shape(kind: Kind, shape: Sequence[int], legal: str) -> WrongConfig:
     return contradiction(
-        "flower.shape", f"= {list(shape)} is not the shape of {MANY[kind]}", f"give {legal}"
+        "flower.shape", f"= {list(shape)} is not the shape of {PLURALS[kind]}", f"give {legal}"
     )
 
 
@@ -307,7 +307,7 @@ def _vocabulary(data: DataTable, flower: FlowerTable) -> int:
                 "= 'none' with a tokenizer's file needs flower.vocabulary, its token ids",
             )
         return flower.vocabulary
-    size = data.vocabulary or Form.vocabulary
+    size = data.vocabulary or ReadingOptions.vocabulary
     if tokenizer == "bytes":
         size = BYTES
     if flower.vocabulary not in (None, size):

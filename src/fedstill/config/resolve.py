@@ -63,7 +63,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, as_table, shown
 from fedstill.core.records import Plan
 from fedstill.core.rounds import Schedule
-from fedstill.data.form import cut_times
+from fedstill.core.stream import cut_times
 from fedstill.engines.precision import check_machine, check_precision
 from fedstill.measures.choice import measures
 from fedstill.metrics.classification import ACCURACY, RANKING, RECORDED, unknown_metric

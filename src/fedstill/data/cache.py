@@ -11,7 +11,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from numpy.typing import NDArray
 from platformdirs import user_cache_dir
 
 from fedstill.core.errors import ConfigError
-from fedstill.data.form import IMAGES, About
+from fedstill.data.dataset import Decoded, Split
+from fedstill.data.form import DatasetInfo
 
 # The cache folder holds decoded data, slow partitions and replies of clients.
 
@@ -71,35 +71,16 @@ def reuse_bytes() -> int:
 LAYOUT = 7
 """The version of the layout. Entries of other versions are not read."""
 
-Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 
+def cached(name: str, key_fields: Mapping[str, Any], decode: Callable[[], Decoded]) -> Decoded:
+    """The decoded data with some key: from the cache, or from ``decode``.
 
-@dataclass(frozen=True, eq=False)
-class Decoded:
-    """A data set as arrays: {split: (values, labels (N,) int64)}, and class names if it has them.
-
-    Values are images (N, C, H, W) uint8, numbers (N, …) float32, or token ids (N, L) int64.
-    ``owners``: by split, the number (N,) of each example's owner, if the data have owners.
-    ``read``: by split, the SHA-256 of inputs and labels as they were read, before rows were left
-    out or encoded; only of known tables, series and texts.
-    """
-
-    splits: Mapping[str, Arrays]
-    classes: tuple[str, ...] | None
-    owners: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
-    read: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    about: About = IMAGES
-
-
-def kept(name: str, origin: Mapping[str, Any], decode: Callable[[], Decoded]) -> Decoded:
-    """The decoded data that ``origin`` describes: from the cache, or from ``decode``.
-
-    origin: all that the result depends on, as JSON. Several processes may call this at once: one
-    decodes, the others wait. A damaged entry is decoded again. If the cache cannot be written, the
-    arrays stay in memory.
+    key_fields: all that the result depends on, as JSON. Several processes may call this at once:
+    one decodes, the others wait. A damaged entry is decoded again. If the cache cannot be written,
+    the arrays stay in memory.
     """
     key = hashlib.sha256(
-        json.dumps([LAYOUT, origin], sort_keys=True, default=str).encode()
+        json.dumps([LAYOUT, key_fields], sort_keys=True, default=str).encode()
     ).hexdigest()[:16]
     folder = cache_folder() / "decoded" / f"{re.sub(r'[^A-Za-z0-9_-]+', '-', name)}-{key}"
     try:
@@ -109,22 +90,13 @@ def kept(name: str, origin: Mapping[str, Any], decode: Callable[[], Decoded]) ->
     except OSError:
         return decode()
     try:
-        return _read(folder) or _fill(folder, decode())
+        return _read(folder) or _write_and_map(folder, decode())
     finally:
         lock.release()
 
 
-def about_of(fields: Mapping[str, Any]) -> About:
-    """The description of a data set from its JSON; raises TypeError for unknown fields."""
-    return About(**{name: _frozen(value) for name, value in fields.items()})
-
-
-def _frozen(value: Any) -> Any:
-    """A value with tuples for lists, at any depth."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
-def _fill(folder: Path, fresh: Decoded) -> Decoded:
+def _write_and_map(folder: Path, fresh: Decoded) -> Decoded:
+    """Decoded data, which are written and read back so that their arrays are memory-mapped."""
     try:
         _write(folder, fresh)
     except OSError:
@@ -133,27 +105,32 @@ def _fill(folder: Path, fresh: Decoded) -> Decoded:
 
 
 def _read(folder: Path) -> Decoded | None:
+    """The data in an entry of the cache; None if it is absent or damaged.
+
+    Source digests are not stored: data are verified before they are written.
+    """
     try:
         entry = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         splits = {
-            split: _read_split(folder, split, shape) for split, shape in entry["splits"].items()
+            split: _read_split(folder, split, shape, has_owners=split in entry["owned"])
+            for split, shape in entry["splits"].items()
         }
-        owners = {
-            split: _read_numbers(folder, split, "owners", len(splits[split][1]))
-            for split in entry["owned"]
-        }
-        classes = _frozen(entry["classes"])
-        about = about_of(entry["about"])
+        classes = entry["classes"]
+        about = DatasetInfo.from_json(entry["about"])
     except (OSError, EOFError, ValueError, KeyError, TypeError):
         return None
-    return Decoded(splits, classes, owners, about=about)
+    return Decoded(splits, None if classes is None else tuple(classes), about=about)
 
 
-def _read_split(folder: Path, split: str, shape: list[int]) -> Arrays:
+def _read_split(folder: Path, split: str, shape: list[int], *, has_owners: bool) -> Split:
     values = np.load(folder / f"{split}-values.npy", mmap_mode="c", allow_pickle=False)
     if list(values.shape) != shape:
         raise ValueError(f"{folder}: {split} is not what about.json says")
-    return values, _read_numbers(folder, split, "labels", shape[0])
+    labels = _read_numbers(folder, split, "labels", shape[0])
+    owners = None
+    if has_owners:
+        owners = _read_numbers(folder, split, "owners", shape[0])
+    return Split(values, labels, owners)
 
 
 def _read_numbers(folder: Path, split: str, name: str, count: int) -> NDArray[np.int64]:
@@ -166,16 +143,16 @@ def _read_numbers(folder: Path, split: str, name: str, count: int) -> NDArray[np
 def _write(folder: Path, data: Decoded) -> None:
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
-        for split, (values, labels) in data.splits.items():
-            np.save(temporary / f"{split}-values.npy", values, allow_pickle=False)
-            np.save(temporary / f"{split}-labels.npy", labels, allow_pickle=False)
-        for split, codes in data.owners.items():
-            np.save(temporary / f"{split}-owners.npy", codes, allow_pickle=False)
+        for name, split in data.splits.items():
+            np.save(temporary / f"{name}-values.npy", split.values, allow_pickle=False)
+            np.save(temporary / f"{name}-labels.npy", split.labels, allow_pickle=False)
+            if split.owners is not None:
+                np.save(temporary / f"{name}-owners.npy", split.owners, allow_pickle=False)
         entry = {
             "classes": data.classes,
-            "splits": {split: list(values.shape) for split, (values, _) in data.splits.items()},
-            "owned": list(data.owners),
-            "about": asdict(data.about),
+            "splits": {name: list(split.values.shape) for name, split in data.splits.items()},
+            "owned": [name for name, split in data.splits.items() if split.owners is not None],
+            "about": data.about.to_json(),
         }
         (temporary / "about.json").write_text(json.dumps(entry, indent=1), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)

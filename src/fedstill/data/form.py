@@ -1,18 +1,13 @@
-"""What an example is made of: which columns, of what kind, and what is done about missing values
-and long texts; and the dates at which a time column is cut into tasks.
-"""
+"""How data are read, and what their examples are: kinds, options of the reader, and its result."""
 
 from __future__ import annotations
 
-import datetime
 import unicodedata
-from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, TypeVar, get_args
 
-from fedstill.core.errors import ConfigError, DataError
+from fedstill.core.errors import ConfigError
 
 Kind = Literal["image", "table", "vector", "series", "text"]
 """What examples are: pixels; a row of a table; numbers of one meaning (features); channels over
@@ -32,21 +27,20 @@ Broken = Literal["refuse", "skip"]
 
 Value = str | int | float | bool
 
-MANY = {
+PLURALS = {
     "image": "images",
     "table": "rows of a table",
     "vector": "vectors",
     "series": "series",
     "text": "texts",
 }
-"""The kinds as people read them."""
+"""The words for examples of each kind in messages."""
 
 FILE = "<file>"
-"""The owner of an example that is its file: of a table's row the file, of an image the folder."""
+"""The owner column that stands for an example's file: a table's file, or an image's folder."""
 
-LENGTH = 64
-"""Tokens of a text that are read, where nobody says how many."""
-
+DEFAULT_TEXT_LENGTH = 64
+"""The tokens that are read of each text by default."""
 
 Name = TypeVar("Name")
 
@@ -62,46 +56,55 @@ def nfc(name: Name) -> Name:
 
 
 @dataclass(frozen=True)
-class Form:
-    """What examples are made of. Every field can be left out.
-
-    ``kind``: "auto" looks at the columns. ``columns``: those of a table; empty: all columns of
-    numbers but the label, the owner and a pandas index. ``categorical``: of a table, columns whose
-    values are names, and these names (none: those in the training data); each becomes a column of 0
-    and 1. ``input``: the column of texts, vectors or series.
-    ``missing``: see ``Missing``; ``marks``: a further column of 0 and 1 for each column with
-    missing numbers, or for those that are named.
-    ``tokenizer``: "words", "bytes", or a file of Hugging Face's tokenizers; ``vocabulary``: how
-    many token ids words are given; ``length``: of a text or a series, what is longer is cut (0: 64
-    tokens, and series as they are).
-    ``owner``: the column that says whose an example is, or, with ``cuts``, when it was taken: these
-    are the dates on which tasks begin, and test examples are held out of each. ``FILE`` stands for
-    the file of a table, or the folder of an image.
-    ``decimal``: the decimal mark of CSV files, "." or ",". ``missing_values``: texts and numbers
-    that mean missing; they replace the marks of CSV files, except the empty field.
-    ``unlabelled``: "drop" leaves out examples without a label. ``split_column``: the column whose
-    values are train, validation and test.
-    """
+class ReadingOptions:
+    """How columns become examples. All fields have defaults."""
 
     kind: Kind | Literal["auto"] = "auto"
+    """What examples are; "auto" decides by the types of the columns."""
     columns: tuple[str, ...] = ()
+    """The columns of a table; by default, all columns of numbers except the label, the owner and
+    the index of a pandas table.
+    """
     categorical: tuple[tuple[str, tuple[Value, ...]], ...] = ()
+    """The columns of a table whose values are names, and these names; without names, those in the
+    training data. Each name becomes an input of 0 or 1.
+    """
     input: str = ""
+    """The column of texts, vectors or series."""
     missing: Missing = "refuse"
+    """What is done about missing numbers."""
     marks: bool | tuple[str, ...] = False
+    """The columns that get a mark, an input that is 1 where the column is missing and 0 elsewhere:
+    True for all columns with missing numbers, or their names.
+    """
     tokenizer: str = "words"
+    """What makes token ids of texts: "words", "bytes", or a file of Hugging Face's tokenizers."""
     vocabulary: int = 8192
+    """The number of token ids for "words"."""
     length: int = 0
+    """The tokens of a text, or the steps of a series, that are read; the end is cut off. 0 reads 64
+    tokens, and whole series.
+    """
     owner: str = ""
+    """The column that names the owner of each example; ``FILE`` for the file of a table or the
+    folder of an image. With ``cuts``, the column of times.
+    """
     cuts: tuple[str, ...] = ()
+    """The dates on which tasks begin. Test examples are then held out of each task."""
     decimal: Literal[".", ","] = "."
+    """The decimal mark of CSV files."""
     missing_values: tuple[str | int | float, ...] = ()
+    """Texts and numbers that mean missing. In CSV files, they replace the usual texts, such as NA;
+    an empty field always means missing.
+    """
     unlabelled: Literal["refuse", "drop"] = "refuse"
+    """What is done about examples without a label; "drop" leaves them out."""
     split_column: str = ""
+    """The column whose values are train, validation and test."""
 
     @property
-    def normalised(self) -> Form:
-        """The same with all names of columns and categories in one Unicode form."""
+    def normalised(self) -> ReadingOptions:
+        """The same options with all names of columns and categories in one Unicode form."""
         categorical = tuple(
             (nfc(column), tuple(map(nfc, values))) for column, values in self.categorical
         )
@@ -115,41 +118,91 @@ class Form:
         )
 
 
-@dataclass(frozen=True)
-class About:
-    """What reading made of the examples of a data set.
+DEFAULT_OPTIONS = ReadingOptions()
 
-    ``vocabulary``: how many token ids there are, 0 for numbers. ``owners``: their names, by
-    number. ``columns``: those that a table was made of; ``categories``: those of them whose values
-    are names, and these names; ``features``: the names of its inputs; ``marks``: which of these
-    (positions) are 0 or 1 and are not standardised.
-    ``tokenizer``: what made ids of texts, as in ``Form``; ``tokenizer_sha``: the SHA-256 of its
-    file, if it is one.
-    ``notes``: what was left out or cut, a sentence each; ``cautions``: what of it a run says when
-    it begins.
-    """
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """What to read of a data set. Raises ConfigError for an unknown ``mode`` or ``broken``."""
+
+    image: str | None = None
+    """The column of images; None looks for it."""
+    label: str | None = None
+    """The column of labels; None looks for it."""
+    size: int | None = None
+    """The side in pixels to which images are resized; None keeps their size."""
+    options: ReadingOptions = DEFAULT_OPTIONS
+    """How columns become examples, unless they are images."""
+    has_checksums: bool = False
+    """Whether the data will be compared with known checksums."""
+    mode: Mode | None = None
+    """What all images are converted to; None keeps grey and RGB."""
+    broken: Broken = "refuse"
+    """What is done about images that cannot be decoded."""
+
+    def __post_init__(self) -> None:
+        _check_choice("mode", self.mode, (None, *get_args(Mode)))
+        _check_choice("broken", self.broken, get_args(Broken))
+
+
+def _check_choice(field: str, value: object, choices: Sequence[str | None]) -> None:
+    if value not in choices:
+        names = " or ".join(repr(choice) for choice in choices if choice is not None)
+        raise ConfigError(f"data.{field} = {value!r} is unknown; set {names}, or leave it out")
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What the examples of a data set are, and what reading them left out."""
 
     kind: Kind = "image"
+    """What examples are."""
     vocabulary: int = 0
+    """The number of token ids of texts; 0 for numbers."""
     owners: tuple[str, ...] = ()
+    """The names of the owners, by number."""
     columns: tuple[str, ...] = ()
+    """The columns of a table."""
     categories: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """The categorical columns of a table, and the categories of each."""
     features: tuple[str, ...] = ()
-    marks: tuple[int, ...] = ()
+    """The names of the inputs that a table's columns became."""
+    binary_features: tuple[int, ...] = ()
+    """The positions of features that are 0 or 1. They are not standardised."""
     tokenizer: str = ""
+    """What made token ids of texts, as in ``ReadingOptions``."""
     tokenizer_sha: str = ""
+    """The SHA-256 of the tokenizer's file, if it is one."""
     notes: tuple[str, ...] = ()
+    """What was left out or cut, a sentence each."""
     cautions: tuple[str, ...] = ()
+    """The notes that a run prints as warnings when it begins."""
 
-    def warned(self, *said: str) -> About:
-        """The same with more that a run says when it begins; empty sentences are left out."""
-        more = tuple(filter(None, said))
-        return replace(self, notes=(*self.notes, *more), cautions=(*self.cautions, *more))
+    def with_notes(self, *notes: str) -> DatasetInfo:
+        """The same with further notes; empty texts are left out."""
+        return replace(self, notes=(*self.notes, *filter(None, notes)))
+
+    def with_cautions(self, *cautions: str) -> DatasetInfo:
+        """The same with further cautions, which are notes too; empty texts are left out."""
+        info = self.with_notes(*cautions)
+        return replace(info, cautions=(*self.cautions, *filter(None, cautions)))
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, by their names in files."""
+        return {JSON_NAMES.get(name, name): value for name, value in asdict(self).items()}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> DatasetInfo:
+        """The fields in a file, of which some may be absent; raises TypeError for others."""
+        fields_of = {name: field for field, name in JSON_NAMES.items()}
+        return DatasetInfo(
+            **{fields_of.get(name, name): _with_tuples(value) for name, value in values.items()}
+        )
 
     @property
     def many(self) -> str:
         """What examples are, for people: "images", "texts"."""
-        return MANY[self.kind]
+        return PLURALS[self.kind]
 
     @property
     def many_or_examples(self) -> str:
@@ -157,60 +210,60 @@ class About:
         return self.many if self.kind == "image" else "examples"
 
 
-IMAGES = About()
-"""Images, of which nothing more is said."""
+JSON_NAMES = {"binary_features": "marks"}
+"""The fields of ``DatasetInfo`` that have another name in journals and in the cache."""
 
-FOUND = Form()
-"""Examples of which nothing is said: what they are is looked for."""
+INPUT_FIELDS = tuple(
+    JSON_NAMES.get(field.name, field.name)
+    for field in fields(DatasetInfo)
+    if field.name not in ("kind", "owners", "notes", "cautions")
+)
+"""The fields, by their names in files, that are needed to make inputs of new examples."""
+
+IMAGE_INFO = DatasetInfo()
+"""The description of images."""
 
 
-def cut_times(cuts: Sequence[str]) -> list[datetime.datetime]:
-    """The moments at which each task but the first begins; raises ConfigError for what is no date,
-    or out of order.
+def _with_tuples(value: Any) -> Any:
+    """A value with tuples for lists, at any depth."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+MOST_FEATURES = 12
+"""The number of features that a sentence names. It counts the others."""
+
+
+def examples_text(inputs: Mapping[str, Any]) -> str:
+    """One sentence on what examples are; empty for images.
+
+    inputs: the field of that name in a journal's event ``start``.
+
+    >>> examples_text({"kind": "series", "shape": [9, 128]})
+    'examples are series: 9 channels of 128 steps'
     """
-    moments = []
-    for cut in cuts:
-        if (moment := moment_of(cut)) is None:
-            raise ConfigError(
-                f"stream.cuts has {cut!r}, which is no date; write dates as 2023-01-31"
-            )
-        moments.append(moment)
-    for k, (before, after) in enumerate(pairwise(moments)):
-        if before >= after:
-            raise ConfigError(
-                f"stream.cuts must ascend, and {cuts[k + 1]} does not come after {cuts[k]}"
-            )
-    return moments
+    kind = inputs.get("kind", "image")
+    shape = list(inputs.get("shape", ()))
+    if kind == "table":
+        names = [str(name) for name in inputs.get("features", ())]
+        return f"examples are {PLURALS['table']}, {shape[0]} features{_feature_list(names)}"
+    if kind == "series":
+        return f"examples are {PLURALS['series']}: {shape[0]} channels of {shape[1]} steps"
+    if kind == "text":
+        tokenizer = inputs.get("tokenizer")
+        by_tokenizer = f" by {tokenizer}" if tokenizer else ""
+        return (
+            f"examples are {PLURALS['text']} as {shape[0]} token ids{by_tokenizer}, of "
+            f"{inputs.get('vocabulary', 0):,}"
+        )
+    if kind == "vector":
+        return f"examples are {PLURALS['vector']} of {' x '.join(map(str, shape))} numbers"
+    return ""
 
 
-def tasks_of_times(what: str, column: str, values: Sequence[str], cuts: Sequence[str]) -> list[int]:
-    """The task of each value of a time column, from 0: as many as there are cuts that are not after
-    it.
-
-    Raises DataError for a value that is no date.
-
-    >>> tasks_of_times("rows", "acquired", ["2022-12-31", "2023-01-01"], ["2023-01-01"])
-    [0, 1]
-    """
-    moments, tasks = cut_times(cuts), []
-    for value in values:
-        if (moment := moment_of(value)) is None:
-            raise DataError(
-                f"{what}: column {column!r} has {value[:40]!r}, which is no date; write dates as "
-                "2023-01-31"
-            )
-        tasks.append(bisect_right(moments, moment))
-    return tasks
-
-
-def moment_of(text: str) -> datetime.datetime | None:
-    """A date or time in ISO's form, UTC where it names no zone; None for any other text.
-
-    >>> moment_of("2023-01-31").isoformat(), moment_of("31.1.2023"), moment_of("7")
-    ('2023-01-31T00:00:00+00:00', None, None)
-    """
-    try:
-        moment = datetime.datetime.fromisoformat(text.strip())
-    except ValueError:
-        return None
-    return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
+def _feature_list(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    listed = ", ".join(names[:MOST_FEATURES])
+    if len(names) > MOST_FEATURES:
+        listed += f" and {len(names) - MOST_FEATURES} more"
+    return f": {listed}"

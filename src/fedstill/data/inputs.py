@@ -1,12 +1,17 @@
-"""From stored values to what a network sees: images normalised, and augmented where the run asks
-for it.
+"""From stored values to the inputs of a network: images are normalised, and augmented if the run
+says so.
+
+Augmentation works on tensors of raw pixels. All draws come from the generator that is passed.
+
+Source: FedNTD's and FedSeq's pipelines: crop, flip and rotation on raw pixels (so that padding is
+black), then normalise, then Cutout (so that the hole is 0 after normalisation, the mean colour).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,14 +20,7 @@ from torch import Tensor
 
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.keys import resident
-from fedstill.data.form import IMAGES, MANY, About
-
-# Batches made of raw images: augmented and normalised on tensors, with every draw from the
-# generator given.
-#
-# Source: FedNTD's and FedSeq's pipelines: crop, flip and rotation on raw pixels (so that padding is
-# black), then normalise, then Cutout (so that the hole is 0 after normalisation, the mean colour).
-
+from fedstill.data.form import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
 
 STEPS = {
     "crop": "pad by 4 black pixels and cut out the old size at random",
@@ -31,17 +29,74 @@ STEPS = {
     "rotation": "turn by up to 15 degrees either way, nearest pixel, black outside",
     "cutout": "set one square of side 16, clipped at the borders, to 0 after normalisation",
 }
+"""The steps of augmentation, in the order in which they are applied."""
+
 PADDING = 4
 DEGREES = 15.0
 HOLE = 16
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How stored values become inputs."""
+
+    mean: tuple[float, ...] = ()
+    """Of images, the mean of each channel; of other numbers, the mean of each column or channel
+    that has been subtracted already.
+    """
+    std: tuple[float, ...] = ()
+    """The standard deviations, as ``mean``."""
+    steps: tuple[str, ...] = ()
+    """The steps of augmentation: names of ``STEPS``."""
+    about: DatasetInfo = IMAGE_INFO
+    """What examples are."""
+
+    def plain(self, values: Tensor) -> Tensor:
+        """Values (n, …) as inputs: pixels normalised, in float32; other numbers, and token ids, as
+        they are.
+        """
+        return normalise(values, self.mean, self.std) if values.dtype == torch.uint8 else values
+
+    def trained_on(self, values: Tensor, generator: torch.Generator) -> Tensor:
+        """Values as one training batch, augmented with draws from the generator."""
+        if not self.steps:
+            return self.plain(values)
+        return augment(values, self.steps, self.mean, self.std, generator)
+
+    def description(self, values: Tensor) -> dict[str, Any]:
+        """The description of inputs that a journal stores, from which they can be made again.
+
+        It has the shape and type (``pixels``) of stored values, mean and std; of other examples
+        than images also their kind, and the fields of ``DatasetInfo`` that are not empty.
+        """
+        description = {
+            "shape": list(values.shape[1:]),
+            "pixels": str(values.dtype).removeprefix("torch."),
+            "mean": self.mean,
+            "std": self.std,
+        }
+        if self.about.kind == "image":
+            return description
+        fields = self.about.to_json()
+        description["kind"] = self.about.kind
+        description |= {name: fields[name] for name in INPUT_FIELDS if fields[name]}
+        return description
 
 
 def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """(x / 255 - mean) / std by channel. images: (B, C, H, W) uint8; mean, std: C numbers -> (B, C,
     H, W) float32.
     """
-    shift, scale = (_by_channel(tuple(v), images.device) for v in (mean, std))
+    shift = _by_channel(tuple(mean), images.device)
+    scale = _by_channel(tuple(std), images.device)
     return images.to(torch.float32).div_(255).sub_(shift).div_(scale)
+
+
+@lru_cache(maxsize=32)
+def _by_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """(C, 1, 1) numbers on a device, sent there once: a batch must not wait for them."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
 
 
 def augment(
@@ -59,29 +114,18 @@ def augment(
     ConfigError for ``check_steps``.
     """
     check_steps(steps)
-    count, _, height, width = images.shape
-    device = images.device
-    rows, columns = _grid(count, height, width, device)
-    inside = torch.ones(1, dtype=torch.bool, device=device)
+    sources = PixelSources.identity(images)
     # From the batch back to the raw images: the step applied last is undone first.
     if "rotation" in steps:
-        rows, columns, inside = _rotation(
-            rows, columns, resident(_draw_angles(count, generator), device), height, width
-        )
+        sources = sources.rotated(generator)
     if "flip" in steps:
-        mirrored = resident(torch.rand(count, generator=generator) < 0.5, device).view(-1, 1, 1)
-        columns = torch.where(mirrored, width - 1 - columns, columns)
+        sources = sources.flipped(generator)
     if "crop" in steps or "crop_reflect" in steps:
-        offsets = (
-            resident(torch.randint(2 * PADDING + 1, (count, 2), generator=generator), device)
-            - PADDING
-        )
-        rows, columns = rows + offsets[:, 0].view(-1, 1, 1), columns + offsets[:, 1].view(-1, 1, 1)
-        if "crop_reflect" in steps:
-            rows, columns = _mirror(rows, height), _mirror(columns, width)
-        inside = inside & (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-    batch = normalise(_gather(images, rows, columns, inside), mean, std)
-    return _cutout(batch, generator) if "cutout" in steps else batch
+        sources = sources.cropped(generator, reflect="crop_reflect" in steps)
+    batch = normalise(sources.pixels_of(images), mean, std)
+    if "cutout" in steps:
+        batch = _cutout(batch, generator)
+    return batch
 
 
 def check_steps(steps: Collection[str]) -> None:
@@ -97,47 +141,82 @@ def check_steps(steps: Collection[str]) -> None:
         )
 
 
-@lru_cache(maxsize=32)
-def _by_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """(C, 1, 1) numbers on a device, sent there once: a batch must not wait for them."""
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
+@dataclass(frozen=True)
+class PixelSources:
+    """For each pixel of a batch, the pixel of the raw image that it shows."""
+
+    rows: Tensor
+    """(B, H, W) int64."""
+    columns: Tensor
+    """(B, H, W) int64."""
+    inside: Tensor
+    """(B, H, W) bool: whether that pixel is in the image; outside of it, all is black."""
+
+    @staticmethod
+    def identity(images: Tensor) -> PixelSources:
+        """The sources of a batch that shows images (B, C, H, W) as they are."""
+        count, _, height, width = images.shape
+        shape = (count, height, width)
+        rows = torch.arange(height, device=images.device).view(1, -1, 1)
+        columns = torch.arange(width, device=images.device).view(1, 1, -1)
+        inside = torch.ones((1, 1, 1), dtype=torch.bool, device=images.device)
+        return PixelSources(rows.expand(shape), columns.expand(shape), inside.expand(shape))
+
+    def rotated(self, generator: torch.Generator) -> PixelSources:
+        """The sources after each image was turned about its centre by up to DEGREES."""
+        count, height, width = self.rows.shape
+        unit = torch.rand(count, generator=generator)
+        angles = ((2 * unit - 1) * math.radians(DEGREES)).view(-1, 1, 1)
+        angles = resident(angles, self.rows.device)
+
+        y = self.rows + 0.5 - height / 2
+        x = self.columns + 0.5 - width / 2
+        cos = angles.cos()
+        sin = angles.sin()
+        rows = (cos * y - sin * x + height / 2).floor().long()
+        columns = (sin * y + cos * x + width / 2).floor().long()
+        return self._moved(rows, columns)
+
+    def flipped(self, generator: torch.Generator) -> PixelSources:
+        """The sources after about half of the images were mirrored left and right."""
+        count, _, width = self.rows.shape
+        is_mirrored = torch.rand(count, generator=generator) < 0.5
+        is_mirrored = resident(is_mirrored, self.rows.device).view(-1, 1, 1)
+        return replace(
+            self, columns=torch.where(is_mirrored, width - 1 - self.columns, self.columns)
+        )
+
+    def cropped(self, generator: torch.Generator, *, reflect: bool) -> PixelSources:
+        """The sources after images were padded by PADDING pixels and cropped at random.
+
+        reflect: whether the padding mirrors the image; otherwise it is black.
+        """
+        count, height, width = self.rows.shape
+        draws = torch.randint(2 * PADDING + 1, (count, 2), generator=generator)
+        offsets = resident(draws, self.rows.device) - PADDING
+        rows = self.rows + offsets[:, 0].view(-1, 1, 1)
+        columns = self.columns + offsets[:, 1].view(-1, 1, 1)
+        if reflect:
+            rows = _mirrored(rows, height)
+            columns = _mirrored(columns, width)
+        return self._moved(rows, columns)
+
+    def pixels_of(self, images: Tensor) -> Tensor:
+        """The pixels (B, C, H, W) that are shown of raw images of that shape."""
+        count, channels, height, width = images.shape
+        rows = self.rows.clamp(0, height - 1)
+        columns = self.columns.clamp(0, width - 1)
+        flat = (rows * width + columns).view(count, 1, -1)
+        pixels = images.flatten(2).gather(2, flat.expand(-1, channels, -1)).view_as(images)
+        return pixels * self.inside.unsqueeze(1)
+
+    def _moved(self, rows: Tensor, columns: Tensor) -> PixelSources:
+        _, height, width = self.rows.shape
+        is_inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+        return PixelSources(rows, columns, self.inside & is_inside)
 
 
-def _grid(count: int, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Row and column of every pixel: (B, H, W) int64 each."""
-    rows, columns = torch.arange(height, device=device), torch.arange(width, device=device)
-    return rows.view(1, -1, 1).expand(count, height, width), columns.view(1, 1, -1).expand(
-        count, height, width
-    )
-
-
-def _draw_angles(count: int, generator: torch.Generator) -> Tensor:
-    """(B, 1, 1) angles in radians, uniform in ± DEGREES."""
-    unit = torch.rand(count, generator=generator)
-    return ((2 * unit - 1) * math.radians(DEGREES)).view(-1, 1, 1)
-
-
-def _rotation(
-    rows: Tensor, columns: Tensor, angles: Tensor, height: int, width: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the pixels of images turned about their centre come from, and whether that is
-    inside.
-    """
-    y, x = rows + 0.5 - height / 2, columns + 0.5 - width / 2
-    cos, sin = angles.cos(), angles.sin()
-    source_rows = (cos * y - sin * x + height / 2).floor().long()
-    source_columns = (sin * y + cos * x + width / 2).floor().long()
-    inside = (
-        (source_rows >= 0)
-        & (source_rows < height)
-        & (source_columns >= 0)
-        & (source_columns < width)
-    )
-    return source_rows, source_columns, inside
-
-
-def _mirror(index: Tensor, size: int) -> Tensor:
+def _mirrored(index: Tensor, size: int) -> Tensor:
     """Positions reflected at the border pixels, which are not repeated; those far outside stay
     outside.
     """
@@ -145,100 +224,20 @@ def _mirror(index: Tensor, size: int) -> Tensor:
     return torch.where(index >= size, 2 * (size - 1) - index, index)
 
 
-def _gather(images: Tensor, rows: Tensor, columns: Tensor, inside: Tensor) -> Tensor:
-    """Pixels of each image at its own positions, 0 where they are outside: (B, C, H, W)."""
-    count, channels, height, width = images.shape
-    flat = (rows.clamp(0, height - 1) * width + columns.clamp(0, width - 1)).view(count, 1, -1)
-    taken = images.flatten(2).gather(2, flat.expand(-1, channels, -1)).view_as(images)
-    return taken * inside.expand(count, height, width).unsqueeze(1)
-
-
 def _cutout(batch: Tensor, generator: torch.Generator) -> Tensor:
     """One hole an image, its centre uniform over the pixels; the hole reaches HOLE / 2 up and left,
     less one down.
     """
-    count, _, height, width = batch.shape
-    draws = [torch.randint(size, (count, 1), generator=generator) for size in (height, width)]
-    centre_row, centre_column = (resident(draw, batch.device) for draw in draws)
-    rows = torch.arange(height, device=batch.device).view(1, -1) - centre_row + HOLE // 2
-    columns = torch.arange(width, device=batch.device).view(1, -1) - centre_column + HOLE // 2
-    in_rows, in_columns = (rows >= 0) & (rows < HOLE), (columns >= 0) & (columns < HOLE)
+    _, _, height, width = batch.shape
+    in_rows = _hole_along(height, batch, generator)
+    in_columns = _hole_along(width, batch, generator)
     hole = in_rows.unsqueeze(2) & in_columns.unsqueeze(1)
     return batch.masked_fill(hole.unsqueeze(1), 0.0)
 
 
-MOST_FEATURES = 12
-"""Features that are named; the others are counted."""
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """How stored values become inputs: of images the mean and spread of each channel, and the
-    augmentation steps.
-
-    ``mean``, ``std`` of other numbers, one a column or channel, are those by which they are
-    standardised already.
-    """
-
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
-    steps: tuple[str, ...] = ()
-    about: About = IMAGES
-
-    def plain(self, values: Tensor) -> Tensor:
-        """Values (n, …) as inputs: pixels normalised, in float32; other numbers, and token ids, as
-        they are.
-        """
-        return normalise(values, self.mean, self.std) if values.dtype == torch.uint8 else values
-
-    def stored(self, values: Tensor) -> dict[str, Any]:
-        """What makes the same inputs of such values again: shape, type, mean, spread, kind, and
-        what names became.
-        """
-        type_ = str(values.dtype).removeprefix("torch.")
-        told = {
-            "shape": list(values.shape[1:]),
-            "pixels": type_,
-            "mean": self.mean,
-            "std": self.std,
-        }
-        if self.about.kind == "image":
-            return told
-        more = {
-            k: v
-            for k, v in asdict(self.about).items()
-            if k not in ("notes", "cautions", "owners", "kind") and v
-        }
-        return {**told, "kind": self.about.kind, **more}
-
-    def trained_on(self, values: Tensor, generator: torch.Generator) -> Tensor:
-        """Values as one training batch, augmented with draws from the generator."""
-        if not self.steps:
-            return self.plain(values)
-        return augment(values, self.steps, self.mean, self.std, generator)
-
-
-def examples_are(inputs: Mapping[str, Any]) -> str:
-    """One sentence on what examples are, of the field ``inputs`` of a journal's event ``start``;
-    empty for images.
-
-    >>> examples_are({"kind": "series", "shape": [9, 128]})
-    'examples are series: 9 channels of 128 steps'
-    """
-    kind, shape = inputs.get("kind", "image"), list(inputs.get("shape", ()))
-    if kind == "table":
-        names = [str(name) for name in inputs.get("features", ())]
-        more = f" and {len(names) - MOST_FEATURES} more" if len(names) > MOST_FEATURES else ""
-        of = f": {', '.join(names[:MOST_FEATURES])}{more}" if names else ""
-        return f"examples are {MANY['table']}, {shape[0]} features{of}"
-    if kind == "series":
-        return f"examples are {MANY['series']}: {shape[0]} channels of {shape[1]} steps"
-    if kind == "text":
-        by = f" by {tokenizer}" if (tokenizer := inputs.get("tokenizer")) else ""
-        return (
-            f"examples are {MANY['text']} as {shape[0]} token ids{by}, of "
-            f"{inputs.get('vocabulary', 0):,}"
-        )
-    if kind == "vector":
-        return f"examples are {MANY['vector']} of {' x '.join(map(str, shape))} numbers"
-    return ""
+def _hole_along(size: int, batch: Tensor, generator: torch.Generator) -> Tensor:
+    """Which positions (B, size) along an axis are in each image's hole."""
+    centres = torch.randint(size, (len(batch), 1), generator=generator)
+    centres = resident(centres, batch.device)
+    distances = torch.arange(size, device=batch.device).view(1, -1) - centres + HOLE // 2
+    return (distances >= 0) & (distances < HOLE)

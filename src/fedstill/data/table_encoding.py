@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError, on_one_line
-from fedstill.data.form import About, Value, nfc
+from fedstill.data.form import DatasetInfo, Value, nfc
 
 # The names of the inputs. A column of numbers is one input; a categorical column is one input for
 # each category. Behind all others there is one input for each marked column, 1 where it is missing.
@@ -30,7 +32,7 @@ class TableInputs:
     marked: tuple[str, ...] = ()
 
     @property
-    def about(self) -> About:
+    def about(self) -> DatasetInfo:
         """The names of the inputs, and which of them are 0 or 1, as a data set has them.
 
         >>> TableInputs(("age", "sex"), {"sex": ("f", "m")}, ("age",)).about.features
@@ -53,12 +55,12 @@ class TableInputs:
             for column in self.columns
             if column in self.categories
         )
-        return About(
+        return DatasetInfo(
             "table",
             columns=self.columns,
             categories=categories,
             features=tuple(features),
-            marks=tuple(marks),
+            binary_features=tuple(marks),
         )
 
     @staticmethod
@@ -162,6 +164,12 @@ class DistinctValues:
     values: list[Any]
     codes: NDArray[np.int64]
 
+    def mapped(self, function: Callable[[Any], Any], missing: Any) -> NDArray[Any]:
+        """What a function makes of each row's value, (n,); ``missing`` where there is none."""
+        # A missing value has the code -1, which is the position of the last entry.
+        results = np.array([*map(function, self.values), missing])
+        return results[self.codes]
+
 
 def distinct_values(column: pa.ChunkedArray) -> DistinctValues:
     """The different values of a column, in the order in which they first occur."""
@@ -241,7 +249,9 @@ def category_name(value: Any) -> str:
 Floats = NDArray[np.float32]
 
 
-def table_rows(what: str, table: pa.Table | Mapping[str, pa.ChunkedArray], about: About) -> Floats:
+def table_rows(
+    what: str, table: pa.Table | Mapping[str, pa.ChunkedArray], about: DatasetInfo
+) -> Floats:
     """Columns as the inputs (n, features) of ``about``, NaN where a value is missing; without
     marks.
 
@@ -261,7 +271,7 @@ def table_rows(what: str, table: pa.Table | Mapping[str, pa.ChunkedArray], about
     return rows
 
 
-def first_features(about: About) -> dict[str, int]:
+def first_features(about: DatasetInfo) -> dict[str, int]:
     """The position of each column's first feature among the inputs."""
     categories = dict(about.categories)
     positions = {}
@@ -272,16 +282,16 @@ def first_features(about: About) -> dict[str, int]:
     return positions
 
 
-def with_features(about: About, marked: Collection[str] = ()) -> About:
+def with_features(about: DatasetInfo, marked: Collection[str] = ()) -> DatasetInfo:
     """A data set's description with the names of a table's inputs.
 
     marked: columns that have an input beside them that is 1 where they are missing.
     """
     inputs = TableInputs(about.columns, dict(about.categories), tuple(marked)).about
-    return replace(about, features=inputs.features, marks=inputs.marks)
+    return replace(about, features=inputs.features, binary_features=inputs.binary_features)
 
 
-def with_marks(rows: Floats, about: About, marked: Collection[str]) -> Floats:
+def with_marks(rows: Floats, about: DatasetInfo, marked: Collection[str]) -> Floats:
     """Rows with an input behind them for each marked column: 1 where it is missing, else 0."""
     positions = first_features(about)
     marks = np.isnan(rows[:, [positions[name] for name in marked]])
@@ -314,3 +324,57 @@ def numbers(column: pa.ChunkedArray, what: str = "") -> Floats:
         )
     as_floats: Floats = exact.astype(np.float32)
     return as_floats
+
+
+# Columns that are read, but perhaps not as they are meant. A run warns about them.
+
+
+ROW_NUMBER_NAME = re.compile(
+    r"unnamed: ?\d+|(.*[^a-z])?(id|ids|uuid|idx|index|nr|no)", re.IGNORECASE
+)
+ROW_NUMBER_SUFFIX = re.compile(r".*[a-z](ID|Id|Nr|No)")
+"""Names of columns that number rows: id, patient_id, patientID, Unnamed: 0."""
+
+STEPS = 1024
+"""Numbers whose range has fewer steps of float32 than this are compared: some may become equal."""
+
+
+def row_numbers(table: pa.Table, columns: Sequence[str]) -> list[str]:
+    """A warning for each column of integers with a row number's name and a value for each row."""
+    warnings = []
+    for name in columns:
+        has_such_name = ROW_NUMBER_NAME.fullmatch(name) or ROW_NUMBER_SUFFIX.fullmatch(name)
+        if not has_such_name or not pa.types.is_integer(table[name].type) or len(table) < 2:
+            continue
+        if pc.count_distinct(table[name], mode="all").as_py() == len(table):
+            warnings.append(
+                f"{name}: all {len(table):,} values differ; if it only numbers the rows, leave it "
+                "out with data.columns"
+            )
+    return warnings
+
+
+def lost_precision(table: pa.Table, columns: Sequence[str]) -> list[str]:
+    """A warning for each column with numbers that become equal as float32, such as times in s."""
+    warnings = []
+    for name in columns:
+        arrow_type = table[name].type
+        is_exact = pa.types.is_integer(arrow_type) or pa.types.is_decimal(arrow_type)
+        if not is_exact and not pa.types.is_float64(arrow_type):
+            continue
+        exact = float_values(table[name].cast(pa.float64(), safe=False))
+        exact = exact[np.isfinite(exact)]
+        if not len(exact):
+            continue
+        step = np.finfo(np.float32).eps * np.abs(exact).max()
+        if np.ptp(exact) >= STEPS * step:
+            continue
+        distinct = len(np.unique(exact))
+        distinct_in_32_bits = len(np.unique(exact.astype(np.float32)))
+        if distinct_in_32_bits < distinct:
+            warnings.append(
+                f"{name}: its {distinct:,} different numbers, from {exact.min():.12g} to "
+                f"{exact.max():.12g}, are {distinct_in_32_bits:,} in 32 bits; subtract the "
+                "smallest from all"
+            )
+    return warnings

@@ -1,8 +1,8 @@
 """Texts as token ids: words by a hash, bytes, or as a tokenizer's file says. No id is learned from
-anybody's texts.
+texts.
 
-Id 0 is padding: after a text that is shorter than others, never inside one that words or bytes were
-made of.
+Id 0 is padding. It follows texts that are shorter than others, and is never the id of a word or a
+byte.
 """
 
 from __future__ import annotations
@@ -26,32 +26,35 @@ from fedstill.core.files import digest
 BYTES = 257
 """Token ids of ``"bytes"``: 256, and padding."""
 
-PADDING = {"[PAD]", "<pad>", "<|pad|>", "[pad]", "<PAD>"}
-"""What padding is called in tokenizers' files that do not say which token it is."""
+PADDING_NAMES = {"[PAD]", "<pad>", "<|pad|>", "[pad]", "<PAD>"}
+"""The names of padding in tokenizers' files that do not say which token it is."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenIds:
-    """Texts as ids (n, length) int64 in [0, ``vocabulary``), where 0 is padding.
-
-    ``cut``: the share of texts that had more tokens than that. ``sha``: the SHA-256 of the
-    tokenizer's file, if one was read.
-    """
+    """Texts as token ids."""
 
     ids: NDArray[np.int64]
+    """(n, length), in [0, ``vocabulary``); 0 is padding."""
     vocabulary: int
-    cut: float
+    cut_share: float
+    """The share of texts that had more tokens than ``length``."""
     sha: str = ""
+    """The SHA-256 of the tokenizer's file, if one was read."""
 
 
 def encoded(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int) -> TokenIds:
     """Texts as token ids.
 
-    tokenizer: "words": lower case in Unicode's form NFC, each run of letters, their marks and
-    digits is a word, and its id is 1 + the CRC-32 of its UTF-8 bytes modulo (``vocabulary`` - 1),
-    so that two words may share one. "bytes": the UTF-8 bytes, each plus 1. Otherwise a file
-    ``*.json`` of Hugging Face's ``tokenizers``, with the vocabulary that it has; its ids are
-    shifted by 1 where its padding is not 0, so that 0 is padding for every network.
+    tokenizer: one of
+
+    - "words": lower case in Unicode's form NFC. Each run of letters, their marks and digits is a
+      word, and its id is 1 + the CRC-32 of its UTF-8 bytes modulo (``vocabulary`` - 1), so that two
+      words may share one.
+    - "bytes": the UTF-8 bytes, each plus 1.
+    - a file ``*.json`` of Hugging Face's ``tokenizers``, with the vocabulary that it has. Its ids
+      are shifted by 1 where its padding is not 0, so that 0 is padding for every network.
+
     vocabulary: of words, >= 2. length: tokens of a text that are kept, >= 1.
 
     Raises ConfigError for another tokenizer, a file that is none, or numbers out of range;
@@ -64,10 +67,10 @@ def encoded(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int) 
     """
     if length < 1:
         raise ConfigError(f"data.length = {length} must be at least 1 for texts")
-    for at, text in enumerate(texts):
+    for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise DataError(
-                f"text {at} is a {type(text).__name__}, not a text; leave it out, or write an "
+                f"text {index} is a {type(text).__name__}, not a text; leave it out, or write an "
                 "empty one"
             )
     if tokenizer == "words":
@@ -86,16 +89,16 @@ def encoded(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int) 
 
 
 def _words(texts: Sequence[str], vocabulary: int) -> Iterator[Sequence[int]]:
-    known: dict[str, int] = {}
-    for at, text in enumerate(texts):
+    ids: dict[str, int] = {}
+    for index, text in enumerate(texts):
         normal = unicodedata.normalize("NFC", text.lower())
         # ASCII has no marks, and the pattern without them is three times as fast.
         pattern = ASCII_WORD if normal.isascii() else _word()
         words = pattern.findall(normal)
         for word in words:
-            if word not in known:
-                known[word] = 1 + zlib.crc32(_utf8(word, at)) % (vocabulary - 1)
-        yield [known[word] for word in words]
+            if word not in ids:
+                ids[word] = 1 + zlib.crc32(_utf8(word, index)) % (vocabulary - 1)
+        yield [ids[word] for word in words]
 
 
 ASCII_WORD = re.compile(r"\w+", re.ASCII)
@@ -113,46 +116,54 @@ def _word() -> re.Pattern[str]:
 
 
 def _bytes(texts: Sequence[str]) -> Iterator[NDArray[np.int64]]:
-    for at, text in enumerate(texts):
-        yield np.frombuffer(_utf8(text, at), dtype=np.uint8).astype(np.int64) + 1
+    for index, text in enumerate(texts):
+        yield np.frombuffer(_utf8(text, index), dtype=np.uint8).astype(np.int64) + 1
 
 
-def _utf8(text: str, at: int) -> bytes:
+def _utf8(text: str, index: int) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"text {at} cannot be written as UTF-8: {on_one_line(error)}") from error
+        raise DataError(f"text {index} cannot be written as UTF-8: {on_one_line(error)}") from error
 
 
 def _padded(rows: Iterator[Any], count: int, vocabulary: int, length: int) -> TokenIds:
     """Rows of ids, one a text, cut and padded."""
-    ids, cut = np.zeros((count, length), dtype=np.int64), 0
-    for at, row in enumerate(rows):
-        ids[at, : len(row)] = row[:length]
-        cut += len(row) > length
-    return TokenIds(ids, vocabulary, cut / max(count, 1))
+    ids = np.zeros((count, length), dtype=np.int64)
+    cut_count = 0
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = row[:length]
+        cut_count += len(row) > length
+    return TokenIds(ids, vocabulary, cut_count / max(count, 1))
 
 
 def _by_file(texts: Sequence[str], path: Path, length: int) -> TokenIds:
     """As a file of Hugging Face's ``tokenizers`` says, its special tokens included."""
     tokenizer, sha = _read_tokenizer(path)
     size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    padding = (tokenizer.padding or {}).get("pad_id")
-    named = tokenizer.id_to_token(0) in PADDING if padding is None else padding == 0
-    shift = 0 if named else 1
+    shift = 0 if _zero_is_padding(tokenizer) else 1
     tokenizer.no_padding()
-    ids, cut = np.zeros((len(texts), length), dtype=np.int64), 0
+    ids = np.zeros((len(texts), length), dtype=np.int64)
+    cut_count = 0
     try:
         tokenizer.enable_truncation(length)  # keeps the special tokens at a text's end
-        for at, text in enumerate(texts):  # one by one: threads of its own would outlive a fork
-            one = tokenizer.encode(text)
-            ids[at, : len(one.ids)] = np.asarray(one.ids, dtype=np.int64) + shift
-            cut += bool(one.overflowing)
+        # One text at a time: the library's threads for many would outlive a fork.
+        for index, text in enumerate(texts):
+            tokens = tokenizer.encode(text)
+            ids[index, : len(tokens.ids)] = np.asarray(tokens.ids, dtype=np.int64) + shift
+            cut_count += bool(tokens.overflowing)
     except Exception as error:  # the class of its errors is Exception itself
         raise ConfigError(
             f"data.tokenizer = {str(path)!r} cannot read these texts: {on_one_line(error)}"
         ) from error
-    return TokenIds(ids, size + shift, cut / max(len(texts), 1), sha)
+    return TokenIds(ids, size + shift, cut_count / max(len(texts), 1), sha)
+
+
+def _zero_is_padding(tokenizer: Any) -> bool:
+    """Whether the token of id 0 is padding: as the file says, or else by its name."""
+    if tokenizer.padding is None or tokenizer.padding.get("pad_id") is None:
+        return tokenizer.id_to_token(0) in PADDING_NAMES
+    return bool(tokenizer.padding["pad_id"] == 0)
 
 
 def _read_tokenizer(path: Path) -> tuple[Any, str]:

@@ -1,5 +1,7 @@
-"""What each site sees: its part of a data set in a simulation, its own data at a real site; and the
-public set. Data may be new: some examples are there in round 1, the rest comes with the rounds.
+"""The view that each site has of data: its part of a data set in a simulation, or its own data at a
+real site, and the public set.
+
+Data may change with the rounds, by tasks or by arrival, but not by both.
 """
 
 from __future__ import annotations
@@ -25,8 +27,7 @@ Order = Literal["mixed", "by_class"]
 
 @dataclass(frozen=True)
 class Arrival:
-    """In which order a client's examples arrive, the share ``at_first`` in (0, 1] of round 1, in
-    how many rounds.
+    """How a client's examples arrive with the rounds.
 
     Source: QKT, section 5, leaves "real-time and highly dynamic scenarios" to future work, without
     a rule.
@@ -36,12 +37,13 @@ class Arrival:
 
     order: Order
     at_first: float
+    """The share in (0, 1] of its examples that a client has in round 1."""
     rounds: int
+    """The round in which a client has all its examples."""
     seed: int
 
     def share(self, round: int) -> float:
-        """The share of its examples that a client has in a round; the census, round 0, is before
-        round 1.
+        """The share of its examples that a client has in a round; round 0 counts as round 1.
 
         >>> [Arrival("mixed", 0.5, rounds=3, seed=0).share(r) for r in (0, 1, 2, 3)]
         [0.5, 0.5, 0.75, 1.0]
@@ -50,9 +52,10 @@ class Arrival:
             return 1.0
         return self.at_first + (1 - self.at_first) * (max(round, 1) - 1) / (self.rounds - 1)
 
-    def turns(self, client: int, labels: Tensor) -> Tensor:
-        """When each of a client's examples arrives, given its labels (n,): (n,) int64, 0 for the
-        first.
+    def ranks(self, client: int, labels: Tensor) -> Tensor:
+        """The rank (n,) int64 in which each of a client's examples arrives, from 0.
+
+        labels: (n,), of all its examples.
         """
         draw = generator(seed_for(self.seed, 0, 0, client, "arrival"))
         order = torch.randperm(len(labels), generator=draw)
@@ -62,37 +65,37 @@ class Arrival:
             order = order[classes[ids].argsort(stable=True)]
         return order.argsort()
 
-    def there(self, turns: Tensor, some: Tensor, round: int) -> Tensor:
-        """Those of some of a client's examples (k,), given by number, that have arrived by a round,
-        in their order.
+    def arrived(self, ranks: Tensor, indices: Tensor, round: int) -> Tensor:
+        """Those of some of a client's examples that have arrived by a round, in their order.
 
-        turns: (n,) of all its examples. At least one of them: the first to arrive, if the round has
-        none of them yet.
+        ranks: (n,), of all its examples. indices: (k,), of some examples among them. If none of
+        these has arrived, the first to arrive is returned.
         """
-        count = max(1, int(self.share(round) * len(turns) + 0.5))
-        arrived = some[turns[some] < count]
-        return arrived if len(arrived) else some[turns[some].argsort()[:1]]
+        count = max(1, int(self.share(round) * len(ranks) + 0.5))
+        arrived = indices[ranks[indices] < count]
+        if len(arrived):
+            return arrived
+        return indices[ranks[indices].argsort()[:1]]
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """A cut of the training set into tasks, on the clock of a stream.
-
-    task_of: (n,) int64, the task of each training example; None where every task shows all of them.
-    transforms: how each task shows its images; empty if it shows them as they are. by_domain:
-    whether each task has test examples of its own, those of its value of a column. tests: a real
-    site's test sets of the tasks so far.
-    """
+    """A cut of the training set into tasks, on the clock of a stream."""
 
     stream: Stream
     task_of: Tensor | None
+    """The task of each training example, (n,) int64; None if every task has all of them."""
     transforms: tuple[Transform | None, ...] = ()
+    """How each task changes its images; empty if they stay as they are."""
     by_domain: bool = False
+    """Whether each task has test examples of its own, by the value of a column."""
     tests: Mapping[int, Examples] = field(default_factory=dict)
+    """The test sets of the tasks so far, at a real site."""
 
-    def had(self, client: int, round: int) -> list[int]:
-        """The tasks whose data a client has in a round: its present one first, then the older ones
-        in order, if these are kept; none before it joins.
+    def tasks_in(self, client: int, round: int) -> list[int]:
+        """The tasks whose data a client has in a round, the present one first.
+
+        Older tasks follow in order, if their data are kept. There are none before the client joins.
         """
         tasks = self.stream.been_in(client, round)
         present = tasks[-1:]
@@ -101,15 +104,15 @@ class TaskData:
         return present + tasks[:-1]
 
     def of_task(self, part: Tensor, task: int) -> Tensor:
-        """Which of a client's examples, given their positions in the training set, belong to a
-        task, by number.
+        """The indices of a task's examples in ``part``, a client's positions in the training
+        set.
         """
         if self.task_of is None:
             return torch.arange(len(part))
         return (self.task_of[part] == task).nonzero().flatten()
 
-    def shown(self, examples: Examples, task: int) -> Examples:
-        """Examples as a task shows them."""
+    def transformed(self, examples: Examples, task: int) -> Examples:
+        """Examples with the images that a task makes of them."""
         transform = self.transforms[task] if self.transforms else None
         if transform is None:
             return examples
@@ -131,10 +134,26 @@ def concatenated(pieces: Sequence[Examples]) -> Examples:
 
 
 class Division(NamedTuple):
-    """Which examples a client trains on, and which it holds out to validate."""
+    """The positions in the training set of examples to train on, and of those held out."""
 
     train: Tensor
     held_out: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DividedIndices:
+    """The indices, within some examples of a client, of those to train on and of those held out."""
+
+    train: Tensor
+    held_out: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _DividedExamples:
+    """Examples to train on, and examples held out."""
+
+    train: Examples
+    held_out: Examples
 
 
 @dataclass(frozen=True)
@@ -142,35 +161,45 @@ class SiteViews:
     """The views of sites over one training set: all clients' in a simulation, one client's at a
     real site.
 
-    split: which client has which examples of ``train``; None where sites keep their data: then all
-    of ``train`` are the site's own. public: the public set, which is also the server's data. Its
-    labels are shown in the stages named in ``labelled`` only, and are -1 in all others. own_tests:
-    test sets of clients, which at real sites stay there. plans: they say by stage what share of its
-    own data a client holds out; ``held_out`` says which: drawn by key, or the last of its part.
-    queries: what clients ask for. passes: how a model is run over data. arrival: how the data of
-    clients grow with the rounds; None if all are there from the start. tasks: which data belong to
-    which task. flipped: clients that train on false labels, C - 1 - label.
+    Raises ValueError if both ``arrival`` and ``tasks`` are set.
     """
 
     train: Examples
     split: ClientSplit | None
+    """The positions of each client's examples in ``train``; None at a real site, to which all of
+    ``train`` belong.
+    """
     classes: int
     model: Callable[[int], ModelSpec]
+    """The network of each client."""
     passes: Callable[[ModelSpec], Passes]
+    """How a network is run over data."""
     inputs: Inputs
     plans: dict[str, Plan]
+    """The plan of each stage, with the share of its own data that a client holds out."""
     seed: int
+
     public: Examples | None = None
+    """The public set, which is also the server's data."""
     common_test: Examples | None = None
     own_tests: Mapping[int, Examples] = field(default_factory=dict)
+    """Test sets of clients. At real sites, they stay there."""
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """The classes that clients ask for."""
     labelled: frozenset[str] = frozenset()
+    """The stages in which the public set has labels; in all others, they are -1."""
     held_out: Literal["last"] | None = None
+    """Which examples a client holds out: the last of its part, or random ones (None)."""
     arrival: Arrival | None = None
+    """How the data of clients grow with the rounds; None if all are there from the start."""
     tasks: TaskData | None = None
+    """Which data belong to which task; None without tasks."""
     flipped: frozenset[int] = frozenset()
+    """The clients that attack: they train on false labels, C - 1 - label."""
 
     def __post_init__(self) -> None:
+        if self.arrival is not None and self.tasks is not None:
+            raise ValueError("data change by arrival or by tasks, not by both")
         self._unlabelled  # noqa: B018  (made once, before there are threads)
 
     def positions(self, client: int) -> Tensor:
@@ -196,7 +225,8 @@ class SiteViews:
 
     def trains_on(self, client: int, stage: str) -> int:
         """The number of a site's own examples that it does not hold out in a stage."""
-        return len(self._numbers(client, self.size(client), self._held_out_share(stage)).train)
+        indices = self._divided(client, self.size(client), self._held_out_share(stage))
+        return len(indices.train)
 
     def counts(self, client: int, round: int | None = None) -> Tensor:
         """Label counts (C,) of a client's own data, held-out ones included: of what it has in a
@@ -224,15 +254,17 @@ class SiteViews:
         return shares
 
     def division(self, client: int, share: float, round: int | None = None) -> Division:
-        """The positions in ``train`` of what a client trains on, and of the share that it holds
-        out: of a round, or of all rounds.
+        """The positions of a client's examples, of which it holds out a share: of those that have
+        arrived in a round, or of all.
         """
         part = self.positions(client)
-        train, held_out = self._numbers(client, len(part), share)
+        indices = self._divided(client, len(part), share)
+        train = indices.train
+        held_out = indices.held_out
         if round is not None and self.arrival is not None:
-            turns = self.arrival.turns(client, self.train.labels[part])
-            train = self.arrival.there(turns, train, round)
-            held_out = self.arrival.there(turns, held_out, round)
+            ranks = self.arrival.ranks(client, self.train.labels[part])
+            train = self.arrival.arrived(ranks, train, round)
+            held_out = self.arrival.arrived(ranks, held_out, round)
         return Division(part[train], part[held_out])
 
     def view(self, client: int, stage: Stage) -> View:
@@ -240,7 +272,9 @@ class SiteViews:
         if client == SERVER:
             return self._view_of_server(stage)
         spec = self.model(client)
-        data, held_out = self._shown(client, self._held_out_share(stage.name), stage.round)
+        divided = self._examples(client, self._held_out_share(stage.name), stage.round)
+        data = divided.train
+        held_out = divided.held_out
         counts = self._counts(data.labels)
         if len(held_out):
             counts = self.counts(client, stage.round)
@@ -283,50 +317,57 @@ class SiteViews:
         return 0.0 if plan is None else plan.validation
 
     def _positions_in(self, client: int, round: int | None) -> Tensor:
-        """The positions of what a client has in a round, or of all that it has."""
+        """The positions of a client's examples in a round, or of all its examples."""
         part = self.positions(client)
         if round is None:
             return part
         if self.tasks is not None:
-            numbers = [self.tasks.of_task(part, task) for task in self.tasks.had(client, round)]
+            tasks = self.tasks.tasks_in(client, round)
             # An empty piece more, for a client that has no task yet.
-            part = part[torch.cat([*numbers, part[:0]])]
+            indices = [part[:0], *(self.tasks.of_task(part, task) for task in tasks)]
+            return part[torch.cat(indices)]
         if self.arrival is not None:
-            turns = self.arrival.turns(client, self.train.labels[part])
-            part = part[self.arrival.there(turns, torch.arange(len(part)), round)]
+            ranks = self.arrival.ranks(client, self.train.labels[part])
+            return part[self.arrival.arrived(ranks, torch.arange(len(part)), round)]
         return part
 
-    def _shown(self, client: int, share: float, round: int) -> tuple[Examples, Examples]:
-        """What a client trains on in a round, and what it holds out, as its task shows them."""
-        if self.tasks is None:
-            division = self.division(client, share, round)
-            return self.train.take(division.train), self.train.take(division.held_out)
-        part = self.positions(client)
-        trained: list[Examples] = []
-        held_out: list[Examples] = []
-        for task in self.tasks.had(client, round):
-            of_task = part[self.tasks.of_task(part, task)]
-            numbers = self._numbers(client, len(of_task), share, task)
-            trained.append(self.tasks.shown(self.train.take(of_task[numbers.train]), task))
-            held_out.append(self.tasks.shown(self.train.take(of_task[numbers.held_out]), task))
-        nothing = self.train.take(part[:0])
-        return concatenated(trained or [nothing]), concatenated(held_out or [nothing])
+    def _examples(self, client: int, share: float, round: int) -> _DividedExamples:
+        """A client's examples in a round, of which it holds out a share."""
+        if self.tasks is not None:
+            return self._examples_of_tasks(self.tasks, client, share, round)
+        division = self.division(client, share, round)
+        return _DividedExamples(self.train.take(division.train), self.train.take(division.held_out))
 
-    def _numbers(self, client: int, size: int, share: float, task: int = 0) -> Division:
-        """Which of a client's examples it trains on and which it holds out, by their numbers within
-        its part, from 0.
-        """
-        everything = torch.arange(size)
+    def _examples_of_tasks(
+        self, tasks: TaskData, client: int, share: float, round: int
+    ) -> _DividedExamples:
+        """The same of each task that a client has, one task's examples below another's."""
+        part = self.positions(client)
+        train: list[Examples] = []
+        held_out: list[Examples] = []
+        for task in tasks.tasks_in(client, round):
+            positions = part[tasks.of_task(part, task)]
+            indices = self._divided(client, len(positions), share, task)
+            train.append(tasks.transformed(self.train.take(positions[indices.train]), task))
+            held_out.append(tasks.transformed(self.train.take(positions[indices.held_out]), task))
+        nothing = self.train.take(part[:0])
+        return _DividedExamples(
+            concatenated(train or [nothing]), concatenated(held_out or [nothing])
+        )
+
+    def _divided(self, client: int, size: int, share: float, task: int = 0) -> DividedIndices:
+        """The indices from 0 to ``size`` of a client's examples, of which it holds out a share."""
+        indices = torch.arange(size)
         if share == 0 or size < 2:
-            return Division(everything, everything[:0])
+            return DividedIndices(indices, indices[:0])
         if self.held_out == "last":
             rounded = int((1 - share) * size)  # down, as in HiPer-FedKD's notebooks
             trained = min(max(1, rounded), size - 1)
-            return Division(everything[:trained], everything[trained:])
+            return DividedIndices(indices[:trained], indices[trained:])
         draw = generator(seed_for(self.seed, task, 0, client, "validation"))
         order = torch.randperm(size, generator=draw)
         count = max(1, round(share * size))
-        return Division(order[count:].sort().values, order[:count].sort().values)
+        return DividedIndices(order[count:].sort().values, order[:count].sort().values)
 
     def _counts(self, labels: Tensor) -> Tensor:
         return torch.bincount(labels.cpu(), minlength=self.classes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +25,9 @@ from fedstill.core.records import NOTHING, SERVER, Payload, State
 from fedstill.core.reports import json_value
 from fedstill.core.results import of_some_clients
 from fedstill.core.trees import same_bits
-from fedstill.data.cache import about_of
 from fedstill.data.dataset import Dataset
-from fedstill.data.form import IMAGES, MANY, About
-from fedstill.data.sources.catalog import KNOWN, Known
+from fedstill.data.form import IMAGE_INFO, INPUT_FIELDS, PLURALS, DatasetInfo
+from fedstill.data.sources.catalog import KNOWN, KnownData
 from fedstill.engines.frozen_teachers import frozen
 from fedstill.export.trained_model import TrainedModel, network_of
 from fedstill.methods.fit import Queries
@@ -55,11 +54,6 @@ from fedstill.running.world import RunWorld, started, world_of
 
 Shape = tuple[int, ...]
 
-ENCODING = tuple(field.name for field in fields(About) if field.name not in ("owners", "notes"))
-"""What the event says of other examples than images, so that new ones can be made as the run's
-were.
-"""
-
 
 @dataclass(frozen=True)
 class StoredInputs:
@@ -74,7 +68,7 @@ class StoredInputs:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     type: str = "uint8"
-    about: About = IMAGES
+    about: DatasetInfo = IMAGE_INFO
     standardise: str = ""
 
 
@@ -113,16 +107,17 @@ def inputs_of(
 
 
 def stored_inputs(folder: Path, stored: Any, client: int | None = None) -> StoredInputs:
-    """The field of an event ``start`` that ``Inputs.stored`` made; raises CorruptFile where it is
-    malformed.
+    """The field of an event ``start`` that ``Inputs.description`` made; raises CorruptFile where it
+    is malformed.
     """
     try:
         shape = tuple(int(n) for n in stored["shape"])
-        about = about_of({k: stored[k] for k in ENCODING if k in stored})
+        fields = {name: stored[name] for name in ("kind", *INPUT_FIELDS) if name in stored}
+        about = DatasetInfo.from_json(fields)
         own = stored.get("by_client", {}).get(str(client), stored)
         mean, std = (tuple(float(v) for v in own[k]) for k in ("mean", "std"))
         given = bool(mean or std) or about.kind == "image"
-        if about.kind not in MANY or len(shape) != (
+        if about.kind not in PLURALS or len(shape) != (
             3 if about.kind == "image" else len(shape) or 1
         ):
             raise ValueError(f"{about.kind!r} of shape {shape} is unknown")
@@ -139,7 +134,7 @@ def stored_inputs(folder: Path, stored: Any, client: int | None = None) -> Store
         ) from error
 
 
-def _known(settings: Settings) -> Known | None:
+def _known(settings: Settings) -> KnownData | None:
     """The catalogue's entry of the run's data set; None for another, or one that was read by its
     columns' names.
     """

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from fedstill.core.errors import ConfigError, DataError, on_one_line
 from fedstill.core.process_settings import process_settings
 from fedstill.core.user_code import of_kind
-from fedstill.data.form import IMAGES, About
+from fedstill.data.form import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
 from fedstill.data.table_encoding import MISSING, category_name, table_rows, with_marks
 from fedstill.data.text import encoded
 from fedstill.models.ensemble import module_of
@@ -32,7 +31,7 @@ from fedstill.running.data_sums import NO_SPREAD
 GIVEN = "the rows"
 
 
-def as_taken(about: About, given: Any, length: int) -> Tensor:
+def as_taken(about: DatasetInfo, given: Any, length: int) -> Tensor:
     """Rows of a table (n, features) float32, NaN where a value is missing; texts as ids (n, length)
     int64.
 
@@ -55,7 +54,7 @@ def as_taken(about: About, given: Any, length: int) -> Tensor:
     )
 
 
-def _texts(about: About, given: Any, length: int) -> Tensor:
+def _texts(about: DatasetInfo, given: Any, length: int) -> Tensor:
     if isinstance(given, str) or not isinstance(given, Sequence):
         given = [given] if isinstance(given, str) else list(given)
     ids = encoded(given, about.tokenizer, about.vocabulary, length)
@@ -67,7 +66,7 @@ def _texts(about: About, given: Any, length: int) -> Tensor:
     return torch.from_numpy(ids.ids)
 
 
-def _rows(about: About, given: Any) -> Tensor:
+def _rows(about: DatasetInfo, given: Any) -> Tensor:
     columns = {name: _column(name, values) for name, values in _by_column(about, given).items()}
     for name, known in about.categories:
         _refuse_unknown(name, columns[name], known)
@@ -89,7 +88,7 @@ def _refuse_unknown(name: str, column: pa.ChunkedArray, known: Sequence[str]) ->
             )
 
 
-def _by_column(about: About, given: Any) -> dict[str, Any]:
+def _by_column(about: DatasetInfo, given: Any) -> dict[str, Any]:
     """The values of each column of a run's table, by name; others are left out. A dict of single
     values is one row.
     """
@@ -160,7 +159,7 @@ class TrainedModel(nn.Module):
         std: Sequence[float],
         about: Mapping[str, Any],
         pixels: str = "uint8",
-        inputs: About = IMAGES,
+        inputs: DatasetInfo = IMAGE_INFO,
     ) -> None:
         super().__init__()
         self.network = network
@@ -183,7 +182,8 @@ class TrainedModel(nn.Module):
         """What an example is made of, without what is not so: kind, features, columns, names,
         tokenizer, ids.
         """
-        known = {k: v for k, v in asdict(self.inputs).items() if k not in ("owners", "notes") and v}
+        fields = self.inputs.to_json()
+        known = {name: fields[name] for name in ("kind", *INPUT_FIELDS) if fields[name]}
         return (
             {**known, "tokenizer": Path(self.inputs.tokenizer).name}
             if self.inputs.tokenizer

@@ -14,7 +14,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, Refused, on_one_line
 from fedstill.core.files import digest
 from fedstill.data.dataset import examples_digest
-from fedstill.data.form import MANY, About, Kind
+from fedstill.data.form import PLURALS, DatasetInfo, Kind
 from fedstill.data.inputs import Inputs
 from fedstill.data.table_encoding import TableInputs
 from fedstill.running.preparation import Prepared
@@ -75,7 +75,7 @@ class Facts:
             _sealed(prepared.settings.data.tokenizer if about.kind == "text" else None),
             about.columns,
             about.features,
-            about.marks,
+            about.binary_features,
             prepared.scaler.origin,
         )
 
@@ -107,7 +107,7 @@ class Facts:
 
     def _check(self) -> None:
         """Raise ValueError for facts that contradict themselves."""
-        if self.kind not in MANY or self.origin not in get_args(Origin):
+        if self.kind not in PLURALS or self.origin not in get_args(Origin):
             raise ValueError(f"kind {self.kind[:40]!r}, standardised {self.origin[:40]!r}")
         if self.kind == "image":
             return
@@ -133,14 +133,14 @@ class Facts:
         return {k: v for k, v in asdict(self).items() if self.kind != "image" or k in OF_IMAGES}
 
     @property
-    def about(self) -> About:
+    def about(self) -> DatasetInfo:
         """What is said of the examples."""
-        return About(
+        return DatasetInfo(
             self.kind,
             self.vocabulary,
             columns=self.columns,
             features=self.features,
-            marks=self.marks,
+            binary_features=self.marks,
         )
 
     def inputs(self, settings: Settings) -> Inputs:

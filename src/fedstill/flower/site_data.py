@@ -17,9 +17,9 @@ from fedstill.continual.task_test import TASK_TEST
 from fedstill.core.errors import Refused
 from fedstill.core.files import digest, write_secret
 from fedstill.core.records import Examples
-from fedstill.core.stream import Stream
+from fedstill.core.stream import Stream, tasks_of_times
 from fedstill.data.dataset import Dataset, examples_digest
-from fedstill.data.form import MANY, nfc, tasks_of_times
+from fedstill.data.form import PLURALS, nfc
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import concatenated
 from fedstill.flower.facts import Facts
@@ -125,7 +125,7 @@ def _own_tokenizer(copy: str, facts: Facts) -> str:
 
 def _refuse_unlike(own: Dataset, facts: Facts) -> None:
     """Raise Refused for examples of another kind, vocabulary or inputs than the run's."""
-    many = MANY[facts.kind]
+    many = PLURALS[facts.kind]
     if own.about.kind != facts.kind:
         raise Refused(
             f"this site has {own.many}, and the run is about {many}; correct data in its site.toml"
@@ -156,13 +156,13 @@ def scaler_of(settings: Settings, own: Dataset, facts: Facts) -> Scaler:
             f"{asked!r}"
         )
     if facts.origin == "own":
-        mine = column_moments(own.train.values, own.about.marks)
+        mine = column_moments(own.train.values, own.about.binary_features)
         return Scaler("own", mine.mean, mine.std)
     if facts.origin == "none":
         return unscaled(settings, own.train)
     if not facts.mean and facts.origin != "summed":
         raise Refused(
-            f"the request has no mean and spread, by which {MANY[facts.kind]} are standardised"
+            f"the request has no mean and spread, by which {PLURALS[facts.kind]} are standardised"
         )
     return Scaler(facts.origin, facts.mean, facts.std)
 
@@ -175,8 +175,8 @@ def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
     """
     if tuple(examples.values.shape[1:]) != facts.shape:
         raise Refused(
-            f"{MANY[facts.kind]} at this site have shape {tuple(examples.values.shape[1:])}, not "
-            f"{facts.shape}"
+            f"{PLURALS[facts.kind]} at this site have shape {tuple(examples.values.shape[1:])}, "
+            f"not {facts.shape}"
         )
     numbered = own.classes == tuple(str(i) for i in range(len(own.classes)))
     if numbered and len(own.classes) <= len(facts.classes):

@@ -15,8 +15,8 @@ from fedstill.core import registry
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import CountOrZero
 from fedstill.core.files import read_toml
-from fedstill.data.sources.catalog import FOLDERS
-from fedstill.data.sources.load import at_home, local_folder
+from fedstill.data.sources.catalog import KNOWN_FOLDERS
+from fedstill.data.sources.folders import at_home, local_folder
 
 # A site's own settings: the file ``site.toml`` on one client's machine.
 
@@ -135,7 +135,7 @@ def _of_data(tree: Mapping[str, Any]) -> Iterator[str]:
     if (tokenizer := str(data.get("tokenizer", ""))) not in NO_FILES:
         yield tokenizer
     for name in (_text(tree, "data", "name"), str(data.get("public_from", ""))):
-        known = name in NO_FILES or name in registry.names("dataset") or name in FOLDERS
+        known = name in NO_FILES or name in registry.names("dataset") or name in KNOWN_FOLDERS
         on_hub = (
             name.count("/") == 1
             and not name.startswith((".", "/", "~"))

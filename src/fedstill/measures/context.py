@@ -30,7 +30,7 @@ from fedstill.core.records import (
 )
 from fedstill.core.results import StageResult
 from fedstill.core.rounds import Schedule
-from fedstill.data.dataset import stratified
+from fedstill.data.dataset import stratified_positions
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import ModelPasses, correct_by_class
 from fedstill.engines.serial import Sites
@@ -165,7 +165,7 @@ class EvaluationContext:
         return (
             self.test
             if size >= len(self.test)
-            else self.test.take(stratified(self.test.labels, size, seed=0))
+            else self.test.take(stratified_positions(self.test.labels, size, seed=0))
         )
 
     def accuracy_by_class(self, params: Tensors, data: Examples) -> Values:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import Payload, Reply
-from fedstill.data.form import About
+from fedstill.data.form import DatasetInfo
 from fedstill.privacy.noise import SUMS_GROUP, Privacy
 from fedstill.running.data_sums import ROUNDING, Moments, SumsWork
 
@@ -109,7 +109,9 @@ class NoisedSums(SumsWork):
         return (low + high) / 2, (high - low) / 2
 
 
-def noised_sums(settings: Settings, about: About, shape: tuple[int, ...]) -> NoisedSums | None:
+def noised_sums(
+    settings: Settings, about: DatasetInfo, shape: tuple[int, ...]
+) -> NoisedSums | None:
     """What clients send of their sums where ``[privacy]`` protects uploads; None where it does not.
 
     Raises ConfigError for a column without limits: then nothing bounds what its sums may show.
@@ -119,7 +121,7 @@ def noised_sums(settings: Settings, about: About, shape: tuple[int, ...]) -> Noi
         return None
     limits = settings.data.limits or {}
     names = about.features or tuple(f"channel {i}" for i in range(shape[0]))
-    places = [i for i in range(shape[0]) if i not in about.marks]
+    places = [i for i in range(shape[0]) if i not in about.binary_features]
     lacking = [names[i] for i in places if names[i] not in limits]
     if lacking:
         raise ConfigError(
@@ -130,7 +132,7 @@ def noised_sums(settings: Settings, about: About, shape: tuple[int, ...]) -> Noi
         )
     return NoisedSums(
         shape,
-        about.marks,
+        about.binary_features,
         places=tuple(places),
         low=tuple(float(limits[names[i]][0]) for i in places),
         high=tuple(float(limits[names[i]][1]) for i in places),

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from fedstill.data.client_split import LabelCounts
-from fedstill.data.inputs import examples_are
+from fedstill.data.form import examples_text
 from fedstill.report.blocks import Block, Chart, Choice, Facts, Gallery, Paragraph, Section
 from fedstill.report.figures import (
     COLOURS,
@@ -288,5 +288,5 @@ def data_notes(report: Report) -> Section | None:
 
 def _notes(run: Run) -> tuple[str, ...]:
     """The notes of a run, of which none is empty."""
-    notes = [examples_are(run.start.get("inputs", {})), *map(str, run.start.get("notes", ()))]
+    notes = [examples_text(run.start.get("inputs", {})), *map(str, run.start.get("notes", ()))]
     return tuple(note for note in notes if note)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedstill.core.errors import CorruptFile
-from fedstill.data.dataset import stratified
+from fedstill.data.dataset import stratified_positions
 from fedstill.measures.context import MEASURES_FOLDER
 from fedstill.measures.features import embedded
 from fedstill.report.blocks import Chart, Choice, Gallery, Paragraph, Section, group_label
@@ -294,7 +294,7 @@ def _chosen_images(labels: Tensor, models: int) -> Tensor:
     count = min(len(labels), max(1, MOST_POINTS // models))
     if count == len(labels):
         return torch.arange(len(labels))
-    return stratified(labels, count, seed=0)
+    return stratified_positions(labels, count, seed=0)
 
 
 def _points(places: Tensor) -> list[Point]:

@@ -15,7 +15,7 @@ from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples
 from fedstill.core.stream import Cut
 from fedstill.data.client_split import ClientSplit
-from fedstill.data.dataset import Dataset, stratified
+from fedstill.data.dataset import Dataset, stratified_positions
 from fedstill.data.sources.splits import TEST_SHARE
 from fedstill.data.views import concatenated
 from fedstill.running.data_sums import Moments
@@ -159,7 +159,9 @@ def training_and_test_sets(settings: Settings, dataset: Dataset) -> tuple[Exampl
             "training examples"
         )
     is_held_out = torch.zeros(len(labels), dtype=torch.bool)
-    is_held_out[stratified(labels, size, seed=seed_for(0, 0, 0, SERVER, "held out"))] = True
+    is_held_out[stratified_positions(labels, size, seed=seed_for(0, 0, 0, SERVER, "held out"))] = (
+        True
+    )
     train = dataset.train.take((~is_held_out).nonzero().flatten())
     test = dataset.train.take(is_held_out.nonzero().flatten())
     return train, test
@@ -176,7 +178,7 @@ def subset(examples: Examples, size: int, key: str) -> Examples:
         raise ConfigError(
             f"data.{key} = {size} is more than the {len(examples.labels)} examples there are"
         )
-    return examples.take(stratified(examples.labels, size, seed=0))
+    return examples.take(stratified_positions(examples.labels, size, seed=0))
 
 
 def client_owners(settings: Settings, dataset: Dataset, train: Examples) -> list[int]:

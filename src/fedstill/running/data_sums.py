@@ -30,7 +30,7 @@ from fedstill.core.records import (
 from fedstill.core.results import StageResult
 from fedstill.core.rounds import RunContext, build_requests, run_stage
 from fedstill.core.work import ClientWork
-from fedstill.data.form import About
+from fedstill.data.form import DatasetInfo
 
 # Mean and spread by column.
 
@@ -244,13 +244,15 @@ def _impossible_sums(sums: ColumnSums) -> str:
     return ""
 
 
-def sums_work(settings: Settings, about: About, shape: tuple[int, ...]) -> SumsWork:
+def sums_work(settings: Settings, about: DatasetInfo, shape: tuple[int, ...]) -> SumsWork:
     """The clients' work in the stage of a run, for examples of a shape.
 
     Raises ConfigError for limits of columns that are not standardised, or not in order.
     """
     names = about.features or tuple(f"channel {i}" for i in range(shape[0]))
-    standardised = [name for i, name in enumerate(names[: shape[0]]) if i not in about.marks]
+    standardised = [
+        name for i, name in enumerate(names[: shape[0]]) if i not in about.binary_features
+    ]
     for name, (low, high) in (settings.data.limits or {}).items():
         if name not in standardised:
             known = ", ".join(standardised)[:200]
@@ -265,7 +267,7 @@ def sums_work(settings: Settings, about: About, shape: tuple[int, ...]) -> SumsW
         work: SumsWork | None = part.load()(settings, about, shape)
         if work is not None:
             return work
-    return SumsWork(shape, about.marks)
+    return SumsWork(shape, about.binary_features)
 
 
 def sums_stage(world: World) -> Stage:

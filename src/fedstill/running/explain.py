@@ -22,7 +22,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Payload, Plan, Stage, World
 from fedstill.core.rounds import expected_reply
 from fedstill.core.stream import Stream
-from fedstill.data.inputs import examples_are
+from fedstill.data.form import examples_text
 from fedstill.measures.choice import measures
 from fedstill.models import contract
 from fedstill.running.engine_choice import choose_engine
@@ -458,7 +458,9 @@ def data_sentences(prepared: Prepared) -> list[str]:
     """What examples are, how many there are and what reading them left out, a sentence each."""
     data = prepared.dataset
     sites = prepared.sites
-    sentences = [examples_are(sites.inputs.stored(data.train.values)) or _pixels(data.input_shape)]
+    sentences = [
+        examples_text(sites.inputs.description(data.train.values)) or _pixels(data.input_shape)
+    ]
     counts = example_counts(prepared)
     if counts is not None:
         sentences.append(counts.sentence)

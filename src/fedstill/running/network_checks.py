@@ -20,7 +20,7 @@ from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, FedstillError, on_one_line
 from fedstill.core.records import ModelSpec, Plan, Stage
 from fedstill.core.rounds import Schedule
-from fedstill.data.form import MANY
+from fedstill.data.form import PLURALS
 from fedstill.data.views import SiteViews
 from fedstill.models import contract
 from fedstill.models.parameters import moving
@@ -129,7 +129,7 @@ def _wrong_output(spec: ModelSpec, sites: SiteViews) -> str:
     except FedstillError:
         raise
     except Exception as error:
-        inputs = f"{MANY[sites.inputs.about.kind]} of shape {tuple(x.shape[1:])}"
+        inputs = f"{PLURALS[sites.inputs.about.kind]} of shape {tuple(x.shape[1:])}"
         raise ConfigError(
             f"model {spec.label} cannot take {inputs}: {on_one_line(error)}"
         ) from error

@@ -20,10 +20,10 @@ from fedstill.core.errors import ConfigError, DataError
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples
 from fedstill.data.dataset import Dataset
-from fedstill.data.form import IMAGES, MANY, About, Form
+from fedstill.data.form import IMAGE_INFO, PLURALS, DatasetInfo, ReadingOptions
 from fedstill.data.partition import public_split
 from fedstill.data.sources import load_dataset
-from fedstill.data.sources.catalog import FOLDERS
+from fedstill.data.sources.catalog import KNOWN_FOLDERS
 from fedstill.data.sources.image_sets import images_in, read_unlabelled
 from fedstill.data.sources.limits import refuse_large
 from fedstill.data.table_encoding import TableInputs
@@ -50,13 +50,13 @@ class ExampleForm:
     classes: int
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-    about: About = IMAGES
+    about: DatasetInfo = IMAGE_INFO
     reading: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def plural(self) -> str:
         """What the examples are, for people."""
-        return MANY[self.about.kind]
+        return PLURALS[self.about.kind]
 
     @property
     def are_images(self) -> bool:
@@ -115,7 +115,7 @@ def public_copy(settings: Settings, copy: str, form: ExampleForm) -> Examples | 
     return _with_labels_hidden(settings, public)
 
 
-def reading_like(data: DataTable, about: About) -> dict[str, Any]:
+def reading_like(data: DataTable, about: DatasetInfo) -> dict[str, Any]:
     """How a further file is read so that its examples are like the run's: keywords of
     ``load_dataset``, empty for images.
 
@@ -124,12 +124,12 @@ def reading_like(data: DataTable, about: About) -> dict[str, Any]:
     """
     if about.kind == "image":
         return {}
-    known = FOLDERS.get(data.name)
-    form = Form() if known is None else known.form
+    known = KNOWN_FOLDERS.get(data.name)
+    form = ReadingOptions() if known is None else known.options
     form = replace(form, **data.form)
     form = replace(form, kind=about.kind, owner="")
     if about.kind == "table" and about.columns:
-        table = TableInputs.named_by(about.columns, about.features, about.marks)
+        table = TableInputs.named_by(about.columns, about.features, about.binary_features)
         form = replace(
             form,
             columns=table.columns,

@@ -50,13 +50,13 @@ def data_fields(prepared: Prepared, has_split: bool) -> Fields:
     fields: Fields = {
         "classes": list(data.classes),
         "inputs": {
-            **prepared.sites.inputs.stored(data.train.values),
+            **prepared.sites.inputs.description(data.train.values),
             **_standardised(prepared.scaler),
         },
         "test_counts": tests_by_class(prepared.sites, prepared.world.classes),
     }
-    if data.before is not None:
-        fields["backbone_inputs"] = data.before
+    if data.backbone_inputs is not None:
+        fields["backbone_inputs"] = data.backbone_inputs
     if not has_split and len(set(networks)) > 1:
         fields["models"] = [spec.label for spec in networks]
     if 0 < len(names) <= MOST_NAMES:
@@ -71,7 +71,7 @@ def examples_seal(prepared: Prepared) -> Fields:
     by the processor.
     """
     data = prepared.dataset
-    if prepared.settings.on_sites or data.before is not None:
+    if prepared.settings.on_sites or data.backbone_inputs is not None:
         return {}
     splits = {"train": data.train, "test": data.test, "public": prepared.sites.public}
     return {

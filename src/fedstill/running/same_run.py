@@ -439,7 +439,7 @@ def _has_known_examples(data: DataTable) -> bool:
     are refused.
     """
     known = KNOWN.get(data.name)
-    if known is None or not known.sums:
+    if known is None or not known.digests:
         return False
     if data.image_column or data.label_column or data.images or data.form:
         return False

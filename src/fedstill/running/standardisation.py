@@ -137,14 +137,16 @@ def fit_scaler(
     if origin == "server":
         if public is None:
             raise ConfigError("data.standardise = 'server' needs a public set: set data.public")
-        return _scaler(origin, column_moments(public.values, dataset.about.marks), dataset)
+        return _scaler(
+            origin, column_moments(public.values, dataset.about.binary_features), dataset
+        )
 
     assert split is not None  # where sites keep their data, _origin has refused "pooled"
     if origin == "summed":
         return _scaler(origin, _summed_moments(settings, dataset, train, split), dataset)
     # The order of the examples is that of the clients: it decides the last bits of the sums.
     values = train.values[torch.from_numpy(split.positions)]
-    return _scaler(origin, column_moments(values, dataset.about.marks), dataset)
+    return _scaler(origin, column_moments(values, dataset.about.binary_features), dataset)
 
 
 def unscaled(settings: Settings, train: Examples) -> Scaler:
@@ -240,7 +242,7 @@ def _scaler_by_client(dataset: Dataset, train: Examples, split: ClientSplit | No
     clients = () if split is None else split.tensors()
     for client, positions in enumerate(clients):
         values = train.values[positions]
-        by_client[client] = column_moments(values, dataset.about.marks)
+        by_client[client] = column_moments(values, dataset.about.binary_features)
         if by_client[client].constant:
             notes.append(_note_constant(by_client[client], dataset, f" at client {client}"))
     return Scaler(

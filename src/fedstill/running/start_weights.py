@@ -28,7 +28,7 @@ from fedstill.core.files import digest
 from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.data.cache import cache_folder
 from fedstill.data.dataset import Dataset, examples_digest
-from fedstill.data.form import About
+from fedstill.data.form import DatasetInfo
 from fedstill.data.inputs import Inputs
 from fedstill.engines.cores import side_by_side, workers
 from fedstill.engines.passes import ModelPasses
@@ -254,8 +254,10 @@ def as_features(settings: Settings, dataset: Dataset) -> Dataset:
         validation=dataset.validation and features(dataset.validation),
         mean=(),
         std=(),
-        about=About("vector", owners=dataset.about.owners, notes=(*dataset.about.notes, note)),
-        before=passes.inputs.stored(dataset.train.values),
+        about=DatasetInfo(
+            "vector", owners=dataset.about.owners, notes=(*dataset.about.notes, note)
+        ),
+        backbone_inputs=passes.inputs.description(dataset.train.values),
     )
 
 

@@ -171,7 +171,7 @@ class TaskEnds(Observer):
                 test.take((test.owners == t).nonzero().flatten()) for t in range(tasks.stream.tasks)
             ]
         if tasks.transforms:
-            return [tasks.shown(test, t) for t in range(tasks.stream.tasks)]
+            return [tasks.transformed(test, t) for t in range(tasks.stream.tasks)]
         return [test]
 
     @cached_property

@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import IO
 
@@ -16,9 +17,9 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
-from fedstill.data.cache import Arrays, Decoded
-from fedstill.data.sources.limits import EXAMPLE_BYTES, in_one_line, refuse_large
-from fedstill.data.sources.records import class_ids
+from fedstill.data.dataset import Decoded, Split
+from fedstill.data.sources.class_ids import class_ids
+from fedstill.data.sources.limits import EXAMPLE_BYTES, file_errors, refuse_large
 
 # IDX: the format of MNIST and Fashion-MNIST, and of Debian's package dataset-fashion-mnist.
 
@@ -39,17 +40,17 @@ def read_idx(folder: Path) -> Decoded:
     return Decoded({split: _idx_split(folder, prefix) for split, prefix in PREFIXES.items()}, None)
 
 
-def _idx_split(folder: Path, prefix: str) -> Arrays:
+def _idx_split(folder: Path, prefix: str) -> Split:
     images = _idx_array(folder / f"{prefix}-images-idx3-ubyte.gz", dimensions=3)
     labels = _idx_array(folder / f"{prefix}-labels-idx1-ubyte.gz", dimensions=1)
-    return images[:, None], labels.astype(np.int64)
+    return Split(images[:, None], labels.astype(np.int64))
 
 
 def _idx_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
     """A file of bytes: two zeros, the type 8, the number of dimensions, the sizes (4 bytes each),
     the data.
     """
-    with in_one_line(path):
+    with file_errors(path):
         if not path.is_file():
             raise DataError(f"{path} is absent; the four IDX files belong in one folder")
         try:
@@ -83,7 +84,9 @@ def _unpacked(path: Path, dimensions: int) -> NDArray[np.uint8] | None:
 # arrays.
 
 
-SPLITS = {"train": "train", "validation": "val", "test": "test"}
+MEDMNIST_NAMES = {"train": "train", "validation": "val", "test": "test"}
+"""The beginnings of the names of arrays, by split."""
+
 CHANNELS = (1, 3, 4)
 """The numbers of channels that images have. An axis of another length is none of channels."""
 
@@ -113,24 +116,10 @@ def read_npz(path: Path) -> Decoded:
     other arrays, and for more than may be read.
     """
     try:
-        with in_one_line(path), zipfile.ZipFile(path) as archive:
-            names = set(archive.namelist())
-            splits = {s: k for s, k in SPLITS.items() if f"{k}_images.npy" in names}
-            members = [f"{k}_{what}.npy" for k in splits.values() for what in ("images", "labels")]
-            _refuse_other_names(path, names, members)
-            infos = {name: archive.getinfo(name) for name in members}
-            refuse_large(path, sum(info.file_size for info in infos.values()), path.stat().st_size)
-            headers = {name: _header(archive, info) for name, info in infos.items()}
-            counts = [
-                _count(path, headers[f"{k}_images.npy"], headers[f"{k}_labels.npy"])
-                for k in splits.values()
-            ]
-            refuse_large(
-                path, sum(h.nbytes for h in headers.values()) + EXAMPLE_BYTES * sum(counts)
-            )
-            return Decoded(
-                {split: _npz_split(path, archive, key) for split, key in splits.items()}, None
-            )
+        with file_errors(path), zipfile.ZipFile(path) as archive:
+            names = _checked_splits(path, archive)
+            splits = {split: _npz_split(path, archive, name) for split, name in names.items()}
+            return Decoded(splits, None)
     except DataError:
         raise
     except (
@@ -151,9 +140,33 @@ def read_npz(path: Path) -> Decoded:
         ) from error
 
 
+def _checked_splits(path: Path, archive: zipfile.ZipFile) -> dict[str, str]:
+    """The splits of an archive and the beginnings of their arrays' names.
+
+    The sizes and headers of all their arrays are checked. Raises ValueError for a damaged archive,
+    and DataError for arrays of another kind.
+    """
+    members = set(archive.namelist())
+    names = {
+        split: name for split, name in MEDMNIST_NAMES.items() if f"{name}_images.npy" in members
+    }
+    arrays = [f"{name}_{part}.npy" for name, part in product(names.values(), ("images", "labels"))]
+    _refuse_other_names(path, members, arrays)
+    infos = {array: archive.getinfo(array) for array in arrays}
+    refuse_large(path, sum(info.file_size for info in infos.values()), path.stat().st_size)
+    headers = {array: _header(archive, info) for array, info in infos.items()}
+    count = 0
+    for name in names.values():
+        count += _count(path, headers[f"{name}_images.npy"], headers[f"{name}_labels.npy"])
+    stored = sum(header.nbytes for header in headers.values())
+    refuse_large(path, stored + EXAMPLE_BYTES * count)
+    return names
+
+
 def _refuse_other_names(path: Path, names: Collection[str], members: Sequence[str]) -> None:
     """Raise DataError for an archive of arrays that lacks one of them."""
     arrays = sorted(name.removesuffix(".npy") for name in names if name.endswith(".npy"))
+    # Without training images, these are what to add first.
     required = members if "train_images.npy" in members else ["train_images.npy"]
     absent = [name.removesuffix(".npy") for name in required if name not in names]
     if arrays and absent:
@@ -215,7 +228,7 @@ def _count(path: Path, images: _Header, labels: _Header) -> int:
     return count
 
 
-def _npz_split(path: Path, archive: zipfile.ZipFile, key: str) -> Arrays:
+def _npz_split(path: Path, archive: zipfile.ZipFile, key: str) -> Split:
     images = _npz_array(archive, f"{key}_images.npy")
     labels = _npz_array(archive, f"{key}_labels.npy")
     if images.ndim == 3:
@@ -224,7 +237,7 @@ def _npz_split(path: Path, archive: zipfile.ZipFile, key: str) -> Arrays:
     has_channels_first = images.shape[1] in CHANNELS and images.shape[3] not in CHANNELS
     if not has_channels_first:
         images = images.transpose(0, 3, 1, 2)
-    return np.ascontiguousarray(images), ids
+    return Split(np.ascontiguousarray(images), ids)
 
 
 def _npz_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:

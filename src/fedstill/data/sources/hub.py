@@ -12,13 +12,12 @@ from typing import Any
 import pyarrow as pa
 
 from fedstill.core.errors import DataAbsent, DataError
-from fedstill.data.cache import Decoded
-from fedstill.data.form import Form, nfc
+from fedstill.data.dataset import Decoded
+from fedstill.data.form import ReadingOptions, ReadRequest, nfc
 from fedstill.data.sources.encode import read_frames
 from fedstill.data.sources.image_columns import decoded_splits
 from fedstill.data.sources.image_sets import check_not_encoded
-from fedstill.data.sources.limits import in_one_line, refuse_large
-from fedstill.data.sources.records import Columns
+from fedstill.data.sources.limits import memory_error, refuse_large
 from fedstill.data.sources.schema import table_schema
 from fedstill.data.sources.splits import SPLITS, split_named
 from fedstill.data.sources.tables import normalised, with_missing
@@ -27,7 +26,7 @@ HUB_SECONDS = 10
 ROWS_A_BATCH = 1000
 
 
-def read_hub(name: str, columns: Columns, remedy: str) -> Decoded:
+def read_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
     """A data set of the Hugging Face hub.
 
     Raises DataAbsent with ``remedy`` if the hub does not answer or has no such data set.
@@ -41,29 +40,30 @@ def read_hub(name: str, columns: Columns, remedy: str) -> Decoded:
         streams = {split: by_split[split] for split in SPLITS if split in by_split}
         left_out = [split for split in by_split if split not in streams]
         caution = f"left out: the splits {', '.join(left_out)} of the hub" if left_out else ""
-        data = _read_streams(name, streams, columns)
-    return replace(data, about=data.about.warned(caution))
+        data = _read_streams(name, streams, request)
+    return replace(data, about=data.about.with_cautions(caution))
 
 
-def _read_streams(name: str, streams: Mapping[str, Any], columns: Columns) -> Decoded:
-    frames = {split: HubFrame(name, stream, columns.form) for split, stream in streams.items()}
+def _read_streams(name: str, streams: Mapping[str, Any], request: ReadRequest) -> Decoded:
+    frames = {split: HubFrame(name, stream, request.options) for split, stream in streams.items()}
     if frames:
         first = next(iter(frames.values()))
-        schema = table_schema(name, first.schema, columns)
+        schema = table_schema(name, first.schema, request)
         if schema is not None:
-            check_not_encoded(name, columns)
+            check_not_encoded(name, request)
             return read_frames(name, frames, schema)
-    tables = {split: _Stream(stream) for split, stream in streams.items()}
-    return decoded_splits(name, tables, columns, within=name)
+    return decoded_splits(name, frames, request, within=name)
 
 
 @dataclass(frozen=True)
 class HubFrame:
-    """A streaming data set as columns: what is no image."""
+    """A streaming data set as columns, or as rows of images."""
 
     name: str
     stream: Any
-    form: Form
+    options: ReadingOptions
+    rows: int = 0
+    """0: the hub does not tell the number of rows."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -78,7 +78,10 @@ class HubFrame:
         return ()
 
     def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
-        """Some columns, all rows; raises DataError for more than may be read."""
+        """Some columns, all rows; raises DataError for more than may be read.
+
+        optional: is ignored; all rows of a stream have the same columns.
+        """
         features = self.stream.features.arrow_schema
         stored_names = [name for name in features.names if nfc(name) in names]
         schema = pa.schema([features.field(name) for name in stored_names])
@@ -90,25 +93,15 @@ class HubFrame:
             refuse_large(f"hub dataset {self.name!r}", size)
         table = pa.concat_tables(tables).combine_chunks()
         table = table.rename_columns([nfc(name) for name in stored_names])
-        return with_missing(table.select(list(names)), self.form.missing_values)
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """A streaming data set as the rows of a split."""
-
-    stream: Any
-    rows: int = 0
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The columns and their types."""
-        return self.stream.features.arrow_schema if self.stream.features else pa.schema([])
+        return with_missing(table.select(list(names)), self.options.missing_values)
 
     def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
         """Each row's encoded image and its label."""
         import datasets
 
+        stored_names = {nfc(name): name for name in self.stream.features.arrow_schema.names}
+        image = stored_names[image]
+        label = stored_names[label]
         stream = self.stream.select_columns([image, label]).cast_column(
             image, datasets.Image(decode=False)
         )
@@ -137,9 +130,7 @@ def _reach(name: str, remedy: str) -> None:
 
 @contextlib.contextmanager
 def _reading(what: str, remedy: str) -> Iterator[None]:
-    """Turn what the libraries raise on bad files into one DataError that says where and what to
-    do.
-    """
+    """Turn the libraries' errors about bad files into a DataError that names the data set."""
     import datasets
     import pyarrow
 
@@ -148,8 +139,7 @@ def _reading(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        with in_one_line(what):
-            raise error
+        raise memory_error(what, error) from error
     except (*kinds, *libraries) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise DataError(f"{what} cannot be read ({reason}); {remedy}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedstill.core.errors import DataError, on_one_line
-from fedstill.data.cache import Decoded
-from fedstill.data.form import FILE, Form, nfc
+from fedstill.data.dataset import Decoded
+from fedstill.data.form import FILE, ReadingOptions, ReadRequest, nfc
 from fedstill.data.sources.encode import frames_of, read_frames, schema_of
 from fedstill.data.sources.image_sets import (
     check_not_encoded,
@@ -26,8 +27,7 @@ from fedstill.data.sources.image_sets import (
     with_owners,
 )
 from fedstill.data.sources.images import IMAGE_SUFFIXES, Pictures
-from fedstill.data.sources.limits import in_one_line, refuse_ratio
-from fedstill.data.sources.records import Columns
+from fedstill.data.sources.limits import file_errors, refuse_ratio
 from fedstill.data.sources.schema import (
     class_names,
     holds_numbers,
@@ -48,13 +48,13 @@ from fedstill.data.sources.tables import (
 )
 
 ROWS_AT_ONCE = 1
-"""The rows of a batch. A value that a file holds once may stand in all its rows, so that more of
-them may be of any size.
+"""The rows of a batch. A file may store an image once and refer to it in all rows, so that k rows
+may take k times the bytes of the file.
 """
 
 
-class Table(Protocol):
-    """The rows of a split."""
+class ImageRowsSource(Protocol):
+    """Where the rows of a split come from, with their images and labels."""
 
     @property
     def rows(self) -> int:
@@ -70,55 +70,57 @@ class Table(Protocol):
 
 def decoded_splits(
     what: str,
-    tables: Mapping[str, Table],
-    columns: Columns,
+    sources: Mapping[str, ImageRowsSource],
+    request: ReadRequest,
     within: Path | str,
     owners: Mapping[str, pa.Table] | None = None,
 ) -> Decoded:
-    """All rows of {split: table} as arrays; labels that are names get ids in alphabetical order.
+    """All rows of {split: source} as arrays; labels that are names get ids in alphabetical order.
 
     within: the folder, or the data set on the hub, outside of which no file is opened because a row
-    names it. owners: the column of owners of each split, if the form has one. Raises DataError for
-    absent columns, for an image that cannot be decoded or differs from the first in size or kind,
-    and for a label that is missing or no whole number.
+    names it. owners: the column of owners of each split, if the options name one. Raises DataError
+    for absent columns, for an image that cannot be decoded or differs from the first in size or
+    kind, and for a label that is missing or no whole number.
     """
     rows = {}
     names: tuple[str, ...] | None = None
-    for split, table in tables.items():
-        image = _image_column(what, table.schema, columns)
-        label = label_column(what, table.schema, columns)
-        names = names or class_names(table.schema, label)
-        pictures = Pictures(f"{what}, {split}", columns, table.rows, within)
-        rows[split] = read_rows(pictures, table.cells(image, label))
-    data = labelled_images(what, rows, columns, names)
+    for split, source in sources.items():
+        image = _image_column(what, source.schema, request)
+        label = label_column(what, source.schema, request)
+        names = names or class_names(source.schema, label)
+        pictures = Pictures(f"{what}, {split}", request, source.rows, within)
+        rows[split] = read_rows(pictures, source.cells(image, label))
+    data = labelled_images(what, rows, request, names)
     return with_owners(what, data, rows, owners) if owners else data
 
 
-def _image_column(what: str, schema: pa.Schema, columns: Columns) -> str:
+def _image_column(what: str, schema: pa.Schema, request: ReadRequest) -> str:
     """The column of images; DataError if it is not there, or not clear which it is."""
     candidates = image_columns(schema)
-    name = nfc(columns.image) or (candidates[0] if len(candidates) == 1 else None)
+    name = nfc(request.image) or (candidates[0] if len(candidates) == 1 else None)
     if name is None or name not in schema.names:
         raise DataError(no_column(what, "image", name, schema.names))
     return name
 
 
-def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Columns) -> Decoded:
+def read_parquet(
+    folder: Path, files: Mapping[str, Sequence[Path]], request: ReadRequest
+) -> Decoded:
     """The parquet files of a folder, by split: images, or other columns.
 
     Raises DataError for a damaged file, for unclear columns, and for more than may be read.
     """
-    what = str(single_file(files) or folder)
+    what = str(single_file(chain.from_iterable(files.values())) or folder)
     try:
-        with in_one_line(what):
-            frames = frames_of(ParquetFrame, folder, files, columns.form)
-            schema = schema_of(what, frames, columns)
+        with file_errors(what):
+            frames = frames_of(ParquetFrame, folder, files, request.options)
+            schema = schema_of(what, frames, request)
             if schema is not None:
-                check_not_encoded(what, columns)
+                check_not_encoded(what, request)
                 return read_frames(what, frames, schema)
             tables = {split: ParquetImages(tuple(paths)) for split, paths in files.items()}
-            owners = owner_tables(what, frames, columns.form)
-            return decoded_splits(what, tables, columns, folder, owners)
+            owners = owner_tables(what, frames, request.options)
+            return decoded_splits(what, tables, request, folder, owners)
     except DataError:
         raise
     except Exception as error:  # many kinds, by version of the library
@@ -130,37 +132,41 @@ def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Col
 
 def _damaged(files: Mapping[str, Sequence[Path]]) -> Path | None:
     """The first file that cannot be opened."""
-    for paths in files.values():
-        for path in paths:
-            try:
-                pq.ParquetFile(path).close()
-            except Exception:
-                return path
+    for path in chain.from_iterable(files.values()):
+        try:
+            pq.ParquetFile(path).close()
+        except Exception:
+            return path
     return None
 
 
-def owner_tables(what: str, frames: Mapping[str, Frame], form: Form) -> dict[str, pa.Table] | None:
-    """The column of owners of each split, if the form has one; DataError if a split lacks it."""
-    if not form.owner:
+def owner_tables(
+    what: str, frames: Mapping[str, Frame], options: ReadingOptions
+) -> dict[str, pa.Table] | None:
+    """The column of owners of each split; None if the options name none.
+
+    Raises DataError if a split lacks it.
+    """
+    if not options.owner:
         return None
     for frame in frames.values():
         columns = frame.schema.names
-        if form.owner not in (FILE, *columns):
-            raise DataError(no_owner(what, form, columns))
-    return {split: frame.read([form.owner]) for split, frame in frames.items()}
+        if options.owner not in (FILE, *columns):
+            raise DataError(no_owner(what, options, columns))
+    return {split: frame.read([options.owner]) for split, frame in frames.items()}
 
 
 def images_beside_caution(
-    tables: Mapping[str, Sequence[Path]], files: Sequence[Path], columns: Columns
+    tables: Mapping[str, Sequence[Path]], files: Sequence[Path], request: ReadRequest
 ) -> str:
     """A warning about image files beside parquet files that hold no images, or "".
 
     Raises DataError if there is an image for each row: the table must be what holds their labels.
     """
     images = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
-    if not images or columns.image:
+    if not images or request.image:
         return ""
-    paths = [path for split_paths in tables.values() for path in split_paths]
+    paths = list(chain.from_iterable(tables.values()))
     if image_columns(ParquetFrame((paths[0],)).schema):
         return ""
     rows = sum(file_claims(path).num_rows for path in paths)
@@ -183,13 +189,13 @@ class ParquetImages:
     @cached_property
     def schema(self) -> pa.Schema:
         """The columns of the first file."""
-        with in_one_line(self.files[0]):
+        with file_errors(self.files[0]):
             return normalised(self.files[0], pq.read_schema(self.files[0]))
 
     def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
         """Each row's image, as {"bytes": …, "path": …}, and its label."""
         for path in self.files:
-            with in_one_line(path):
+            with file_errors(path):
                 yield from _rows(path, image, label)
 
 
@@ -204,8 +210,7 @@ def _rows(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]]:
     names = [*_image_parts(path, schema, image), label]
     check_claims(path, claims, names)
 
-    kind = schema.field(image).type
-    part = "bytes" if _is_binary(kind) else "path"
+    image_type = schema.field(image).type
     stored_bytes = path.stat().st_size
     count = 0
     unpacked = 0
@@ -213,13 +218,12 @@ def _rows(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]]:
         for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=names, use_threads=False):
             images = batch.column(image).to_pylist()
             labels = batch.column(label).to_pylist()
-            for cell, value in zip(images, labels, strict=True):
-                if cell is not None and not pa.types.is_struct(kind):
-                    cell = {part: cell}
+            for value, label_value in zip(images, labels, strict=True):
+                cell = _as_cell(value, image_type)
                 count += 1
                 unpacked += len((cell or {}).get("bytes") or b"")
                 refuse_ratio(path, unpacked, stored_bytes)
-                yield cell, value
+                yield cell, label_value
     if count != claims.num_rows:
         raise DataError(
             f"{path} says that it holds {claims.num_rows:,} rows, and holds {count:,}; write it "
@@ -227,14 +231,21 @@ def _rows(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]]:
         )
 
 
+def _as_cell(value: Any, arrow_type: pa.DataType) -> dict[str, Any] | None:
+    """An image as {"bytes": …} or {"path": …}, from a column of records, bytes or paths."""
+    if value is None or pa.types.is_struct(arrow_type):
+        return value  # type: ignore[no-any-return]
+    return {"bytes" if _is_binary(arrow_type) else "path": value}
+
+
 def _image_parts(path: Path, schema: pa.Schema, name: str) -> list[str]:
     """The columns, or parts of one, that images are in: their bytes, or paths of files.
 
     Raises DataError for other types.
     """
-    kind = _column_type(path, schema, name)
-    if pa.types.is_struct(kind):
-        fields = [kind.field(index) for index in range(kind.num_fields)]
+    arrow_type = _column_type(path, schema, name)
+    if pa.types.is_struct(arrow_type):
+        fields = [arrow_type.field(index) for index in range(arrow_type.num_fields)]
         parts = [
             field.name
             for field in fields
@@ -243,22 +254,22 @@ def _image_parts(path: Path, schema: pa.Schema, name: str) -> list[str]:
         ]
         if parts:
             return [f"{name}.{part}" for part in parts]
-    elif _is_binary(kind) or holds_text(kind):
+    elif _is_binary(arrow_type) or holds_text(arrow_type):
         return [name]
     raise DataError(
-        f"{path}: column {name!r} holds {str(kind)[:100]}, not encoded images; write it again with "
-        "them"
+        f"{path}: column {name!r} holds {str(arrow_type)[:100]}, not encoded images; write it "
+        "again with them"
     )
 
 
 def _check_label_column(path: Path, schema: pa.Schema, name: str) -> None:
     """Raise DataError for a column that holds neither numbers nor names."""
-    kind = _column_type(path, schema, name)
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (holds_numbers(kind) or holds_text(kind) or pa.types.is_null(kind)):
+    arrow_type = _column_type(path, schema, name)
+    if pa.types.is_dictionary(arrow_type):
+        arrow_type = arrow_type.value_type
+    if not (holds_numbers(arrow_type) or holds_text(arrow_type) or pa.types.is_null(arrow_type)):
         raise DataError(
-            f"{path}: column {name!r} holds {str(kind)[:100]}, not class ids or names; set "
+            f"{path}: column {name!r} holds {str(arrow_type)[:100]}, not class ids or names; set "
             "data.label_column"
         )
 
@@ -273,5 +284,5 @@ def _column_type(path: Path, schema: pa.Schema, name: str) -> pa.DataType:
     return schema.field(name).type
 
 
-def _is_binary(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+def _is_binary(arrow_type: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(arrow_type) or pa.types.is_large_binary(arrow_type))

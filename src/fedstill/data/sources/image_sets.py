@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.core.errors import DataError
-from fedstill.data.cache import Decoded
-from fedstill.data.form import FILE, nfc
+from fedstill.data.dataset import Decoded
+from fedstill.data.form import FILE, ReadRequest, nfc
+from fedstill.data.sources.class_ids import RawSplit, checked_label, decoded_with_class_ids
 from fedstill.data.sources.encode import owners_of
 from fedstill.data.sources.images import (
     IMAGE_SUFFIXES,
@@ -30,8 +31,7 @@ from fedstill.data.sources.images import (
     Pictures,
     Pixels,
 )
-from fedstill.data.sources.limits import in_one_line
-from fedstill.data.sources.records import Columns, checked_label, with_ids
+from fedstill.data.sources.limits import file_errors
 from fedstill.data.sources.splits import (
     NAMED_FILES,
     FileSplits,
@@ -68,20 +68,21 @@ ENCODED_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class ImageRows:
-    """The images of a split that could be decoded.
-
-    images: (N, C, H, W) uint8. labels: N labels as they were read. positions: (N,) rows of the
-    split, before any was left out. rows: how many there were. largest: the largest pixel of images
-    with 16 bits a pixel, if there are any.
-    """
+    """The images of a split that could be decoded."""
 
     images: Pixels
+    """(N, C, H, W) uint8."""
     labels: list[int | str]
+    """The N labels as they were read."""
     positions: NDArray[np.int64]
+    """The rows (N,) of the split that the images are in, before any was left out."""
     rows: int
+    """The number of rows, of those that were left out, too."""
     broken: tuple[BrokenImage, ...] = ()
     unlabelled: int = 0
+    """The number of images that were left out because they have no label."""
     largest: int | None = None
+    """The largest pixel of images with 16 bits a pixel, if there are any."""
 
 
 def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows:
@@ -96,20 +97,22 @@ def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows
     positions: list[int] = []
     broken: list[BrokenImage] = []
     unlabelled = 0
-    row = -1
+    count = 0
     # Decoders warn of what they find in a file. The filter holds for all threads.
-    with warnings.catch_warnings(), contextlib.closing(_decoded(pictures, cells)) as decoded:
+    with warnings.catch_warnings(), contextlib.closing(_decoded(pictures, cells)) as rows:
         warnings.simplefilter("ignore")
-        for row, (picture, label) in enumerate(decoded):
-            if isinstance(picture, BrokenImage):
-                broken.append(picture)
-            elif pictures.columns.form.unlabelled == "drop" and is_missing(label):
+        for row in rows:
+            count += 1
+            if row.broken is not None:
+                broken.append(row.broken)
+            elif pictures.request.options.unlabelled == "drop" and is_missing(row.label):
                 unlabelled += 1
             else:
-                labels.append(checked_label(pictures.what, row, label))
-                positions.append(row)
-                stack.add(picture)
-    if row < 0:
+                assert row.picture is not None
+                labels.append(checked_label(pictures.what, row.index, row.label))
+                positions.append(row.index)
+                stack.add(row.picture)
+    if not count:
         raise DataError(
             f"{pictures.what} holds no examples; leave the file out or download it again"
         )
@@ -120,7 +123,7 @@ def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows
         images=stack.images(),
         labels=labels,
         positions=np.array(positions, dtype=np.int64),
-        rows=row + 1,
+        rows=count,
         broken=tuple(broken),
         unlabelled=unlabelled,
         largest=stack.largest,
@@ -160,11 +163,14 @@ def _named(what: str, broken: Sequence[BrokenImage]) -> str:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of a split; cell: its encoded image, or why it cannot be read."""
+    """A row of a split."""
 
     index: int
     cell: Any
+    """The encoded image; None if it could not be read."""
     label: Any
+    error: Exception | None = None
+    """Why the row could not be read."""
 
     @property
     def bytes(self) -> int:
@@ -174,24 +180,30 @@ class _Row:
 
 @dataclass(frozen=True)
 class _DecodedRow:
-    """A row's image, or why there is none, and its label."""
+    """A row's label, and its image or why there is none."""
 
-    picture: Picture | Exception
+    index: int
     label: Any
+    picture: Picture | None = None
+    broken: BrokenImage | None = None
+    error: Exception | None = None
+    """Any other error, which is raised when the row's turn comes."""
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Rows that a thread decodes; bytes: of their encoded images."""
+    """Rows that are decoded together, and the bytes of their encoded images."""
 
     rows: Future[list[_DecodedRow]]
     bytes: int
 
 
-def _decoded(
-    pictures: Pictures, cells: Iterable[tuple[Any, Any]]
-) -> Generator[tuple[Picture | BrokenImage, Any]]:
-    """Each row's image and label, in order. Other errors are raised when their row comes."""
+def _decoded(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> Generator[_DecodedRow]:
+    """The rows of a split with their decoded images, in order.
+
+    Tasks of several rows are decoded ahead of their turn, as many as TASKS_AHEAD and ENCODED_BYTES
+    allow: by threads if images are large, otherwise by this thread.
+    """
     rows = _numbered(cells)
     tasks: deque[_Task] = deque()
     image_bytes = TASK_BYTES  # until the first image is decoded
@@ -200,28 +212,32 @@ def _decoded(
         while True:
             batch = _batch(rows, max(1, min(TASK_ROWS, TASK_BYTES // image_bytes)))
             if batch:
-                if image_bytes < THREAD_BYTES:
-                    future = _completed(pictures, batch)
-                else:
-                    future = pool.submit(_decode, pictures, batch)
+                future = _started(pool, pictures, batch, in_thread=image_bytes >= THREAD_BYTES)
                 tasks.append(_Task(future, sum(row.bytes for row in batch)))
-            waiting = sum(task.bytes for task in tasks)
-            if batch and len(tasks) <= TASKS_AHEAD and waiting <= ENCODED_BYTES:
-                continue
+                if _can_add(tasks):
+                    continue
             if not tasks:
                 return
             for row in tasks.popleft().rows.result():
-                if isinstance(row.picture, Picture):
+                if row.error is not None:
+                    raise row.error
+                if row.picture is not None:
                     image_bytes = row.picture.pixels.nbytes
-                elif not isinstance(row.picture, BrokenImage):
-                    raise row.picture
-                yield row.picture, row.label
+                yield row
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _completed(pictures: Pictures, batch: Sequence[_Row]) -> Future[list[_DecodedRow]]:
-    """Rows that this thread has decoded."""
+def _can_add(tasks: Sequence[_Task]) -> bool:
+    waiting_bytes = sum(task.bytes for task in tasks)
+    return len(tasks) <= TASKS_AHEAD and waiting_bytes <= ENCODED_BYTES
+
+
+def _started(
+    pool: ThreadPoolExecutor, pictures: Pictures, batch: Sequence[_Row], *, in_thread: bool
+) -> Future[list[_DecodedRow]]:
+    if in_thread:
+        return pool.submit(_decode, pictures, batch)
     future: Future[list[_DecodedRow]] = Future()
     future.set_result(_decode(pictures, batch))
     return future
@@ -229,12 +245,12 @@ def _completed(pictures: Pictures, batch: Sequence[_Row]) -> Future[list[_Decode
 
 def _numbered(cells: Iterable[tuple[Any, Any]]) -> Iterator[_Row]:
     """The rows; an error in reading them becomes a row, so that it waits for those before it."""
-    index = 0
+    index = -1
     try:
         for index, (cell, label) in enumerate(cells):
             yield _Row(index, cell, label)
     except Exception as error:
-        yield _Row(index + 1, error, None)
+        yield _Row(index + 1, None, None, error)
 
 
 def _batch(rows: Iterator[_Row], count: int) -> list[_Row]:
@@ -250,20 +266,21 @@ def _batch(rows: Iterator[_Row], count: int) -> list[_Row]:
 
 
 def _decode(pictures: Pictures, batch: Sequence[_Row]) -> list[_DecodedRow]:
-    decoded = []
-    for row in batch:
-        picture: Picture | Exception
-        try:
-            if isinstance(row.cell, Exception):
-                raise row.cell
-            picture = pictures.decoded(row.cell, row.index)
-        except BrokenImage as error:
-            # A traceback would hold the bytes of the image.
-            picture = BrokenImage(error.name, error.reason)
-        except Exception as error:
-            picture = error
-        decoded.append(_DecodedRow(picture, row.label))
-    return decoded
+    return [_decoded_row(pictures, row) for row in batch]
+
+
+def _decoded_row(pictures: Pictures, row: _Row) -> _DecodedRow:
+    if row.error is not None:
+        return _DecodedRow(row.index, row.label, error=row.error)
+    try:
+        picture = pictures.decoded(row.cell, row.index)
+    except BrokenImage as broken:
+        # The traceback would hold the bytes of the image.
+        broken = BrokenImage(broken.name, broken.reason)
+        return _DecodedRow(row.index, row.label, broken=broken)
+    except Exception as error:
+        return _DecodedRow(row.index, row.label, error=error)
+    return _DecodedRow(row.index, row.label, picture)
 
 
 class _Stack:
@@ -305,37 +322,45 @@ class _Stack:
 
 
 def labelled_images(
-    what: str, splits: Mapping[str, ImageRows], columns: Columns, names: tuple[str, ...] | None
+    what: str, splits: Mapping[str, ImageRows], request: ReadRequest, names: tuple[str, ...] | None
 ) -> Decoded:
     """The images of all splits with class ids, and warnings about them.
 
     names: of the classes, if labels are ids. Raises DataError for broken images, unless they are
     left out.
     """
-    if columns.broken == "refuse":
+    if request.broken == "refuse":
         broken = [image for rows in splits.values() for image in rows.broken]
         check_broken(what, broken, can_skip=True)
-    raw = {split: (rows.images, rows.labels) for split, rows in splits.items()}
-    data = with_ids(what, raw, names)
-    cautions = [_broken_caution(what, split, rows) for split, rows in splits.items()]
-    cautions.append(_dark_caution([rows.largest for rows in splits.values()]))
+    raw = {split: RawSplit(rows.images, rows.labels) for split, rows in splits.items()}
+    data = decoded_with_class_ids(raw, names)
     notes = [
         f"{split}: {rows.unlabelled:,} of {rows.rows:,} images were left out, as they have no label"
         for split, rows in splits.items()
         if rows.unlabelled
     ]
-    about = replace(data.about, notes=(*data.about.notes, *notes)).warned(*cautions)
+    about = data.about.with_notes(*notes).with_cautions(*image_cautions(what, splits))
     return replace(data, about=about)
 
 
+def image_cautions(what: str, splits: Mapping[str, ImageRows]) -> list[str]:
+    """Warnings about broken and dark images."""
+    cautions = [_broken_caution(what, split, rows) for split, rows in splits.items()]
+    cautions.append(_dark_caution([rows.largest for rows in splits.values()]))
+    return cautions
+
+
 def with_owners(
-    what: str, data: Decoded, rows: Mapping[str, ImageRows], columns: Mapping[str, pa.Table]
+    what: str, data: Decoded, rows: Mapping[str, ImageRows], owner_tables: Mapping[str, pa.Table]
 ) -> Decoded:
-    """Images with their owners, from the column of owners of each split."""
-    tables = {split: columns[split].take(pa.array(rows[split].positions)) for split in rows}
-    owner = next(iter(columns.values())).column_names[0]
-    owners = owners_of(what, tables, owner)
-    return replace(data, owners=owners.codes, about=replace(data.about, owners=owners.names))
+    """Images with their owners. owner_tables: the single column of owners of each split."""
+    tables = {split: owner_tables[split].take(pa.array(rows[split].positions)) for split in rows}
+    (column,) = {name for table in tables.values() for name in table.column_names}
+    owners = owners_of(what, tables, column)
+    splits = {
+        name: replace(split, owners=owners.codes[name]) for name, split in data.splits.items()
+    }
+    return replace(data, splits=splits, about=replace(data.about, owners=owners.names))
 
 
 def _broken_caution(what: str, split: str, rows: ImageRows) -> str:
@@ -361,14 +386,14 @@ def _dark_caution(largest_pixels: Sequence[int | None]) -> str:
 # Images in folders named by their class.
 
 
-METADATA = frozenset({"metadata.csv", "metadata.jsonl", "metadata.parquet"})
-"""Tables of labels in the layout of Hugging Face."""
+HUGGING_FACE_TABLES = frozenset({"metadata.csv", "metadata.jsonl", "metadata.parquet"})
+"""The names of tables of labels beside images in the layout of Hugging Face."""
 
-TABLE_SUFFIXES = frozenset({".csv", ".tsv", ".jsonl", ".xlsx", ".xls", ".parquet"})
+LABEL_TABLE_SUFFIXES = frozenset({".csv", ".tsv", ".jsonl", ".xlsx", ".xls", ".parquet"})
 """How the names of tables end that may hold the labels of images beside them."""
 
 
-def read_image_folder(place: Path, files: Sequence[Path], columns: Columns) -> Decoded:
+def read_image_folder(place: Path, files: Sequence[Path], request: ReadRequest) -> Decoded:
     """Images in folders named by their class, with folders named by the split above them or
     without.
 
@@ -379,7 +404,8 @@ def read_image_folder(place: Path, files: Sequence[Path], columns: Columns) -> D
     if not images:
         raise DataError(_no_images(place, files))
     caution = _table_caution(place, files, images)
-    if flat := _without_class([path.relative_to(place) for path in images]):
+    flat = _without_class([path.relative_to(place) for path in images])
+    if flat is not None:
         raise DataError(
             f"{place / flat} is in no folder of its class; put each image into a folder named by "
             "its class: "
@@ -389,11 +415,11 @@ def read_image_folder(place: Path, files: Sequence[Path], columns: Columns) -> D
     splits = split_images(place, images)
     rows = {}
     for split, paths in splits.files.items():
-        pictures = Pictures(f"{place}, {split}", columns, len(paths), place)
+        pictures = Pictures(f"{place}, {split}", request, len(paths), place)
         rows[split] = read_rows(pictures, ((path, path.parent.name) for path in paths))
-    data = labelled_images(str(place), rows, columns, None)
-    data = replace(data, about=data.about.warned(caution, *splits.cautions))
-    if columns.form.owner != FILE:
+    data = labelled_images(str(place), rows, request, None)
+    data = replace(data, about=data.about.with_cautions(caution, *splits.cautions))
+    if request.options.owner != FILE:
         return data
     return with_owners(str(place), data, rows, _folder_owners(place, splits))
 
@@ -415,10 +441,10 @@ def _table_caution(place: Path, files: Sequence[Path], images: Sequence[Path]) -
     Raises DataError where the table must be what holds the labels: images are not in folders of
     several classes, or the table has the name that Hugging Face gives it.
     """
-    tables = [path for path in files if path.suffix.lower() in TABLE_SUFFIXES]
+    tables = [path for path in files if path.suffix.lower() in LABEL_TABLE_SUFFIXES]
     if not tables:
         return ""
-    metadata = [path for path in tables if path.name in METADATA]
+    metadata = [path for path in tables if path.name in HUGGING_FACE_TABLES]
     classes = {path.parent.name for path in images}
     is_flat = _without_class([path.relative_to(place) for path in images]) is not None
     if metadata or is_flat or len(classes) == 1:
@@ -453,9 +479,9 @@ def _without_class(images: Sequence[Path]) -> Path | None:
     return next((path for path in images if len(path.parts) in flat), None)
 
 
-def check_not_encoded(what: str, columns: Columns) -> None:
+def check_not_encoded(what: str, request: ReadRequest) -> None:
     """Raise DataError for a mode of images where the data are no encoded images."""
-    if columns.mode is not None:
+    if request.mode is not None:
         raise DataError(f"{what} holds no encoded images, which data.mode is for; leave it out")
 
 
@@ -467,7 +493,7 @@ def images_in(place: Path) -> list[Path]:
 
     A folder with such files has no folders of classes.
     """
-    with in_one_line(place):
+    with file_errors(place):
         if not place.is_dir():
             return []
         return sorted(
@@ -487,13 +513,13 @@ def read_unlabelled(place: Path, size: int | None = None) -> Tensor:
         raise DataError(f"{place} holds no images ({kinds}); put some in, or name another folder")
     pictures = Pictures(
         what=str(place),
-        columns=Columns(size=size),
+        request=ReadRequest(size=size),
         rows=len(paths),
         within=place,
         size_remedy="set data.public_resize = true to resize all",
         mode_remedy="save all in one kind (grey or RGB)",
     )
-    with in_one_line(place):
+    with file_errors(place):
         rows = read_rows(pictures, ((path, 0) for path in paths))
     check_broken(str(place), rows.broken, can_skip=False)
     return torch.from_numpy(rows.images)

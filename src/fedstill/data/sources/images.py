@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from fedstill.core.errors import DataError, on_one_line
+from fedstill.data.form import ReadRequest
 from fedstill.data.sources.limits import (
     EXAMPLE_BYTES,
     IMAGE_BYTES,
     PIXELS,
-    in_one_line,
+    file_errors,
     refuse_large,
     size_text,
 )
-from fedstill.data.sources.records import Columns
 
 # The images that are read, and what they become.
 
@@ -111,6 +111,10 @@ class BrokenImage(DataError):
         self.reason = reason
 
 
+SMALL_SHARE = 64
+"""An image of at most 1/64 of the limit is small."""
+
+
 class PixelBudget:
     """Bounds the pixels that threads decode at the same time; a larger image is decoded alone.
 
@@ -139,26 +143,24 @@ class PixelBudget:
                 self._released.notify_all()
 
 
-SMALL_SHARE = 64
-"""An image of this share of the limit is small."""
-
-
 @dataclass(frozen=True)
 class Pictures:
-    """Decodes the images of one split; several threads may do so at the same time.
-
-    what: the split, for messages. columns: size and mode of the images, and what is done about
-    broken ones. rows: how many there are, 0 if that is unknown. within: the folder (a path), or
-    the data set on the hub (a name), outside of which no file is opened because a table names it.
-    size_remedy, mode_remedy: what to do about images of several sizes, or both grey and RGB.
-    """
+    """Decodes the images of one split; several threads may do so at the same time."""
 
     what: str
-    columns: Columns = field(default_factory=Columns)
+    """The split, for messages."""
+    request: ReadRequest = field(default_factory=ReadRequest)
+    """The size and mode of the images, and what is done about broken ones."""
     rows: int = 0
+    """The number of rows; 0 if it is unknown."""
     within: Path | str = ""
+    """The folder (a path), or the data set on the hub (a name), outside of which no file is opened
+    because a table names it.
+    """
     size_remedy: str = "set data.size = SIDE to resize all"
+    """What to do about images of several sizes."""
     mode_remedy: str = "set data.mode = 'rgb' (or 'grey') to convert all"
+    """What to do about images of which some are grey and others RGB."""
     _budget: PixelBudget = field(default_factory=lambda: PixelBudget(PIXELS), repr=False)
 
     def decoded(self, cell: Any, index: int) -> Picture:
@@ -170,7 +172,7 @@ class Pictures:
         """
         name = self._name(cell, index)
         with (
-            in_one_line(name),
+            file_errors(name),
             self._file(name, cell) as file,
             _decoding(name),
             contextlib.closing(Image.open(file, formats=_formats())) as picture,
@@ -178,7 +180,8 @@ class Pictures:
             _check_header(name, picture)
             width, height = picture.size
             if index == 0 or index >= self.rows:
-                # Turning keeps the number of pixels, so the header suffices.
+                # All images have the shape of the first one, so that one check suffices if their
+                # number is known. Turning keeps the number of pixels, so the header suffices.
                 self.check_total(index + 1, self._bytes(picture))
             with self._budget.reserved(width * height):
                 return self._read(name, picture)
@@ -204,15 +207,15 @@ class Pictures:
 
     def _bytes(self, picture: Image.Image) -> int:
         width, height = picture.size
-        side = self.columns.size
+        side = self.request.size
         pixels = width * height if side is None else side * side
         return pixels * len(self._mode(picture))
 
     def _mode(self, picture: Image.Image) -> str:
         """The mode that an image is converted to: "L" or "RGB", a letter a channel."""
-        if self.columns.mode is None:
+        if self.request.mode is None:
             return MODES[picture.mode]
-        return TARGETS[self.columns.mode]
+        return TARGETS[self.request.mode]
 
     def _read(self, name: str, picture: Image.Image) -> Picture:
         """The pixels of an image whose header has been checked."""
@@ -234,7 +237,7 @@ class Pictures:
         turn = TURNS.get(_orientation(picture))
         if turn is not None:
             plain = plain.transpose(turn)
-        side = self.columns.size
+        side = self.request.size
         if side is not None and plain.size != (side, side):
             plain = plain.resize((side, side), Image.Resampling.BICUBIC)
 

@@ -24,24 +24,22 @@ from fedstill.core.errors import ConfigError, DataError, UnknownName, on_one_lin
 from fedstill.core.fields import Count, plain_value, problem
 from fedstill.core.process_settings import process_settings
 from fedstill.core.user_code import of_kind
-from fedstill.data.cache import Decoded
-from fedstill.data.dataset import Dataset
-from fedstill.data.form import FILE, Broken, Form, Mode, nfc
+from fedstill.data.dataset import Dataset, Decoded, as_dataset
+from fedstill.data.form import FILE, Broken, Mode, ReadingOptions, ReadRequest, nfc
 from fedstill.data.sources.encode import read_frames, schema_of
 from fedstill.data.sources.image_columns import decoded_splits, owner_tables
 from fedstill.data.sources.image_sets import check_not_encoded
-from fedstill.data.sources.load import FIELDS, FORM_FIELDS
-from fedstill.data.sources.records import Columns
+from fedstill.data.sources.load import FIELDS, request_of_fields
 from fedstill.data.sources.schema import class_names, index_columns
 from fedstill.data.sources.splits import SPLITS, hold_out, split_named
 from fedstill.data.sources.tables import normalised, with_missing
 from fedstill.data.sources.tensors import (
+    ItemsRead,
+    LoaderData,
     Pair,
     TensorFields,
     TorchItems,
-    as_dataset,
     check_no_image_fields,
-    dataset_of_loader,
     dataset_of_pairs,
     join_clients,
 )
@@ -82,28 +80,22 @@ def from_python(
     """
     fields = plain_value(fields)
     for key, hint in IMAGE_FIELDS.items():
-        if key in fields and (reason := problem(hint, fields[key])):
-            raise ConfigError(f"dataset {name!r}: {key} = {reason}")
-    cautions: list[str] = []
-    clients = _client_names(name, data) if is_by_client(data) else ()
-    sources = _sources(name, data, {"test": test, "validation": validation}, cautions)
-    sources = [_with_table(source, cautions) for source in sources]
-
-    request = _Request(
-        name=name, sources=sources, clients=clients, fields=fields, cautions=cautions
-    )
-    with_columns = [source for source in sources if source.table is not None]
+        fault = problem(hint, fields[key]) if key in fields else ""
+        if fault:
+            raise ConfigError(f"dataset {name!r}: {key} = {fault}")
+    python_data = _python_data(name, data, {"test": test, "validation": validation}, fields)
+    with_columns = [source for source in python_data.sources if source.table is not None]
     if not with_columns:
         _check_fields(name, fields, PAIR_FIELDS)
-        return _dataset_of_pairs(request)
-    if len(with_columns) < len(sources):
-        without_columns = next(source for source in sources if source.table is None)
+        return _dataset_of_pairs(python_data)
+    if len(with_columns) < len(python_data.sources):
+        without_columns = next(source for source in python_data.sources if source.table is None)
         raise DataError(
             f"{with_columns[0].part} has columns, and {without_columns.part} has none; give "
             "data of one kind"
         )
     _check_fields(name, fields, FIELDS)
-    return _dataset_of_columns(request)
+    return _dataset_of_columns(python_data)
 
 
 def is_by_client(data: object) -> bool:
@@ -138,32 +130,82 @@ def _check_fields(name: str, fields: Mapping[str, Any], legal: Sequence[str]) ->
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """Data that the user passed.
-
-    client: the number of the client that they belong to; None if they are common to all. table:
-    their columns, if they have columns.
-    """
+    """Data that the user passed for a split, of one client or of all."""
 
     part: str
+    """The place of the data, for messages."""
     split: str
     client: int | None
+    """The number of the client that the data belong to; None if they are common to all."""
     data: Any
     table: pa.Table | None = None
+    """The columns of the data, if they have columns."""
+    cautions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class _Request:
-    """What the user asked for, and warnings about it so far."""
+class _PythonData:
+    """All data that the user passed, with the options."""
 
     name: str
     sources: Sequence[_Source]
     clients: tuple[str, ...]
     fields: Mapping[str, Any]
-    cautions: list[str]
+    cautions: tuple[str, ...]
 
     def of_split(self, split: str) -> list[_Source]:
         """The sources of a split, in the order of clients."""
         return [source for source in self.sources if source.split == split]
+
+
+@dataclass(frozen=True, eq=False)
+class _Splits:
+    """The data of each split, and a warning about splits that are left out."""
+
+    data: Mapping[str, Any]
+    caution: str = ""
+
+
+def _python_data(
+    name: str, data: object, common: Mapping[str, object], fields: Mapping[str, Any]
+) -> _PythonData:
+    """All data; a common split replaces those of the clients, with a warning."""
+    sources: list[_Source] = []
+    cautions = []
+    clients: tuple[str, ...] = ()
+    if is_by_client(data):
+        assert isinstance(data, Mapping)
+        clients = _client_names(name, data)
+        for number, (client, client_data) in enumerate(data.items()):
+            part = f"{name}, client {client}"
+            splits = _splits_of(part, client_data)
+            cautions.append(splits.caution)
+            for split, split_data in splits.data.items():
+                sources.append(_Source(f"{part}, {split}", split, number, split_data))
+    else:
+        splits = _splits_of(name, data)
+        cautions.append(splits.caution)
+        for split, split_data in splits.data.items():
+            sources.append(_Source(f"{name}, {split}", split, None, split_data))
+
+    for split, common_data in common.items():
+        if common_data is None:
+            continue
+        if any(source.split == split for source in sources):
+            cautions.append(f"{split}= is given, so the other data of the split are not used")
+        sources = [source for source in sources if source.split != split]
+        sources.append(_Source(f"{name}, {split}", split, None, common_data))
+
+    sources = [_resolved(source) for source in sources]
+    for source in sources:
+        cautions += source.cautions
+    return _PythonData(
+        name=name,
+        sources=sources,
+        clients=clients,
+        fields=fields,
+        cautions=tuple(filter(None, cautions)),
+    )
 
 
 def _client_names(name: str, data: Any) -> tuple[str, ...]:
@@ -175,39 +217,14 @@ def _client_names(name: str, data: Any) -> tuple[str, ...]:
     return names
 
 
-def _sources(
-    name: str, data: Any, common: Mapping[str, object], cautions: list[str]
-) -> list[_Source]:
-    """The sources of all splits; a common one replaces those of the clients, with a warning."""
-    sources = []
-    if is_by_client(data):
-        for number, (client, client_data) in enumerate(data.items()):
-            part = f"{name}, client {client}"
-            for split, source in _splits_of(part, client_data, cautions).items():
-                sources.append(_Source(f"{part}, {split}", split, number, source))
-    else:
-        for split, source in _splits_of(name, data, cautions).items():
-            sources.append(_Source(f"{name}, {split}", split, None, source))
-
-    for split, common_data in common.items():
-        if common_data is None:
-            continue
-        if any(source.split == split for source in sources):
-            cautions.append(f"{split}= is given, so the other data of the split are not used")
-        sources = [source for source in sources if source.split != split]
-        sources.append(_Source(f"{name}, {split}", split, None, common_data))
-    return sources
-
-
-def _splits_of(part: str, data: Any, cautions: list[str]) -> dict[str, Any]:
+def _splits_of(part: str, data: Any) -> _Splits:
     """The data of each split of one client, or of all."""
     if isinstance(data, Mapping):
-        return _named_splits(part, data, cautions)
+        return _named_splits(part, data)
     if isinstance(data, (tuple, list)) and len(data) == 2 and not _is_pair(data):
-        train, test = data
-        splits = {"train": train, "test": test}
-        return {split: source for split, source in splits.items() if source is not None}
-    return {"train": data}
+        splits = {"train": data[0], "test": data[1]}
+        return _Splits({split: source for split, source in splits.items() if source is not None})
+    return _Splits({"train": data})
 
 
 def _is_pair(data: Sequence[Any]) -> bool:
@@ -215,7 +232,7 @@ def _is_pair(data: Sequence[Any]) -> bool:
     return any(isinstance(value, (Tensor, np.ndarray)) for value in data)
 
 
-def _named_splits(part: str, data: Mapping[Any, Any], cautions: list[str]) -> dict[str, Any]:
+def _named_splits(part: str, data: Mapping[Any, Any]) -> _Splits:
     splits: dict[str, Any] = {}
     unknown = []
     for key, source in data.items():
@@ -236,9 +253,8 @@ def _named_splits(part: str, data: Mapping[Any, Any], cautions: list[str]) -> di
             f"{part}: {unknown[0]!r} is no split; the keys are either splits (train, validation, "
             "test) or clients"
         )
-    if unknown:
-        cautions.append(f"left out: the splits {', '.join(unknown)}")
-    return splits
+    caution = f"left out: the splits {', '.join(unknown)}" if unknown else ""
+    return _Splits(splits, caution)
 
 
 # Columns: data frames and Hugging Face data sets.
@@ -258,7 +274,7 @@ class ArrowFrame:
     """A table in memory as a split of a data set."""
 
     table: pa.Table
-    form: Form
+    options: ReadingOptions
 
     @property
     def schema(self) -> pa.Schema:
@@ -277,7 +293,7 @@ class ArrowFrame:
 
     def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
         """Some columns, all rows."""
-        return with_missing(self.table.select(list(names)), self.form.missing_values)
+        return with_missing(self.table.select(list(names)), self.options.missing_values)
 
     def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
         """Each row's encoded image and its label."""
@@ -287,14 +303,22 @@ class ArrowFrame:
             yield from zip(images, labels, strict=True)
 
 
-def _with_table(source: _Source, cautions: list[str]) -> _Source:
-    """The source with its table if it has columns; of a DataLoader, its data set."""
+def _resolved(source: _Source) -> _Source:
+    """The source with its columns, if it has some; of a DataLoader, with its data set."""
     data = source.data
+    cautions = []
     if isinstance(data, torch_data.DataLoader):
-        data = dataset_of_loader(source.part, data, cautions)
+        loaded = LoaderData.of(source.part, data)
+        data = loaded.data
+        cautions.append(loaded.caution)
     table: pa.Table | None = None
     if _is_of(data, "datasets", "Dataset"):
-        table = _hugging_face_table(data, cautions)
+        table = data.with_format("arrow", columns=data.format["columns"])[:]
+        table = table.replace_schema_metadata(data.features.arrow_schema.metadata)
+        if data.format["type"] == "custom":
+            cautions.append(
+                "the transform of a Hugging Face data set is not applied; apply it with map()"
+            )
     elif hasattr(data, "__arrow_c_stream__"):
         try:
             table = _without_unnamed_index(pa.table(data))
@@ -305,22 +329,13 @@ def _with_table(source: _Source, cautions: list[str]) -> _Source:
             ) from error
     if table is not None:
         table = _with_plain_columns(source.part, table)
-    return replace(source, data=data, table=table)
+    return replace(source, data=data, table=table, cautions=tuple(filter(None, cautions)))
 
 
 def _without_unnamed_index(table: pa.Table) -> pa.Table:
     """A table of a DataFrame without the numbers of its rows, which pyarrow makes a column."""
     unnamed = [name for name in index_columns(table.schema) if UNNAMED_INDEX.fullmatch(name)]
     return table.drop_columns(unnamed)
-
-
-def _hugging_face_table(data: Any, cautions: list[str]) -> pa.Table:
-    if data.format["type"] == "custom":
-        cautions.append(
-            "the transform of a Hugging Face data set is not applied; apply it with map()"
-        )
-    table = data.with_format("arrow", columns=data.format["columns"])[:]
-    return table.replace_schema_metadata(data.features.arrow_schema.metadata)
 
 
 def _with_plain_columns(part: str, table: pa.Table) -> pa.Table:
@@ -334,54 +349,50 @@ def _with_plain_columns(part: str, table: pa.Table) -> pa.Table:
     return table.rename_columns(schema.names).cast(schema)
 
 
-def _dataset_of_columns(request: _Request) -> Dataset:
-    name = request.name
-    columns = _columns(request)
-    tables = _tables_by_split(request)
-    frames = {split: ArrowFrame(table, columns.form) for split, table in tables.items()}
-    schema = schema_of(name, frames, columns)
+def _dataset_of_columns(python_data: _PythonData) -> Dataset:
+    name = python_data.name
+    request = _read_request(python_data)
+    tables = _tables_by_split(python_data)
+    frames = {split: ArrowFrame(table, request.options) for split, table in tables.items()}
+    schema = schema_of(name, frames, request)
     if schema is not None:
-        check_not_encoded(name, columns)
+        check_not_encoded(name, request)
         decoded = read_frames(name, frames, schema)
     else:
         # The paths of images that Python has in memory are as trustworthy as the program.
         root = Path(Path.cwd().anchor)
-        owners = owner_tables(name, frames, columns.form)
-        decoded = decoded_splits(name, frames, columns, root, owners)
-    if request.clients:
-        decoded = _with_clients(request, decoded)
-    decoded = replace(decoded, about=decoded.about.warned(*dict.fromkeys(request.cautions)))
-    decoded = verified(name, hold_out(decoded, columns.form))
-    return as_dataset(name, decoded, request.fields.get("mean"), request.fields.get("std"))
+        owners = owner_tables(name, frames, request.options)
+        decoded = decoded_splits(name, frames, request, root, owners)
+    if python_data.clients:
+        decoded = _with_clients(python_data, decoded)
+    cautions = dict.fromkeys(python_data.cautions)
+    decoded = replace(decoded, about=decoded.about.with_cautions(*cautions))
+    decoded = verified(name, hold_out(decoded, request.options))
+    fields = python_data.fields
+    return as_dataset(name, decoded, fields.get("mean"), fields.get("std"))
 
 
-def _columns(request: _Request) -> Columns:
-    fields = request.fields
-    form = {key: _as_tuple(fields[key]) for key in FORM_FIELDS if key in fields}
-    if request.clients:
-        if "owner" in form:
+def _read_request(python_data: _PythonData) -> ReadRequest:
+    """What the user's fields say to read; a mapping from clients sets the column of owners."""
+    name = python_data.name
+    fields = {key: _as_tuple(value) for key, value in python_data.fields.items()}
+    if python_data.clients:
+        if "owner" in fields:
             raise ConfigError(
-                f"dataset {request.name!r}: the keys of data are the clients; leave owner out"
+                f"dataset {name!r}: the keys of data are the clients; leave owner out"
             )
-        form["owner"] = CLIENT_COLUMN
-    if form.get("owner") == FILE:
+        fields["owner"] = CLIENT_COLUMN
+    if fields.get("owner") == FILE:
         raise ConfigError(
-            f"dataset {request.name!r}: data from Python have no files; name a column of clients, "
+            f"dataset {name!r}: data from Python have no files; name a column of clients, "
             "or pass a mapping from clients to their data"
         )
-    categorical = fields.get("categorical", ())
+    categorical = python_data.fields.get("categorical", ())
     if isinstance(categorical, Mapping):
-        form["categorical"] = _as_tuple(list(categorical.items()))
+        fields["categorical"] = _as_tuple(list(categorical.items()))
     elif all(isinstance(column, str) for column in categorical):
-        form["categorical"] = tuple((column, ()) for column in categorical)
-    return Columns(
-        image=fields.get("image_column"),
-        label=fields.get("label_column"),
-        size=fields.get("size"),
-        form=Form(**form).normalised,
-        mode=fields.get("mode"),
-        broken=fields.get("broken", "refuse"),
-    )
+        fields["categorical"] = tuple((column, ()) for column in categorical)
+    return request_of_fields(fields)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -391,21 +402,23 @@ def _as_tuple(value: Any) -> Any:
     return value
 
 
-def _tables_by_split(request: _Request) -> dict[str, pa.Table]:
+def _tables_by_split(python_data: _PythonData) -> dict[str, pa.Table]:
     """The rows of each split, one source below another, with a column of clients if there are any.
 
     Raises DataError for columns of different types, and for class names that differ.
     """
-    _check_class_names(request.sources)
+    _check_class_names(python_data.sources)
     by_split = {}
     for split in SPLITS:
         tables = []
-        for source in request.of_split(split):
+        for source in python_data.of_split(split):
             assert source.table is not None
             table = source.table
-            if request.clients:
-                # Rows that are common to all need some client, and lose it after they are read.
-                client = request.clients[source.client or 0]
+            if python_data.clients:
+                client = python_data.clients[0]
+                if source.client is not None:
+                    client = python_data.clients[source.client]
+                # Rows that are common to all have the first client, until they are read.
                 column = pa.array([client] * len(table), pa.string())
                 table = table.append_column(CLIENT_COLUMN, column)
             tables.append(table)
@@ -414,7 +427,7 @@ def _tables_by_split(request: _Request) -> dict[str, pa.Table]:
                 by_split[split] = _below_each_other(tables)
         except pa.ArrowException as error:
             raise DataError(
-                f"{request.name}, {split}: clients have columns of different types "
+                f"{python_data.name}, {split}: clients have columns of different types "
                 f"({on_one_line(error)}); make them alike"
             ) from error
     return by_split
@@ -444,33 +457,43 @@ def _check_class_names(sources: Sequence[_Source]) -> None:
                 )
 
 
-def _with_clients(request: _Request, data: Decoded) -> Decoded:
+def _with_clients(python_data: _PythonData, data: Decoded) -> Decoded:
     """The data with clients in the order of the mapping, and common splits without clients."""
-    number = {client: index for index, client in enumerate(request.clients)}
+    number = {client: index for index, client in enumerate(python_data.clients)}
     numbers = np.array([number[owner] for owner in data.about.owners], dtype=np.int64)
-    common = {source.split for source in request.sources if source.client is None}
-    owners = {split: numbers[codes] for split, codes in data.owners.items() if split not in common}
-    return replace(data, owners=owners, about=replace(data.about, owners=request.clients))
+    common = {source.split for source in python_data.sources if source.client is None}
+    splits = {}
+    for name, split in data.splits.items():
+        owners = None
+        if split.owners is not None and name not in common:
+            owners = numbers[split.owners]
+        splits[name] = replace(split, owners=owners)
+    about = replace(data.about, owners=python_data.clients)
+    return replace(data, splits=splits, about=about)
 
 
 # Pairs: torch data sets, and arrays.
 
 
-def _dataset_of_pairs(request: _Request) -> Dataset:
-    fields = {key: value for key, value in request.fields.items() if key not in IMAGE_FIELDS}
+def _dataset_of_pairs(python_data: _PythonData) -> Dataset:
+    name = python_data.name
+    fields = {k: value for k, value in python_data.fields.items() if k not in IMAGE_FIELDS}
     if "classes" not in fields:
-        fields["classes"] = _classes_of(request.sources)
+        fields["classes"] = _classes_of(python_data.sources)
     common: dict[str, Pair] = {}
     by_split: dict[str, dict[int, Pair]] = {split: {} for split in SPLITS}
-    for source in request.sources:
-        pair = _pair_of(source, request)
+    cautions = list(python_data.cautions)
+    for source in python_data.sources:
+        items = _items_of(source, python_data.fields)
+        cautions += items.cautions
+        pair = (items.values, items.labels)
         if source.client is None:
             common[source.split] = pair
         else:
             by_split[source.split][source.client] = pair
-    data = join_clients(request.name, request.clients, by_split, common)
-    data = replace(data, cautions=tuple(dict.fromkeys(request.cautions)))
-    return dataset_of_pairs(request.name, data, TensorFields(**fields))
+    data = join_clients(name, python_data.clients, by_split, common)
+    data = replace(data, cautions=tuple(dict.fromkeys(cautions)))
+    return dataset_of_pairs(name, data, TensorFields(**fields))
 
 
 def _classes_of(sources: Sequence[_Source]) -> tuple[str, ...] | None:
@@ -495,29 +518,29 @@ def _classes_of(sources: Sequence[_Source]) -> tuple[str, ...] | None:
     return declared[first_part]
 
 
-def _pair_of(source: _Source, request: _Request) -> Pair:
+def _items_of(source: _Source, fields: Mapping[str, Any]) -> ItemsRead:
     """The values and labels of a source; raises ConfigError for objects that have none."""
     data = source.data
-    columns = Columns(size=request.fields.get("size"), mode=request.fields.get("mode"))
+    request = ReadRequest(size=fields.get("size"), mode=fields.get("mode"))
     pair: Any = data
     if type(data) is torch_data.TensorDataset:
         pair = data.tensors
     if isinstance(pair, (tuple, list)) and len(pair) == 2 and _is_pair(pair):
-        check_no_image_fields(source.part, columns)
-        return pair[0], pair[1]
+        check_no_image_fields(source.part, request)
+        return ItemsRead(pair[0], pair[1])
     _check_items(source)
-    return TorchItems(source.part, data, columns).read(request.cautions)
+    return TorchItems(source.part, data, request).read()
 
 
 def _check_items(source: _Source) -> None:
     """Raise ConfigError for an object that does not give examples by number."""
     data = source.data
-    sequences = (str, bytes, tuple, list, Mapping, Tensor, np.ndarray, Dataset)
+    not_items = (str, bytes, tuple, list, Mapping, Tensor, np.ndarray, Dataset)
     is_stream = isinstance(data, torch_data.IterableDataset) or _is_of(
         data, "datasets", "IterableDataset"
     )
     has_items = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if has_items and not is_stream and not isinstance(data, sequences):
+    if has_items and not is_stream and not isinstance(data, not_items):
         return
     hint = ", which is read in one order only" if is_stream else ""
     raise ConfigError(

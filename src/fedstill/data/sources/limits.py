@@ -101,21 +101,26 @@ def size_text(count: int) -> str:
 
 
 @contextlib.contextmanager
-def in_one_line(what: str | Path) -> Iterator[None]:
+def file_errors(what: str | Path) -> Iterator[None]:
     """Turn an error of the system, or a lack of memory, into a DataError that names the file."""
     try:
         yield
     except MemoryError as error:
-        raise DataError(
-            f"{what}{_size(what)} does not fit into memory ({on_one_line(error)}); take a part of "
-            "it, or a machine with more"
-        ) from error
+        raise memory_error(what, error) from error
     except OSError as error:
         where = what if error.filename is None else error.filename
         raise DataError(
             f"{where} cannot be read ({error.strerror or on_one_line(error)}); make it readable, "
             "or name other data"
         ) from error
+
+
+def memory_error(what: str | Path, error: MemoryError) -> DataError:
+    """The error for data that do not fit into memory."""
+    return DataError(
+        f"{what}{_size(what)} does not fit into memory ({on_one_line(error)}); take a part of it, "
+        "or a machine with more"
+    )
 
 
 def _size(what: str | Path) -> str:
@@ -150,7 +155,7 @@ def files_below(place: Path, data_suffixes: Collection[str]) -> list[Path]:
         raise DataError(
             f"{place} is the root of a file system, not the folder of a data set; name that folder"
         )
-    with in_one_line(place):
+    with file_errors(place):
         return sorted(_Walk(place, data_suffixes).files(place, ()))
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from dataclasses import fields as dataclass_fields
-from functools import lru_cache
-from itertools import islice
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +15,29 @@ from fedstill.core.fields import Count, plain_value
 from fedstill.core.process_settings import process_settings
 from fedstill.core.registry import Entry, lookup, names, register, short_name
 from fedstill.core.user_code import of_kind, reason
-from fedstill.data.cache import Decoded, kept
-from fedstill.data.dataset import Dataset
-from fedstill.data.form import Form, Kind
+from fedstill.data.cache import cached
+from fedstill.data.dataset import Dataset, Decoded, Split, as_dataset
+from fedstill.data.form import DEFAULT_OPTIONS, ReadingOptions, ReadRequest
 from fedstill.data.sources import catalog
-from fedstill.data.sources.array_files import is_idx, read_idx, read_npz
-from fedstill.data.sources.catalog import FOLDERS, Known
-from fedstill.data.sources.encode import frames_of, read_frames, schema_of
-from fedstill.data.sources.hub import read_hub
-from fedstill.data.sources.image_columns import images_beside_caution, read_parquet
-from fedstill.data.sources.image_sets import check_not_encoded, read_image_folder
-from fedstill.data.sources.images import IMAGE_SUFFIXES
-from fedstill.data.sources.limits import files_below, in_one_line
-from fedstill.data.sources.records import Columns
-from fedstill.data.sources.schema import check_images_only, table_schema
-from fedstill.data.sources.splits import (
-    FileSplits,
-    file_list,
-    hold_out,
-    split_tables,
-    splits_in,
+from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
+from fedstill.data.sources.folders import (
+    DATA_SUFFIXES,
+    at_home,
+    data_root,
+    is_data_file,
+    local_folder,
+    read_file,
+    read_folder,
 )
-from fedstill.data.sources.tables import CSV_SUFFIXES, CsvFrame, ParquetFrame, single_file
-from fedstill.data.sources.tensors import as_dataset
+from fedstill.data.sources.hub import read_hub
+from fedstill.data.sources.limits import file_errors
+from fedstill.data.sources.splits import hold_out
 from fedstill.data.sources.verify import verified
 
-FORM_FIELDS = tuple(field.name for field in dataclass_fields(Form))
-"""Fields of ``load_dataset`` that say what examples are made of."""
+OPTION_FIELDS = tuple(field.name for field in fields(ReadingOptions))
+"""Fields of ``load_dataset`` that say how columns become examples."""
 
-FIELDS = ("broken", "image_column", "label_column", "mean", "mode", "size", "std", *FORM_FIELDS)
+FIELDS = ("broken", "image_column", "label_column", "mean", "mode", "size", "std", *OPTION_FIELDS)
 """Fields of ``load_dataset`` for data that are not registered."""
 
 CONFIG_KEYS = {"input": "input_column", "marks": "missing_marks"}
@@ -56,12 +46,15 @@ CONFIG_KEYS = {"input": "input_column", "marks": "missing_marks"}
 UNPACKERS = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
 """The programs that unpack files, by suffix."""
 
-FOLDER = "a folder of parquet or CSV files, or of images by class"
+FOLDER_KINDS = "a folder of parquet or CSV files, or of images by class"
+
+Folder = str | Path | None
+"""The folder of local data; None: the environment's ``FEDSTILL_DATA``."""
 
 
 @process_settings()
 def load_dataset(
-    name: str | Path, *, folder: str | Path | None = None, base: Path | None = None, **fields: Any
+    name: str | Path, *, folder: Folder = None, base: Path | None = None, **fields: Any
 ) -> Dataset:
     """A data set by name, verified, decoded once into the cache and memory-mapped from there.
 
@@ -77,7 +70,7 @@ def load_dataset(
     folder: the folder of local data; default: ``FEDSTILL_DATA``. fields: for files, folders and the
     hub ``image_column``, ``label_column``, ``size`` (resize images to size × size), ``mode``
     (convert all images to "grey" or "rgb"), ``broken`` ("skip" leaves out images that cannot be
-    decoded), ``mean``, ``std``, and the fields of ``fedstill.data.form.Form``.
+    decoded), ``mean``, ``std``, and the fields of ``fedstill.data.options.Form``.
 
     Data without a test split have a stratified fifth held out. Raises DataError for data that are
     damaged or not what their name promises, DataAbsent for data that are not there, UnknownName
@@ -91,22 +84,22 @@ def load_dataset(
     if path.endswith(".py") or attribute:
         # Errors of the user's function are not shortened to one about the file.
         return _from_function(name, folder, base, fields)
-    with in_one_line(name):
+    with file_errors(name):
         if name in names("dataset"):
             return _registered(lookup("dataset", name, base), folder, fields)
-        return _from_files(name, folder, base, fields)
+        return _by_path(name, folder, base, fields)
 
 
 # Registered data sets, and functions of the user.
 
 
-def _registered(entry: Entry, folder: str | Path | None, fields: Mapping[str, Any]) -> Dataset:
+def _registered(entry: Entry, folder: Folder, fields: Mapping[str, Any]) -> Dataset:
     _check_fields(entry.name, fields, entry.fields, "it is read in one way alone")
     return _checked_dataset(entry.name, entry.build(**_folder_argument(entry, folder), **fields))
 
 
 def _from_function(
-    name: str, folder: str | Path | None, base: Path | None, fields: Mapping[str, Any]
+    name: str, folder: Folder, base: Path | None, fields: Mapping[str, Any]
 ) -> Dataset:
     """The data set that a user's function returns; its owners must be those that are asked for."""
     entry = lookup("dataset", name, base)
@@ -131,7 +124,7 @@ def _from_function(
     return data
 
 
-def _folder_argument(entry: Entry, folder: str | Path | None) -> dict[str, Any]:
+def _folder_argument(entry: Entry, folder: Folder) -> dict[str, Any]:
     if "folder" in inspect.signature(entry.target).parameters:
         return {"folder": folder}
     return {}
@@ -162,46 +155,145 @@ def _check_fields(
     name: str, fields: Mapping[str, Any], legal: Collection[str], explanation: str
 ) -> None:
     """Raise an error for a field that does not exist, or that these data do not take."""
-    for unknown in sorted(set(fields) - set(legal)):
-        if unknown not in FIELDS:
-            raise UnknownName("field", unknown, legal, where=f"dataset {name!r}")
-        key = f"data.{CONFIG_KEYS.get(unknown, unknown)}"
+    for field in sorted(set(fields) - set(legal)):
+        if field not in FIELDS:
+            raise _unknown_field(name, field, legal)
+        key = f"data.{CONFIG_KEYS.get(field, field)}"
         raise ConfigError(
             f"{key} is not for dataset {short_name(name)!r}: {explanation}; leave it out"
         )
 
 
+def _unknown_field(name: str, field: str, legal: Collection[str]) -> UnknownName:
+    return UnknownName("field", field, legal, where=f"dataset {name!r}")
+
+
+# Files, folders and the hub.
+
+
+def _by_path(name: str, folder: Folder, base: Path | None, fields: Mapping[str, Any]) -> Dataset:
+    unknown = sorted(set(fields) - set(FIELDS))
+    if unknown:
+        raise _unknown_field(name, unknown[0], FIELDS)
+    _check_size(name, fields.get("size"))
+    known = KNOWN_FOLDERS.get(name)
+    options = DEFAULT_OPTIONS if known is None else known.options
+    has_checksums = known is not None and bool(known.digests)
+    request = request_of_fields(fields, options, has_checksums=has_checksums)
+    mean = fields.get("mean")
+    std = fields.get("std")
+
+    path = (base or Path.cwd()) / at_home(name)
+    place = local_folder(name, folder)
+    if place is None and path.is_dir():
+        place = path
+    if place is None:
+        return as_dataset(name, _file_or_hub(name, path, folder, request), mean, std)
+
+    # What is known of a folder holds for its usual columns and sizes.
+    if request.image or request.label or request.size or request.mode:
+        known = None
+    data = read_folder(name, place, request, known)
+    if known is not None:
+        mean = mean or known.mean
+        std = std or known.std
+    return as_dataset(name, data, mean, std)
+
+
+def _check_size(name: str, size: Any) -> None:
+    if size is not None and not (isinstance(size, int) and 1 <= size <= 4096):
+        raise ConfigError(
+            f"dataset {name!r}: size = {size!r} is not a whole number from 1 to 4096; leave it out "
+            "or give one"
+        )
+
+
+def request_of_fields(
+    fields: Mapping[str, Any],
+    options: ReadingOptions = DEFAULT_OPTIONS,
+    *,
+    has_checksums: bool = False,
+) -> ReadRequest:
+    """What the fields of ``load_dataset`` say to read; options: those that they do not name."""
+    named = {key: value for key, value in fields.items() if key in OPTION_FIELDS}
+    return ReadRequest(
+        image=fields.get("image_column"),
+        label=fields.get("label_column"),
+        size=fields.get("size"),
+        options=replace(options, **named).normalised,
+        has_checksums=has_checksums,
+        mode=fields.get("mode"),
+        broken=fields.get("broken", "refuse"),
+    )
+
+
+def _file_or_hub(name: str, path: Path, folder: Folder, request: ReadRequest) -> Decoded:
+    """The data that a name stands for which is no folder; path: the file that it may name."""
+    if is_data_file(path):
+        return read_file(name, path, request)
+    if path.is_file():
+        unpacker = UNPACKERS.get(path.suffix.lower())
+        remedy = f"give one of these, or {FOLDER_KINDS}"
+        if unpacker:
+            remedy = f"unpack it first: {unpacker} {path.name}"
+        raise DataError(f"{path} is a file, and not a parquet, CSV or NPZ file; {remedy}")
+    if path.suffix.lower() in DATA_SUFFIXES:
+        raise DataAbsent(f"there is no file {path}; paths are relative to the config's folder")
+
+    is_path = name.startswith((".", "/", "~"))
+    if name.count("/") == 1 and not is_path:
+        remedy = f"check the name and the network, or make a folder {path} of parquet files"
+        return _from_hub(name, request, remedy)
+    if "/" in name or is_path:
+        raise DataAbsent(f"there is no file or folder {path}; give {FOLDER_KINDS}")
+    root = data_root(folder)
+    local: list[str] = []
+    if root is not None and root.is_dir():
+        local = [place.name for place in root.iterdir() if place.is_dir()]
+    raise UnknownName("dataset", name, {*names("dataset"), *local})
+
+
+def _from_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
+    def decode() -> Decoded:
+        return verified(name, hold_out(read_hub(name, request, remedy), in_place=True))
+
+    return cached(name, {"hub": name, "request": asdict(request)}, decode)
+
+
 # Data sets of the catalogue.
 
 
-def load_known(known: Known, folder: str | Path | None, size: int | None = None) -> Dataset:
+def load_known(known: KnownData, folder: Folder, size: int | None = None) -> Dataset:
     """A data set of the catalogue: from its folder in ``folder``, from the system, or the hub.
 
     size: the side to which images are resized. Raises DataAbsent if it is at none of these.
     """
-    columns = Columns(size=size)
+    request = ReadRequest(size=size)
     place = local_folder(known.name, folder)
     if place is None and known.system is not None and Path(known.system).is_dir():
         place = Path(known.system)
-    if place is not None:
-        data = read_folder(known.name, place, columns, known)
-        return as_dataset(known.name, data, known.mean, known.std)
+    if place is None:
+        data = _known_from_hub(known, folder, request)
+    else:
+        data = read_folder(known.name, place, request, known)
+    return as_dataset(known.name, data, known.mean, known.std)
 
+
+def _known_from_hub(known: KnownData, folder: Folder, request: ReadRequest) -> Decoded:
     root = data_root(folder)
     absence = f"there is no folder {root / known.name}" if root else "FEDSTILL_DATA is not set"
     if known.hub is None:
         raise DataAbsent(f"dataset {known.name!r} is not here: {absence}; {known.remedy}")
     hub = known.hub
-    remedy = f"{absence}; {known.remedy}"
-    origin = {"hub": hub, "columns": vars(columns), "known": repr(known)}
-    data = kept(known.name, origin, lambda: verified(hub, read_hub(hub, columns, remedy), known))
-    return as_dataset(known.name, data, known.mean, known.std)
+    key_fields = {"hub": hub, "request": asdict(request), "known": asdict(known)}
+
+    def decode() -> Decoded:
+        return verified(hub, read_hub(hub, request, f"{absence}; {known.remedy}"), known)
+
+    return cached(known.name, key_fields, decode)
 
 
 # The registered data sets.
-
-
-# Digits: scikit-learn's 1,797 handwritten digits, which ship inside the library.
 
 
 def read_digits() -> Decoded:
@@ -214,11 +306,8 @@ def read_digits() -> Decoded:
 
     bunch = load_digits()
     images = np.round(bunch.images * (255 / 16)).astype(np.uint8)[:, None]
-    whole = Decoded({"train": (images, bunch.target.astype(np.int64))}, tuple(map(str, range(10))))
-    return hold_out(whole)
-
-
-Folder = str | Path | None
+    train = Split(images, bunch.target.astype(np.int64))
+    return hold_out(Decoded({"train": train}, tuple(map(str, range(10)))))
 
 
 @register("dataset", "digits")
@@ -227,7 +316,11 @@ def digits(folder: Folder = None) -> Dataset:
     test.
     """
     known = catalog.DIGITS
-    data = kept("digits", {"sums": known.sums}, lambda: verified("digits", read_digits(), known))
+
+    def decode() -> Decoded:
+        return verified("digits", read_digits(), known)
+
+    data = cached("digits", {"known": asdict(known)}, decode)
     return as_dataset("digits", data, known.mean, known.std)
 
 
@@ -285,331 +378,3 @@ def bloodmnist(folder: Folder = None) -> Dataset:
 def pathmnist(folder: Folder = None) -> Dataset:
     """PathMNIST: 107,180 patches of colon tissue, 28×28 RGB, 9 classes."""
     return load_known(catalog.PATHMNIST, folder)
-
-
-# Files, folders and the hub.
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A data set that is asked for by name, with the path that the name stands for."""
-
-    name: str
-    path: Path
-    folder: str | Path | None
-    columns: Columns
-
-
-def _from_files(
-    name: str, folder: str | Path | None, base: Path | None, fields: Mapping[str, Any]
-) -> Dataset:
-    _check_fields(name, fields, FIELDS, "")
-    mean: Sequence[float] | None = fields.get("mean")
-    std: Sequence[float] | None = fields.get("std")
-    columns = _columns(name, fields)
-    path = (base or Path.cwd()) / at_home(name)
-    place = local_folder(name, folder)
-    if place is None and path.is_dir():
-        place = path
-    if place is None:
-        return as_dataset(name, _file_or_hub(_Request(name, path, folder, columns)), mean, std)
-
-    changed = columns.image or columns.label or columns.size or columns.mode
-    known = None if changed else FOLDERS.get(name)
-    data = read_folder(name, place, columns, known)
-    if known is not None:
-        mean = mean or known.mean
-        std = std or known.std
-    return as_dataset(name, data, mean, std)
-
-
-def _file_or_hub(request: _Request) -> Decoded:
-    name = request.name
-    path = request.path
-    if is_data_file(path):
-        return read_file(name, path, request.columns)
-    if path.is_file():
-        unpacker = UNPACKERS.get(path.suffix.lower())
-        remedy = f"give one of these, or {FOLDER}"
-        if unpacker:
-            remedy = f"unpack it first: {unpacker} {path.name}"
-        raise DataError(f"{path} is a file, and not a parquet, CSV or NPZ file; {remedy}")
-    if path.suffix.lower() in DATA_SUFFIXES:
-        raise DataAbsent(f"there is no file {path}; paths are relative to the config's folder")
-
-    is_path = name.startswith((".", "/", "~"))
-    if name.count("/") == 1 and not is_path:
-        return _from_hub(request)
-    if "/" in name or is_path:
-        raise DataAbsent(f"there is no file or folder {path}; give {FOLDER}")
-    root = data_root(request.folder)
-    local: list[str] = []
-    if root is not None and root.is_dir():
-        local = [place.name for place in root.iterdir() if place.is_dir()]
-    raise UnknownName("dataset", name, {*names("dataset"), *local})
-
-
-def _from_hub(request: _Request) -> Decoded:
-    name = request.name
-    columns = request.columns
-    remedy = f"check the name and the network, or make a folder {request.path} of parquet files"
-    origin = {"hub": name, "columns": vars(columns)}
-
-    def decode() -> Decoded:
-        return verified(name, hold_out(read_hub(name, columns, remedy), in_place=True))
-
-    return kept(name, origin, decode)
-
-
-def _columns(name: str, fields: Mapping[str, Any]) -> Columns:
-    """What the fields of ``load_dataset`` say about columns and images, checked."""
-    size = fields.get("size")
-    if size is not None and not (isinstance(size, int) and 1 <= size <= 4096):
-        raise ConfigError(
-            f"dataset {name!r}: size = {size!r} is not a whole number from 1 to 4096; leave it out "
-            "or give one"
-        )
-    known = FOLDERS.get(name)
-    form = Form() if known is None else known.form
-    form = replace(form, **{key: value for key, value in fields.items() if key in FORM_FIELDS})
-    return Columns(
-        image=fields.get("image_column"),
-        label=fields.get("label_column"),
-        size=size,
-        form=form.normalised,
-        known=known is not None and bool(known.sums),
-        mode=fields.get("mode"),
-        broken=fields.get("broken", "refuse"),
-    )
-
-
-# Local places.
-
-
-DATA_SUFFIXES = (".parquet", *CSV_SUFFIXES, ".npz")
-"""The suffixes of files that may hold a data set by themselves."""
-
-
-def data_root(folder: str | Path | None) -> Path | None:
-    """The folder of local data: ``folder``, or the environment's ``FEDSTILL_DATA``, or None."""
-    root = folder if folder is not None else os.environ.get("FEDSTILL_DATA")
-    return at_home(root) if root else None
-
-
-def at_home(path: str | Path) -> Path:
-    """A path with ``~`` as the home folder. Raises DataError if there is no such home folder."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise DataError(
-            f"{path} names a home folder that is not there; give the whole path"
-        ) from error
-
-
-def local_folder(name: str, folder: str | Path | None) -> Path | None:
-    """The folder of that name in ``data_root(folder)``, or None."""
-    root = data_root(folder)
-    if root is None or name in ("", ".", "..") or "/" in name:
-        return None
-    return root / name if (root / name).is_dir() else None
-
-
-def is_data_file(path: Path) -> bool:
-    """Whether a path is a file that may hold a data set by itself."""
-    return path.suffix.lower() in DATA_SUFFIXES and path.is_file()
-
-
-def read_file(name: str, path: Path, columns: Columns) -> Decoded:
-    """The data in a parquet, CSV or NPZ file, verified; without a test split, a fifth is held out.
-
-    The file is decoded once: the key of the cache has its size and time.
-    """
-    status = path.stat()
-    stamp = [status.st_size, status.st_mtime_ns]
-    origin = {"file": str(path.resolve()), "stamp": stamp, "columns": vars(columns)}
-
-    def decode() -> Decoded:
-        suffix = path.suffix.lower()
-        if suffix == ".npz":
-            check_images_only(str(path), columns.form)
-            check_not_encoded(str(path), columns)
-            data = read_npz(path)
-        elif suffix == ".parquet":
-            data = read_parquet(path.parent, {"train": [path]}, columns)
-        else:
-            data = read_csv_files(path.parent, {"train": [path]}, columns)
-        return _verified(name, data, columns)
-
-    return kept(path.stem, origin, decode)
-
-
-def read_folder(name: str, place: Path, columns: Columns, known: Known | None = None) -> Decoded:
-    """The data in a folder, verified; without a test split, a fifth is held out.
-
-    The folder is decoded once: the key of the cache has its files' names, sizes and times. Raises
-    DataError for an empty folder, and for files that are no data set.
-    """
-    files = files_below(place, {*DATA_SUFFIXES, ".gz", *IMAGE_SUFFIXES})
-    stamps = [
-        (str(path.relative_to(place)), path.stat().st_size, path.stat().st_mtime_ns)
-        for path in files
-    ]
-    origin = {
-        "folder": str(place.resolve()),
-        "files": stamps,
-        "columns": vars(columns),
-        "known": repr(known),
-    }
-
-    def decode() -> Decoded:
-        if not files:
-            raise DataError(
-                f"{place} is empty; it needs parquet or CSV files, or images in folders named by "
-                "their class"
-            )
-        data = _verified(name, _decode(place, files, columns), columns, known)
-        return data if known else _with_file_note(data, place, files)
-
-    return kept(name, origin, decode)
-
-
-def _verified(name: str, data: Decoded, columns: Columns, known: Known | None = None) -> Decoded:
-    if "train" in data.splits:
-        data = hold_out(data, columns.form, in_place=True)
-    return verified(name, data, known)
-
-
-def _decode(place: Path, files: Sequence[Path], columns: Columns) -> Decoded:
-    """The data in a folder, by its layout: tables, IDX, NPZ, or images by class."""
-    tables = table_splits(place, files)
-    if tables.files:
-        caution = ""
-        if _are_parquet(tables):
-            caution = images_beside_caution(tables.files, files, columns)
-            data = read_parquet(place, tables.files, columns)
-        else:
-            data = read_csv_files(place, tables.files, columns)
-        return replace(data, about=data.about.warned(*tables.cautions, caution))
-
-    check_images_only(str(place), columns.form)
-    archives = [path for path in files if path.parent == place and path.suffix.lower() == ".npz"]
-    if not is_idx(place) and not archives:
-        return read_image_folder(place, files, columns)
-    check_not_encoded(str(place), columns)
-    return read_idx(place) if is_idx(place) else read_npz(archives[0])
-
-
-def table_splits(place: Path, files: Sequence[Path]) -> FileSplits:
-    """The table files of a folder by split: parquet files, or else CSV files.
-
-    There are none where CSV files lie beside images. Raises DataError if some splits are parquet
-    files and others CSV files.
-    """
-    parquet = [path for path in files if path.suffix.lower() == ".parquet"]
-    csv = [path for path in files if path.suffix.lower() in CSV_SUFFIXES]
-    if not parquet:
-        has_images = any(path.suffix.lower() in IMAGE_SUFFIXES for path in files)
-        return split_tables(place, [] if has_images else csv)
-
-    splits = split_tables(place, parquet)
-    for path in csv:
-        if not set(splits_in(path.stem)) <= set(splits.files):
-            raise DataError(
-                f"{place} has parquet files ({file_list(parquet)}) and {path.name}; the splits are "
-                "read from files of one kind: write all of them as parquet or all as CSV"
-            )
-    if csv:
-        caution = f"left out, because parquet files are read: {file_list(csv)}; move them elsewhere"
-        splits = replace(splits, cautions=(*splits.cautions, caution))
-    return splits
-
-
-def _are_parquet(tables: FileSplits) -> bool:
-    first = next(iter(tables.files.values()))[0]
-    return first.suffix.lower() == ".parquet"
-
-
-def read_csv_files(folder: Path, files: Mapping[str, Sequence[Path]], columns: Columns) -> Decoded:
-    """The CSV files of a folder, by split.
-
-    Raises DataError for a file that cannot be read, and for unclear columns.
-    """
-    what = str(single_file(files) or folder)
-    frames = frames_of(CsvFrame, folder, files, columns.form)
-    for frame in frames.values():
-        if not frame.rows:
-            where = single_file({"": frame.files}) or what
-            raise DataError(f"{where} has a line of column names and no rows below it; add rows")
-    schema = schema_of(what, frames, columns)
-    if schema is None:
-        raise DataError(
-            f"{what}: a CSV file holds no images; leave data.image_column and data.kind out"
-        )
-    check_not_encoded(what, columns)
-    return read_frames(what, frames, schema)
-
-
-def _with_file_note(data: Decoded, place: Path, files: Sequence[Path]) -> Decoded:
-    """The data with a note on the table files of each split, if a split has several."""
-    by_split = table_splits(place, files).files
-    if all(len(paths) == 1 for paths in by_split.values()):
-        return data
-    sources = [f"{split} from {file_list(paths)}" for split, paths in by_split.items()]
-    note = f"read {'; '.join(sources)}"
-    return replace(data, about=replace(data.about, notes=(*data.about.notes, note)))
-
-
-# The kind of a data set's examples, before it is read.
-
-
-TABLE_SUFFIXES = (".parquet", *CSV_SUFFIXES)
-
-FILES_LOOKED_AT = 1000
-"""The files of a folder among which the first table is looked for."""
-
-
-def likely_kind(name: str, folder: str, label_column: str, form: Mapping[str, Any]) -> Kind:
-    """The kind of a data set's examples; "image" where it is unknown before the data are read.
-
-    name: a registered name, a path, or a folder in ``folder``; form: fields of ``Form`` that are
-    set.
-    """
-    if "kind" in form:
-        return form["kind"]  # type: ignore[no-any-return]
-    if name in names("dataset") or ":" in name:
-        return "image"
-    known = FOLDERS.get(name)
-    if known is not None and known.form.kind != "auto":
-        return known.form.kind
-    place = local_folder(name, folder or None) or Path(name)
-    try:
-        file = _first_table(place)
-        if file is None:
-            return "image"
-        return _kind_of_table(file, file.stat().st_mtime_ns, label_column, Form(**form))
-    except OSError:
-        return "image"  # reading the data reports the error
-
-
-def _first_table(place: Path) -> Path | None:
-    """The file itself, or the first table in a folder."""
-    if place.is_file():
-        return place if place.suffix.lower() in TABLE_SUFFIXES else None
-    if not place.is_dir():
-        return None
-    paths = sorted(islice(place.iterdir(), FILES_LOOKED_AT))
-    tables = (path for path in paths if path.suffix.lower() in TABLE_SUFFIXES and path.is_file())
-    return next(tables, None)
-
-
-@lru_cache(maxsize=64)
-def _kind_of_table(file: Path, modified: int, label_column: str, form: Form) -> Kind:
-    """The kind of a table's examples; ``modified``, its time, is a part of the cache's key."""
-    frame_type = ParquetFrame if file.suffix.lower() == ".parquet" else CsvFrame
-    frame = frame_type((file,), form)
-    columns = Columns(label=label_column or None, form=form.normalised)
-    try:
-        schema = table_schema(str(file), frame.schema, columns)
-    except (DataError, ValueError, OSError):
-        return "image"  # reading the data reports the error
-    return "image" if schema is None else schema.form.kind  # type: ignore[return-value]

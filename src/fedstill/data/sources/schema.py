@@ -8,14 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedstill.core.errors import DataError
-from fedstill.data.form import FILE, Form, nfc
-from fedstill.data.sources.records import Columns
-from fedstill.data.table_encoding import float_values
+from fedstill.data.form import FILE, Kind, ReadingOptions, ReadRequest, nfc
 
 # What a column holds, by its Arrow type.
 
@@ -26,56 +23,60 @@ OTHER_TYPES = {
     "time": pa.types.is_time,
     "duration": pa.types.is_duration,
     "no values": pa.types.is_null,
-    "bytes": lambda kind: pa.types.is_binary(kind) or pa.types.is_large_binary(kind),
-    "lists": lambda kind: pa.types.is_nested(kind) and not pa.types.is_struct(kind),
+    "bytes": lambda type_: pa.types.is_binary(type_) or pa.types.is_large_binary(type_),
+    "lists": lambda type_: pa.types.is_nested(type_) and not pa.types.is_struct(type_),
 }
 """Types that are neither numbers nor text, by the word that messages use."""
 
 
-def holds_numbers(kind: pa.DataType) -> bool:
+def holds_numbers(arrow_type: pa.DataType) -> bool:
     """Whether a column holds numbers, truth values and decimals included."""
-    is_integer_or_bool = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
-    return bool(is_integer_or_bool or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
+    types = pa.types
+    is_integer_or_bool = types.is_integer(arrow_type) or types.is_boolean(arrow_type)
+    return bool(is_integer_or_bool or types.is_floating(arrow_type) or types.is_decimal(arrow_type))
 
 
-def holds_text(kind: pa.DataType) -> bool:
+def holds_text(arrow_type: pa.DataType) -> bool:
     """Whether a column holds texts, dictionary-encoded or not."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    if pa.types.is_dictionary(arrow_type):
+        arrow_type = arrow_type.value_type
+    return bool(pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type))
 
 
-def list_depth(kind: pa.DataType) -> int:
+def list_depth(arrow_type: pa.DataType) -> int:
     """1 for lists of numbers, 2 for lists of such lists, else 0."""
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not is_list and not pa.types.is_fixed_size_list(kind):
+    is_list = pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type)
+    if not is_list and not pa.types.is_fixed_size_list(arrow_type):
         return 0
-    if holds_numbers(kind.value_type):
+    if holds_numbers(arrow_type.value_type):
         return 1
-    return 2 if list_depth(kind.value_type) == 1 else 0
+    return 2 if list_depth(arrow_type.value_type) == 1 else 0
 
 
-def type_name(kind: pa.DataType) -> str:
+def type_name(arrow_type: pa.DataType) -> str:
     """The word that messages use for a type.
 
     >>> type_name(pa.int64()), type_name(pa.time32("s")), type_name(pa.string())
     ('numbers', 'time', 'text')
     """
-    if holds_numbers(kind):
+    if holds_numbers(arrow_type):
         return "numbers"
-    if holds_text(kind):
+    if holds_text(arrow_type):
         return "text"
-    return next((word for word, is_it in OTHER_TYPES.items() if is_it(kind)), str(kind)[:60])
+    words = (word for word, is_it in OTHER_TYPES.items() if is_it(arrow_type))
+    return next(words, str(arrow_type)[:60])
 
 
 def type_conflict(
-    where: str, name: str, kind: pa.DataType, first: str, first_kind: pa.DataType
+    where: str, name: str, arrow_type: pa.DataType, first: str, first_type: pa.DataType
 ) -> str:
     """The message on a column that holds different types in two files or splits."""
-    words = [type_name(kind), type_name(first_kind)]
-    if words[0] == words[1]:
-        words = [str(kind)[:60], str(first_kind)[:60]]
-    return f"{where}: column {name!r} holds {words[0]}, and in {first} {words[1]}; make them alike"
+    word = type_name(arrow_type)
+    first_word = type_name(first_type)
+    if word == first_word:
+        word = str(arrow_type)[:60]
+        first_word = str(first_type)[:60]
+    return f"{where}: column {name!r} holds {word}, and in {first} {first_word}; make them alike"
 
 
 # What a file declares about its columns: the metadata of Hugging Face's datasets, and of pandas.
@@ -136,15 +137,15 @@ def _metadata(schema: pa.Schema, key: bytes, *path: str) -> Any:
     return value
 
 
-def label_column(what: str, schema: pa.Schema, columns: Columns) -> str:
-    """The column of labels: the one that is asked for, or one with a usual name.
+def label_column(what: str, schema: pa.Schema, request: ReadRequest) -> str:
+    """The column of labels: the one that the request names, or one with a usual name.
 
     Raises DataError if it is not there, or if it is not clear which it is.
     """
     declared = [name for name in schema.names if class_names(schema, name) is not None]
     usual = [name for name in ("label", "fine_label") if name in schema.names]
     last_resort = [name for name in ("labels",) if name in schema.names]
-    label = nfc(columns.label) or next(iter([*usual, *declared, *last_resort]), None)
+    label = nfc(request.label) or next(iter([*usual, *declared, *last_resort]), None)
     if label is None or label not in schema.names:
         raise DataError(no_column(what, "label", label, schema.names))
     return label
@@ -157,17 +158,17 @@ def no_column(what: str, role: str, name: str | None, columns: Iterable[str]) ->
     return f"{what} has {problem} among {names}; set data.{role}_column"
 
 
-def no_owner(what: str, form: Form, columns: Collection[str]) -> str:
+def no_owner(what: str, options: ReadingOptions, columns: Collection[str]) -> str:
     """The message on a column of owners, or of times, that is not there."""
-    remedy = "correct time_column in site.toml" if form.cuts else "set partition.column"
-    return f"{what} has no column {form.owner!r} among {', '.join(columns)}; {remedy}"
+    remedy = "correct time_column in site.toml" if options.cuts else "set partition.column"
+    return f"{what} has no column {options.owner!r} among {', '.join(columns)}; {remedy}"
 
 
-# Columns of a CSV file that are text only because of a few values that are no numbers.
+# Strays: values that are no numbers, and because of which a column of a CSV file is read as text.
 
 
 LOOKED_AT = 1000
-"""The first values of a column, by which it is decided whether it is meant to hold numbers."""
+"""The number of values at the start of a column that tell whether it is meant to hold numbers."""
 
 NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 NUMBER_LIKE = (
@@ -177,14 +178,11 @@ NUMBER_LIKE = (
 """A number, or a text that means one, such as 12 %, < 0.5, 0,5 and 1,234."""
 
 STRAY = b"stray"
-"""The key in a field's metadata under which its first value is that is no number."""
+"""The key of a field's metadata for its first value that is no number."""
 
 
 def with_strays(path: str, table: pa.Table) -> pa.Table:
-    """A table whose text columns name, in their metadata, the first value that is no number.
-
-    Only columns have it of which most values are meant as numbers.
-    """
+    """A table in whose metadata text columns have their stray, if most values are numbers."""
     fields = []
     for field, column in zip(table.schema, table.columns, strict=True):
         stray = _first_stray(column) if holds_text(field.type) else ""
@@ -193,7 +191,7 @@ def with_strays(path: str, table: pa.Table) -> pa.Table:
 
 
 def stray_of(field: pa.Field) -> str:
-    """The place and text of the first value that is no number in a column of numbers, or ""."""
+    """The place and text of a column's stray, or ""."""
     stray: bytes = (field.metadata or {}).get(STRAY, b"")
     return stray.decode()
 
@@ -235,29 +233,30 @@ class ColumnRole:
 
 @dataclass(frozen=True)
 class TableSchema:
-    """Which columns are read, and as what. ``str(schema)`` explains every column.
+    """Which columns are read, and as what. ``str(schema)`` explains every column."""
 
-    ``form``: how examples are made, its kind resolved. ``label``: the column of labels, whose
-    ``classes`` the file may declare. ``known``: whether there are checksums to compare with.
-    ``chosen``: whether the user named the columns. ``roles``: of all columns.
-    """
-
-    form: Form
+    options: ReadingOptions
+    """How examples are made, with the kind, and the columns of a table or of values, resolved."""
     label: str
+    """The column of labels."""
     classes: tuple[str, ...] | None
+    """The class names that the file declares."""
     roles: tuple[ColumnRole, ...]
-    known: bool = False
+    """The roles of all columns."""
+    has_checksums: bool = False
+    """Whether the data will be compared with known checksums."""
     chosen: bool = False
+    """Whether the user named the columns."""
 
     @property
     def inputs(self) -> list[str]:
         """The columns that examples are made of."""
-        return [self.form.input] if self.form.input else [*self.form.columns]
+        return [self.options.input] if self.options.input else [*self.options.columns]
 
     @property
     def names(self) -> list[str]:
         """All columns that are read."""
-        others = [self.label, self.form.owner, self.form.split_column]
+        others = [self.label, self.options.owner, self.options.split_column]
         return list(dict.fromkeys([*self.inputs, *filter(None, others)]))
 
     @property
@@ -277,7 +276,7 @@ class TableSchema:
 def table_schema(
     what: str,
     schema: pa.Schema,
-    columns: Columns,
+    request: ReadRequest,
     categories: Callable[[str], Sequence[Any]] | None = None,
 ) -> TableSchema | None:
     """The schema of a table, vectors, series or texts; None for images.
@@ -285,49 +284,43 @@ def table_schema(
     categories: the different values of a column, which a message suggests as categories. Raises
     DataError naming the key to set if it is not clear what an example is.
     """
-    form = columns.form
-    for_table = bool(form.columns or form.categorical)
-    if form.kind == "image" or columns.image:
-        check_images_only(what, form)
+    options = request.options
+    if _are_images(schema, request):
+        check_images_only(what, options)
         return None
-    if form.kind == "auto" and not for_table and not form.input and image_columns(schema):
-        return None
-
-    _check_extra_columns(what, schema, form)
-    label = label_column(what, schema, columns)
-    types = {
-        field.name: field.type
-        for field in schema
-        if field.name not in (label, form.owner, form.split_column)
-    }
-    _check_asked_columns(what, form, types)
-
-    asked = {*form.columns, *dict(form.categorical), form.input}
+    _check_extra_columns(what, schema, options)
+    label = label_column(what, schema, request)
+    candidates = _candidates(what, schema, options, label)
+    _check_strays(schema, options, options.columns or list(candidates.types))
+    resolved = candidates.resolved(options, categories)
+    chosen = bool(options.columns or options.input)
     index = index_columns(schema)
-    candidates = {name: kind for name, kind in types.items() if name in asked or name not in index}
-    _check_strays(schema, form, form.columns or list(candidates))
-    chosen = bool(form.columns or form.input)
-    form = _with_kind(what, form, candidates, categories)
-    if form.kind == "table":
-        form = _with_columns(what, form, candidates)
     return TableSchema(
-        form=form,
+        options=resolved,
         label=label,
         classes=class_names(schema, label),
-        roles=tuple(_role(field, form, label, index, chosen=chosen) for field in schema),
-        known=columns.known,
+        roles=tuple(_role(field, resolved, label, index, chosen=chosen) for field in schema),
+        has_checksums=request.has_checksums,
         chosen=chosen,
     )
 
 
-def check_images_only(what: str, form: Form) -> None:
+def _are_images(schema: pa.Schema, request: ReadRequest) -> bool:
+    options = request.options
+    if options.kind == "image" or request.image:
+        return True
+    has_input = bool(options.columns or options.categorical or options.input)
+    return options.kind == "auto" and not has_input and bool(image_columns(schema))
+
+
+def check_images_only(what: str, options: ReadingOptions) -> None:
     """Raise DataError for keys of tables, texts or lists where the data are images."""
     keys = {
-        "data.columns": form.columns,
-        "data.categorical": form.categorical,
-        "data.input_column": form.input,
-        f"data.kind = {form.kind!r}": form.kind not in ("auto", "image"),
-        "data.split_column": form.split_column,
+        "data.columns": options.columns,
+        "data.categorical": options.categorical,
+        "data.input_column": options.input,
+        f"data.kind = {options.kind!r}": options.kind not in ("auto", "image"),
+        "data.split_column": options.split_column,
     }
     key = next((key for key, value in keys.items() if value), "")
     if key:
@@ -337,41 +330,26 @@ def check_images_only(what: str, form: Form) -> None:
         )
 
 
-def _check_extra_columns(what: str, schema: pa.Schema, form: Form) -> None:
+def _check_extra_columns(what: str, schema: pa.Schema, options: ReadingOptions) -> None:
     """Raise DataError if the columns of owners or splits are not there."""
-    if form.owner not in ("", FILE) and form.owner not in schema.names:
-        raise DataError(no_owner(what, form, schema.names))
-    if form.split_column and form.split_column not in schema.names:
+    if options.owner not in ("", FILE) and options.owner not in schema.names:
+        raise DataError(no_owner(what, options, schema.names))
+    if options.split_column and options.split_column not in schema.names:
         raise DataError(
-            f"{what} has no column {form.split_column!r} among {', '.join(schema.names)}; correct "
-            "data.split_column"
+            f"{what} has no column {options.split_column!r} among {', '.join(schema.names)}; "
+            "correct data.split_column"
         )
 
 
-def _check_asked_columns(what: str, form: Form, types: Mapping[str, pa.DataType]) -> None:
-    asked = {
-        "columns": form.columns,
-        "categorical": tuple(dict(form.categorical)),
-        "input_column": (form.input,) if form.input else (),
-    }
-    for key, names in asked.items():
-        absent = [name for name in names if name not in types]
-        if absent:
-            raise DataError(
-                f"{what} has no column {absent[0]!r} among {', '.join(types) or 'none'}; correct "
-                f"data.{key}"
-            )
-
-
-def _check_strays(schema: pa.Schema, form: Form, names: Iterable[str]) -> None:
-    """Raise DataError for a column of numbers that is text because of a value that is none."""
-    if form.input or form.kind not in ("auto", "table"):
+def _check_strays(schema: pa.Schema, options: ReadingOptions, names: Iterable[str]) -> None:
+    """Raise DataError for a column of numbers that is text because of a stray."""
+    if options.input or options.kind not in ("auto", "table"):
         return
     for name in names:
-        stray = "" if name in dict(form.categorical) else stray_of(schema.field(name))
+        stray = "" if name in dict(options.categorical) else stray_of(schema.field(name))
         if not stray:
             continue
-        if re.search(r"'[-+]?\d+,\d+'$", stray) and form.decimal == ".":
+        if re.search(r"'[-+]?\d+,\d+'$", stray) and options.decimal == ".":
             remedy = 'set data.decimal = "," if commas are decimal marks'
         else:
             value = stray.rpartition(" has ")[2]
@@ -383,120 +361,167 @@ def _check_strays(schema: pa.Schema, form: Form, names: Iterable[str]) -> None:
         )
 
 
-def _with_kind(
-    what: str,
-    form: Form,
-    types: Mapping[str, pa.DataType],
-    categories: Callable[[str], Sequence[Any]] | None,
-) -> Form:
-    """The form with its kind, and with the one column of values of what is no table."""
-    if form.columns or form.categorical or form.kind == "table":
-        if form.kind not in ("auto", "table") or form.input:
-            raise DataError(
-                f"{what}: data.columns and data.categorical are for tables; leave them or "
-                "data.kind out"
-            )
-        return replace(form, kind="table")
+def _candidates(
+    what: str, schema: pa.Schema, options: ReadingOptions, label: str
+) -> _CandidateColumns:
+    """The columns of inputs that the options name, and all others but an index.
 
-    candidates = {
-        "vector": [name for name, kind in types.items() if list_depth(kind) == 1],
-        "series": [name for name, kind in types.items() if list_depth(kind) == 2],
-        "text": [name for name, kind in types.items() if holds_text(kind)],
-    }
-    if form.input:
-        return replace(form, kind=_kind_of_input(what, form, types, candidates))  # type: ignore[arg-type]
-    if form.kind != "auto":
-        return replace(form, input=_only_column(what, form.kind, candidates[form.kind], types))
-
-    numbers = [name for name, kind in types.items() if holds_numbers(kind)]
-    lists = candidates["vector"] + candidates["series"]
-    texts = candidates["text"]
-    if len(lists) == 1:
-        kind: Literal["vector", "series"] = "vector" if candidates["vector"] else "series"
-        return replace(form, kind=kind, input=lists[0])
-    if len(texts) == 1 and not numbers and not lists:
-        return replace(form, kind="text", input=texts[0])
-    if numbers and not texts and not lists:
-        return replace(form, kind="table")
-    raise DataError(_unclear(what, types, texts, numbers, categories))
-
-
-def _kind_of_input(
-    what: str,
-    form: Form,
-    types: Mapping[str, pa.DataType],
-    candidates: Mapping[str, Sequence[str]],
-) -> str:
-    kinds = [kind for kind, names in candidates.items() if form.input in names]
-    if not kinds or form.kind not in ("auto", *kinds):
-        raise DataError(
-            f"{what}: column {form.input!r} holds {str(types[form.input])[:60]}, not texts or "
-            "lists of numbers; correct data.input_column"
-        )
-    return kinds[0]
-
-
-def _only_column(
-    what: str, kind: str, names: Sequence[str], types: Mapping[str, pa.DataType]
-) -> str:
-    if len(names) == 1:
-        return names[0]
-    found = f"none among {', '.join(types) or 'none'}"
-    if names:
-        found = f"{len(names)} such columns ({', '.join(names)})"
-    raise DataError(
-        f"{what}: data.kind = {kind!r} needs one column of it, and there are {found}; set "
-        "data.input_column"
-    )
-
-
-def _with_columns(what: str, form: Form, types: Mapping[str, pa.DataType]) -> Form:
-    """The form of a table with its columns; raises DataError for one that holds no numbers.
-
-    A column without any value is one of missing numbers where the config names it: a CSV file of
-    a site may have it.
+    Raises DataError if a column that they name is not there.
     """
-    categorical = dict(form.categorical)
-    columns = form.columns or tuple(
-        name for name, kind in types.items() if name in categorical or holds_numbers(kind)
-    )
-    for name in columns:
-        is_number = holds_numbers(types[name]) or pa.types.is_null(types[name])
-        if name not in categorical and not is_number:
+    types = {
+        field.name: field.type
+        for field in schema
+        if field.name not in (label, options.owner, options.split_column)
+    }
+    named = {
+        "columns": options.columns,
+        "categorical": tuple(dict(options.categorical)),
+        "input_column": (options.input,) if options.input else (),
+    }
+    for key, names in named.items():
+        absent = [name for name in names if name not in types]
+        if absent:
             raise DataError(
-                f"{what}: column {name!r} holds {str(types[name])[:60]}, not numbers; name it in "
-                "data.categorical if its values are names, or leave it out of data.columns"
+                f"{what} has no column {absent[0]!r} among {', '.join(types) or 'none'}; correct "
+                f"data.{key}"
             )
-    return replace(form, columns=columns)
-
-
-def _unclear(
-    what: str,
-    types: Mapping[str, pa.DataType],
-    texts: Sequence[str],
-    numbers: Sequence[str],
-    categories: Callable[[str], Sequence[Any]] | None,
-) -> str:
-    """The message on columns that could be several kinds of examples, with the keys to set."""
-    if not texts or not numbers:
-        return (
-            f"{what}: it is not clear what an example is, among columns "
-            f"{', '.join(types)[:300] or 'none'}; set data.input_column to one column of texts or "
-            "lists, or data.columns to those of a table"
-        )
-    values = {name: categories(name) if categories else () for name in texts}
-    named = {name: v for name, v in values.items() if 0 < len(v) <= SUGGESTED_CATEGORIES}
-    columns = [name for name in types if name in numbers or name in named]
-    lines = f"columns = {_toml(columns)}"
-    if named:
-        entries = ", ".join(f"{_toml_key(name)} = {_toml(v)}" for name, v in named.items())
-        lines += f" and categorical = {{{entries}}}"
-    return (
-        f"{what}: it is not clear what an example is: columns of numbers "
-        f"({', '.join(numbers)[:200]}) and of text ({', '.join(texts)[:200]}); for a table, write "
-        f"into [data] {lines} (whose they are: partition.column); for texts, input_column = "
-        f"{_toml(max(values, key=lambda name: len(values[name])))}"
+    index = index_columns(schema).difference(*named.values())
+    return _CandidateColumns(
+        what, {name: arrow_type for name, arrow_type in types.items() if name not in index}
     )
+
+
+@dataclass(frozen=True)
+class _CandidateColumns:
+    """The columns that examples may be made of."""
+
+    what: str
+    types: Mapping[str, pa.DataType]
+
+    def resolved(
+        self, options: ReadingOptions, categories: Callable[[str], Sequence[Any]] | None
+    ) -> ReadingOptions:
+        """The options with their kind, and with the columns of a table or the one of values.
+
+        Raises DataError if these are unclear, and for a column of a table without numbers.
+        """
+        if options.columns or options.categorical or options.kind == "table":
+            if options.kind not in ("auto", "table") or options.input:
+                raise DataError(
+                    f"{self.what}: data.columns and data.categorical are for tables; leave them or "
+                    "data.kind out"
+                )
+            return self._with_columns(options)
+
+        by_kind = self._by_kind()
+        if options.input:
+            return replace(options, kind=self._kind_of_input(options, by_kind))
+        if options.kind != "auto":
+            column = self._only_column(options.kind, by_kind[options.kind])
+            return replace(options, input=column)
+
+        numbers = self._of_numbers()
+        texts = by_kind["text"]
+        lists = by_kind["vector"] + by_kind["series"]
+        if len(lists) == 1:
+            kind: Kind = "vector" if by_kind["vector"] else "series"
+            return replace(options, kind=kind, input=lists[0])
+        if len(texts) == 1 and not numbers and not lists:
+            return replace(options, kind="text", input=texts[0])
+        if numbers and not texts and not lists:
+            return self._with_columns(options)
+        raise DataError(self._unclear(texts, numbers, categories))
+
+    def _by_kind(self) -> dict[Kind, list[str]]:
+        """The columns that could be the values of vectors, series and texts."""
+        by_kind: dict[Kind, list[str]] = {"vector": [], "series": [], "text": []}
+        for name, arrow_type in self.types.items():
+            depth = list_depth(arrow_type)
+            if depth == 1:
+                by_kind["vector"].append(name)
+            elif depth == 2:
+                by_kind["series"].append(name)
+            elif holds_text(arrow_type):
+                by_kind["text"].append(name)
+        return by_kind
+
+    def _of_numbers(self) -> list[str]:
+        return [name for name, arrow_type in self.types.items() if holds_numbers(arrow_type)]
+
+    def _kind_of_input(
+        self, options: ReadingOptions, by_kind: Mapping[Kind, Sequence[str]]
+    ) -> Kind:
+        for kind, names in by_kind.items():
+            if options.input in names and options.kind in ("auto", kind):
+                return kind
+        raise DataError(
+            f"{self.what}: column {options.input!r} holds {str(self.types[options.input])[:60]}, "
+            "not texts or lists of numbers; correct data.input_column"
+        )
+
+    def _only_column(self, kind: str, names: Sequence[str]) -> str:
+        if len(names) == 1:
+            return names[0]
+        problem = f"none among {', '.join(self.types) or 'none'}"
+        if names:
+            problem = f"{len(names)} such columns ({', '.join(names)})"
+        raise DataError(
+            f"{self.what}: data.kind = {kind!r} needs one column of it, and there are {problem}; "
+            "set data.input_column"
+        )
+
+    def _with_columns(self, options: ReadingOptions) -> ReadingOptions:
+        """The options of a table with its columns; raises DataError for one without numbers.
+
+        A column without any value is one of missing numbers where the config names it: a CSV file
+        of a site may have it.
+        """
+        categorical = dict(options.categorical)
+        numbers = self._of_numbers()
+        columns = options.columns or tuple(
+            name for name in self.types if name in categorical or name in numbers
+        )
+        for name in columns:
+            is_number = name in numbers or pa.types.is_null(self.types[name])
+            if name not in categorical and not is_number:
+                raise DataError(
+                    f"{self.what}: column {name!r} holds {str(self.types[name])[:60]}, not "
+                    "numbers; name it in data.categorical if its values are names, or leave it out "
+                    "of data.columns"
+                )
+        return replace(options, kind="table", columns=columns)
+
+    def _unclear(
+        self,
+        texts: Sequence[str],
+        numbers: Sequence[str],
+        categories: Callable[[str], Sequence[Any]] | None,
+    ) -> str:
+        """The message on columns that could be several kinds of examples, with the keys to set."""
+        if not texts or not numbers:
+            return (
+                f"{self.what}: it is not clear what an example is, among columns "
+                f"{', '.join(self.types)[:300] or 'none'}; set data.input_column to one column of "
+                "texts or lists, or data.columns to those of a table"
+            )
+        values: dict[str, Sequence[Any]] = dict.fromkeys(texts, ())
+        if categories:
+            values = {name: categories(name) for name in texts}
+        categorical = {
+            name: names for name, names in values.items() if 0 < len(names) <= SUGGESTED_CATEGORIES
+        }
+        columns = [name for name in self.types if name in numbers or name in categorical]
+        keys = f"columns = {_toml(columns)}"
+        if categorical:
+            entries = [f"{_toml_key(name)} = {_toml(names)}" for name, names in categorical.items()]
+            keys += f" and categorical = {{{', '.join(entries)}}}"
+        most_varied = max(values, key=lambda name: len(values[name]))
+        return (
+            f"{self.what}: it is not clear what an example is: columns of numbers "
+            f"({', '.join(numbers)[:200]}) and of text ({', '.join(texts)[:200]}); for a table, "
+            f"write into [data] {keys} (whose they are: partition.column); for texts, "
+            f"input_column = {_toml(most_varied)}"
+        )
 
 
 def _toml(value: Any) -> str:
@@ -509,79 +534,25 @@ def _toml_key(name: str) -> str:
 
 
 def _role(
-    field: pa.Field, form: Form, label: str, index: Collection[str], *, chosen: bool
+    field: pa.Field, options: ReadingOptions, label: str, index: Collection[str], *, chosen: bool
 ) -> ColumnRole:
     """What a column is used for. A column may be an input and the owner at once."""
     name = field.name
-    kind = type_name(field.type)
-    is_index = name in index and holds_numbers(field.type)
-    by_whom = "asked for" if chosen else f"all columns of {kind} are"
+    word = type_name(field.type)
     if name == label:
-        return ColumnRole(name, kind, "label", "the column of labels")
-    if name == form.input or name in form.columns:
-        reason = "a category" if name in dict(form.categorical) else by_whom
-        return ColumnRole(name, kind, "input", reason)
-    if name == form.owner:
-        return ColumnRole(name, kind, "owner", "says whose an example is")
-    if name == form.split_column:
-        return ColumnRole(name, kind, "split", "says which split an example is in")
-    reason = "the index of a pandas table" if is_index else kind
-    return ColumnRole(name, kind, "left out", reason)
-
-
-# Columns that are read, but perhaps not as they are meant. A run warns about them.
-
-
-ROW_NUMBER_NAME = re.compile(
-    r"unnamed: ?\d+|(.*[^a-z])?(id|ids|uuid|idx|index|nr|no)", re.IGNORECASE
-)
-ROW_NUMBER_SUFFIX = re.compile(r".*[a-z](ID|Id|Nr|No)")
-"""Names of columns that number rows: id, patient_id, patientID, Unnamed: 0."""
-
-STEPS = 1024
-"""A range of fewer steps of float32 than this is looked at: numbers in it may become equal."""
-
-
-def row_numbers(table: pa.Table, columns: Sequence[str]) -> list[str]:
-    """A warning for each column of integers with a row number's name and a value for each row."""
-    warnings = []
-    for name in columns:
-        has_such_name = ROW_NUMBER_NAME.fullmatch(name) or ROW_NUMBER_SUFFIX.fullmatch(name)
-        if not has_such_name or not pa.types.is_integer(table[name].type):
-            continue
-        if pc.count_distinct(table[name], mode="all").as_py() == len(table) > 1:
-            warnings.append(
-                f"{name}: all {len(table):,} values differ; if it only numbers the rows, leave it "
-                "out with data.columns"
-            )
-    return warnings
-
-
-def lost_precision(table: pa.Table, columns: Sequence[str]) -> list[str]:
-    """A warning for each column with numbers that become equal as float32, such as times in s."""
-    warnings = []
-    for name in columns:
-        kind = table[name].type
-        if not (
-            pa.types.is_integer(kind) or pa.types.is_float64(kind) or pa.types.is_decimal(kind)
-        ):
-            continue
-        exact = float_values(table[name].cast(pa.float64(), safe=False))
-        exact = exact[np.isfinite(exact)]
-        if not len(exact):
-            continue
-        step = np.finfo(np.float32).eps * np.abs(exact).max()
-        if np.ptp(exact) >= STEPS * step:
-            continue
-        distinct = len(np.unique(exact))
-        distinct_in_32_bits = len(np.unique(exact.astype(np.float32)))
-        if distinct_in_32_bits < distinct:
-            warnings.append(
-                f"{name}: its {distinct:,} different numbers, from {exact.min():.12g} to "
-                f"{exact.max():.12g}, are {distinct_in_32_bits:,} in 32 bits; subtract the "
-                "smallest from all"
-            )
-    return warnings
+        return ColumnRole(name, word, "label", "the column of labels")
+    if name == options.input or name in options.columns:
+        reason = "asked for" if chosen else f"all columns of {word} are"
+        if name in dict(options.categorical):
+            reason = "a category"
+        return ColumnRole(name, word, "input", reason)
+    if name == options.owner:
+        return ColumnRole(name, word, "owner", "says whose an example is")
+    if name == options.split_column:
+        return ColumnRole(name, word, "split", "says which split an example is in")
+    if name in index and holds_numbers(field.type):
+        return ColumnRole(name, word, "left out", "the index of a pandas table")
+    return ColumnRole(name, word, "left out", word)
 
 
 def check_same_types(
@@ -591,7 +562,7 @@ def check_same_types(
 
     Categories may be numbers in one split and texts in another.
     """
-    categorical = dict(schema.form.categorical)
+    categorical = dict(schema.options.categorical)
     for name in schema.inputs:
         field = table.schema.field(name)
         first_field = first_table.schema.field(name)

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
-from fedstill.data.cache import Decoded
-from fedstill.data.form import Form, nfc, tasks_of_times
+from fedstill.core.stream import tasks_of_times
+from fedstill.data.dataset import Decoded, Split
+from fedstill.data.form import DEFAULT_OPTIONS, ReadingOptions, nfc
 
 SPLITS = ("train", "validation", "test")
 """The splits, in the order in which they are read."""
@@ -86,27 +87,35 @@ def split_tables(place: Path, files: Sequence[Path]) -> FileSplits:
     """
     splits = {path: _table_split(place, path) for path in files}
     unknown = [path for path in files if not splits[path]]
-    shards = [path for path in unknown if SHARD.fullmatch(path.stem)]
     cautions = _unused_words(place, unknown, class_folders=False)
-
-    # The shards of one name, without any split, are all that there is: they are training data.
-    shard_names = {SHARD.sub(r"\g<name>", path.stem) for path in shards}
-    are_the_data = len(shards) == len(files) and len(shard_names) == 1
-    if shards and not are_the_data:
+    shards = _shards_left_out(files, unknown)
+    if shards:
         cautions.append(
             f"left out, because their names stand for no split: {file_list(shards)}; name them "
             "train, validation or test to read them"
         )
-        unknown = [path for path in unknown if path not in shards]
-        files = [path for path in files if path not in shards]
-
-    if 0 < len(unknown) < len(files):
-        named = next(path for path in files if splits[path])
+    read = [path for path in files if path not in shards]
+    without_split = [path for path in read if not splits[path]]
+    if 0 < len(without_split) < len(read):
+        with_split = next(path for path in read if splits[path])
         raise DataError(
-            f"{place}: the name of {file_list(unknown)} contains no split, and that of "
-            f"{named.name} does; put train, validation or test into its name, or move it elsewhere"
+            f"{place}: the name of {file_list(without_split)} contains no split, and that of "
+            f"{with_split.name} does; put train, validation or test into its name, or move it "
+            "elsewhere"
         )
-    return FileSplits(_by_split(files, splits), tuple(cautions))
+    return FileSplits(_by_split(read, splits), tuple(cautions))
+
+
+def _shards_left_out(files: Sequence[Path], unknown: Sequence[Path]) -> list[Path]:
+    """The shards without a split among files; none if the files are the shards of one name.
+
+    Such shards are the training data. unknown: the files whose names contain no split.
+    """
+    shards = [path for path in unknown if SHARD.fullmatch(path.stem)]
+    names = {SHARD.sub(r"\g<name>", path.stem) for path in shards}
+    if len(shards) == len(files) and len(names) == 1:
+        return []
+    return shards
 
 
 def split_images(place: Path, images: Sequence[Path]) -> FileSplits:
@@ -214,43 +223,33 @@ MOVED_BYTES = 1 << 24
 """The bytes that are moved at the same time where an array is changed in place."""
 
 
-def hold_out(data: Decoded, form: Form | None = None, *, in_place: bool = False) -> Decoded:
+def hold_out(
+    data: Decoded, options: ReadingOptions = DEFAULT_OPTIONS, *, in_place: bool = False
+) -> Decoded:
     """``data`` with a test split: as it is if it has one, else with a stratified fifth of train.
 
     A class gives round(n / 5) examples, drawn by NumPy's legacy stream at seed 0, which never
     changes. A class of a single example gives none. The order of examples stays.
 
-    form: if it has cuts, a fifth of each task is held out, whatever the other tasks are. in_place:
-    whether the training array may be changed, which saves the memory of a second one.
+    options: if they have cuts, a fifth of each task is held out, whatever the other tasks are.
+    in_place: whether the training array may be changed, which saves the memory of a second one.
     """
     if "test" in data.splits:
         return data
-    values, labels = data.splits["train"]
-    parts = [np.arange(len(labels))]
-    if form and form.cuts and "train" in data.owners:
-        parts = _tasks(data, form)
-
-    held_out = np.zeros(len(labels), dtype=bool)
-    for part in parts:
+    train = data.splits["train"]
+    held_out = np.zeros(len(train), dtype=bool)
+    for part in _parts_of_train(data, options):
         stream = np.random.RandomState(SEED)
-        for label in np.unique(labels[part]):
-            members = stream.permutation(part[labels[part] == label])
+        for label in np.unique(train.labels[part]):
+            members = stream.permutation(part[train.labels[part] == label])
             held_out[members[: round(TEST_SHARE * len(members))]] = True
 
-    test_values = values[held_out]
-    if in_place and values.flags.writeable:
-        train_values = _moved_together(values, np.flatnonzero(~held_out))
+    test = _selected(train, held_out, train.values[held_out])
+    if in_place and train.values.flags.writeable:
+        train_values = _moved_together(train.values, np.flatnonzero(~held_out))
     else:
-        train_values = values[~held_out]
-    splits = {
-        **data.splits,
-        "train": (train_values, labels[~held_out]),
-        "test": (test_values, labels[held_out]),
-    }
-    owners = dict(data.owners)
-    if "train" in owners:
-        owners["train"] = data.owners["train"][~held_out]
-        owners["test"] = data.owners["train"][held_out]
+        train_values = train.values[~held_out]
+    splits = {**data.splits, "train": _selected(train, ~held_out, train_values), "test": test}
 
     caution = ""
     if "validation" in data.splits:
@@ -258,7 +257,23 @@ def hold_out(data: Decoded, form: Form | None = None, *, in_place: bool = False)
             "no test split: a fifth of the training split is held out; the split 'validation' is "
             "not used"
         )
-    return replace(data, splits=splits, owners=owners, about=data.about.warned(caution))
+    return replace(data, splits=splits, about=data.about.with_cautions(caution))
+
+
+def _parts_of_train(data: Decoded, options: ReadingOptions) -> list[NDArray[np.int64]]:
+    """The positions of each task's training examples; of all, if there are no tasks by date."""
+    train = data.splits["train"]
+    if not options.cuts or train.owners is None:
+        return [np.arange(len(train))]
+    tasks = tasks_of_times("the data", options.owner, data.about.owners, options.cuts)
+    task_of_example = np.array(tasks, dtype=np.int64)[train.owners]
+    return [np.flatnonzero(task_of_example == task) for task in range(len(options.cuts) + 1)]
+
+
+def _selected(split: Split, mask: NDArray[np.bool_], values: NDArray[Any]) -> Split:
+    """The examples of a split in a mask, whose values are known already."""
+    owners = None if split.owners is None else split.owners[mask]
+    return Split(values, split.labels[mask], owners)
 
 
 def _moved_together(values: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
@@ -269,12 +284,3 @@ def _moved_together(values: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[An
         moved = rows[start : start + block]
         values[start : start + len(moved)] = values[moved]
     return values[: len(rows)]
-
-
-def _tasks(data: Decoded, form: Form) -> list[NDArray[np.int64]]:
-    """The positions of each task's training examples."""
-    task_of_value = np.array(
-        tasks_of_times("the data", form.owner, data.about.owners, form.cuts), dtype=np.int64
-    )
-    tasks = task_of_value[data.owners["train"]]
-    return [np.flatnonzero(tasks == task) for task in range(len(form.cuts) + 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +16,8 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from fedstill.core.errors import DataError, on_one_line
-from fedstill.data.form import FILE, FOUND, Form, nfc
-from fedstill.data.sources.limits import EXAMPLE_BYTES, in_one_line, refuse_large, refuse_ratio
+from fedstill.data.form import DEFAULT_OPTIONS, FILE, ReadingOptions, nfc
+from fedstill.data.sources.limits import EXAMPLE_BYTES, file_errors, refuse_large, refuse_ratio
 from fedstill.data.sources.schema import holds_numbers, holds_text, type_conflict, with_strays
 
 
@@ -47,13 +47,13 @@ class ParquetFrame:
     """
 
     files: tuple[Path, ...]
-    form: Form = FOUND
+    options: ReadingOptions = DEFAULT_OPTIONS
     clients: tuple[str, ...] = ()
 
     @cached_property
     def schema(self) -> pa.Schema:
         """The columns of the first file."""
-        with in_one_line(self.files[0]):
+        with file_errors(self.files[0]):
             return normalised(self.files[0], pq.read_schema(self.files[0]))
 
     def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
@@ -66,7 +66,7 @@ class ParquetFrame:
         return _joined(self, tables, names)
 
     def _read_one(self, path: Path, names: Sequence[str]) -> pa.Table:
-        with in_one_line(path):
+        with file_errors(path):
             claims = file_claims(path)
             stored = pq.read_schema(path)
             schema = normalised(path, stored)
@@ -119,83 +119,82 @@ def _read_columns(
     """Columns by name. Columns of one width are read together, others one after another."""
     types = {name: schema.field(name).type for name in names}
     fixed = [name for name in names if _has_fixed_width(types[name])]
-    texts = [name for name in names if holds_text(types[name])]
-    size = _Growth(path)
-    columns = _read_batches(path, claims, fixed, FIXED_ROWS, size)
+    reader = _ColumnReader(path, claims)
+    columns = reader.columns(fixed, FIXED_ROWS)
     for name in names:
-        if name in texts:
-            # A text that a file holds once may stand in all rows, so rows are read as references.
-            references = _read_batches(path, claims, [name], FIXED_ROWS, size, references=True)
-            columns[name] = _dereferenced(references[name], size)
+        if holds_text(types[name]):
+            columns[name] = reader.texts(name)
         elif name not in fixed:
-            rows = _rows_of_lists(claims, name)
-            columns |= _read_batches(path, claims, [name], rows, size)
+            columns |= reader.columns([name], _rows_a_batch(claims, name))
     return columns
 
 
 @dataclass
-class _Growth:
-    """The bytes that a file has come to; raises DataError for more than may be read."""
+class _ColumnReader:
+    """Reads columns of a parquet file, and counts their bytes.
+
+    Raises DataError for more bytes than may be read.
+    """
 
     path: Path
+    claims: pq.FileMetaData
     bytes: int = 0
 
-    def add(self, count: int) -> None:
+    def columns(self, names: Sequence[str], batch_rows: int) -> dict[str, pa.ChunkedArray]:
+        """Some columns, read together in batches of rows."""
+        if not names:
+            return {}
+        with pq.ParquetFile(self.path, buffer_size=PAGE_BUFFER, pre_buffer=False) as file:
+            batches = []
+            for batch in file.iter_batches(batch_rows, columns=list(names), use_threads=False):
+                batches.append(batch)
+                self._count(batch.nbytes)
+            return self._joined(batches, file.schema_arrow, names)
+
+    def texts(self, name: str) -> pa.ChunkedArray:
+        """A column of texts.
+
+        A text that a file stores once may stand in all rows. So rows are read as references to
+        texts, and the bytes of the texts are counted before the references are replaced.
+        """
+        with pq.ParquetFile(
+            self.path, buffer_size=PAGE_BUFFER, pre_buffer=False, read_dictionary=[name]
+        ) as file:
+            batches = list(file.iter_batches(FIXED_ROWS, columns=[name], use_threads=False))
+            column = self._joined(batches, file.schema_arrow, [name])[name]
+        if not pa.types.is_dictionary(column.type):
+            self._count(column.nbytes)
+            return column
+        for chunk in column.chunks:
+            lengths = pc.binary_length(chunk.dictionary).take(chunk.indices)
+            self._count((pc.sum(lengths).as_py() or 0) + chunk.indices.nbytes)
+        return column.cast(column.type.value_type)
+
+    def _count(self, count: int) -> None:
         self.bytes += count
         refuse_large(self.path, self.bytes)
         refuse_ratio(self.path, self.bytes, self.path.stat().st_size)
 
-
-def _read_batches(
-    path: Path,
-    claims: pq.FileMetaData,
-    names: Sequence[str],
-    rows: int,
-    size: _Growth,
-    *,
-    references: bool = False,
-) -> dict[str, pa.ChunkedArray]:
-    """Some columns of a parquet file.
-
-    references: whether texts are read as a dictionary and positions in it.
-    """
-    if not names:
-        return {}
-    with pq.ParquetFile(
-        path,
-        buffer_size=PAGE_BUFFER,
-        pre_buffer=False,
-        read_dictionary=list(names) if references else None,
-    ) as file:
-        batches: list[pa.RecordBatch] = []
-        for batch in file.iter_batches(batch_size=rows, columns=list(names), use_threads=False):
-            batches.append(batch)
-            if not references:
-                size.add(batch.nbytes)
-    count = sum(len(batch) for batch in batches)
-    if count != claims.num_rows:
-        raise DataError(
-            f"{path} says that it holds {claims.num_rows:,} rows, and holds {count:,}; write it "
-            "again"
-        )
-    if not batches:
-        schema = file.schema_arrow
-        return {name: pa.chunked_array([], schema.field(name).type) for name in names}
-    return {name: pa.chunked_array([batch.column(name) for batch in batches]) for name in names}
+    def _joined(
+        self, batches: Sequence[pa.RecordBatch], schema: pa.Schema, names: Sequence[str]
+    ) -> dict[str, pa.ChunkedArray]:
+        """The columns of all batches; DataError if they have other rows than the file claims."""
+        count = sum(map(len, batches))
+        if count != self.claims.num_rows:
+            raise DataError(
+                f"{self.path} says that it holds {self.claims.num_rows:,} rows, and holds "
+                f"{count:,}; write it again"
+            )
+        columns = {}
+        for name in names:
+            chunks = [batch.column(name) for batch in batches]
+            # Without rows there is no chunk to tell the type.
+            arrow_type = chunks[0].type if chunks else schema.field(name).type
+            columns[name] = pa.chunked_array(chunks, arrow_type)
+        return columns
 
 
-def _dereferenced(column: pa.ChunkedArray, size: _Growth) -> pa.ChunkedArray:
-    """A column of texts, after the bytes have been counted that they come to."""
-    if not pa.types.is_dictionary(column.type):
-        size.add(column.nbytes)
-        return column
-    for chunk in column.chunks:
-        lengths = pc.binary_length(chunk.dictionary).take(chunk.indices)
-        size.add((pc.sum(lengths).as_py() or 0) + chunk.indices.nbytes)
-    return column.cast(column.type.value_type)
-
-
-def _rows_of_lists(claims: pq.FileMetaData, name: str) -> int:
+def _rows_a_batch(claims: pq.FileMetaData, name: str) -> int:
     """The rows of a batch of lists, by the number of values that the metadata state."""
     values: int = 0
     for group in range(claims.num_row_groups):
@@ -207,16 +206,18 @@ def _rows_of_lists(claims: pq.FileMetaData, name: str) -> int:
     return int(min(FIXED_ROWS, max(1, BATCH_BYTES // bytes_a_row)))
 
 
-def _has_fixed_width(kind: pa.DataType) -> bool:
+def _has_fixed_width(arrow_type: pa.DataType) -> bool:
     """Whether all values of a column have the same width, so that none can be large by itself."""
-    if pa.types.is_fixed_size_list(kind):
-        return kind.list_size <= 4096 and _has_fixed_width(kind.value_type)
-    return bool(pa.types.is_primitive(kind) or pa.types.is_null(kind) or pa.types.is_decimal(kind))
+    types = pa.types
+    if types.is_fixed_size_list(arrow_type):
+        return arrow_type.list_size <= 4096 and _has_fixed_width(arrow_type.value_type)
+    is_number = types.is_primitive(arrow_type) or types.is_decimal(arrow_type)
+    return bool(is_number or types.is_null(arrow_type))
 
 
 def file_claims(path: Path) -> pq.FileMetaData:
     """The metadata of a parquet file; DataError if it has too many rows, whatever they hold."""
-    with in_one_line(path):
+    with file_errors(path):
         claims = pq.read_metadata(path)
     groups = [claims.row_group(index).num_rows for index in range(claims.num_row_groups)]
     if claims.num_rows != sum(groups) or min(groups, default=0) < 0:
@@ -250,7 +251,7 @@ def check_claims(path: Path, claims: pq.FileMetaData, names: Sequence[str]) -> N
 
 CSV_SUFFIXES = (".csv", ".tsv")
 
-MISSING_MARKS = ("?", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")
+MISSING_TEXTS = ("?", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")
 """The texts that mean missing in a CSV file, beside an empty field.
 
 In quotes, in a column of texts, they are names.
@@ -271,7 +272,7 @@ class CsvFrame:
     """
 
     files: tuple[Path, ...]
-    form: Form = FOUND
+    options: ReadingOptions = DEFAULT_OPTIONS
     clients: tuple[str, ...] = ()
 
     @cached_property
@@ -298,11 +299,17 @@ class CsvFrame:
             tables.append(table.select(present))
         return _joined(self, tables, names)
 
-    def mark(self, name: str, row: int) -> str:
-        """The text of a missing value, such as "NA"; empty for an empty field."""
+    def missing_text_at(self, name: str, row: int) -> str:
+        """The text that counts as missing in a row, such as "NA"; empty for an empty field.
+
+        The file is read again without texts that mean missing.
+        """
         for path, table in zip(self.files, self._tables, strict=True):
             if row < len(table):
-                return _mark(path, table.column_names.index(name), row)
+                texts = _read_csv(
+                    path, _separator(path), null_values=[], quoted_strings_can_be_null=False
+                )
+                return str(texts[table.column_names.index(name)][row].as_py() or "").strip()
             row -= len(table)
         raise IndexError(f"there is no row {row}")
 
@@ -313,19 +320,19 @@ class CsvFrame:
 
     @cached_property
     def _tables(self) -> list[pa.Table]:
-        return [read_csv(path, self.form) for path in self.files]
+        return [read_csv(path, self.options) for path in self.files]
 
 
-def read_csv(path: Path, form: Form = FOUND) -> pa.Table:
+def read_csv(path: Path, options: ReadingOptions = DEFAULT_OPTIONS) -> pa.Table:
     """The columns of a CSV file; their names without blanks around them, in one Unicode form.
 
     Raises DataError for a file that is none.
     """
-    with in_one_line(path):
+    with file_errors(path):
         refuse_large(path, 8 * path.stat().st_size)
         separator = _separator(path)
         try:
-            table = _read_csv(path, separator, form)
+            table = _read_csv(path, separator, **_conversion(options))
             # Arrow decodes the names when they are read.
             names = [nfc(name.strip()) for name in table.column_names]
         except (pa.ArrowInvalid, UnicodeDecodeError) as error:
@@ -339,22 +346,26 @@ def read_csv(path: Path, form: Form = FOUND) -> pa.Table:
                 raise DataError(
                     f"{path}, column {field.name!r}, is not in UTF-8; save the file as CSV in UTF-8"
                 )
-        table = _with_quoted_names(path, separator, form, table)
+        table = _with_quoted_names(path, separator, options, table)
     return with_strays(str(path), table.rename_columns(names))
 
 
-def _read_csv(path: Path, separator: str, form: Form, **options: Any) -> pa.Table:
-    marks = form.missing_values or MISSING_MARKS
+def _read_csv(path: Path, separator: str, **conversion: Any) -> pa.Table:
     return pa.csv.read_csv(
         path,
         parse_options=pa.csv.ParseOptions(delimiter=separator, newlines_in_values=True),
-        convert_options=pa.csv.ConvertOptions(
-            null_values=["", *(mark for mark in marks if isinstance(mark, str))],
-            strings_can_be_null=True,
-            decimal_point=form.decimal,
-            **options,
-        ),
+        convert_options=pa.csv.ConvertOptions(**conversion),
     )
+
+
+def _conversion(options: ReadingOptions) -> dict[str, Any]:
+    """How the values of a CSV file become numbers, texts and missing values."""
+    missing = options.missing_values or MISSING_TEXTS
+    return {
+        "null_values": ["", *(text for text in missing if isinstance(text, str))],
+        "strings_can_be_null": True,
+        "decimal_point": options.decimal,
+    }
 
 
 def _separator(path: Path) -> str:
@@ -364,7 +375,9 @@ def _separator(path: Path) -> str:
     return max(SEPARATORS, key=without_quoted.count)
 
 
-def _with_quoted_names(path: Path, separator: str, form: Form, table: pa.Table) -> pa.Table:
+def _with_quoted_names(
+    path: Path, separator: str, options: ReadingOptions, table: pa.Table
+) -> pa.Table:
     """The table in which "None" or "NA" in quotes is a name in columns of texts.
 
     An empty text in quotes stays missing.
@@ -379,7 +392,7 @@ def _with_quoted_names(path: Path, separator: str, form: Form, table: pa.Table) 
     texts = _read_csv(
         path,
         separator,
-        form,
+        **_conversion(options),
         quoted_strings_can_be_null=False,
         include_columns=names,
         column_types=dict.fromkeys(names, pa.string()),
@@ -389,16 +402,6 @@ def _with_quoted_names(path: Path, separator: str, form: Form, table: pa.Table) 
         column = pc.if_else(pc.equal(texts[name], ""), missing, texts[name])
         table = table.set_column(table.column_names.index(name), name, column)
     return table
-
-
-def _mark(path: Path, column: int, row: int) -> str:
-    """The text in a row of a column, in which nothing counts as missing."""
-    texts = pa.csv.read_csv(
-        path,
-        parse_options=pa.csv.ParseOptions(delimiter=_separator(path), newlines_in_values=True),
-        convert_options=pa.csv.ConvertOptions(null_values=[], quoted_strings_can_be_null=False),
-    )
-    return str(texts.column(column)[row].as_py() or "").strip()
 
 
 def _common_field(fields: Sequence[pa.Field]) -> pa.Field:
@@ -429,30 +432,29 @@ def _joined(
     try:
         table = pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowTypeError, pa.ArrowInvalid):
-        _raise_conflict(tables, frame.files)
+        conflict = _conflict(tables, frame.files)
+        if conflict:
+            raise DataError(conflict) from None
         raise
-    return with_missing(table.select(list(names)), frame.form.missing_values)
+    return with_missing(table.select(list(names)), frame.options.missing_values)
 
 
-def _raise_conflict(tables: Sequence[pa.Table], files: Sequence[Path]) -> None:
+def _conflict(tables: Sequence[pa.Table], files: Sequence[Path]) -> str:
+    """The message on a column that holds other types in a later file, or ""."""
     first: dict[str, tuple[str, pa.DataType]] = {}
-    for path, field in _fields(tables, files):
-        where, kind = first.setdefault(field.name, (path.name, field.type))
-        if pa.types.is_null(kind):
-            first[field.name] = (path.name, field.type)
-        elif not _fit(kind, field.type):
-            raise DataError(type_conflict(str(path), field.name, field.type, where, kind)) from None
-
-
-def _fields(tables: Sequence[pa.Table], files: Sequence[Path]) -> Iterator[tuple[Path, pa.Field]]:
     for path, table in zip(files, tables, strict=True):
         for field in table.schema:
-            yield path, field
+            where, first_type = first.setdefault(field.name, (path.name, field.type))
+            if pa.types.is_null(first_type):
+                first[field.name] = (path.name, field.type)
+            elif not _have_common_type(first_type, field.type):
+                return type_conflict(str(path), field.name, field.type, where, first_type)
+    return ""
 
 
-def _fit(kind: pa.DataType, other: pa.DataType) -> bool:
+def _have_common_type(arrow_type: pa.DataType, other: pa.DataType) -> bool:
     try:
-        schemas = [pa.schema([("", kind)]), pa.schema([("", other)])]
+        schemas = [pa.schema([("", arrow_type)]), pa.schema([("", other)])]
         pa.unify_schemas(schemas, promote_options="permissive")
     except (pa.ArrowTypeError, pa.ArrowInvalid):
         return False
@@ -478,7 +480,7 @@ def with_missing(table: pa.Table, values: Sequence[str | int | float]) -> pa.Tab
     return table
 
 
-def single_file(files: Mapping[str, Sequence[Path]]) -> Path | None:
-    """The file of {split: files} if there is only one."""
-    paths = [path for split_files in files.values() for path in split_files]
+def single_file(files: Iterable[Path]) -> Path | None:
+    """The file, if there is only one."""
+    paths = list(files)
     return paths[0] if len(paths) == 1 else None

@@ -1,4 +1,4 @@
-"""Data sets of tensors, arrays and torch data sets, and decoded arrays as a data set."""
+"""Data sets of tensors, arrays and torch data sets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import io
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,21 +19,16 @@ from torch import Tensor
 from fedstill.core.errors import ConfigError, DataError, on_one_line
 from fedstill.core.keys import drawing_from
 from fedstill.core.process_settings import process_settings
-from fedstill.core.records import Examples
 from fedstill.core.user_code import of_kind
-from fedstill.data.cache import Arrays, Decoded
-from fedstill.data.dataset import Dataset
-from fedstill.data.form import MANY, About, Kind
-from fedstill.data.sources.catalog import HALF
-from fedstill.data.sources.image_sets import check_broken, labelled_images, read_rows
+from fedstill.data.dataset import Dataset, Decoded, Split, as_dataset
+from fedstill.data.form import PLURALS, DatasetInfo, Kind, ReadRequest
+from fedstill.data.sources.class_ids import check_labels, check_whole
+from fedstill.data.sources.image_sets import check_broken, image_cautions, read_rows
 from fedstill.data.sources.images import Pictures, check_single_page
-from fedstill.data.sources.records import Columns
 from fedstill.data.sources.splits import SPLITS, hold_out
 from fedstill.data.sources.verify import (
     ambiguous_channels,
     check_channels,
-    check_labels,
-    check_whole,
     unusual_scale,
     verified,
 )
@@ -58,14 +53,13 @@ class TensorFields:
 
 @dataclass(frozen=True)
 class ClientPairs:
-    """Pairs by split; if the examples belong to clients, the clients and each example's number.
-
-    owners: by split, the number (N,) of each example's client; a split without it is common to all.
-    """
+    """Pairs by split, and whose the examples are, if they belong to clients."""
 
     pairs: Mapping[str, Pair]
     clients: tuple[str, ...] = ()
+    """The names of the clients."""
     owners: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    """By split, the number (N,) of each example's client; a split without it is common to all."""
     cautions: tuple[str, ...] = ()
 
 
@@ -145,14 +139,30 @@ def _pairs_by_split(
     test = {}
     for index, client in enumerate(clients):
         part = f"{name}, client {index}"
-        first, second = checked_pair(part, client)
-        if not isinstance(first, (tuple, list)):
-            train[index] = (first, second)
-            continue
-        train[index] = checked_pair(part, first)
-        if second is not None:
-            test[index] = checked_pair(f"{part}, test", second)
+        data = _client_data(part, client)
+        train[index] = data.train
+        if data.test is not None:
+            test[index] = data.test
     return {"train": train, "test": test}
+
+
+@dataclass(frozen=True)
+class _ClientData:
+    """The training data of a client, and its test data, if it has some."""
+
+    train: Pair
+    test: Pair | None
+
+
+def _client_data(part: str, client: Any) -> _ClientData:
+    """A client's data: a pair of arrays, or two such pairs; raises DataError for others."""
+    pair = checked_pair(part, client)
+    if not isinstance(pair[0], (tuple, list)):
+        return _ClientData(pair, None)
+    train = checked_pair(part, pair[0])
+    if pair[1] is None:
+        return _ClientData(train, None)
+    return _ClientData(train, checked_pair(f"{part}, test", pair[1]))
 
 
 def join_clients(
@@ -164,7 +174,7 @@ def join_clients(
     """The clients' examples of each split, one client below another.
 
     clients: their names; by_split: by split, the pairs of clients by their numbers; common: pairs
-    of whole splits, which replace the clients' own with a warning.
+    of splits that are common to all, which replace the clients' own with a warning.
     """
     pairs = dict(common)
     owners = {}
@@ -178,33 +188,40 @@ def join_clients(
                 "given"
             )
             continue
-        arrays = [
-            _client_arrays(f"{name}, client {clients[index].removeprefix('client ')}", split, pair)
-            for index, pair in by_client.items()
-        ]
-        shapes = sorted({values.shape[1:] for values, _ in arrays})
-        if len(shapes) > 1:
-            raise DataError(
-                f"{name}: clients' examples have several shapes: {', '.join(map(str, shapes))}; "
-                "make them alike"
-            )
-        pairs[split] = (
-            np.concatenate([values for values, _ in arrays]),
-            np.concatenate([labels for _, labels in arrays]),
-        )
-        counts = [len(labels) for _, labels in arrays]
+        arrays = []
+        for index, pair in by_client.items():
+            part = f"{name}, {_client_text(clients[index])}"
+            arrays.append(_client_arrays(part, split, pair))
+        pairs[split] = _concatenated(name, arrays)
+        counts = list(map(len, arrays))
         owners[split] = np.repeat(np.array(list(by_client), dtype=np.int64), counts)
     return ClientPairs(pairs, tuple(clients), owners=owners, cautions=tuple(cautions))
 
 
-def _client_arrays(part: str, split: str, pair: Pair) -> tuple[NDArray[Any], NDArray[Any]]:
+def _client_text(client: str) -> str:
+    """A client in messages: "client 0", "client north"."""
+    return client if client.startswith("client ") else f"client {client}"
+
+
+def _client_arrays(part: str, split: str, pair: Pair) -> Split:
     values = as_array(f"{part}: values", pair[0])
     labels = as_array(f"{part}: labels", pair[1])
     if not len(labels):
         remedy = "leave it out" if split == "train" else f"leave its {split} set out"
         raise DataError(f"{part} has no {split} examples; {remedy}")
     check_labels(f"{part}, {split}", labels, len(values))
-    return values, labels
+    return Split(values, labels)
+
+
+def _concatenated(name: str, arrays: Sequence[Split]) -> Pair:
+    shapes = sorted({split.values.shape[1:] for split in arrays})
+    if len(shapes) > 1:
+        raise DataError(
+            f"{name}: clients' examples have several shapes: {', '.join(map(str, shapes))}; "
+            "make them alike"
+        )
+    values = np.concatenate([split.values for split in arrays])
+    return values, np.concatenate([split.labels for split in arrays])
 
 
 def dataset_of_pairs(name: str, data: ClientPairs, fields: TensorFields) -> Dataset:
@@ -212,35 +229,41 @@ def dataset_of_pairs(name: str, data: ClientPairs, fields: TensorFields) -> Data
 
     Raises DataError for what ``from_tensors`` refuses, and for too few examples to hold any out.
     """
-    arrays = {
-        split: _checked_arrays(f"{name}, {split}", data.pairs[split], fields.vocabulary)
-        for split in SPLITS
-        if split in data.pairs
-    }
-    train = arrays["train"][0]
-    for split, (values, _) in arrays.items():
-        if values.dtype != train.dtype:
+    splits = {}
+    for split in SPLITS:
+        if split in data.pairs:
+            arrays = _checked_arrays(f"{name}, {split}", data.pairs[split], fields.vocabulary)
+            splits[split] = replace(arrays, owners=data.owners.get(split))
+    train = splits["train"].values
+    for split, arrays in splits.items():
+        if arrays.values.dtype != train.dtype:
             raise DataError(
-                f"{name}: values of train are {train.dtype}, those of {split} {values.dtype}; give "
-                "all of one type"
+                f"{name}: values of train are {train.dtype}, those of {split} "
+                f"{arrays.values.dtype}; give all of one type"
             )
 
-    kind = _kind(name, train, fields)
-    about = About(kind, fields.vocabulary, owners=data.clients).warned(*data.cautions)
-    if kind == "image":
-        about = about.warned(ambiguous_channels(train))
-    if kind == "image" and fields.mean is None:
-        about = about.warned(unusual_scale(train))
+    about = _info(name, train, data, fields)
     classes = None
     if fields.classes is not None and len(fields.classes):
         classes = tuple(map(str, fields.classes))
-    decoded = hold_out(Decoded(arrays, classes, owners=data.owners, about=about))
-    if not len(decoded.splits["test"][1]):
+    decoded = hold_out(Decoded(splits, classes, about=about))
+    if not len(decoded.splits["test"]):
         raise DataError(
             f"{name}: {len(train)} examples are too few to hold a fifth of each class out; give "
             "test="
         )
     return as_dataset(name, verified(name, decoded), fields.mean, fields.std)
+
+
+def _info(name: str, train: NDArray[Any], data: ClientPairs, fields: TensorFields) -> DatasetInfo:
+    """What training values are, with warnings about images that may be meant otherwise."""
+    kind = _kind(name, train, fields)
+    cautions = list(data.cautions)
+    if kind == "image":
+        cautions.append(ambiguous_channels(train))
+    if kind == "image" and fields.mean is None:
+        cautions.append(unusual_scale(train))
+    return DatasetInfo(kind, fields.vocabulary, owners=data.clients).with_cautions(*cautions)
 
 
 # Checks of pairs.
@@ -269,7 +292,7 @@ def as_array(part: str, values: object) -> NDArray[Any]:
     return tensor.numpy()
 
 
-def _checked_arrays(part: str, pair: Pair, vocabulary: int) -> Arrays:
+def _checked_arrays(part: str, pair: Pair, vocabulary: int) -> Split:
     values = as_array(f"{part}: values", pair[0])
     labels = as_array(f"{part}: labels", pair[1])
     if values.ndim < 2 or not len(values):
@@ -279,7 +302,7 @@ def _checked_arrays(part: str, pair: Pair, vocabulary: int) -> Arrays:
         )
     check_labels(part, labels, len(values))
     checked = _ids(part, values, vocabulary) if vocabulary else _numbers(part, values)
-    return checked, labels.astype(np.int64)
+    return Split(checked, labels.astype(np.int64))
 
 
 def _numbers(part: str, values: NDArray[Any]) -> NDArray[Any]:
@@ -328,42 +351,45 @@ def _kind(name: str, values: NDArray[Any], fields: TensorFields) -> Kind:
     if fields.kind == "table" and by_shape == "vector":
         return "table"
     raise DataError(
-        f"{name}: values of shape {values.shape} and type {values.dtype} are no {MANY[fields.kind]}"
+        f"{name}: values of shape {values.shape} and type {values.dtype} are no "
+        f"{PLURALS[fields.kind]}"
     )
 
 
 # Torch data sets: pairs of a value and a label.
 
 
-def dataset_of_loader(
-    part: str, loader: torch_data.DataLoader[Any], cautions: list[str]
-) -> torch_data.Dataset[Any]:
-    """The data set of a DataLoader, with warnings about what is not used.
+@dataclass(frozen=True)
+class LoaderData:
+    """The data set of a DataLoader, and a warning about what of the DataLoader is not used."""
 
-    Raises DataError for a sampler that selects or repeats examples.
-    """
-    if isinstance(loader.dataset, torch_data.IterableDataset):
-        return loader.dataset
-    sampler = loader.sampler
-    if isinstance(loader.batch_sampler, torch_data.BatchSampler):
-        sampler = loader.batch_sampler.sampler
-    is_random = isinstance(sampler, torch_data.RandomSampler) and not sampler.replacement
-    if not is_random and not isinstance(sampler, torch_data.SequentialSampler):
-        raise DataError(
-            f"{part}: a {type(sampler).__name__} selects examples, which a data set cannot do; "
-            "give the data set of the DataLoader, or torch.utils.data.Subset(dataset, indices)"
-        )
-    caution = "the batches of a DataLoader are not used: plan.batch sets their size"
-    if loader.collate_fn is not torch_data.default_collate:
-        caution += "; nor is its collate_fn"
-    cautions.append(caution)
-    return loader.dataset
+    data: torch_data.Dataset[Any]
+    caution: str = ""
+
+    @staticmethod
+    def of(part: str, loader: torch_data.DataLoader[Any]) -> LoaderData:
+        """The data set; raises DataError for a sampler that selects or repeats examples."""
+        if isinstance(loader.dataset, torch_data.IterableDataset):
+            return LoaderData(loader.dataset)
+        sampler = loader.sampler
+        if isinstance(loader.batch_sampler, torch_data.BatchSampler):
+            sampler = loader.batch_sampler.sampler
+        is_random = isinstance(sampler, torch_data.RandomSampler) and not sampler.replacement
+        if not is_random and not isinstance(sampler, torch_data.SequentialSampler):
+            raise DataError(
+                f"{part}: a {type(sampler).__name__} selects examples, which a data set cannot do; "
+                "give the data set of the DataLoader, or torch.utils.data.Subset(dataset, indices)"
+            )
+        caution = "the batches of a DataLoader are not used: plan.batch sets their size"
+        if loader.collate_fn is not torch_data.default_collate:
+            caution += "; nor is its collate_fn"
+        return LoaderData(loader.dataset, caution)
 
 
-def check_no_image_fields(part: str, columns: Columns) -> None:
+def check_no_image_fields(part: str, request: ReadRequest) -> None:
     """Raise ConfigError for size or mode of PIL images where there are none."""
     for key in ("size", "mode"):
-        if getattr(columns, key) is not None:
+        if getattr(request, key) is not None:
             raise ConfigError(
                 f"{part}: {key} is for PIL images, and these are tensors or arrays; change them "
                 f"before, and leave {key} out"
@@ -373,6 +399,20 @@ def check_no_image_fields(part: str, columns: Columns) -> None:
 READ_TWICE = 8
 """The items that are read a second time, to notice transforms that draw at random."""
 
+RANDOM_CAUTION = (
+    "a torch data set gives other values when it is read again, as transforms that draw at random "
+    "do; it is read once: leave such transforms out, and set data.augment"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ItemsRead:
+    """The values (N, …) and labels (N,) of a torch data set, and warnings about them."""
+
+    values: Array
+    labels: Array
+    cautions: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True)
 class TorchItems:
@@ -380,10 +420,10 @@ class TorchItems:
 
     part: str
     data: Any
-    columns: Columns
+    request: ReadRequest
 
-    def read(self, cautions: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Values (N, …) and labels (N,); adds a warning if an item differs when read again.
+    def read(self) -> ItemsRead:
+        """All items, with a warning if one differs when it is read again.
 
         Raises DataError for items that are no pairs, and for values of different types or shapes.
         """
@@ -392,22 +432,19 @@ class TorchItems:
             raise DataError(f"{self.part} holds no examples; leave it out")
         with _seeded():
             positions = np.linspace(0, count - 1, READ_TWICE).round().astype(int)
-            if any(self._changes(index) for index in np.unique(positions).tolist()):
-                cautions.append(
-                    "a torch data set gives other values when it is read again, as transforms that "
-                    "draw at random do; it is read once: leave such transforms out, and set "
-                    "data.augment"
-                )
-            labels: list[Any] = []
+            changes = any(self._changes(index) for index in np.unique(positions).tolist())
             if isinstance(self._item(0)[0], Image.Image):
-                values = self._pictures(count, labels, cautions)
+                items = self._pictures(count)
             else:
-                values = self._arrays(count, labels)
-        ids = np.array(labels)
-        if ids.dtype.kind == "f":
-            check_whole(self.part, ids)
-            ids = ids.astype(np.int64)
-        return values, ids
+                items = self._arrays(count)
+        labels = np.asarray(items.labels)
+        if labels.dtype.kind == "f":
+            check_whole(self.part, labels)
+            labels = labels.astype(np.int64)
+        cautions = items.cautions
+        if changes:
+            cautions = (RANDOM_CAUTION, *cautions)
+        return ItemsRead(items.values, labels, cautions)
 
     def _item(self, index: int) -> tuple[Any, Any]:
         try:
@@ -434,8 +471,9 @@ class TorchItems:
             return as_array(self.part, value)
         return np.asarray(value)
 
-    def _pictures(self, count: int, labels: list[Any], cautions: list[str]) -> NDArray[Any]:
-        """PIL images (N, C, H, W), decoded as those of files are; their labels go into a list."""
+    def _pictures(self, count: int) -> ItemsRead:
+        """PIL images (N, C, H, W), decoded as those of files are."""
+        labels = []
 
         def cells() -> Iterator[tuple[dict[str, Any], int]]:
             for index in range(count):
@@ -443,11 +481,10 @@ class TorchItems:
                 labels.append(self._label(index, label))
                 yield self._encoded(index, picture), 0
 
-        rows = read_rows(Pictures(self.part, self.columns, count), cells())
+        rows = read_rows(Pictures(self.part, self.request, count), cells())
         check_broken(self.part, rows.broken, can_skip=False)
-        images = labelled_images(self.part, {"train": rows}, self.columns, None)
-        cautions.extend(images.about.cautions)
-        return rows.images
+        cautions = image_cautions(self.part, {"train": rows})
+        return ItemsRead(rows.images, np.array(labels), tuple(filter(None, cautions)))
 
     def _encoded(self, index: int, picture: object) -> dict[str, Any]:
         """An image as the bytes of a file, upright."""
@@ -470,9 +507,10 @@ class TorchItems:
             ) from error
         return {"bytes": file.getvalue(), "path": None}
 
-    def _arrays(self, count: int, labels: list[Any]) -> NDArray[Any]:
-        """Tensors or arrays (N, …) of one shape and type; their labels go into a list."""
-        check_no_image_fields(self.part, self.columns)
+    def _arrays(self, count: int) -> ItemsRead:
+        """Tensors or arrays (N, …) of one shape and type."""
+        check_no_image_fields(self.part, self.request)
+        labels = []
         values: NDArray[Any] | None = None
         for index in range(count):
             value, label = self._item(index)
@@ -492,7 +530,7 @@ class TorchItems:
             values[index] = array
             labels.append(self._label(index, label))
         assert values is not None
-        return values
+        return ItemsRead(values, np.array(labels))
 
     def _label(self, index: int, label: Any) -> Any:
         """A label as a number, from a tensor or array of one number, too."""
@@ -527,52 +565,3 @@ def _seeded() -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-
-
-# Decoded arrays as a data set.
-
-
-def as_dataset(
-    name: str,
-    data: Decoded,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> Dataset:
-    """Verified arrays as a data set; of images, with mean and std 0.5 for each channel by default.
-
-    Raises ConfigError for a mean or std that the data cannot have.
-    """
-    splits = {split: _examples(data, split) for split in data.splits}
-    size = splits["train"].values.shape[1]
-    is_image = data.about.kind == "image"
-    default = HALF * size if is_image else ()
-    means = default if mean is None else tuple(mean)
-    stds = default if std is None else tuple(std)
-    if data.about.kind == "text" and means:
-        raise ConfigError(f"dataset {name!r}: texts have no mean and std; leave them out")
-    if is_image or means or stds:
-        _check_scale(name, size, means, stds)
-    return Dataset(
-        name,
-        train=splits["train"],
-        test=splits["test"],
-        validation=splits.get("validation"),
-        classes=data.classes or (),
-        mean=means,
-        std=stds,
-        about=data.about,
-    )
-
-
-def _check_scale(name: str, size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-    if len(mean) == len(std) == size and min(std) > 0:
-        return
-    raise ConfigError(
-        f"dataset {name!r}: mean and std need {size} number(s), std above 0, not {mean} and {std}"
-    )
-
-
-def _examples(data: Decoded, split: str) -> Examples:
-    values, labels = data.splits[split]
-    owners = torch.from_numpy(data.owners[split]) if split in data.owners else None
-    return Examples(torch.from_numpy(values), torch.from_numpy(labels), owners)

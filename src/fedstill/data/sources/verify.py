@@ -1,5 +1,5 @@
-"""Checks of decoded data and arrays: splits, shapes, labels, channels, and the checksums of data
-sets known by name.
+"""Checks of decoded data: splits, shapes, labels, checksums of data sets known by name, and how
+images in arrays are stored.
 """
 
 from __future__ import annotations
@@ -8,22 +8,23 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from fractions import Fraction
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
-from fedstill.data.cache import Arrays, Decoded
-from fedstill.data.form import MANY
-from fedstill.data.sources.catalog import Known
+from fedstill.data.dataset import Decoded, Digests, Split
+from fedstill.data.form import PLURALS
+from fedstill.data.sources.catalog import KnownData
 from fedstill.data.sources.splits import SPLITS
 
 BLOCK = 4096
 """The images hashed at once, so that a large data set is not copied."""
 
 
-def verified(name: str, data: Decoded, known: Known | None = None) -> Decoded:
+def verified(name: str, data: Decoded, known: KnownData | None = None) -> Decoded:
     """The data with class names and with splits in order, after all checks.
 
     All data need a train and a test split, equal shapes, and labels that are ids of classes. A
@@ -33,7 +34,8 @@ def verified(name: str, data: Decoded, known: Known | None = None) -> Decoded:
     _check_splits(name, data)
     classes = _classes(name, data, known)
     _check_shapes(name, data)
-    for split, (_, labels) in data.splits.items():
+    for split, arrays in data.splits.items():
+        labels = arrays.labels
         wrong = np.flatnonzero((labels < 0) | (labels >= len(classes)))
         if len(wrong):
             raise DataError(
@@ -48,17 +50,17 @@ def verified(name: str, data: Decoded, known: Known | None = None) -> Decoded:
     return replace(data, splits=splits, classes=classes)
 
 
-def sums(arrays: Arrays) -> tuple[str, str]:
-    """SHA-256 of a split's pixels, as bytes in the order (N, H, W, C), and of its labels.
+def image_digests(split: Split) -> Digests:
+    """The digests of a split's pixels, as bytes in the order (N, H, W, C), and of its labels.
 
     Labels are a byte each.
     """
-    images, labels = arrays
     pixels = hashlib.sha256()
-    for start in range(0, len(images), BLOCK):
-        block = images[start : start + BLOCK].transpose(0, 2, 3, 1)
+    for start in range(0, len(split), BLOCK):
+        block = split.values[start : start + BLOCK].transpose(0, 2, 3, 1)
         pixels.update(np.ascontiguousarray(block).data)
-    return pixels.hexdigest(), hashlib.sha256(labels.astype(np.uint8).tobytes()).hexdigest()
+    labels = hashlib.sha256(split.labels.astype(np.uint8).tobytes())
+    return Digests(pixels.hexdigest(), labels.hexdigest())
 
 
 def _check_splits(name: str, data: Decoded) -> None:
@@ -68,16 +70,16 @@ def _check_splits(name: str, data: Decoded) -> None:
                 f"{name} has no {split} split (it has {', '.join(data.splits) or 'none'}); add "
                 f"{split} files"
             )
-    for split, (values, labels) in data.splits.items():
-        if len(values) != len(labels):
+    for split, arrays in data.splits.items():
+        if len(arrays.values) != len(arrays.labels):
             raise DataError(
-                f"{name}, {split} has {len(values)} {MANY[data.about.kind]} and {len(labels)} "
-                "labels; download it again"
+                f"{name}, {split} has {len(arrays.values)} {PLURALS[data.about.kind]} and "
+                f"{len(arrays.labels)} labels; download it again"
             )
 
 
 def _check_shapes(name: str, data: Decoded) -> None:
-    shapes = {split: values.shape[1:] for split, (values, _) in data.splits.items()}
+    shapes = {split: arrays.values.shape[1:] for split, arrays in data.splits.items()}
     if len(set(shapes.values())) == 1:
         return
     if data.about.kind == "image":
@@ -90,7 +92,7 @@ def _check_shapes(name: str, data: Decoded) -> None:
     )
 
 
-def _classes(name: str, data: Decoded, known: Known | None) -> tuple[str, ...]:
+def _classes(name: str, data: Decoded, known: KnownData | None) -> tuple[str, ...]:
     """The names of the classes: known, declared, or the numbers up to the highest label."""
     if known is not None:
         if data.classes is not None and _letters(data.classes) != _letters(known.classes):
@@ -101,8 +103,8 @@ def _classes(name: str, data: Decoded, known: Known | None) -> tuple[str, ...]:
         return known.classes
     if data.classes is not None:
         return data.classes
-    highest = max(int(labels.max(initial=0)) for _, labels in data.splits.values())
-    examples = sum(len(labels) for _, labels in data.splits.values())
+    highest = max(int(split.labels.max(initial=0)) for split in data.splits.values())
+    examples = sum(map(len, data.splits.values()))
     if highest >= examples:
         raise DataError(
             f"{name}: label {highest} among {examples} examples; class ids count up from 0"
@@ -114,21 +116,21 @@ def _letters(names: Iterable[str]) -> list[str]:
     return [re.sub(r"[^a-z0-9]", "", name.lower()) for name in names]
 
 
-def _check_columns(known: Known, data: Decoded) -> None:
+def _check_columns(known: KnownData, data: Decoded) -> None:
     """Compare checksums of the columns that were read, if they are those of the data set."""
-    if data.about.columns != known.form.columns:
+    if data.about.columns != known.options.columns:
         return
-    for split, expected in known.sums.items():
-        if data.read.get(split, expected) != expected:
+    for split, expected in known.digests.items():
+        if data.source_digests.get(split, expected) != expected:
             raise DataError(
                 f"{known.name}, {split}: the examples are not those of that name; give the folder "
                 "another"
             )
 
 
-def _check_images(known: Known, data: Decoded) -> None:
+def _check_images(known: KnownData, data: Decoded) -> None:
     """Compare the sizes, the shape and the checksums of images."""
-    sizes = {split: len(data.splits[split][1]) for split in SPLITS if split in data.splits}
+    sizes = {split: len(data.splits[split]) for split in SPLITS if split in data.splits}
     remedy = (
         "the files are incomplete or other data: download them again, or give the folder another "
         "name"
@@ -138,71 +140,22 @@ def _check_images(known: Known, data: Decoded) -> None:
     total = sum(sizes.values())
     if known.total is not None and total != known.total:
         raise DataError(f"{known.name} has {total} examples, not {known.total}; {remedy}")
-    shape = data.splits["train"][0].shape[1:]
+    shape = data.splits["train"].values.shape[1:]
     if shape != known.shape:
         raise DataError(
             f"{known.name} has images of (C, H, W) = {shape}, not {known.shape}; {remedy}"
         )
-    for split, expected in known.sums.items():
-        found = sums(data.splits[split])
-        for part, digest, expected_digest in zip(
-            ("pixels", "labels"), found, expected, strict=True
-        ):
-            if digest != expected_digest:
-                raise DataError(
-                    f"{known.name}, {split}: the {part} have SHA-256 {digest}, not "
-                    f"{expected_digest}; {remedy}"
-                )
-
-
-# Labels in arrays.
-
-
-def check_labels(part: str, labels: NDArray[Any], count: int) -> None:
-    """Raise DataError for labels that are not ``count`` whole numbers, with how to make them so."""
-    if labels.shape == (count,) and labels.dtype.kind in "iub":
-        return
-    problem = (
-        f"{part}: labels are {labels.dtype} of shape {labels.shape}, not whole numbers of shape "
-        f"({count},)"
-    )
-    if labels.shape != (count,):
-        raise DataError(problem + _shape_remedy(labels, count))
-    if labels.dtype.kind in "OSU":
-        raise DataError(
-            f"{problem}: names, ids = np.unique(labels, return_inverse=True), then give ids, and "
-            "classes=names"
-        )
-    if labels.dtype.kind == "f":
-        check_whole(part, labels)
-        raise DataError(f"{problem}: labels.astype('int64') of an array, labels.long() of a tensor")
-    raise DataError(f"{problem}; give class ids, whole numbers from 0")
-
-
-def _shape_remedy(labels: NDArray[Any], count: int) -> str:
-    if labels.shape == (count, 1):
-        return ": labels.reshape(-1)"
-    if labels.ndim == 2 and len(labels) == count:
-        return ": labels.argmax(1), if they mark one class in each row"
-    return "; give one label an example"
-
-
-def check_whole(part: str, labels: NDArray[Any]) -> None:
-    """Raise DataError for labels with fractions, and for labels that are missing or infinite."""
-    is_finite = np.isfinite(labels)
-    fractions = np.flatnonzero(is_finite & (labels != np.round(labels)))
-    if len(fractions):
-        raise DataError(
-            f"{part}: labels are numbers with fractions (example {fractions[0]} has "
-            f"{labels[fractions[0]]:.6g}): fedstill classifies and has no regression; for classes "
-            "of ranges, np.digitize(labels, limits)"
-        )
-    unknown = np.flatnonzero(~is_finite)
-    if len(unknown):
-        raise DataError(
-            f"{part}: example {unknown[0]} has the label {labels[unknown[0]]} ({len(unknown):,} of "
-            f"{len(labels):,} are not finite); give it a class id, or leave such examples out"
-        )
+    for split, expected in known.digests.items():
+        digests = image_digests(data.splits[split])
+        if digests.values != expected.values:
+            part = "pixels"
+            comparison = f"{digests.values}, not {expected.values}"
+        elif digests.labels != expected.labels:
+            part = "labels"
+            comparison = f"{digests.labels}, not {expected.labels}"
+        else:
+            continue
+        raise DataError(f"{known.name}, {split}: the {part} have SHA-256 {comparison}; {remedy}")
 
 
 # Images in arrays: where their channels are, and the scale of their pixels.
@@ -218,7 +171,7 @@ TRANSPOSITION = "values.transpose(0, 3, 1, 2) of an array, values.permute(0, 3, 
 
 def check_channels(part: str, values: NDArray[Any]) -> None:
     """Raise DataError for images (N, H, W, C), which would be read as images of H channels."""
-    if _channels_are_last(values.shape) is True:
+    if _channel_axis(values.shape) == "last":
         raise DataError(
             f"{part}: values of shape {values.shape} have their channels last; give (N, C, H, W): "
             f"{TRANSPOSITION}"
@@ -227,7 +180,7 @@ def check_channels(part: str, values: NDArray[Any]) -> None:
 
 def ambiguous_channels(values: NDArray[Any]) -> str:
     """A warning about images that could be read either way, or ""."""
-    if _channels_are_last(values.shape) is not None:
+    if _channel_axis(values.shape) != "unclear":
         return ""
     _, channels, height, width = values.shape
     return (
@@ -236,24 +189,27 @@ def ambiguous_channels(values: NDArray[Any]) -> str:
     )
 
 
-def _channels_are_last(shape: tuple[int, ...]) -> bool | None:
-    """Whether images of a shape (N, …, …, …) have their channels last; None if that is unclear.
+def _channel_axis(shape: tuple[int, ...]) -> Literal["first", "last", "unclear"]:
+    """Whether images of a shape (N, …, …, …) have their channels first or last.
 
-    Squares that few channels wide are maps of features, such as (N, 512, 4, 4). Otherwise, images
-    are about as wide as high: the two of the three axes that are more alike are height and width.
+    Small squares of many channels, such as (N, 512, 4, 4), are maps of features. Other images are
+    about as wide as high, so the two axes whose lengths are most alike are height and width.
 
-    >>> _channels_are_last((90, 64, 48, 3)), _channels_are_last((90, 512, 4, 4))
-    (True, False)
-    >>> _channels_are_last((90, 4, 64, 4)) is None
-    True
+    >>> [_channel_axis((90, *sides)) for sides in ((64, 48, 3), (512, 4, 4), (4, 64, 4))]
+    ['last', 'first', 'unclear']
     """
     _, first, second, last = shape
     if last not in PICTURE_CHANNELS or second == last:
-        return False
-    sides_alike = max(first, second) * min(second, last) < max(second, last) * min(first, second)
-    if first > MOST_PICTURE_CHANNELS and sides_alike:
-        return True
-    return None
+        return "first"
+    is_elongated = _elongation(first, second) >= _elongation(second, last)
+    if first <= MOST_PICTURE_CHANNELS or is_elongated:
+        return "unclear"
+    return "last"
+
+
+def _elongation(side: int, other: int) -> Fraction:
+    """The longer of two sides, divided by the shorter one."""
+    return Fraction(max(side, other), max(1, min(side, other)))
 
 
 FAR = 3.0
