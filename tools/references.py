@@ -271,18 +271,12 @@ def unknown_sections(cell: str, titles: Iterable[str]) -> list[str]:
 # The gallery
 
 
-WITHOUT_PICTURE = frozenset({"metrics", "confusion", "own_measures"})
-"""Sections of which nobody has taken a picture yet: ``make gallery`` needs a browser."""
-
-
 def wrong_pictures() -> Iterator[str]:
     """Sections of the report that the gallery lacks, other than they are, or without their
     pictures.
     """
     page = GALLERY.read_text(encoding="utf-8")
-    sections = {
-        name: title for name, title in report_sections().items() if name not in WITHOUT_PICTURE
-    }
+    sections = report_sections()
     pictured = [name for kind, name, _ in scenes(page) if kind == "picture"]
     headed = re.findall(
         r"^### (.*)\n\n(.+)\n\n!\[.*\]\(images/gallery/(\w+)-light", page, re.MULTILINE

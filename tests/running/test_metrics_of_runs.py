@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,35 @@ def test_tasks_have_metrics_too(tmp_path: Path) -> None:
     assert plain.history[-1]["accuracy_seen"] == run.history[-1]["accuracy_seen"]
     matrix = np.array(run.history[-1]["confusion"])
     assert np.trace(matrix) / matrix.sum() == run.history[-1]["accuracy"]
+
+
+class Numbers:
+    """A tracker that keeps the numbers of each round."""
+
+    def __init__(self) -> None:
+        self.by_round: dict[int, dict[str, float]] = {}
+
+    def ready(self) -> None:
+        pass
+
+    def begin(self, run: object, memo: dict[str, str], last: int) -> int:
+        return last
+
+    def log(self, round: int, numbers: Mapping[str, float]) -> None:
+        self.by_round[round] = dict(numbers)
+
+    def end(self, how: object, summary: Mapping[str, float | str]) -> None:
+        pass
+
+
+def test_trackers_are_sent_the_metrics(tmp_path: Path) -> None:
+    tracker = Numbers()
+    run = fedstill.run(
+        of_clients(metrics=("auc",)), tmp_path / "run", data=hospitals(), track=tracker
+    )
+    for event in run.history:
+        sent = tracker.by_round[event["round"]]
+        assert (sent["auc"], sent["own_test_auc"]) == (event["auc"], event["own_test_auc"])
 
 
 # ---- clients' own test sets ----------------------------------------------------------------------

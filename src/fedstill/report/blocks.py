@@ -235,13 +235,14 @@ class Gallery(Block):
 
 @dataclass(frozen=True)
 class ColourScale(Block):
-    """The colours of accuracies from 0 to 100 %.
+    """The colours of shares from 0 to 100 %.
 
-    stops: (share, colour), as Plotly's colour scales are written.
+    stops: (share, colour), as Plotly's colour scales are written. quantity: what the shares are.
     """
 
     macro: ClassVar[str] = "colour_scale"
     stops: Sequence[tuple[float, str]]
+    quantity: str = "accuracy"
 
 
 @dataclass(frozen=True)

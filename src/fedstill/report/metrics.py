@@ -92,7 +92,11 @@ def confusion(report: Report) -> Section | None:
     return Section(
         "confusion",
         "Confusion matrix",
-        [Paragraph(ABOUT_CONFUSION), ColourScale(ACCURACY), Gallery(charts, "small")],
+        [
+            Paragraph(ABOUT_CONFUSION),
+            ColourScale(ACCURACY, "of the class"),
+            Gallery(charts, "small"),
+        ],
     )
 
 

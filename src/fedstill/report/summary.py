@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedstill import manifest
-from fedstill.metrics.classification import ACCURACY, METRICS
+from fedstill.metrics.classification import ACCURACY, METRICS, Metric
 from fedstill.running.groups import Group, Spread
 from fedstill.running.runs import Run
 
@@ -30,24 +30,36 @@ class Column:
     larger_is_better: bool = True
 
 
-def _metric_columns(prefix: str, title: str, says: str) -> tuple[Column, ...]:
-    """A column for each metric that a run may record.
-
-    prefix: of the key. title: what stands behind the metric's title. says: of what model and data,
-    behind the metric's description.
-    """
-    return tuple(
-        Column(
-            key=f"{prefix}{metric.name}",
-            title=f"{metric.title}{title}",
-            unit=metric.unit,
-            scale=metric.scale,
-            digits=metric.digits,
-            says=f"{metric.description[:1].lower()}{metric.description[1:]}; {says}",
-            larger_is_better=metric.larger_is_better,
-        )
-        for metric in METRICS.values()
+def _metric_column(metric: Metric, prefix: str, title: str, says: str) -> Column:
+    """A column for a metric that a run may record. ``prefix``: of its key."""
+    return Column(
+        key=f"{prefix}{metric.name}",
+        title=title,
+        unit=metric.unit,
+        scale=metric.scale,
+        digits=metric.digits,
+        says=says,
+        larger_is_better=metric.larger_is_better,
     )
+
+
+def _last_metric(metric: Metric) -> Column:
+    """The column of a metric after the last round."""
+    description = f"{metric.description[:1].lower()}{metric.description[1:]}"
+    says = f"{description}; of the server's model after the last round"
+    return _metric_column(metric, "", metric.title, says)
+
+
+def _best_metric(metric: Metric) -> Column:
+    """The column of a metric in its best round."""
+    says = f"the best {metric.title} of any round"
+    return _metric_column(metric, "best_", f"{metric.title}, best", says)
+
+
+def _own_test_metric(metric: Metric) -> Column:
+    """The column of a metric on the clients' own test sets."""
+    says = f"{metric.title} of each client's answer on the client's own test set; mean over clients"
+    return _metric_column(metric, "own_test_", f"{metric.title}, own tests", says)
 
 
 PERSONAL = (
@@ -108,8 +120,8 @@ COLUMNS = (
         2,
         "mean drop of the classes below their best earlier round; below 0, they are above it",
     ),
-    *_metric_columns("", "", "of the server's model after the last round"),
-    *_metric_columns("best_", ", best", "of the server's model in the best round"),
+    *map(_last_metric, METRICS.values()),
+    *map(_best_metric, METRICS.values()),
     Column(
         "query_average_accuracy",
         "asked: average",
@@ -167,11 +179,7 @@ COLUMNS = (
         2,
         "the same, of the client where it is lowest",
     ),
-    *_metric_columns(
-        "own_test_",
-        ", own tests",
-        "of each client's answer on the client's own test set; mean over clients",
-    ),
+    *map(_own_test_metric, METRICS.values()),
     Column(
         "in_local_accuracy",
         "in-local",
