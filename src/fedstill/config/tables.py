@@ -219,8 +219,7 @@ class DataTable(Table):
     )
     label_column: str = Field(
         default="",
-        description="The column of labels; empty: label, or the one whose classes the file "
-        "declares.",
+        description="The column of labels; empty: label, or a column with declared classes.",
     )
     size: Side | None = Field(
         default=None,
