@@ -338,7 +338,7 @@ def said_of_order(column: Column | None) -> str:
     if column.key not in BY:
         direction = "highest first" if column.larger_is_better else "lowest first"
         return f'Lines are ranked by "{column.title}", {direction}.'
-    why = "Some of these methods leave each client a model of its own, so lines are ranked by"
+    why = "Some of these methods give clients different models, so lines are ranked by"
     return f'{why} "{column.title}": {column.says}.'
 
 
