@@ -334,3 +334,25 @@ def test_a_method_that_does_not_repeat_itself_is_refused(suite: Suite, tmp_path:
     with_it, row = newcomer(suite, file)
     with pytest.raises(FedstillError, match="same run twice"):
         rehearse(with_it, row, tiny_ranking.do)
+
+
+def test_a_method_that_the_track_has_no_data_or_topology_for_names_the_track_to_enter(
+    suite: Suite, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    public = "    needs: ClassVar = Need.SAME_SHAPES | Need.PUBLIC_DATA\n"
+    chain = '    topology: ClassVar = "sequential"\n'
+    head = NEWCOMER.replace("\n@method", "\nfrom fedstill import Need\n\n\n@method", 1)
+    for line, track in ((public, "--track public"), (chain, "--track chain")):
+        file.write_text(head.rstrip("\n") + "\n" + line)
+        with pytest.raises(ConfigError, match=track):
+            newcomer(suite, file)
+
+
+def test_an_entrant_has_its_stages_and_as_many_clients_as_all_rows(suite: Suite) -> None:
+    entered = suite.with_row("mine", "fedavg", [{}], {"server": "distil"})
+    topology = entered.recipe.rows["mine"]["topology"]
+    assert topology == {**suite.recipe.common["topology"], "server": "distil"}
+    assert entered.own_topology("mine") == {"server": "distil"}
+    with pytest.raises(ConfigError, match=r"topology\.sampled"):
+        suite.with_row("mine", "fedavg", [{}], {"sampled": 4})
