@@ -140,7 +140,7 @@ def test_a_server_stage_is_added_as_the_page_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     smaller = ("rounds = 5", "rounds = 1")
-    follow("add_a_server_stage.md", tmp_path, capsys, fewer=400, smaller=smaller)
+    follow("add_a_server_stage.md", tmp_path, capsys, smaller=smaller)
     events = read_journal(tmp_path / "first" / "journal.jsonl")
     stages = [e["name"] for e in events if e["event"] == "client"]
     assert stages == ["train"] * 5 + ["distil"]

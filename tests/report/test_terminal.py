@@ -115,4 +115,6 @@ def test_a_narrow_terminal_has_what_a_value_is_below_it(
     lines = capsys.readouterr().out.partition("how much")[0].splitlines()
     assert max(map(len, lines)) <= 60
     at = next(i for i, line in enumerate(lines) if line.startswith("rounds = "))
-    assert lines[at + 1].startswith("    How many rounds the run has")
+    description = lines[at + 1]
+    assert description.startswith("    ")
+    assert description.strip()

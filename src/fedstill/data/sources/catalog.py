@@ -4,11 +4,11 @@ checksums, and what normalises it.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedstill.core.files import read_toml
 from fedstill.data.dataset import Digests, half
 from fedstill.data.form import DEFAULT_OPTIONS, ReadingOptions
 
@@ -43,10 +43,10 @@ class KnownData:
 
 
 def _checksums() -> dict[str, dict[str, Digests]]:
-    text = (Path(__file__).parent / "checksums.toml").read_text(encoding="utf-8")
+    tables = read_toml(Path(__file__).parent / "checksums.toml")
     return {
         name: {split: Digests(**digests) for split, digests in splits.items()}
-        for name, splits in tomllib.loads(text).items()
+        for name, splits in tables.items()
     }
 
 
