@@ -30,7 +30,7 @@ class Column:
     larger_is_better: bool = True
 
 
-def _metric_column(metric: Metric, prefix: str, title: str, says: str) -> Column:
+def _metric_column(metric: Metric, prefix: str, title: str, description: str) -> Column:
     """A column for a metric that a run may record. ``prefix``: of its key."""
     return Column(
         key=f"{prefix}{metric.name}",
@@ -38,28 +38,30 @@ def _metric_column(metric: Metric, prefix: str, title: str, says: str) -> Column
         unit=metric.unit,
         scale=metric.scale,
         digits=metric.digits,
-        says=says,
+        says=description,
         larger_is_better=metric.larger_is_better,
     )
 
 
 def _last_metric(metric: Metric) -> Column:
     """The column of a metric after the last round."""
-    description = f"{metric.description[:1].lower()}{metric.description[1:]}"
-    says = f"{description}; of the server's model after the last round"
-    return _metric_column(metric, "", metric.title, says)
+    formula = f"{metric.description[:1].lower()}{metric.description[1:]}"
+    description = f"{formula}; of the server's model after the last round"
+    return _metric_column(metric, "", metric.title, description)
 
 
 def _best_metric(metric: Metric) -> Column:
     """The column of a metric in its best round."""
-    says = f"the best {metric.title} of any round"
-    return _metric_column(metric, "best_", f"{metric.title}, best", says)
+    description = f"the best {metric.title} of any round"
+    return _metric_column(metric, "best_", f"{metric.title}, best", description)
 
 
 def _own_test_metric(metric: Metric) -> Column:
     """The column of a metric on the clients' own test sets."""
-    says = f"{metric.title} of each client's answer on the client's own test set; mean over clients"
-    return _metric_column(metric, "own_test_", f"{metric.title}, own tests", says)
+    description = (
+        f"{metric.title} of each client's answer on the client's own test set; mean over clients"
+    )
+    return _metric_column(metric, "own_test_", f"{metric.title}, own tests", description)
 
 
 PERSONAL = (
