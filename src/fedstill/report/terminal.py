@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fedstill.metrics.classification import METRICS
-from fedstill.report.leaks import HEAD, leak_rows
 from fedstill.report.summary import (
     COLUMNS,
     PERSONAL,
@@ -268,6 +267,9 @@ def leak_table(compared: Sequence[Group]) -> PlainTable | None:
     """How well members are told from what clients sent, without intervals; None if it was not
     measured.
     """
+    # Imports plotly and jinja2, which a run without a report does not need.
+    from fedstill.report.leaks import HEAD, leak_rows
+
     rows = [[row.group.label, *row.plain_cells] for row in leak_rows(compared)]
     return table(HEAD, rows, words=3) if rows else None
 
