@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fedstill.benchmark.recipes import recipe_names
 from fedstill.core import registry
+from tools.documents import cells, documents
 from tools.gallery import PAGE as GALLERY
 from tools.gallery import PICTURES, scenes
 
@@ -36,11 +37,6 @@ LARGEST_PICTURE = 60_000
 CODE_BLOCK = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 
 
-def pages() -> list[Path]:
-    """The pages in Markdown."""
-    return [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-
-
 def text_of(path: str) -> str:
     """The text of a file of the repository."""
     return (ROOT / path).read_text(encoding="utf-8")
@@ -56,9 +52,9 @@ def in_code(page: str) -> list[str]:
 
 def broken_links() -> Iterator[str]:
     """Links to files that are missing, and to headings that the file does not have."""
-    for page in pages():
+    for page in documents(ROOT):
         name = page.relative_to(ROOT)
-        text = CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))
+        text = CODE_BLOCK.sub("", "\n".join(cell.text for cell in cells(page)))
         for link in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", text):
             path, _, anchor = link.partition("#")
             target = page.parent / path if path else page
@@ -107,7 +103,7 @@ def missing_files() -> Iterator[str]:
             for path in sorted(named)
             if not has_runs(path)
         )
-    for path in [*pages(), ROOT / "Makefile"]:
+    for path in [*documents(ROOT), ROOT / "Makefile"]:
         modules = set(
             re.findall(r"-m ((?:benchmarks|tools)(?:\.\w+)+)", path.read_text(encoding="utf-8"))
         )

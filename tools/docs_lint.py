@@ -1,0 +1,138 @@
+"""Checks the English of the documents: ``python tools/docs_lint.py``, part of ``make lint``.
+
+It reports unknown words, sentences of more than 30 words, and links that lead nowhere, and fails if
+there are any. It reads Markdown pages and the Markdown cells of notebooks; code is left out. The
+dictionary is pyspellchecker's; ``tools/docs_words.txt`` has the words of our subject.
+
+``--count`` prints the number of words of each document instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from spellchecker import SpellChecker
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.documents import cells, documents  # noqa: E402
+from tools.references import broken_links  # noqa: E402
+
+WORDS = ROOT / "tools" / "docs_words.txt"
+LONGEST = 30
+"""Words that a sentence may have."""
+
+SENTENCE_END = re.compile(r"(?<=[.!?])[\"”)]?\s+(?=[\"“(]?[A-Z`\d])")
+ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|cf|vs|et al|eq|eqs|sec|fig|tab|no)\.$", re.IGNORECASE)
+WORD = re.compile(r"(?<![\w./@-])[A-Za-z]?[a-z]+(?:['’][a-z]+)?(?![\w/@]|\.\w)")
+POSSESSIVE = re.compile(r"['’]s?$")
+MARKS = {"softbreak": " ", "hardbreak": " ", "code_inline": "`"}
+"""What stands for tokens that are not text; a piece of code counts as one word."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A paragraph, a heading, an item of a list or a cell of a table, without its markup."""
+
+    line: int
+    """Its first line in the file; in a notebook, the number of its cell."""
+    text: str
+    in_table: bool
+
+
+def passages(path: Path) -> Iterator[Passage]:
+    """The passages of a Markdown page or a notebook."""
+    for cell in cells(path):
+        in_table = False
+        for token in MarkdownIt("commonmark").enable("table").parse(cell.text):
+            if token.type in ("table_open", "table_close"):
+                in_table = token.type == "table_open"
+            if token.type == "inline" and token.map is not None:
+                line = cell.number or token.map[0] + 1
+                yield Passage(line, _plain(token.children or []), in_table)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a passage; an abbreviation such as "eq." ends none."""
+    sentence = ""
+    for part in SENTENCE_END.split(text):
+        sentence = f"{sentence} {part}".strip()
+        if not ABBREVIATION.search(sentence):
+            yield sentence
+            sentence = ""
+    if sentence:
+        yield sentence
+
+
+def unknown_words(text: str, dictionary: SpellChecker) -> list[str]:
+    """The words of a passage that the dictionary lacks.
+
+    Words with a capital letter inside, with digits, or in an address or a file name are left out. A
+    capitalised word may also be in the dictionary's list of names.
+    """
+    found = []
+    for word in WORD.findall(text):
+        stem = POSSESSIVE.sub("", word)
+        if len(stem) > 1 and not dictionary.known([stem.lower(), word.lower()]):
+            found.append(word)
+    return found
+
+
+def faults(root: Path) -> Iterator[str]:
+    """One line for each unknown word, long sentence and broken link."""
+    dictionary = SpellChecker()
+    dictionary.word_frequency.load_words(WORDS.read_text(encoding="utf-8").split())
+    for path in documents(root):
+        name = path.relative_to(root)
+        unit = "cell" if path.suffix == ".ipynb" else "line"
+        for passage in passages(path):
+            place = f"{name}, {unit} {passage.line}"
+            for word in unknown_words(passage.text, dictionary):
+                yield f"{place}: unknown word {word!r}"
+            for sentence in sentences(passage.text):
+                length = words_of(sentence)
+                if length > LONGEST:
+                    yield f"{place}: a sentence of {length} words: {sentence}"
+    yield from broken_links()
+
+
+def words_of(text: str) -> int:
+    """The number of words; signs between spaces, such as a dash, are none."""
+    return sum(any(map(str.isalnum, word)) or "`" in word for word in text.split())
+
+
+def counts(root: Path) -> Iterator[tuple[Path, int]]:
+    """Each document with the number of words outside code and tables."""
+    for path in documents(root):
+        words = [words_of(passage.text) for passage in passages(path) if not passage.in_table]
+        yield path.relative_to(root), sum(words)
+
+
+def _plain(tokens: list[Token]) -> str:
+    return "".join(
+        token.content if token.type == "text" else MARKS.get(token.type, "") for token in tokens
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", action="store_true", help="print the number of words")
+    if parser.parse_args().count:
+        for path, words in counts(ROOT):
+            print(f"{words:7,d}  {path}")
+        return 0
+    found = list(faults(ROOT))
+    print("\n".join(found) or "no faults in the documents")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
