@@ -10,7 +10,6 @@ others: an option that is gone, a key that is misspelt, an override without effe
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import tempfile
@@ -34,7 +33,8 @@ from fedstill.core import registry
 from fedstill.core.errors import FedstillError
 from fedstill.running.tuning import Dimension, parse_space
 from fedstill.running.variants import variants
-from tools.references import ROOT, pages
+from tools.documents import cells, documents
+from tools.references import ROOT
 
 BLOCK = re.compile(r'^( *)```(\w*)(?: title="([^"]+)")?\n(.*?)^ *```', re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`(fedstill [^`]+)`")
@@ -151,12 +151,13 @@ def _expanded(block: str) -> str:
 
 def all_pages() -> list[Page]:
     """The pages in Markdown, and the sentences of the tutorials."""
-    found = [(path, path.read_text(encoding="utf-8")) for path in pages()]
-    for path in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        sentences = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
-        found.append((path, "\n\n".join(sentences)))
-    return [Page(path.relative_to(ROOT).as_posix(), text) for path, text in found]
+    return [
+        Page(
+            path.relative_to(ROOT).as_posix(),
+            "\n\n".join(cell.text for cell in cells(path)),
+        )
+        for path in documents(ROOT)
+    ]
 
 
 def wrong_commands() -> Iterator[str]:
