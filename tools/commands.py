@@ -52,6 +52,7 @@ FRONT_PAGE = "docs/index.md"
 """The page that shows ``my.toml``, which other pages take."""
 
 FRONT_CONFIG = "my.toml"
+CHANGELOG = "CHANGELOG.md"
 README = "README.md"
 """The page that shows the same config without a title, as GitHub has none."""
 
@@ -150,13 +151,14 @@ def _expanded(block: str) -> str:
 
 
 def all_pages() -> list[Page]:
-    """The pages in Markdown, and the sentences of the tutorials."""
+    """All documents but the changelog, which may name commands that no longer exist."""
     return [
         Page(
             path.relative_to(ROOT).as_posix(),
             "\n\n".join(cell.text for cell in cells(path)),
         )
         for path in documents(ROOT)
+        if path.name != CHANGELOG
     ]
 
 
