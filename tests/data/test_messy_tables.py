@@ -17,7 +17,7 @@ from PIL import Image
 
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import DataError
-from fedstill.data.form import FILE, ReadRequest
+from fedstill.data.dataset import FILE, ReadRequest
 from fedstill.data.sources import load_dataset
 from fedstill.data.sources.schema import table_schema
 from fedstill.data.sources.tables import ParquetFrame

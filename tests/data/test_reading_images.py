@@ -22,12 +22,11 @@ from PIL import Image, ImageFile, ImageOps, TiffImagePlugin
 import fedstill
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, DataError
-from fedstill.data.dataset import Dataset, examples_digest
-from fedstill.data.form import FILE, ReadRequest
+from fedstill.data.dataset import FILE, Dataset, ReadRequest, examples_digest
 from fedstill.data.sources import image_sets, load_dataset
-from fedstill.data.sources.hub import read_hub
 from fedstill.data.sources.image_sets import read_image_folder, read_rows, read_unlabelled
 from fedstill.data.sources.images import Pictures
+from fedstill.data.sources.load import read_hub
 
 ORIENTATION = 0x0112
 WITH_EXIF = ("PNG", "JPEG", "WEBP", "TIFF", "AVIF")
@@ -423,7 +422,7 @@ def test_images_of_the_hub_are_turned_and_skipped(monkeypatch: pytest.MonkeyPatc
     import datasets
 
     images = [rotated("JPEG", 6), BAD, *[rotated("JPEG", 6)] * 30]
-    monkeypatch.setattr("fedstill.data.sources.hub._reach", lambda *_: None)
+    monkeypatch.setattr("fedstill.data.sources.load._reach", lambda *_: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": Stream(images)})
     with pytest.raises(DataError, match="example 1 cannot be decoded"):
         read_hub("owner/name", ReadRequest(), "check the name")

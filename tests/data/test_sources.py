@@ -21,7 +21,7 @@ from PIL import Image
 from fedstill.core.errors import ConfigError, DataError, UnknownName
 from fedstill.core.registry import lookup, names
 from fedstill.data.dataset import Decoded, Split
-from fedstill.data.sources import catalog, from_tensors, hub, load_dataset
+from fedstill.data.sources import catalog, from_tensors, load, load_dataset
 from fedstill.data.sources.splits import hold_out
 from fedstill.data.sources.verify import image_digests
 
@@ -326,7 +326,7 @@ def test_the_hub_is_read_once(root, monkeypatch):
     write_parquet(path, images, labels, ["a", "b", "c"], image="img", label="fine_label")
     real = datasets.load_dataset
     with monkeypatch.context() as patched:
-        patched.setattr(hub, "_reach", lambda name, remedy: None)
+        patched.setattr(load, "_reach", lambda name, remedy: None)
         patched.setattr(
             datasets,
             "load_dataset",

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from fedstill.core.errors import ConfigError, DataError
-from fedstill.data.dataset import Dataset
-from fedstill.data.form import ReadingOptions
-from fedstill.data.sources import from_clients, hub, load_dataset
+from fedstill.data.dataset import Dataset, ReadingOptions
+from fedstill.data.sources import from_clients, load, load_dataset
 from fedstill.data.sources.folders import likely_kind
 
 COLUMNS: dict[str, list[Any]] = {
@@ -408,7 +407,7 @@ def test_the_hub_gives_what_files_of_the_same_columns_give(
     folder, _ = both(rows[kind], place)
     fields: dict[str, Any] = {**WANTED, "owner": "ward"} if kind == "table" else {}
     real, files = datasets.load_dataset, {s: f"{folder}/{s}.parquet" for s in ("train", "test")}
-    monkeypatch.setattr(hub, "_reach", lambda name, remedy: None)
+    monkeypatch.setattr(load, "_reach", lambda name, remedy: None)
     monkeypatch.setattr(
         datasets,
         "load_dataset",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedstill.core.errors import ConfigError, DataError
-from fedstill.data.text import encoded
+from fedstill.data.encoding import encoded
 
 TEXTS = ["The cat sat on the mat.", "", "Ünïcode, 42 — déjà vu!", "   \t\n", "a"]
 

@@ -19,8 +19,7 @@ import kinds
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError, DataError
-from fedstill.data.dataset import Dataset
-from fedstill.data.form import DatasetInfo
+from fedstill.data.dataset import Dataset, DatasetInfo
 from fedstill.engines.passes import shards
 from fedstill.export.loading import load_model
 from fedstill.export.trained_model import TrainedModel

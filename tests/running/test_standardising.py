@@ -13,8 +13,7 @@ import toys
 from fedstill import from_tensors
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError
-from fedstill.data.dataset import Dataset
-from fedstill.data.form import DatasetInfo
+from fedstill.data.dataset import Dataset, DatasetInfo
 from fedstill.running.data_sums import NO_SPREAD, column_moments
 from fedstill.running.preparation import Prepared, prepare
 

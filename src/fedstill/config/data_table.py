@@ -16,10 +16,16 @@ from fedstill.core import registry
 from fedstill.core.errors import on_one_line
 from fedstill.core.fields import shown
 from fedstill.core.files import refuse_windows_path
-from fedstill.data.form import DEFAULT_TEXT_LENGTH, PLURALS, DatasetInfo, Kind, ReadingOptions, nfc
+from fedstill.data.dataset import (
+    DEFAULT_TEXT_LENGTH,
+    PLURALS,
+    DatasetInfo,
+    Kind,
+    ReadingOptions,
+    nfc,
+)
+from fedstill.data.encoding import BYTES, TableInputs, category_name
 from fedstill.data.sources.folders import likely_kind, local_folder
-from fedstill.data.table_encoding import TableInputs, category_name
-from fedstill.data.text import BYTES
 
 # Paths and names of data sets: relative to the config's folder in a config, absolute in a run's
 # config.toml.

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from platformdirs import user_cache_dir
 
 from fedstill.core.errors import ConfigError
-from fedstill.data.dataset import Decoded, Split
-from fedstill.data.form import DatasetInfo
+from fedstill.data.dataset import DatasetInfo, Decoded, Split
 
 # The cache folder holds decoded data, slow partitions and replies of clients.
 

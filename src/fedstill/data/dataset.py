@@ -1,11 +1,14 @@
-"""Data sets: as arrays, which readers return, and as tensors, which runs use."""
+"""The records of data: what to read and how, a data set as arrays (which readers return), and as
+tensors (which runs use).
+"""
 
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from numpy.typing import NDArray
@@ -13,7 +16,269 @@ from numpy.typing import NDArray
 from fedstill.core.errors import ConfigError
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples
-from fedstill.data.form import IMAGE_INFO, DatasetInfo
+
+# How data are read, and what their examples are: kinds, options of the reader, and its result.
+
+
+Kind = Literal["image", "table", "vector", "series", "text"]
+"""What examples are: pixels; a row of a table; numbers of one meaning (features); channels over
+time; token ids.
+"""
+
+Missing = Literal["refuse", "drop", "mean"]
+"""What is done about a missing number: the data are refused, the row is left out, or it counts as
+the mean.
+"""
+
+Mode = Literal["grey", "rgb"]
+"""What all images are converted to."""
+
+Broken = Literal["refuse", "skip"]
+"""What is done about images that cannot be decoded: the data are refused, or they are left out."""
+
+Value = str | int | float | bool
+
+PLURALS = {
+    "image": "images",
+    "table": "rows of a table",
+    "vector": "vectors",
+    "series": "series",
+    "text": "texts",
+}
+"""The words for examples of each kind in messages."""
+
+FILE = "<file>"
+"""The owner column that stands for an example's file: a table's file, or an image's folder."""
+
+DEFAULT_TEXT_LENGTH = 64
+"""The tokens that are read of each text by default."""
+
+Name = TypeVar("Name")
+
+
+def nfc(name: Name) -> Name:
+    """A name in Unicode's composed form (NFC), in which equal names have equal characters.
+
+    macOS writes names of files in decomposed form. Other types than texts stay as they are.
+    """
+    if isinstance(name, str):
+        return unicodedata.normalize("NFC", name)  # type: ignore[return-value]
+    return name
+
+
+@dataclass(frozen=True)
+class ReadingOptions:
+    """How columns become examples. All fields have defaults."""
+
+    kind: Kind | Literal["auto"] = "auto"
+    """What examples are; "auto" decides by the types of the columns."""
+    columns: tuple[str, ...] = ()
+    """The columns of a table; by default, all columns of numbers except the label, the owner and
+    the index of a pandas table.
+    """
+    categorical: tuple[tuple[str, tuple[Value, ...]], ...] = ()
+    """The columns of a table whose values are names, and these names; without names, those in the
+    training data. Each name becomes an input of 0 or 1.
+    """
+    input: str = ""
+    """The column of texts, vectors or series."""
+    missing: Missing = "refuse"
+    """What is done about missing numbers."""
+    marks: bool | tuple[str, ...] = False
+    """The columns that get a mark, an input that is 1 where the column is missing and 0 elsewhere:
+    True for all columns with missing numbers, or their names.
+    """
+    tokenizer: str = "words"
+    """What makes token ids of texts: "words", "bytes", or a file of Hugging Face's tokenizers."""
+    vocabulary: int = 8192
+    """The number of token ids for "words"."""
+    length: int = 0
+    """The tokens of a text, or the steps of a series, that are read; the end is cut off. 0 reads 64
+    tokens, and whole series.
+    """
+    owner: str = ""
+    """The column that names the owner of each example; ``FILE`` for the file of a table or the
+    folder of an image. With ``cuts``, the column of times.
+    """
+    cuts: tuple[str, ...] = ()
+    """The dates on which tasks begin. Test examples are then held out of each task."""
+    decimal: Literal[".", ","] = "."
+    """The decimal mark of CSV files."""
+    missing_values: tuple[str | int | float, ...] = ()
+    """Texts and numbers that mean missing. In CSV files, they replace the usual texts, such as NA;
+    an empty field always means missing.
+    """
+    unlabelled: Literal["refuse", "drop"] = "refuse"
+    """What is done about examples without a label; "drop" leaves them out."""
+    split_column: str = ""
+    """The column whose values are train, validation and test."""
+
+    @property
+    def normalised(self) -> ReadingOptions:
+        """The same options with all names of columns and categories in one Unicode form."""
+        categorical = tuple(
+            (nfc(column), tuple(map(nfc, values))) for column, values in self.categorical
+        )
+        return replace(
+            self,
+            columns=tuple(map(nfc, self.columns)),
+            categorical=categorical,
+            input=nfc(self.input),
+            owner=nfc(self.owner),
+            split_column=nfc(self.split_column),
+        )
+
+
+DEFAULT_OPTIONS = ReadingOptions()
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """What to read of a data set. Raises ConfigError for an unknown ``mode`` or ``broken``."""
+
+    image: str | None = None
+    """The column of images; None looks for it."""
+    label: str | None = None
+    """The column of labels; None looks for it."""
+    size: int | None = None
+    """The side in pixels to which images are resized; None keeps their size."""
+    options: ReadingOptions = DEFAULT_OPTIONS
+    """How columns become examples, unless they are images."""
+    has_checksums: bool = False
+    """Whether the data will be compared with known checksums."""
+    mode: Mode | None = None
+    """What all images are converted to; None keeps grey and RGB."""
+    broken: Broken = "refuse"
+    """What is done about images that cannot be decoded."""
+
+    def __post_init__(self) -> None:
+        _check_choice("mode", self.mode, (None, *get_args(Mode)))
+        _check_choice("broken", self.broken, get_args(Broken))
+
+
+def _check_choice(field: str, value: object, choices: Sequence[str | None]) -> None:
+    if value not in choices:
+        names = " or ".join(repr(choice) for choice in choices if choice is not None)
+        raise ConfigError(f"data.{field} = {value!r} is unknown; set {names}, or leave it out")
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What the examples of a data set are, and what reading them left out."""
+
+    kind: Kind = "image"
+    """What examples are."""
+    vocabulary: int = 0
+    """The number of token ids of texts; 0 for numbers."""
+    owners: tuple[str, ...] = ()
+    """The names of the owners, by number."""
+    columns: tuple[str, ...] = ()
+    """The columns of a table."""
+    categories: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """The categorical columns of a table, and the categories of each."""
+    features: tuple[str, ...] = ()
+    """The names of the inputs that a table's columns became."""
+    binary_features: tuple[int, ...] = ()
+    """The positions of features that are 0 or 1. They are not standardised."""
+    tokenizer: str = ""
+    """What made token ids of texts, as in ``ReadingOptions``."""
+    tokenizer_sha: str = ""
+    """The SHA-256 of the tokenizer's file, if it is one."""
+    notes: tuple[str, ...] = ()
+    """What was left out or cut, a sentence each."""
+    cautions: tuple[str, ...] = ()
+    """The notes that a run prints as warnings when it begins."""
+
+    def with_notes(self, *notes: str) -> DatasetInfo:
+        """The same with further notes; empty texts are left out."""
+        return replace(self, notes=(*self.notes, *filter(None, notes)))
+
+    def with_cautions(self, *cautions: str) -> DatasetInfo:
+        """The same with further cautions, which are notes too; empty texts are left out."""
+        info = self.with_notes(*cautions)
+        return replace(info, cautions=(*self.cautions, *filter(None, cautions)))
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, by their names in files."""
+        return {JSON_NAMES.get(name, name): value for name, value in asdict(self).items()}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> DatasetInfo:
+        """The fields in a file, of which some may be absent; raises TypeError for others."""
+        fields_of = {name: field for field, name in JSON_NAMES.items()}
+        return DatasetInfo(
+            **{fields_of.get(name, name): _with_tuples(value) for name, value in values.items()}
+        )
+
+    @property
+    def many(self) -> str:
+        """What examples are, for people: "images", "texts"."""
+        return PLURALS[self.kind]
+
+    @property
+    def many_or_examples(self) -> str:
+        """The word in a sentence that counts: "images", or else "examples"."""
+        return self.many if self.kind == "image" else "examples"
+
+
+JSON_NAMES = {"binary_features": "marks"}
+"""The fields of ``DatasetInfo`` that have another name in journals and in the cache."""
+
+INPUT_FIELDS = tuple(
+    JSON_NAMES.get(field.name, field.name)
+    for field in fields(DatasetInfo)
+    if field.name not in ("kind", "owners", "notes", "cautions")
+)
+"""The fields, by their names in files, that are needed to make inputs of new examples."""
+
+IMAGE_INFO = DatasetInfo()
+"""The description of images."""
+
+
+def _with_tuples(value: Any) -> Any:
+    """A value with tuples for lists, at any depth."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+MOST_FEATURES = 12
+"""The number of features that a sentence names. It counts the others."""
+
+
+def examples_text(inputs: Mapping[str, Any]) -> str:
+    """One sentence on what examples are; empty for images.
+
+    inputs: the field of that name in a journal's event ``start``.
+
+    >>> examples_text({"kind": "series", "shape": [9, 128]})
+    'examples are series: 9 channels of 128 steps'
+    """
+    kind = inputs.get("kind", "image")
+    shape = list(inputs.get("shape", ()))
+    if kind == "table":
+        names = [str(name) for name in inputs.get("features", ())]
+        return f"examples are {PLURALS['table']}, {shape[0]} features{_feature_list(names)}"
+    if kind == "series":
+        return f"examples are {PLURALS['series']}: {shape[0]} channels of {shape[1]} steps"
+    if kind == "text":
+        tokenizer = inputs.get("tokenizer")
+        by_tokenizer = f" by {tokenizer}" if tokenizer else ""
+        return (
+            f"examples are {PLURALS['text']} as {shape[0]} token ids{by_tokenizer}, of "
+            f"{inputs.get('vocabulary', 0):,}"
+        )
+    if kind == "vector":
+        return f"examples are {PLURALS['vector']} of {' x '.join(map(str, shape))} numbers"
+    return ""
+
+
+def _feature_list(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    listed = ", ".join(names[:MOST_FEATURES])
+    if len(names) > MOST_FEATURES:
+        listed += f" and {len(names) - MOST_FEATURES} more"
+    return f": {listed}"
+
 
 # Arrays.
 

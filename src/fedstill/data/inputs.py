@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.keys import resident
-from fedstill.data.form import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
+from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
 
 STEPS = {
     "crop": "pad by 4 black pixels and cut out the old size at random",

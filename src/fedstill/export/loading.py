@@ -25,8 +25,7 @@ from fedstill.core.records import NOTHING, SERVER, Payload, State
 from fedstill.core.reports import json_value
 from fedstill.core.results import of_some_clients
 from fedstill.core.trees import same_bits
-from fedstill.data.dataset import Dataset
-from fedstill.data.form import IMAGE_INFO, INPUT_FIELDS, PLURALS, DatasetInfo
+from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, PLURALS, Dataset, DatasetInfo
 from fedstill.data.sources.catalog import KNOWN, KnownData
 from fedstill.engines.frozen_teachers import frozen
 from fedstill.export.trained_model import TrainedModel, network_of

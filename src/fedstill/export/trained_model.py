@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from fedstill.core.errors import ConfigError, DataError, on_one_line
 from fedstill.core.process_settings import process_settings
 from fedstill.core.user_code import of_kind
-from fedstill.data.form import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
-from fedstill.data.table_encoding import MISSING, category_name, table_rows, with_marks
-from fedstill.data.text import encoded
+from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
+from fedstill.data.encoding import MISSING, category_name, encoded, table_rows, with_marks
 from fedstill.models.ensemble import module_of
 from fedstill.models.functional import channels_last
 from fedstill.running.data_sums import NO_SPREAD

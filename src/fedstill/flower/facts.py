@@ -13,10 +13,9 @@ from typing import Any, TypeVar, get_args
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, Refused, on_one_line
 from fedstill.core.files import digest
-from fedstill.data.dataset import examples_digest
-from fedstill.data.form import PLURALS, DatasetInfo, Kind
+from fedstill.data.dataset import PLURALS, DatasetInfo, Kind, examples_digest
+from fedstill.data.encoding import TableInputs
 from fedstill.data.inputs import Inputs
-from fedstill.data.table_encoding import TableInputs
 from fedstill.running.preparation import Prepared
 from fedstill.running.standardisation import Origin
 

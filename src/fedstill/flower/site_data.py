@@ -18,8 +18,7 @@ from fedstill.core.errors import Refused
 from fedstill.core.files import digest, write_secret
 from fedstill.core.records import Examples
 from fedstill.core.stream import Stream, tasks_of_times
-from fedstill.data.dataset import Dataset, examples_digest
-from fedstill.data.form import PLURALS, nfc
+from fedstill.data.dataset import PLURALS, Dataset, examples_digest, nfc
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import concatenated
 from fedstill.flower.facts import Facts

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import Payload, Reply
-from fedstill.data.form import DatasetInfo
+from fedstill.data.dataset import DatasetInfo
 from fedstill.privacy.noise import SUMS_GROUP, Privacy
 from fedstill.running.data_sums import ROUNDING, Moments, SumsWork
 

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from fedstill.data.client_split import LabelCounts
-from fedstill.data.form import examples_text
+from fedstill.data.dataset import examples_text
 from fedstill.report.blocks import Block, Chart, Choice, Facts, Gallery, Paragraph, Section
 from fedstill.report.figures import (
     COLOURS,

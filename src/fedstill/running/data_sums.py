@@ -30,7 +30,7 @@ from fedstill.core.records import (
 from fedstill.core.results import StageResult
 from fedstill.core.rounds import RunContext, build_requests, run_stage
 from fedstill.core.work import ClientWork
-from fedstill.data.form import DatasetInfo
+from fedstill.data.dataset import DatasetInfo
 
 # Mean and spread by column.
 

@@ -22,7 +22,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Payload, Plan, Stage, World
 from fedstill.core.rounds import expected_reply
 from fedstill.core.stream import Stream
-from fedstill.data.form import examples_text
+from fedstill.data.dataset import examples_text
 from fedstill.measures.choice import measures
 from fedstill.models import contract
 from fedstill.running.engine_choice import choose_engine

@@ -22,7 +22,7 @@ import pydantic_core
 from fedstill.core.errors import CorruptFile, UnknownName, cut_reason
 from fedstill.core.files import as_named, digest, sync_folder, write_whole
 from fedstill.core.reports import json_value
-from fedstill.data.form import nfc
+from fedstill.data.dataset import nfc
 from fedstill.running.journal_schema import Event as Event
 from fedstill.running.journal_schema import JournalChecker, structure_problem, without_malformed
 

@@ -20,7 +20,7 @@ from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, FedstillError, on_one_line
 from fedstill.core.records import ModelSpec, Plan, Stage
 from fedstill.core.rounds import Schedule
-from fedstill.data.form import PLURALS
+from fedstill.data.dataset import PLURALS
 from fedstill.data.views import SiteViews
 from fedstill.models import contract
 from fedstill.models.parameters import moving

@@ -19,14 +19,13 @@ from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples
-from fedstill.data.dataset import Dataset
-from fedstill.data.form import IMAGE_INFO, PLURALS, DatasetInfo, ReadingOptions
+from fedstill.data.dataset import IMAGE_INFO, PLURALS, Dataset, DatasetInfo, ReadingOptions
+from fedstill.data.encoding import TableInputs
 from fedstill.data.partition import public_split
 from fedstill.data.sources import load_dataset
 from fedstill.data.sources.catalog import KNOWN_FOLDERS
 from fedstill.data.sources.image_sets import images_in, read_unlabelled
 from fedstill.data.sources.limits import refuse_large
-from fedstill.data.table_encoding import TableInputs
 
 TRAIN = "train"
 """``data.public_from`` of a share of the training set."""

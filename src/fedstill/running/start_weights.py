@@ -27,8 +27,7 @@ from fedstill.core.errors import ConfigError, CorruptFile, IncompatibleMethod, o
 from fedstill.core.files import digest
 from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.data.cache import cache_folder
-from fedstill.data.dataset import Dataset, examples_digest
-from fedstill.data.form import DatasetInfo
+from fedstill.data.dataset import Dataset, DatasetInfo, examples_digest
 from fedstill.data.inputs import Inputs
 from fedstill.engines.cores import side_by_side, workers
 from fedstill.engines.passes import ModelPasses

@@ -4,13 +4,17 @@ arrays.
 
 from fedstill.data.client_split import ClientSplit
 from fedstill.data.partition.column import column
-from fedstill.data.partition.dirichlet import dirichlet, dirichlet_draw
-from fedstill.data.partition.extended_dirichlet import extended_dirichlet, extended_dirichlet_draw
-from fedstill.data.partition.hiper import hiper, public_split
-from fedstill.data.partition.hybrid import hybrid
-from fedstill.data.partition.pathological import pathological
+from fedstill.data.partition.dirichlet import (
+    dirichlet,
+    dirichlet_draw,
+    extended_dirichlet,
+    extended_dirichlet_draw,
+    hiper,
+    hybrid,
+    public_split,
+)
 from fedstill.data.partition.rules import Draw, Parts, cached
-from fedstill.data.partition.sharding import iid, shard_rows, sharding
+from fedstill.data.partition.sharding import iid, pathological, shard_rows, sharding
 
 __all__ = [
     "ClientSplit",

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
 from fedstill.data.dataset import Decoded, Split
-from fedstill.data.sources.class_ids import class_ids
 from fedstill.data.sources.limits import EXAMPLE_BYTES, file_errors, refuse_large
+from fedstill.data.sources.verify import class_ids
 
 # IDX: the format of MNIST and Fashion-MNIST, and of Debian's package dataset-fashion-mnist.
 

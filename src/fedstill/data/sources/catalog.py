@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedstill.core.files import read_toml
-from fedstill.data.dataset import Digests, half
-from fedstill.data.form import DEFAULT_OPTIONS, ReadingOptions
+from fedstill.data.dataset import DEFAULT_OPTIONS, Digests, ReadingOptions, half
 
 
 @dataclass(frozen=True, kw_only=True)

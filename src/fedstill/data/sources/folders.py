@@ -13,8 +13,7 @@ from typing import Any
 from fedstill.core.errors import DataError
 from fedstill.core.registry import names
 from fedstill.data.cache import cached
-from fedstill.data.dataset import Decoded
-from fedstill.data.form import Kind, ReadingOptions, ReadRequest
+from fedstill.data.dataset import Decoded, Kind, ReadingOptions, ReadRequest
 from fedstill.data.sources.array_files import is_idx, read_idx, read_npz
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
 from fedstill.data.sources.encode import frames_of, read_frames, schema_of

@@ -16,8 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedstill.core.errors import DataError, on_one_line
-from fedstill.data.dataset import Decoded
-from fedstill.data.form import FILE, ReadingOptions, ReadRequest, nfc
+from fedstill.data.dataset import FILE, Decoded, ReadingOptions, ReadRequest, nfc
 from fedstill.data.sources.encode import frames_of, read_frames, schema_of
 from fedstill.data.sources.image_sets import (
     check_not_encoded,

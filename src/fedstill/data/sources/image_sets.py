@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.core.errors import DataError
-from fedstill.data.dataset import Decoded
-from fedstill.data.form import FILE, ReadRequest, nfc
-from fedstill.data.sources.class_ids import RawSplit, checked_label, decoded_with_class_ids
+from fedstill.data.dataset import FILE, Decoded, ReadRequest, nfc
+from fedstill.data.encoding import is_missing
 from fedstill.data.sources.encode import owners_of
 from fedstill.data.sources.images import (
     IMAGE_SUFFIXES,
@@ -39,7 +38,7 @@ from fedstill.data.sources.splits import (
     split_images,
     split_named,
 )
-from fedstill.data.table_encoding import is_missing
+from fedstill.data.sources.verify import RawSplit, checked_label, decoded_with_class_ids
 
 # The images of a split: decoded by several threads, and used in the order of the rows.
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from fedstill.core.errors import DataError, on_one_line
-from fedstill.data.form import ReadRequest
+from fedstill.data.dataset import ReadRequest
 from fedstill.data.sources.limits import (
     EXAMPLE_BYTES,
     IMAGE_BYTES,

@@ -24,8 +24,17 @@ from fedstill.core.errors import ConfigError, DataError, UnknownName, on_one_lin
 from fedstill.core.fields import Count, plain_value, problem
 from fedstill.core.process_settings import process_settings
 from fedstill.core.user_code import of_kind
-from fedstill.data.dataset import Dataset, Decoded, as_dataset
-from fedstill.data.form import FILE, Broken, Mode, ReadingOptions, ReadRequest, nfc
+from fedstill.data.dataset import (
+    FILE,
+    Broken,
+    Dataset,
+    Decoded,
+    Mode,
+    ReadingOptions,
+    ReadRequest,
+    as_dataset,
+    nfc,
+)
 from fedstill.data.sources.encode import read_frames, schema_of
 from fedstill.data.sources.image_columns import decoded_splits, owner_tables
 from fedstill.data.sources.image_sets import check_not_encoded

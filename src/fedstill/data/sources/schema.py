@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedstill.core.errors import DataError
-from fedstill.data.form import FILE, Kind, ReadingOptions, ReadRequest, nfc
+from fedstill.data.dataset import FILE, Kind, ReadingOptions, ReadRequest, nfc
 
 # What a column holds, by its Arrow type.
 

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
 from fedstill.core.stream import tasks_of_times
-from fedstill.data.dataset import Decoded, Split
-from fedstill.data.form import DEFAULT_OPTIONS, ReadingOptions, nfc
+from fedstill.data.dataset import DEFAULT_OPTIONS, Decoded, ReadingOptions, Split, nfc
 
 SPLITS = ("train", "validation", "test")
 """The splits, in the order in which they are read."""

@@ -16,7 +16,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from fedstill.core.errors import DataError, on_one_line
-from fedstill.data.form import DEFAULT_OPTIONS, FILE, ReadingOptions, nfc
+from fedstill.data.dataset import DEFAULT_OPTIONS, FILE, ReadingOptions, nfc
 from fedstill.data.sources.limits import EXAMPLE_BYTES, file_errors, refuse_large, refuse_ratio
 from fedstill.data.sources.schema import holds_numbers, holds_text, type_conflict, with_strays
 

@@ -20,15 +20,24 @@ from fedstill.core.errors import ConfigError, DataError, on_one_line
 from fedstill.core.keys import drawing_from
 from fedstill.core.process_settings import process_settings
 from fedstill.core.user_code import of_kind
-from fedstill.data.dataset import Dataset, Decoded, Split, as_dataset
-from fedstill.data.form import PLURALS, DatasetInfo, Kind, ReadRequest
-from fedstill.data.sources.class_ids import check_labels, check_whole
+from fedstill.data.dataset import (
+    PLURALS,
+    Dataset,
+    DatasetInfo,
+    Decoded,
+    Kind,
+    ReadRequest,
+    Split,
+    as_dataset,
+)
 from fedstill.data.sources.image_sets import check_broken, image_cautions, read_rows
 from fedstill.data.sources.images import Pictures, check_single_page
 from fedstill.data.sources.splits import SPLITS, hold_out
 from fedstill.data.sources.verify import (
     ambiguous_channels,
     check_channels,
+    check_labels,
+    check_whole,
     unusual_scale,
     verified,
 )
