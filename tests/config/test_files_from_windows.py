@@ -32,8 +32,7 @@ from fedstill.running.runner import run
 IN_MEMORY = {
     "benchmark/checking.py": "configs of an entry, whose digests are compared first",
     "benchmark/recipes.py": "files of the package",
-    "config/overrides.py": "a value of the command line",
-    "config/toml_text.py": "lines of a file that has been read",
+    "config/overrides.py": "a value of the command line, and lines of a file that has been read",
     "config/validation.py": "items of a list of the command line",
     "core/files.py": "the one function for files",
     "flower/apps.py": "a message",

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fedstill.config.experiment import load
+from fedstill.config.overrides import line_of
 from fedstill.config.resolve import settle
-from fedstill.config.toml_text import line_of
 from fedstill.config.validation import WrongConfig
 from fedstill.core.errors import ConfigError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.config.client_models import spread_by_share, texts_in
 from fedstill.config.experiment import from_tree, load
+from fedstill.config.named_tables import spread_by_share, texts_in
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import SERVER

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 import toys
-from fedstill.config.compatibility import with_old_behaviour
 from fedstill.config.experiment import from_tree
 from fedstill.config.resolve import settle
+from fedstill.config.settings import with_old_behaviour
 from fedstill.core.errors import ClientFailed
 from fedstill.engines import serial
 from fedstill.running.groups import groups

@@ -25,9 +25,9 @@ import numpy as np
 from fedstill.benchmark.entries import CPU, ENTRY, RUN_FILES, Entered, place_of, portable, run_place
 from fedstill.benchmark.scoring import Do, completed, events_of, matrix_of, score_from, score_of
 from fedstill.benchmark.suites import TEST_SEEDS, Suite, load_suite
-from fedstill.config.compatibility import with_old_behaviour
 from fedstill.config.experiment import from_tree
 from fedstill.config.overrides import flat
+from fedstill.config.settings import with_old_behaviour
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, on_one_line
 from fedstill.core.files import digest
 from fedstill.core.keys import numpy_generator, seed_for

@@ -15,10 +15,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from fedstill.config.client_models import Assignment, ClientNetwork, read_assignment
 from fedstill.config.data_table import absolute_path, default_model, read_data
 from fedstill.config.experiment import Experiment, refuse_no_experiment
-from fedstill.config.named_tables import Named, known_name, read_named
+from fedstill.config.named_tables import (
+    Assignment,
+    ClientNetwork,
+    Named,
+    known_name,
+    read_assignment,
+    read_named,
+)
 from fedstill.config.overrides import place_of
 from fedstill.config.settings import NamedTables, Settings, refuse_contradictions
 from fedstill.config.stages import (

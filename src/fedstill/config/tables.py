@@ -1,6 +1,6 @@
 """The tables of a config. A field is a key, with its type, range, default and description.
 
-To add a key, add a field; ``config/compatibility.py`` says how the config.toml of other runs keeps
+To add a key, add a field; ``config/settings.py`` says how the config.toml of other runs keeps
 its bytes. The order of fields is the order of keys there.
 """
 

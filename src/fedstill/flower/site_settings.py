@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fedstill.config.client_models import texts_in
 from fedstill.config.data_table import absolute_path, resolved_data_name
-from fedstill.config.named_tables import NAMED
+from fedstill.config.named_tables import NAMED, texts_in
 from fedstill.config.validation import fields_of_record, schema_of, validated
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError

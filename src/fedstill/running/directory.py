@@ -15,12 +15,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fedstill.config.compatibility import with_old_behaviour
-from fedstill.config.experiment import from_tree
-from fedstill.config.live_objects import OBJECT_TABLES, bind
+from fedstill.config.experiment import OBJECT_TABLES, bind, from_tree
 from fedstill.config.named_tables import NAME_KEYS
 from fedstill.config.resolve import settle
-from fedstill.config.settings import Settings
+from fedstill.config.settings import Settings, with_old_behaviour
 from fedstill.core.errors import ConfigError, CorruptFile, NoRun, RunBusy, RunExists
 from fedstill.core.files import RUN_TABLE, in_shell, is_leftover, read_toml, remove
 from fedstill.core.method import Method

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from fedstill.config.compatibility import OLD_BEHAVIOUR
+from fedstill.config.settings import OLD_BEHAVIOUR
 from fedstill.core.registry import short_name
 from fedstill.running.journal import Event
 from fedstill.running.runs import Run, find

@@ -30,11 +30,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedstill.config.client_models import texts_in
-from fedstill.config.compatibility import absent_keys
-from fedstill.config.live_objects import fingerprint
+from fedstill.config.experiment import fingerprint
+from fedstill.config.named_tables import texts_in
 from fedstill.config.overrides import flat
-from fedstill.config.settings import Settings
+from fedstill.config.settings import Settings, absent_keys
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest, in_shell, read_toml
