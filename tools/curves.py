@@ -1,8 +1,8 @@
 """Accuracies of a comparison with hostile clients as a table: a row for each attack and share, a
 column for each mean.
 
-``python -m tools.curves results/attacks-none results/attacks`` prints the table of docs/results.md,
-from summaries; ``tools.docs_check`` compares it with the page.
+``python -m tools.curves results/attacks-none results/attacks`` prints the table of
+docs/results/hostile_clients.md, from summaries; ``tools.docs_check`` compares it with the page.
 """
 
 from __future__ import annotations

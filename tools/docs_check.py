@@ -55,21 +55,30 @@ class References:
 Entry = Generated | References
 
 ENTRIES: tuple[Entry, ...] = (
-    References("paper tables", "docs/results.md", "tools.results_page:wrong_paper_tables"),
-    Generated("ranking", "docs/ranking.md", "tools.ranking:document", between_marks=False),
+    References("paper tables", "docs/results", "tools.results_page:wrong_paper_tables"),
+    Generated("ranking", "docs/ranking/index.md", "tools.ranking:overview", between_marks=False),
+    *(
+        Generated(
+            f"ranking {page}",
+            f"docs/ranking/{page}.md",
+            f"tools.ranking:{page}",
+            between_marks=False,
+        )
+        for page in ("space", "time", "both", "chain", "public", "peers", "maps")
+    ),
     Generated(
         "shipped runs",
         "src/fedstill/recipes/rank/shipped.csv",
         "tools.ranking:table_of_runs",
         between_marks=False,
     ),
-    Generated("over time", "docs/results.md", "tools.over_time:tables"),
-    References("comparisons", "docs/results.md", "tools.results_page:wrong_comparisons"),
-    References("benchmarks of journals", "docs/results.md", "tools.results_page:wrong_benchmarks"),
+    Generated("over time", "docs/results/over_time.md", "tools.over_time:tables"),
+    References("comparisons", "docs/results", "tools.results_page:wrong_comparisons"),
+    References("benchmarks of journals", "docs/results", "tools.results_page:wrong_benchmarks"),
     Generated("sent", "docs/privacy.md", "tools.sent:sent_table"),
     Generated("combinations", "docs/papers.md", "tools.combinations:table"),
-    Generated("worth", "docs/results.md", "tools.worth:table"),
-    Generated("attacks", "docs/results.md", "tools.curves:shipped_attacks"),
+    Generated("worth", "docs/results/methods.md", "tools.worth:table"),
+    Generated("attacks", "docs/results/hostile_clients.md", "tools.curves:shipped_attacks"),
     Generated("official code", "docs/papers.md", "tools.official_code:table"),
     References("links", "all pages", "tools.references:broken_links"),
     References("files", "several pages", "tools.references:missing_files"),

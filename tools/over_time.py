@@ -1,4 +1,4 @@
-"""The tables of docs/results.md on forgetting over time, made from entries.
+"""The tables of docs/results/over_time.md on forgetting over time, made from entries.
 
 ``tools.docs_check`` compares them with the page. There is one for each suite: of digits from
 ``results/rank``, of the others from ``results/over-time``, where the suites are, too.

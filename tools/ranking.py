@@ -1,7 +1,7 @@
-"""What ships of the ranking, from the entries below results/rank and the maps: the table of runs,
-docs/ranking.md.
+"""Generates the pages below docs/ranking and the table of runs that ships.
 
-``tools.docs_check`` compares both files with these texts.
+Both come from the entries below results/rank and from the maps. ``tools.docs_check`` compares the
+files with these texts and writes them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,21 @@ ENTRIES = ROOT / "results" / "rank"
 
 HEAD = f"""# The ranking
 
-Which methods forget, and which learn? This page is made from the entries that ship (`results/rank/`) and the maps
-(`src/fedstill/recipes/rank/maps/`), by
-`python -m tools.docs_check --write ranking`; `make docs-check` compares it with them.
-`fedstill rank page` writes the same as one HTML file, with pictures and tables to sort.
-[How to enter a method, and what is checked](enter_the_ranking.md).
+Which methods forget, and which learn? The ranking compares methods on fixed settings, one page per track:
 
-The column *replayed* says how one repeated run of each entry compared: *bits* (identical), *tolerance* (within what
-rounding changes on another processor), *outliers* (the same, but for single numbers), *disagrees*, or *not replayed*.
-A replay proves nothing about runs that were not repeated:
-[what a replay proves, and what not](enter_the_ranking.md#what-a-replay-proves).
+{{tracks}}
+
+[Where a method helps](maps.md) shows how the gain over FedAvg depends on the setting.
+
+The pages are generated from the entries that ship (`results/rank/`) and the maps (`src/fedstill/recipes/rank/maps/`).
+`fedstill rank page` writes them as one HTML file, with pictures and tables to sort.
+[Enter the ranking](../enter_the_ranking.md) explains how to add a method and what is checked.
+
+## How to read the tables
+
+The column *replayed* is the result of repeating one run of each entry: *bits* (identical), *tolerance* (within the
+rounding of another processor), *outliers* (identical except for single numbers), *disagrees*, or *not replayed*.
+A replay proves nothing about the other runs: [what a replay proves](../enter_the_ranking.md#what-a-replay-proves).
 
 {MEANS}
 
@@ -44,6 +49,16 @@ A replay proves nothing about runs that were not repeated:
 
 {INTERVALS}
 """  # noqa: E501
+
+TRACKS = {
+    "space": "clients differ in their data",
+    "time": "the data change over time",
+    "both": "clients differ and the data change",
+    "chain": "clients train one after another",
+    "public": "clients send logits on public data",
+    "peers": "clients learn from each other",
+}
+"""The tracks in the order of the menu, and what each is about."""
 
 FULL = (
     ("fedadkd/table2", "CIFAR-10 .1", "fedadkd-table2-full"),
@@ -55,11 +70,11 @@ its runs.
 
 FULL_SEEDS = range(1, 4)
 
-FULL_HEAD = """## full, space
+FULL_HEAD = """## full
 
 The tier "full" has no suite yet. These are runs of papers' tables whose settings are its: all of CIFAR-10, FedNTD's
 network and plan, 100 clients, ten a round, 200 rounds. Images are varied as in the paper, precision is bfloat16, and
-the fields are the paper's or ours by default, not chosen. So nothing is ranked. [What the papers have](results.md).
+the fields are the paper's or ours by default, not chosen. So nothing is ranked. [The papers' numbers](../results/fedadkd.md).
 """  # noqa: E501
 
 
@@ -79,27 +94,79 @@ def table_of_runs() -> str:
     return csv_text(*run_lines(shipping()))
 
 
-def document() -> str:
-    """The text of docs/ranking.md."""
-    every = shipping()
-    parts = [HEAD, *agreement_text(every)]
-    for one in every:
-        fields = "\n\n".join(
-            f"{p.row.name}:\n\n```toml\n{copied_fields(one, p.row.name)}```" for p in one.placed
-        )
-        title = f"## {one.suite.tier}, {one.suite.track}"
+def overview() -> str:
+    """The text of docs/ranking/index.md."""
+    lines = [f"- [{track}]({track}.md): {about}" for track, about in TRACKS.items()]
+    return "\n".join([HEAD.format(tracks="\n".join(lines)), *agreement_text(shipping())])
+
+
+def space() -> str:
+    """The text of docs/ranking/space.md."""
+    return "\n".join(filter(None, [track_page("space"), full_size()]))
+
+
+def time() -> str:
+    """The text of docs/ranking/time.md."""
+    return track_page("time")
+
+
+def both() -> str:
+    """The text of docs/ranking/both.md."""
+    return track_page("both")
+
+
+def chain() -> str:
+    """The text of docs/ranking/chain.md."""
+    return track_page("chain")
+
+
+def public() -> str:
+    """The text of docs/ranking/public.md."""
+    return track_page("public")
+
+
+def peers() -> str:
+    """The text of docs/ranking/peers.md."""
+    return track_page("peers")
+
+
+def maps() -> str:
+    """The text of docs/ranking/maps.md."""
+    return maps_text(shipped_maps()).removeprefix("#").replace("\n### ", "\n## ")
+
+
+def track_page(track: str) -> str:
+    """A track's page: the tables of its suites, and the fields that were chosen."""
+    standings = [one for one in shipping() if one.suite.track == track]
+    title = f"# {track.capitalize()}: {TRACKS[track]}"
+    parts = [f"{title}\n\n[How to read the tables](index.md#how-to-read-the-tables).\n"]
+    for one in standings:
+        title = f"## {one.suite.tier}"
         parts.append(f"{title}\n\n{one.suite.recipe.paper}.\n\n{tables_text(one)}")
         parts.append(
             f"### Fields chosen, {one.suite.name}\n\nOver the settings that all rows have.\n\n"
-            f"{fields}\n"
+            f"{fields_text(one)}\n"
         )
-    bare = [name for name in suite_names() if name not in {one.suite.name for one in every}]
-    if bare:
+    entered = {one.suite.name for one in standings}
+    missing = [name for name in suites_of_track(track) if name not in entered]
+    if missing:
         parts.append(
-            f"## Suites without entries\n\n{', '.join(bare)}: settings and tries are fixed, runs "
-            "are to come.\n"
+            f"## Suites without entries\n\n{', '.join(missing)}: settings and tries are fixed, but "
+            "no entry ships yet.\n"
         )
-    return "\n".join([*parts, *filter(None, [full_size()]), maps_text(shipped_maps())])
+    return "\n".join(parts)
+
+
+def fields_text(one: Standings) -> str:
+    """The chosen fields of each row of a suite, as TOML."""
+    return "\n\n".join(
+        f"{p.row.name}:\n\n```toml\n{copied_fields(one, p.row.name)}```" for p in one.placed
+    )
+
+
+def suites_of_track(track: str) -> list[str]:
+    """The names of a track's suites in all tiers, such as ``digits-space``."""
+    return [name for name in suite_names() if name.rpartition("-")[2] == track]
 
 
 def full_size() -> str:

@@ -95,7 +95,10 @@ def missing_files() -> Iterator[str]:
             for path in paths
             if not path.startswith("site/") and not place(path).exists()
         )
-    for page in ("docs/results.md", "results/README.md"):
+    results = [
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "results").glob("*.md")
+    ]
+    for page in (*sorted(results), "results/README.md"):
         named = set(re.findall(r"(?<![\w/])results/[\w/-]+(?:\.toml)?", text_of(page)))
         named -= {"results/NAME", "results/NAME.toml"}
         yield from (
@@ -332,7 +335,7 @@ def wrong_menu() -> Iterator[str]:
     site = text_of("mkdocs.yml")
     listed = re.findall(r": ([\w/]+\.(?:md|ipynb))$", site, re.MULTILINE)
     folder = ROOT / "docs"
-    existing = [path for pattern in ("*.md", "tutorials/*.ipynb") for path in folder.glob(pattern)]
+    existing = [path for pattern in ("*.md", "*.ipynb") for path in folder.rglob(pattern)]
     names = {path.relative_to(folder).as_posix() for path in existing}
     yield from (
         f"{name} is not in the menu once" for name in sorted(names) if listed.count(name) != 1

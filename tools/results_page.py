@@ -1,8 +1,8 @@
-"""The blocks of docs/results.md that show what a command prints, compared with what it prints from
-``results/`` now.
+"""Compares the pages below docs/results with the runs in ``results/``.
 
-Blocks may leave out lines of the output. So these are references and are not written by
-``tools.docs_check --write``.
+A block of commands is followed by a block that shows their output. Each command is executed, and
+its output is compared with the second block. A block may leave out lines of the output, so
+``tools.docs_check --write`` does not write these blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedstill.running.archive import readable
 from fedstill.running.groups import Group, groups
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "results.md"
+PAGES = ROOT / "docs" / "results"
 BLOCK = re.compile(r"^( *)```\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 COMMANDS = ("fedstill ", "S=", "python -m benchmarks.phases", "python -m benchmarks.probes")
 METHOD_OF_LABEL = {"central": "fedavg"}
@@ -49,14 +49,20 @@ class CommandBlock:
         return sorted(set(re.findall(r"--out (\S+)", self.commands)))
 
 
+def text_of_pages() -> str:
+    """The text of all pages of results; the page with the claims comes first."""
+    others = sorted(path for path in PAGES.glob("*.md") if path.name != "index.md")
+    return "\n".join(path.read_text(encoding="utf-8") for path in (PAGES / "index.md", *others))
+
+
 def blocks(page: str) -> list[str]:
-    """The blocks of a page that have no language, without their indentation."""
+    """The blocks that have no language, without their indentation."""
     return [textwrap.dedent(indent + text) for indent, text in BLOCK.findall(page)]
 
 
 def command_blocks() -> Iterator[CommandBlock]:
     """All blocks of commands."""
-    for first, second in pairwise(blocks(PAGE.read_text(encoding="utf-8"))):
+    for first, second in pairwise(blocks(text_of_pages())):
         if first.startswith(COMMANDS):
             yield CommandBlock(first.replace("\\\n", " "), second)
 
@@ -107,7 +113,7 @@ def wrong_paper_tables() -> Iterator[str]:
     os.environ.pop("COLUMNS", None)
     tables = paper_tables()
     if len(tables) < 20:
-        yield f"only {len(tables)} tables of papers were found: has the form of the page changed?"
+        yield f"only {len(tables)} tables of papers were found: has the form of the pages changed?"
     for block in tables:
         printed = lines(captured(shlex.split(block.commands)[1:]))
         missing = absent(lines(block.output), printed)
@@ -122,7 +128,7 @@ def wrong_comparisons() -> Iterator[str]:
     """Rows of comparisons whose numbers no group of runs has."""
     tables = comparisons()
     if len(tables) < 10:
-        yield f"only {len(tables)} comparisons were found: has the form of the page changed?"
+        yield f"only {len(tables)} comparisons were found: has the form of the pages changed?"
     for block in tables:
         known = [row for folder in block.folders for row in rows_of(folder)]
         rows = [line.rstrip() for line in block.output.splitlines() if not line.startswith(" ")]

@@ -1,4 +1,4 @@
-"""The table of docs/results.md on what each method is worth, made from finished runs.
+"""The table of docs/results/methods.md on what each method is worth, made from finished runs.
 
 ``tools.docs_check`` compares it with the page. Each method's difference to its base (FedAvg, of
 chains FedSeq) is paired by seed; beside it is what its paper claims, from

@@ -1,4 +1,4 @@
-"""The intervals of docs/results.md follow from the runs in results/; ``make docs-check`` compares
+"""The intervals of docs/results follow from the runs in results/; ``make docs-check`` compares
 its tables.
 """
 
@@ -10,13 +10,13 @@ import re
 from functools import cache
 from pathlib import Path
 
-from tools.results_page import BLOCK, comparisons, paper_tables
+from tools.results_page import BLOCK, comparisons, paper_tables, text_of_pages
 
 from fedstill.metrics.ranks import paired_difference
 from fedstill.running.archive import readable
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "results.md").read_text()
+PAGE = text_of_pages()
 MEASURES = (
     "accuracy",
     "mean_accuracy_last_10",

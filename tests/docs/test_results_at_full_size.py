@@ -1,4 +1,4 @@
-"""What docs/results.md says of the tables at the papers' own size, beside them, follows from their
+"""What docs/results says of the tables at the papers' own size, beside them, follows from their
 journals.
 """
 
@@ -10,12 +10,14 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
+from tools.results_page import text_of_pages
+
 from fedstill.benchmark.recipes import load_recipe
 from fedstill.running.archive import readable
 from fedstill.running.journal import read_journal
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "results.md").read_text()
+PAGE = text_of_pages()
 
 
 def test_the_leads_at_full_size_are_what_the_page_says_of_them() -> None:

@@ -19,12 +19,12 @@ Reading: on a chain the cohort is the round's clients, and phi is computed befor
 trains.
 Reading: eq. 3 sums over classes a quantity defined for the label only; ``tckd`` "target" is the
 equation as printed, "binary" DKD's two-way divergence. Only with "target" was it above FedNTD when
-we ran both (docs/results.md).
+we ran both (docs/results/fedadkd.md).
 Reading: Algorithm 1 prints the uniform mean of models; as in FedAvg, ``aggregation`` chooses, by
 size as it is.
 Reading: alpha, delta and tau are not given for the tables; beta = 1 and tau = 1 follow from the
 ablation without TCKD. alpha = 3 was above 1 on each of five seeds that had chosen nothing; delta
-from 0.5 to 5 made no difference (docs/results.md).
+from 0.5 to 5 made no difference (docs/results/fedadkd.md).
 """
 
 from __future__ import annotations

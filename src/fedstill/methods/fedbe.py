@@ -17,7 +17,7 @@ Reading: buffers are not drawn: drawn models have those of the average. In the a
 are the last step's; the code computes those of batch normalisation anew.
 Reading: the code raises the mean prediction to the power 1/0.5 (``temperature`` 0.5). Here it is
 left as it is: on digits, with few classes a client, sharpened predictions were worse on each of
-three seeds (docs/results.md).
+three seeds (docs/results/methods.md).
 Reading: the code's mean of the divergence is over classes, too, so steps are C times shorter. Here
 it is summed over classes, as in the other methods.
 Reading: its code averages every 25 steps from step 500 of about 1,600 on, at a constant rate. Here

@@ -18,8 +18,9 @@ the notebook teach clients and server alike by the mean of the clients' logits, 
 is not standardised again.
 Reading: Algorithm 1 prints no T^2 before the divergence, the notebook has it; we keep it.
 Reading: the text clamps T_k to [0.05, 0.99], the notebook to [0.01, 0.99]: ``low`` is 0.01. At
-alpha 0.1 the paper's Improvement 1 fits 0.01, its Improvement 2 fits 0.05 (docs/results.md, the
-coldest client). Classes that a client lacks are left out of s_k as in the notebook;
+alpha 0.1 the paper's Improvement 1 fits 0.01, its Improvement 2 fits 0.05
+(docs/results/hiper_fedkd.md, the coldest client). Classes that a client lacks are left out of s_k
+as in the notebook;
 ``count_absent`` follows the text.
 Reading: the notebook pairs the last batch of the public set with the logits of other images; here
 they are its own.

@@ -8,7 +8,7 @@ Memory: params = the model that the client ended with last.
 Reading: the original network has a projection head under its classifier: give the model one
 (``[model] projection``). FedNTD ran it without, on the features before the last layer, with mu = 1
 in its table and 0.1 in its configuration. At mu = 5 a pooled network without it hardly learned
-(docs/results.md); the recipes of QKT's tables have it.
+(docs/results/qkt.md); the recipes of QKT's tables have it.
 Reading: a client's previous model is the initial global one until it has trained; frozen models are
 in evaluation mode.
 """

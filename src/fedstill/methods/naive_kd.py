@@ -9,7 +9,7 @@ student.N = client N's model after it has learned from its peers.
 Memory: nothing.
 Reading: eq. 1 sums over all teachers. With the sum a client forgets over three times as much as in
 the published rows, and is worse on average than alone; there it is better. With the mean it forgets
-little and is better (docs/results.md): the mean is the default, ``over_teachers`` offers both.
+little and is better (docs/results/qkt.md): the mean is the default, ``over_teachers`` offers both.
 Reading: an epoch count of 25 is for CIFAR-10 and CINIC-10; other data have 10: set
 ``[plan.transfer] epochs``.
 Reading: ``participants`` is the number of clients that take part in a client's one exchange, itself

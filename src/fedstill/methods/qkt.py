@@ -16,8 +16,8 @@ Reading: lambda "defaults to 1", but the main table's CIFAR-10 entry is the abla
 1.5, and 3 for CIFAR-100 (``query_weight``).
 Reading: eq. 4 sums over T_Q, while naive KD's published row fits a mean. On a network with batch
 statistics, as the paper's, and with a threshold at which the filter works, the sum is nearer to
-QKT's rows; with the small CNN the mean is, but for the gain (docs/results.md). ``over_teachers`` is
-the sum.
+QKT's rows; with the small CNN the mean is, but for the gain (docs/results/qkt.md).
+``over_teachers`` is the sum.
 Reading: ``threshold`` is the paper's 0.01. A network with batch statistics that was trained on few
 images lets half of the peers pass that lack the class; 1 / C then tells them apart
 (``python -m benchmarks.probes``).

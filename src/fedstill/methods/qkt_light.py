@@ -11,8 +11,8 @@ Reading: "student data" (``qkt_light``) lets each client do phase 1 on its own d
 client" lets one do it for all, the one with most examples; "centralized server" has it done on
 public images whose labels are not read.
 Reading: phase 1 is eq. 1, whose sum is the mean here, as it is in naive KD: so a client loses less
-of its own classes, which is nearer to the published rows (docs/results.md). ``phase1_over`` offers
-both; ``over_teachers`` is phase 2's.
+of its own classes, which is nearer to the published rows (docs/results/qkt.md).
+``phase1_over`` offers both; ``over_teachers`` is phase 2's.
 Reading: the server starts from the volunteer's model, or (``start``) from the mean of all.
 Reading: phase 2 "replaces the head", but a client's own head belongs to another extractor where
 phase 1 is shared: then the head of phase 1 is refined. ``head`` chooses; "auto" follows this
