@@ -9,7 +9,7 @@ INSTALL = UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" VIRTUAL_ENV=.venv .venv/bi
 # What make test adds: the tools, and every extra but flower-simulation.
 EXTRAS = test,tensorboard,docs,flower,flower-datasets,onnx,tune,mlflow,wandb,text,private,secure
 
-.PHONY: demo test slow lint docs-check docs-tables house grid scorecard bench bench-peers docs gallery clean
+.PHONY: demo test test-latest slow lint docs-check docs-tables house grid scorecard bench bench-peers docs gallery clean
 
 demo: .venv/core
 	.venv/bin/fedstill demo
@@ -19,6 +19,14 @@ test slow scorecard: export PYTHONUTF8 = 1
 
 test: .venv/ready
 	unset PYTHONDONTWRITEBYTECODE; .venv/bin/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
+
+# make test-latest: the suite with the newest versions that pyproject.toml allows, in an environment of its own.
+test-latest: export PYTHONUTF8 = 1
+
+test-latest: .venv/core
+	test -x .venv-latest/bin/python || $(PYTHON) -m venv .venv-latest
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" .venv/bin/uv pip install -q --upgrade --python .venv-latest/bin/python $(PIP_ARGS) -e '.[$(EXTRAS)]'
+	unset PYTHONDONTWRITEBYTECODE; .venv-latest/bin/python -m pytest -n auto --dist loadscope --no-loadscope-reorder $(ARGS)
 
 slow: .venv/ready
 	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" .venv/bin/python -m pytest -m slow
@@ -65,7 +73,7 @@ gallery: .venv/ready
 	.venv/bin/python tools/gallery.py
 
 clean:
-	rm -rf .venv build site
+	rm -rf .venv .venv-latest build site
 
 # Two stamps: core has what the demo needs, ready adds what the tests need.
 .venv/core: pyproject.toml constraints.txt
