@@ -17,7 +17,7 @@ import torch
 import fedstill
 from fedstill import Experiment
 from fedstill.core.errors import Interrupted
-from fedstill.running.progress import Quiet
+from fedstill.running.recording import Quiet
 
 ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 10
 

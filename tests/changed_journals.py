@@ -30,10 +30,9 @@ from fedstill.report.page import write_page
 from fedstill.report.table_files import export, write_tables
 from fedstill.running.directory import settings_of
 from fedstill.running.frame import run_frames
-from fedstill.running.groups import groups
 from fedstill.running.runner import resume, run
-from fedstill.running.trackers import AboutRun, HowEnded
-from fedstill.running.tracking import send_late
+from fedstill.running.runs import groups
+from fedstill.running.trackers import AboutRun, HowEnded, send_late
 
 Event = dict[str, Any]
 

@@ -31,7 +31,7 @@ import toys
 from fedstill.core import registry
 from fedstill.core.census import Census
 from fedstill.running import runner
-from fedstill.running.progress import Quiet
+from fedstill.running.recording import Quiet
 
 SETTINGS = {
     "parallel": toys.toy(

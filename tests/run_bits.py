@@ -19,7 +19,7 @@ from fedstill.core.errors import Interrupted
 from fedstill.core.files import digest
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints
-from fedstill.running.progress import Quiet
+from fedstill.running.recording import Quiet
 from fedstill.running.runner import run
 
 Whole = Callable[[str], dict[str, Any]]

@@ -11,8 +11,7 @@ import pytest
 from fedstill.benchmark import suites
 from fedstill.benchmark.suites import Choice
 from fedstill.running import runner
-from fedstill.running.compare import Outcome
-from fedstill.running.variants import Variant
+from fedstill.running.compare import Outcome, Variant
 
 NAME = "digits-space"
 

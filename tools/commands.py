@@ -31,8 +31,8 @@ from fedstill.config.overrides import parse_grid, with_working_directory_paths
 from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.errors import FedstillError
+from fedstill.running.compare import variants
 from fedstill.running.tuning import Dimension, parse_space
-from fedstill.running.variants import variants
 from tools.documents import cells, documents
 from tools.references import ROOT
 

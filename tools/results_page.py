@@ -26,7 +26,7 @@ from fedstill.cli import call
 from fedstill.report.leaks import leak_rows
 from fedstill.report.summary import COLUMNS
 from fedstill.running.archive import readable
-from fedstill.running.groups import Group, groups
+from fedstill.running.runs import Group, groups
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "results"

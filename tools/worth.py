@@ -14,7 +14,7 @@ from typing import Any
 
 from fedstill.metrics.ranks import paired_difference
 from fedstill.report.table_files import markdown
-from fedstill.running.groups import Group, groups, method_of, spread
+from fedstill.running.runs import Group, groups, method_of, spread
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "results" / "worth-digits"

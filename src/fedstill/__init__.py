@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fedstill.report.comparison import Comparison as Comparison
     from fedstill.report.comparison import compare as compare
     from fedstill.running.frame import load_runs as load_runs
-    from fedstill.running.progress import Progress as Progress
+    from fedstill.running.recording import Progress as Progress
     from fedstill.running.result import Result as Result
     from fedstill.running.runner import resume as resume
     from fedstill.running.runner import run as run
@@ -63,7 +63,7 @@ _HOMES = {
     "Payload": "fedstill.core.records",
     "Permit": "fedstill.core.capabilities",
     "Plan": "fedstill.core.records",
-    "Progress": "fedstill.running.progress",
+    "Progress": "fedstill.running.recording",
     "Result": "fedstill.running.result",
     "State": "fedstill.core.records",
     "Tracker": "fedstill.running.trackers",

@@ -65,7 +65,7 @@ class OuterPackage:
     ``arrivals``: ``(settings)``, which return how the clients' data grow with the rounds
     (``data.views.Arrival``), or None.
     ``sums``: ``(settings, about, shape)``, which return what clients send of their sums
-    (``running.data_sums.SumsWork``), or None for plain sums.
+    (``running.standardisation.SumsWork``), or None for plain sums.
     ``run_extensions``: ``(prepared, folder)``, which return a run's hooks, middleware and observers
     (``running.extensions.Extensions``).
     ``client_extensions``: ``(settings, world, is_real_site)``, which return the hooks of a run's

@@ -20,7 +20,7 @@ from fedstill.attribution.report import NOBODY, hint_of, lines_of, points, sente
 from fedstill.cli import call
 from fedstill.report.page import page
 from fedstill.report.sections import Report
-from fedstill.running.groups import groups
+from fedstill.running.runs import groups
 from pages import as_html
 
 

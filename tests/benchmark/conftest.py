@@ -13,8 +13,7 @@ from fedstill.benchmark.competing import compete
 from fedstill.benchmark.entries import Entered, read_entry
 from fedstill.benchmark.scoring import Do
 from fedstill.benchmark.suites import Suite
-from fedstill.running.compare import Outcome
-from fedstill.running.variants import Variant
+from fedstill.running.compare import Outcome, Variant
 
 
 @pytest.fixture

@@ -21,8 +21,7 @@ from fedstill.benchmark.entries import read_entry
 from fedstill.cli import call
 from fedstill.core.errors import DataAbsent
 from fedstill.report import comparison
-from fedstill.running.compare import Outcome
-from fedstill.running.variants import Variant
+from fedstill.running.compare import Outcome, Variant
 
 FEW = """
 from fedstill.data.sources import load_dataset

@@ -37,9 +37,8 @@ from fedstill.core.errors import (
     RunsFailed,
 )
 from fedstill.core.files import digest
-from fedstill.running.compare import Outcome, carry_out_runs
+from fedstill.running.compare import Outcome, Variant, carry_out_runs, variants
 from fedstill.running.journal import read_journal, without_times
-from fedstill.running.variants import Variant, variants
 from forged_entries import refusals
 
 

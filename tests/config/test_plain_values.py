@@ -17,8 +17,8 @@ import toys
 from fedstill.config.experiment import Experiment, load
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError
+from fedstill.running.compare import variants
 from fedstill.running.runner import run, with_data
-from fedstill.running.variants import variants
 
 SAID: dict[str, tuple[Mapping[str, Any], str]] = {
     "seed": ({"seed": np.arange(3)[1]}, "seed = 1\n"),

@@ -16,7 +16,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.core.records import Examples
 from fedstill.data.sources import limits
-from fedstill.running import public_data
+from fedstill.running import client_data
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
 
@@ -97,9 +97,9 @@ def test_images_that_would_be_too_many_when_they_are_resized_are_refused(
 
 def test_images_are_resized_the_same_however_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.randint(0, 256, (12, 3, 9, 7), dtype=torch.uint8)
-    whole = public_data._resized(draw, (1, 4, 4))
-    monkeypatch.setattr(public_data, "RESIZED_AT_ONCE", 5)
-    assert torch.equal(public_data._resized(draw, (1, 4, 4)), whole)
+    whole = client_data._resized(draw, (1, 4, 4))
+    monkeypatch.setattr(client_data, "RESIZED_AT_ONCE", 5)
+    assert torch.equal(client_data._resized(draw, (1, 4, 4)), whole)
 
 
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fedstill.core.errors import CorruptFile
 from fedstill.core.files import digest
 from fedstill.core.records import KEEP, NOTHING, Payload, Stage
 from fedstill.engines.client_memory import Memory
-from fedstill.running.stored_memory import StoredMemory
+from fedstill.running.checkpoint import StoredMemory
 
 
 def stage(round: int, index: int = 0) -> Stage:

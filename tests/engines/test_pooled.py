@@ -24,8 +24,8 @@ from fedstill.engines.client_memory import Memory
 from fedstill.engines.cores import workers
 from fedstill.engines.pooled import LIGHT_FLOPS, PooledEngine
 from fedstill.models import contract
+from fedstill.running.checkpoint import StoredMemory
 from fedstill.running.preparation import Prepared, prepare
-from fedstill.running.stored_memory import StoredMemory
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

@@ -25,10 +25,10 @@ from fedstill.export.loading import load_model
 from fedstill.export.trained_model import TrainedModel
 from fedstill.export.upload_folder import model_card
 from fedstill.models.contract import predictor
-from fedstill.running.data_sums import NO_SPREAD
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run, settings_of
+from fedstill.running.standardisation import NO_SPREAD
 
 Runs = Callable[[str], Path]
 

@@ -16,7 +16,7 @@ from fedstill.config.experiment import Experiment
 from fedstill.core.errors import Interrupted, TooFewReplies
 from fedstill.flower.loopback import parsed
 from fedstill.running.journal import read_journal, without_times
-from fedstill.running.progress import Quiet
+from fedstill.running.recording import Quiet
 from fedstill.running.runner import resume, run
 from flowers import needs_flower, over_flower
 from run_bits import StopAfter

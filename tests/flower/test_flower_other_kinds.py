@@ -23,9 +23,9 @@ from fedstill.flower.site import Clerk
 from fedstill.flower.site_settings import Site
 from fedstill.privacy.budget import Budget
 from fedstill.privacy.noise import Privacy
-from fedstill.running.data_sums import SumsWork
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import resume, run
+from fedstill.running.standardisation import SumsWork
 from flowers import needs_flower
 from run_bits import before_round_1
 

@@ -22,10 +22,10 @@ from fedstill.engines import serial
 from fedstill.measures.chain import _share as share_of
 from fedstill.models import contract
 from fedstill.report.chain import read_hops
-from fedstill.running.groups import groups
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
+from fedstill.running.runs import groups
 from run_bits import stopped
 
 CHAIN = {"kind": "sequential", "clients": 6, "sampled": 3}

@@ -19,7 +19,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import Payload, Reply
 from fedstill.core.screen import Rules
 from fedstill.core.trees import norm
-from fedstill.running.hostile_clients import hostile_clients, hostile_middleware
+from fedstill.running.extensions import hostile_clients, hostile_middleware
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run

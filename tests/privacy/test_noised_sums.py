@@ -17,9 +17,9 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_clients
 from fedstill.privacy.noise import SUMS_GROUP, Privacy
 from fedstill.privacy.noised_sums import LEAST_SPREAD, NoisedSums
-from fedstill.running.data_sums import SumsWork
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
+from fedstill.running.standardisation import SumsWork
 
 WORK = NoisedSums((3,), (1,), (0, 2), (0.0, -2.0), (100.0, 2.0), 5.0)
 """Three columns, of which the second is of 0 and 1."""

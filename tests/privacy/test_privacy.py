@@ -23,7 +23,7 @@ from fedstill.privacy.leakage import epsilon_at_least
 from fedstill.privacy.noise import Privacy, clip_rows, gaussian_epsilon
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import prepare
-from fedstill.running.progress import Quiet
+from fedstill.running.recording import Quiet
 from fedstill.running.runner import resume, run
 from flowers import needs_flower, over_flower
 from loops import record

@@ -11,7 +11,7 @@ import toys
 from fedstill.report.summary import best_first, said_of_order
 from fedstill.report.table_files import results_table
 from fedstill.report.terminal import comparison_table
-from fedstill.running.groups import Group, groups
+from fedstill.running.runs import Group, groups
 
 
 def compared(folder: Path, *methods: str, **changes: object) -> list[Group]:

@@ -23,8 +23,7 @@ from fedstill.report.progress import (
     followed,
     followed_runs,
 )
-from fedstill.running.compare import Outcome
-from fedstill.running.variants import variants
+from fedstill.running.compare import Outcome, variants
 
 
 class Clock:

@@ -20,10 +20,9 @@ from fedstill.data.sources import from_clients
 from fedstill.metrics import forgetting
 from fedstill.report.comparison import Comparison
 from fedstill.report.summary import COLUMNS
-from fedstill.running.groups import groups
-from fedstill.running.notebook import MOST_CLASSES, forgotten_table, notebook_table, shaded
-from fedstill.running.result import Result
+from fedstill.running.result import MOST_CLASSES, Result, forgotten_table, notebook_table, shaded
 from fedstill.running.runner import run
+from fedstill.running.runs import groups
 
 ROOT = Path(__file__).parents[2]
 

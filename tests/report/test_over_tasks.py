@@ -24,8 +24,8 @@ from fedstill.report.tasks import (
     run_rows,
     task_curves,
 )
-from fedstill.running.groups import Group, groups
 from fedstill.running.runner import run
+from fedstill.running.runs import Group, groups
 from pages import as_html, as_json
 
 STREAM = {"kind": "classes", "tasks": 3, "order": [[0, 1], [2, 3], [4]], "rounds": [1, 2, 1]}

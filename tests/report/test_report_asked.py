@@ -28,7 +28,7 @@ from fedstill.report.class_regions import boundaries
 from fedstill.report.figures import Style
 from fedstill.report.sections import Report
 from fedstill.running import runner
-from fedstill.running.groups import groups
+from fedstill.running.runs import groups
 from pages import as_html, as_json
 
 

@@ -20,9 +20,8 @@ from fedstill.report.figures import PERCENT, Line, Style, curves
 from fedstill.report.page import page
 from fedstill.report.rounds import class_map
 from fedstill.report.series import Series
-from fedstill.running.groups import Group, Spread, groups
 from fedstill.running.runner import run
-from fedstill.running.runs import read_run
+from fedstill.running.runs import Group, Spread, groups, read_run
 from pages import as_json
 
 CHAIN = {"kind": "sequential", "clients": 6, "sampled": 3}

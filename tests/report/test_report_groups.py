@@ -12,7 +12,7 @@ from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.metrics.classification import METRICS
 from fedstill.report import data_split, series
 from fedstill.report.summary import COLUMNS, columns, rows
-from fedstill.running.groups import differing, groups, split_of
+from fedstill.running.runs import differing, groups, split_of
 from run_bits import resealed
 
 

@@ -19,7 +19,7 @@ from fedstill.report.class_regions import smoothed
 from fedstill.report.leaks import leak_rows
 from fedstill.report.page import write_page
 from fedstill.running import runner
-from fedstill.running.groups import groups
+from fedstill.running.runs import groups
 from pages import figures_in
 
 ALL = [

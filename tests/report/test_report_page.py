@@ -22,7 +22,7 @@ from fedstill.report.page import write_page
 from fedstill.report.sections import section_parts
 from fedstill.report.series import Series
 from fedstill.running import runner
-from fedstill.running.groups import Spread, groups
+from fedstill.running.runs import Spread, groups
 from pages import as_html, figures_in, sections_of
 from run_bits import resealed
 

@@ -17,8 +17,8 @@ import toys
 from fedstill.cli import call
 from fedstill.report.page import page
 from fedstill.report.table_files import latex, write_tables
-from fedstill.running.groups import groups
 from fedstill.running.runner import run
+from fedstill.running.runs import groups
 
 SEEDS = (1, 2, 3)
 

@@ -11,7 +11,7 @@ import pytest
 import toys
 from fedstill.cli import call
 from fedstill.report.terminal import comparison_table, console, table
-from fedstill.running.groups import Group, spread
+from fedstill.running.runs import Group, spread
 
 HEAD = [
     "",

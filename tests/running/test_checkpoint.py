@@ -17,8 +17,7 @@ from fedstill.core.errors import CorruptFile
 from fedstill.core.files import digest
 from fedstill.core.records import ModelSpec, Payload, Stage, State
 from fedstill.running import journal as journals
-from fedstill.running.checkpoint import CHECKPOINTS_KEPT, Checkpoints, Restored
-from fedstill.running.stored_memory import StoredMemory
+from fedstill.running.checkpoint import CHECKPOINTS_KEPT, Checkpoints, Restored, StoredMemory
 
 CONFIG = digest(b"config")
 LABELS = torch.arange(12).reshape(4, 3)

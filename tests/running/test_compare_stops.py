@@ -19,9 +19,8 @@ import pytest
 import toys
 from fedstill.config.experiment import load
 from fedstill.running import compare
-from fedstill.running.compare import deaf
+from fedstill.running.compare import deaf, variants
 from fedstill.running.runner import run
-from fedstill.running.variants import variants
 
 CONFIG = "rounds = 100000\nmeasure = []\ntopology = { clients = 4 }\nplan = { epochs = 1 }\n"
 

@@ -18,7 +18,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.census import Census
 from fedstill.core.errors import ClientFailed, ConfigError, CorruptFile, Diverged, TooFewReplies
 from fedstill.running import journal as journals
-from fedstill.running.progress import Quiet
+from fedstill.running.recording import Quiet
 from fedstill.running.runner import resume, run
 from flowers import needs_flower
 from newcomer import SHAPES, at_the_server, mine, refusals

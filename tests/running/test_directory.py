@@ -22,11 +22,11 @@ from fedstill.config.experiment import Experiment, load
 from fedstill.core.errors import ConfigError, CorruptFile, Interrupted, NoRun, RunBusy, RunExists
 from fedstill.report.page import write_page
 from fedstill.running import same_run
+from fedstill.running.compare import variants
 from fedstill.running.directory import claimed
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import resume, run
 from fedstill.running.runs import read_run
-from fedstill.running.variants import variants
 from forking import SETTINGS
 from run_bits import StopAfter, Whole, assert_same_bits, bits, stopped
 

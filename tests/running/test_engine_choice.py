@@ -15,12 +15,11 @@ from fedstill.core.records import Plan
 from fedstill.engines.footprint import forward_flops
 from fedstill.models import contract
 from fedstill.running import engine_choice
-from fedstill.running.compare import make_way
+from fedstill.running.compare import make_way, variants
 from fedstill.running.engine_choice import StageWork, suited_engine
 from fedstill.running.explain import arithmetic
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
-from fedstill.running.variants import variants
 from run_bits import stopped
 
 MLP = contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8,)})

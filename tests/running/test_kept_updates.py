@@ -21,9 +21,8 @@ from fedstill.core.extensions import NoRecorder
 from fedstill.core.files import digest
 from fedstill.core.records import SERVER
 from fedstill.core.results import StageResult
-from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.checkpoint import UPDATES, Checkpoints, kept_updates
 from fedstill.running.explain import arithmetic, kept_update_bytes
-from fedstill.running.kept_updates import UPDATES, kept_updates
 from fedstill.running.preparation import prepare
 from fedstill.running.replay import Replay
 from fedstill.running.runner import resume, run

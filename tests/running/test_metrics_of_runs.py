@@ -28,13 +28,11 @@ from fedstill.report.summary import best_first, said_of_order
 from fedstill.report.table_files import results_table
 from fedstill.report.terminal import comparison_table
 from fedstill.running import cautions
-from fedstill.running.compare import Outcome
+from fedstill.running.compare import Outcome, Variant
 from fedstill.running.evaluation import OwnTests
-from fedstill.running.groups import groups
 from fedstill.running.preparation import Prepared, prepare
-from fedstill.running.runs import find
+from fedstill.running.runs import find, groups
 from fedstill.running.tuning import Tuning, parse_space
-from fedstill.running.variants import Variant
 
 ALL = tuple(RECORDED)
 Examples = tuple[torch.Tensor, torch.Tensor]

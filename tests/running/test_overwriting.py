@@ -14,13 +14,12 @@ from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ClientFailed, ConfigError, RunBusy, RunExists
 from fedstill.report.page import write_page
-from fedstill.running.compare import make_way
+from fedstill.running.compare import make_way, seeded, variants
 from fedstill.running.directory import clear, locked
 from fedstill.running.frame import write_run_tables
 from fedstill.running.journal import add_looks
 from fedstill.running.runner import run
 from fedstill.running.same_run import other_settings
-from fedstill.running.variants import seeded, variants
 from flowers import needs_flower
 from forking import SETTINGS
 from newcomer import SHAPES, mine

@@ -41,10 +41,10 @@ from fedstill.models.contract import predictor
 from fedstill.report.page import page
 from fedstill.report.summary import columns, rows
 from fedstill.report.terminal import comparison_table, console
-from fedstill.running.groups import groups
 from fedstill.running.journal import read_journal
 from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
+from fedstill.running.runs import groups
 from run_bits import assert_same_bits, bits, stopped
 
 

@@ -25,8 +25,8 @@ from fedstill.report.data_split import class_by_client, splits
 from fedstill.report.figures import short
 from fedstill.report.page import write_page
 from fedstill.running.evaluation import OwnTests
-from fedstill.running.groups import groups
 from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.runs import groups
 
 SIZES = ((20, 4), (30, 6), (10, 2))
 

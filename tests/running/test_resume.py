@@ -18,7 +18,7 @@ import toys
 from fedstill.core.errors import CorruptFile, Interrupted
 from fedstill.export.loading import load_model
 from fedstill.running.frame import run_frames
-from fedstill.running.progress import Quiet
+from fedstill.running.recording import Quiet
 from fedstill.running.runner import resume, run
 from fedstill.running.runs import find, read_run
 from forking import SETTINGS

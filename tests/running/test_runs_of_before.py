@@ -22,11 +22,11 @@ from fedstill.config.resolve import settle
 from fedstill.config.settings import with_old_behaviour
 from fedstill.core.errors import ClientFailed
 from fedstill.engines import serial
-from fedstill.running.groups import groups
+from fedstill.running.compare import variants
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import resume, run
+from fedstill.running.runs import groups
 from fedstill.running.same_run import other_settings, software
-from fedstill.running.variants import variants
 from run_bits import before_round_1, resealed
 
 BEFORE = Path(__file__).parent / "begun_before"

@@ -13,9 +13,8 @@ import fedstill
 from fedstill.benchmark.recipes import load_recipe
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
-from fedstill.running.compare import carry_out_runs
+from fedstill.running.compare import Variant, carry_out_runs, seeded, variants
 from fedstill.running.tuning import Tuning, parse_space
-from fedstill.running.variants import Variant, seeded, variants
 from run_bits import assert_same_bits, bits
 
 COMMON: dict[str, Any] = {

@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensor
 import toys
 from fedstill.config.experiment import Experiment
 from fedstill.running.journal import read_journal
-from fedstill.running.progress import Quiet
+from fedstill.running.recording import Quiet
 from fedstill.running.runner import run
 
 SAMPLED = 100

@@ -34,11 +34,11 @@ from fedstill.export.loading import load_model
 from fedstill.report.page import page
 from fedstill.running.evaluation import OwnTests
 from fedstill.running.explain import arithmetic
-from fedstill.running.groups import groups
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
+from fedstill.running.runs import groups
 from run_bits import assert_same_bits, bits, stopped
 
 

@@ -34,12 +34,11 @@ from fedstill.report.data_split import (
 from fedstill.report.page import page
 from fedstill.report.sections import Report
 from fedstill.running import archive
-from fedstill.running.groups import groups
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
-from fedstill.running.runs import read_run
+from fedstill.running.runs import groups, read_run
 from fedstill.running.split_file import SPLIT, networks_of, read_label_counts, read_split
 from pages import as_html
 from run_bits import assert_same_bits, bits, stopped

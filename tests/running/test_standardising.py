@@ -14,8 +14,8 @@ from fedstill import from_tensors
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError
 from fedstill.data.dataset import Dataset, DatasetInfo
-from fedstill.running.data_sums import NO_SPREAD, column_moments
 from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.standardisation import NO_SPREAD, column_moments
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

@@ -19,12 +19,11 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest
-from fedstill.running.compare import Outcome, _next
-from fedstill.running.groups import groups
+from fedstill.running.compare import Outcome, _next, seeded, with_starts
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
-from fedstill.running.variants import seeded, with_starts
+from fedstill.running.runs import groups
 from run_bits import assert_same_bits, bits, stopped
 
 SMALL: dict[str, Any] = {"model": {"name": "mlp", "hidden": (8,)}, "rounds": 2}

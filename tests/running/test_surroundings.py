@@ -29,7 +29,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.engines.cores import side_by_side
 from fedstill.engines.precision import steady
 from fedstill.methods.fedavg import FedAvg
-from fedstill.running.progress import Quiet
+from fedstill.running.recording import Quiet
 from run_bits import assert_same_bits, bits
 
 pytestmark = pytest.mark.usefixtures("with_threads")

@@ -16,13 +16,11 @@ from fedstill.core.records import Stage, TrainingResult
 from fedstill.core.registry import register
 from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FedAvg
-from fedstill.running.compare import carry_out_runs
+from fedstill.running.compare import carry_out_runs, variants
 from fedstill.running.frame import load_runs
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import resume, run
-from fedstill.running.trackers import AboutRun
-from fedstill.running.tracking import TRACKERS, RoundNumbers
-from fedstill.running.variants import variants
+from fedstill.running.trackers import TRACKERS, AboutRun, RoundNumbers
 from run_bits import StopAfter
 
 

@@ -14,7 +14,7 @@ from fedstill.config.experiment import Experiment, load
 from fedstill.config.overrides import parse_grid
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
-from fedstill.running.variants import variants
+from fedstill.running.compare import variants
 
 CONFIG = '[method]\nname = "fedadkd"\nalpha = 2.0\n'
 

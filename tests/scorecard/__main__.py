@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fedstill.core.errors import UnknownName
 from fedstill.report import terminal
-from fedstill.running.variants import new_folder
+from fedstill.running.compare import new_folder
 from scorecard.rows import HEAD, all_passed, chosen_rows, measure_rows, score_lines, write_scorecard
 from scorecard.trials import PromiseRow
 

@@ -18,7 +18,7 @@ from typing import Any
 import fedstill
 from fedstill.core.errors import FedstillError, Interrupted, cut_reason, on_one_line
 from fedstill.report.page import write_page
-from fedstill.running.progress import Quiet
+from fedstill.running.recording import Quiet
 from fedstill.running.runner import resume, run
 from scorecard.stopping_runs import evidence_of
 from scorecard.trials import Trials, scratch, small_run

@@ -43,8 +43,7 @@ from fedstill.report.figures import (
 )
 from fedstill.report.sections import Report
 from fedstill.report.series import Look, looks, reading
-from fedstill.running.groups import Group
-from fedstill.running.runs import Run
+from fedstill.running.runs import Group, Run
 
 # Why a class fell, in words: one sentence, one table, one hint.
 

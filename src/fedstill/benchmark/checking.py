@@ -33,12 +33,12 @@ from fedstill.core.files import digest
 from fedstill.core.keys import numpy_generator, seed_for
 from fedstill.core.registry import names
 from fedstill.core.reports import json_value
+from fedstill.running.compare import Variant, seeded
 from fedstill.running.journal import Event, without_times
 from fedstill.running.preparation import read_data
 from fedstill.running.result import summary_from_journal
 from fedstill.running.same_run import comparable_start, processor, software
 from fedstill.running.split_file import SPLIT
-from fedstill.running.variants import Variant, seeded
 
 NEAR = 1e-9
 """Two sums of the same numbers in different orders differ by less than this."""

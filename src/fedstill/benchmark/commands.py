@@ -13,8 +13,7 @@ from fedstill.cli.app import Flag, Grid, Jobs, Names, Quiet, say
 
 if TYPE_CHECKING:
     from fedstill.benchmark.suites import Suite
-    from fedstill.running.compare import Outcome
-    from fedstill.running.variants import Variant
+    from fedstill.running.compare import Outcome, Variant
 
 
 # The commands of the ranking that do runs: rank, rank run, rank choose, rank enter.

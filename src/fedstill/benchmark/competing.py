@@ -35,11 +35,11 @@ from fedstill.core.errors import ConfigError, CorruptFile, DataError, FedstillEr
 from fedstill.core.files import read_toml
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Stage
+from fedstill.running.compare import Variant
 from fedstill.running.explain import local_steps
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
-from fedstill.running.variants import Variant
 
 # Fields chosen for the rows of a suite, on training images that clients lack and on seeds that are
 # not reported.

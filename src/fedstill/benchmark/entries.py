@@ -28,10 +28,10 @@ from fedstill.benchmark.suites import Choice, Suite, Try, read_choice, slug
 from fedstill.core.errors import ConfigError, CorruptFile, RunExists
 from fedstill.core.files import digest, make_folder, parse_toml, read_toml, write_whole
 from fedstill.running.archive import readable
+from fedstill.running.compare import Variant
 from fedstill.running.journal import CONFIG_SEAL, without_times
 from fedstill.running.same_run import processor, software
 from fedstill.running.split_file import SPLIT
-from fedstill.running.variants import Variant
 
 ENTRY = "entry.toml"
 RUN_FILES = ("config.toml", "journal.jsonl", "summary.json", SPLIT)

@@ -28,9 +28,9 @@ from fedstill.core.files import make_folder, write_whole
 from fedstill.core.labels import distance, proportions
 from fedstill.core.records import SERVER
 from fedstill.report.table_files import csv_text
+from fedstill.running.compare import Variant
 from fedstill.running.explain import local_steps
 from fedstill.running.preparation import Prepared, prepare
-from fedstill.running.variants import Variant
 
 # Where a run stands among the cells of a map: how uneven its clients are, how long each trains, how
 # many take part.

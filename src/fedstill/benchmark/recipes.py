@@ -18,7 +18,7 @@ from typing import Any
 from fedstill.config.experiment import from_tree
 from fedstill.config.overrides import COMMAND_LINE
 from fedstill.core.errors import ConfigError, UnknownName
-from fedstill.running.variants import Variant, seeded
+from fedstill.running.compare import Variant, seeded
 
 TOP = {"paper", "common", "columns", "rows", "published"}
 

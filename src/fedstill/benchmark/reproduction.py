@@ -24,11 +24,10 @@ from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.report.summary import COLUMNS, NONE, package_notes
 from fedstill.report.terminal import table
-from fedstill.running.groups import Spread, differing, spread
-from fedstill.running.groups import said as as_written
-from fedstill.running.runs import Run, read_run
+from fedstill.running.compare import Variant
+from fedstill.running.runs import Run, Spread, differing, read_run, spread
+from fedstill.running.runs import said as as_written
 from fedstill.running.same_run import other_settings, settings_by_key
-from fedstill.running.variants import Variant
 
 # A paper's table beside ours: for every column the levels, and the difference of each row to the
 # first.

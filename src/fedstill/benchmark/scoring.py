@@ -14,10 +14,9 @@ import numpy as np
 from fedstill.core.errors import CorruptFile, Diverged, Interrupted, RunsFailed, TooFewReplies
 from fedstill.metrics import tasks as over
 from fedstill.metrics.values import Values
-from fedstill.running.compare import Outcome
+from fedstill.running.compare import Outcome, Variant
 from fedstill.running.journal import Event, read_journal
 from fedstill.running.numbers import RunNumbers
-from fedstill.running.variants import Variant
 
 # The numbers that the ranking takes from a run's journal: how much was learned, how much of it was
 # kept, what it cost.

@@ -18,7 +18,7 @@ from fedstill.metrics import ranks as over
 from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.metrics.values import Values
 from fedstill.report.summary import NONE
-from fedstill.running.groups import Spread, spread
+from fedstill.running.runs import Spread, spread
 
 # The standings of a suite: from the entries' runs to ranks, differences, shares of the gap and what
 # they cost.

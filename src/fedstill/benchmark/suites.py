@@ -19,7 +19,7 @@ from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.fields import as_table
 from fedstill.core.files import make_folder, parse_toml, read_toml, write_whole
 from fedstill.methods.fedavg import FedAvg
-from fedstill.running.variants import Variant
+from fedstill.running.compare import Variant
 
 # What may be tried of a row: a few tables of its method's own fields and of two further keys.
 

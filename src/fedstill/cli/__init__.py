@@ -84,7 +84,7 @@ COMMANDS = (
     Part(
         "tune",
         "Look for good values of fields by trials (Optuna's TPE); each trial is one run per seed.",
-        "fedstill.cli.tune:tune_command",
+        "fedstill.cli.comparisons:tune_command",
     ),
     Part(
         "unpack",

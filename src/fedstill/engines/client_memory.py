@@ -15,7 +15,7 @@ class Memory:
     committed.
 
     remembered: what some clients remember already. ``index``: the version that counts of each
-    client whose memory is a file; none here (``running.stored_memory``).
+    client whose memory is a file; none here (``running.checkpoint``).
     """
 
     def __init__(self, remembered: Mapping[int, Payload] | None = None) -> None:

@@ -36,7 +36,7 @@ from fedstill.models.ensemble import Joined
 from fedstill.models.model_file import FINAL, read_final
 from fedstill.running import journal as journals
 from fedstill.running.archive import SUFFIX, readable
-from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.checkpoint import Checkpoints, StoredMemory
 from fedstill.running.directory import settings_of
 from fedstill.running.preparation import read_data, with_pixels
 from fedstill.running.remote import remote_engine
@@ -44,7 +44,6 @@ from fedstill.running.result import Result
 from fedstill.running.same_run import RunIdentity
 from fedstill.running.selection import SELECTION, STOP_REASON, best_round
 from fedstill.running.start_weights import body_of
-from fedstill.running.stored_memory import StoredMemory
 from fedstill.running.world import RunWorld, started, world_of
 
 # What a run's model takes, and what normalises it: as its journal says; of older runs, the

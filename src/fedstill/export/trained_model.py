@@ -21,7 +21,7 @@ from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
 from fedstill.data.encoding import MISSING, category_name, encoded, table_rows, with_marks
 from fedstill.models.ensemble import module_of
 from fedstill.models.functional import channels_last
-from fedstill.running.data_sums import NO_SPREAD
+from fedstill.running.standardisation import NO_SPREAD
 
 # Rows and texts as people have them, as the tensor that a run's model takes: as the run made its
 # own.

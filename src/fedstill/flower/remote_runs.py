@@ -22,7 +22,7 @@ from fedstill.flower.run_engine import connect, informed, trial_app
 from fedstill.flower.site_storage import Desk
 from fedstill.running import journal as journals
 from fedstill.running.preparation import Prepared
-from fedstill.running.progress import Progress
+from fedstill.running.recording import Progress
 from fedstill.running.remote import Driven, RunEngine
 from fedstill.running.result import Result
 from fedstill.running.same_run import name_for_clients

@@ -23,8 +23,8 @@ from fedstill.flower.messages import Request
 from fedstill.flower.site import Clerk
 from fedstill.flower.site_data import Ready
 from fedstill.flower.site_settings import Site, code_in, files_in
+from fedstill.running.checkpoint import StoredMemory
 from fedstill.running.preparation import Prepared
-from fedstill.running.stored_memory import StoredMemory
 from fedstill.version import VERSION
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from fedstill.flower.messages import Request, SiteReply
 from fedstill.flower.site_data import Ready, on_own_data, on_own_tasks
 from fedstill.flower.site_settings import Site, code_in, files_in
 from fedstill.flower.site_storage import Desk
-from fedstill.running.data_sums import sums_stage, sums_work
 from fedstill.running.extensions import site_guards
 from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.standardisation import sums_stage, sums_work
 from fedstill.version import VERSION
 
 

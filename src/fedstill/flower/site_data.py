@@ -24,13 +24,17 @@ from fedstill.data.views import concatenated
 from fedstill.flower.facts import Facts
 from fedstill.flower.site_settings import Site
 from fedstill.running.cautions import log_once
-from fedstill.running.client_data import ClientData
+from fedstill.running.client_data import NOISE, ClientData, ExampleForm, public_copy, reading_like
 from fedstill.running.compatibility import check_at_site
-from fedstill.running.data_sums import column_moments
 from fedstill.running.preparation import Prepared, run_metrics, site_views
-from fedstill.running.public_data import NOISE, ExampleForm, public_copy, reading_like
 from fedstill.running.splitting import cut_into_tasks, stream_of
-from fedstill.running.standardisation import STANDARDISED, UNSCALED, Scaler, unscaled
+from fedstill.running.standardisation import (
+    STANDARDISED,
+    UNSCALED,
+    Scaler,
+    column_moments,
+    unscaled,
+)
 from fedstill.running.world import RunWorld, extended, world_of
 
 # A site's own data as the run has them: read by the run's keys, checked against its facts,

@@ -17,8 +17,8 @@ from fedstill.core.rounds import Schedule
 from fedstill.core.work import ClientWork
 from fedstill.privacy.noise import GROUP, Privacy, rows_of
 from fedstill.privacy.private_training import rate_and_steps, training_epsilon
-from fedstill.running.data_sums import sums_work
 from fedstill.running.preparation import Prepared
+from fedstill.running.standardisation import sums_work
 
 # What private training has cost each client so far; counted in the journal, so that a resumed run
 # goes on.

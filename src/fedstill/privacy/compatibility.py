@@ -22,7 +22,7 @@ from fedstill.methods.fit import FIT
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.primitives import require_secure
 from fedstill.running.compatibility import PlannedRun, Rule
-from fedstill.running.hostile_clients import FACTORS
+from fedstill.running.extensions import FACTORS
 
 # ---- private training ---------------------------------------------------------------------------
 

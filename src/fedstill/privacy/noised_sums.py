@@ -23,7 +23,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.records import Payload, Reply
 from fedstill.data.dataset import DatasetInfo
 from fedstill.privacy.noise import SUMS_GROUP, Privacy
-from fedstill.running.data_sums import ROUNDING, Moments, SumsWork
+from fedstill.running.standardisation import ROUNDING, Moments, SumsWork
 
 FAR = 40.0
 """Nothing that a client sends is further than this times the noise's spread from what it may

@@ -17,8 +17,8 @@ from fedstill.core.records import Plan, Reply, Stage
 from fedstill.core.work import ClientWork
 from fedstill.privacy.noise import Privacy, rows_of
 from fedstill.privacy.private_training import rate_and_steps, training_epsilon
-from fedstill.running.data_sums import SumsWork, sums_stage, sums_work
 from fedstill.running.preparation import Prepared
+from fedstill.running.standardisation import SumsWork, sums_stage, sums_work
 
 NOISED = "noised"
 """The file in a client's folder that names the stages which were answered with noise."""

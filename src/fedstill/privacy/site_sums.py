@@ -35,8 +35,8 @@ from fedstill.privacy.sum_steps import (
     byte_tensors,
     plain_payload,
 )
-from fedstill.running.data_sums import sums_stage
 from fedstill.running.preparation import Prepared
+from fedstill.running.standardisation import sums_stage
 
 UNDER_WAY = "secure-sum"
 """The file in a client's folder about the sum that is under way."""

@@ -41,9 +41,8 @@ from fedstill.report.figures import (
     rounded,
 )
 from fedstill.report.sections import Report
-from fedstill.running.groups import Group
 from fedstill.running.journal import Event
-from fedstill.running.runs import JOURNAL, Run
+from fedstill.running.runs import JOURNAL, Group, Run
 
 # Queries that nobody answered: no peer's model reached the threshold on noise, so the client had no
 # teacher.

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from plotly.io.json import to_json_plotly
 
 from fedstill.report.figures import MOST_IN_LEGEND, Figure, Style
-from fedstill.running.groups import Group
+from fedstill.running.runs import Group
 
 SVG_DASHES = {"solid": "none", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 """Plotly's names of dashes, as SVG's."""

@@ -23,7 +23,7 @@ from fedstill.report.figures import ACCURACY, PERCENT, SHARE, Figure, Line, Styl
 from fedstill.report.rounds import class_map
 from fedstill.report.sections import Report
 from fedstill.report.series import Look, looks, of_runs, reading
-from fedstill.running.groups import Group
+from fedstill.running.runs import Group
 
 ABOUT_HOPS = (
     "A hop is one client's training: its model goes to the next client. Only hops of measured "

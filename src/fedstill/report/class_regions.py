@@ -24,7 +24,7 @@ from fedstill.report.blocks import (
 from fedstill.report.figures import COUNTS, Figure, layout, plain, rounded
 from fedstill.report.sections import Report
 from fedstill.report.series import Look, last_looks, looks, matrix, reading
-from fedstill.running.groups import Group
+from fedstill.running.runs import Group
 
 CLASSES = (
     "#4E79A7", "#F28E2B", "#59A14F", "#E15759", "#B07AA1",

@@ -37,8 +37,7 @@ from fedstill.report.figures import (
 )
 from fedstill.report.sections import Report
 from fedstill.report.summary import NONE
-from fedstill.running.groups import Group
-from fedstill.running.runs import Run
+from fedstill.running.runs import Group, Run
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,18 @@ from fedstill.report.progress import followed_runs
 from fedstill.report.summary import COLUMNS, Column, own_columns
 from fedstill.report.table_files import write_tables
 from fedstill.running.archive import restored
-from fedstill.running.compare import Outcome, carry_out_runs, jobs_that_fit
+from fedstill.running.compare import (
+    Outcome,
+    Variant,
+    carry_out_runs,
+    jobs_that_fit,
+    new_folder,
+    variants,
+)
 from fedstill.running.directory import claimed
 from fedstill.running.frame import data_frame
-from fedstill.running.groups import Group, groups
-from fedstill.running.notebook import (
+from fedstill.running.result import (
+    Result,
     Shade,
     lost_by_class,
     most_forgotten,
@@ -40,9 +47,7 @@ from fedstill.running.notebook import (
     notebook_table,
     shaded,
 )
-from fedstill.running.result import Result
-from fedstill.running.runs import CONFIG, read_run
-from fedstill.running.variants import Variant, new_folder, variants
+from fedstill.running.runs import CONFIG, Group, groups, read_run
 
 if TYPE_CHECKING:
     import pandas

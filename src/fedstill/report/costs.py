@@ -41,8 +41,7 @@ from fedstill.report.series import (
     seconds_by_measure,
 )
 from fedstill.report.summary import NONE, three_digits
-from fedstill.running.groups import Group, spread
-from fedstill.running.runs import Run
+from fedstill.running.runs import Group, Run, spread
 
 ABOUT_COST = "Seconds depend on the machine and on what else ran on it. Bytes do not."
 ABOUT_TIMES = (

@@ -28,8 +28,7 @@ from fedstill.report.figures import (
     whole_numbers,
 )
 from fedstill.report.sections import Report
-from fedstill.running.groups import Group, split_of
-from fedstill.running.runs import Run
+from fedstill.running.runs import Group, Run, split_of
 
 # Maps of class × client
 

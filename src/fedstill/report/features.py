@@ -23,7 +23,7 @@ from fedstill.report.class_regions import HIDDEN_AXIS, class_colour, class_name
 from fedstill.report.figures import Figure, Style, layout, named, plain
 from fedstill.report.sections import Report
 from fedstill.report.series import Look, last_looks, matrix, reading
-from fedstill.running.groups import Group
+from fedstill.running.runs import Group
 
 RECEIVED = "received"
 AGGREGATED = "aggregated"

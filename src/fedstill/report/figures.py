@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from fedstill.report.series import ByRound, Series, mean_over_seeds, over_seeds
-from fedstill.running.groups import Group, Spread
+from fedstill.running.runs import Group, Spread
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
 DASHES = ("solid", "dash", "dot", "dashdot")

@@ -21,7 +21,7 @@ from fedstill.report.figures import (
     y_values,
 )
 from fedstill.report.sections import Report
-from fedstill.running.groups import Group, differing, group_labels, method_of
+from fedstill.running.runs import Group, differing, group_labels, method_of
 
 NOT_VARIED = ("partition.seed", "partition.min_size", "partition.clients")
 """Numbers of a partition that do not say how uneven it is."""

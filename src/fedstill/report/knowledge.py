@@ -32,7 +32,7 @@ from fedstill.report.figures import (
 )
 from fedstill.report.sections import Report
 from fedstill.report.series import mean_over_seeds
-from fedstill.running.groups import Group
+from fedstill.running.runs import Group
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from fedstill.report.figures import (
 )
 from fedstill.report.sections import Report
 from fedstill.report.series import Look, looks, over_seeds, reading
-from fedstill.running.groups import Group
+from fedstill.running.runs import Group
 
 ATTACKS = {"the loss": "loss", "the likelihood ratio": "likelihood_ratio"}
 """What an attack decides by, and its key in the journal."""

@@ -30,7 +30,7 @@ from fedstill.report.figures import (
     measured,
 )
 from fedstill.report.sections import Report
-from fedstill.running.groups import Group
+from fedstill.running.runs import Group
 
 MODELS = {
     "": "The server's model on the common test set.",

@@ -19,8 +19,8 @@ from fedstill.core.files import PAGE, as_named, refuse_other_kind, write_over
 from fedstill.report.blocks import Block, Facts, Notice, Section, templates
 from fedstill.report.run_details import refused
 from fedstill.report.sections import Report, sections
-from fedstill.running.groups import Group, groups, method_of, said, split_of
 from fedstill.running.journal import VERSIONS
+from fedstill.running.runs import Group, groups, method_of, said, split_of
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"

@@ -64,7 +64,7 @@ class OneRun(Display, Protocol):
 
 
 class Followed:
-    """One run that is followed (``running.progress.Progress``). Ctrl-C ends after the stage,
+    """One run that is followed (``running.recording.Progress``). Ctrl-C ends after the stage,
     twice at once.
 
     ``display``: shows it; None: nothing is shown.

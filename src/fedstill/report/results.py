@@ -19,7 +19,7 @@ from fedstill.report.blocks import (
 from fedstill.report.sections import Report
 from fedstill.report.summary import Column, Row, best_first, columns, rows, said_of_order
 from fedstill.report.table_files import differences, differences_table
-from fedstill.running.groups import Group, differing_schedule, schedule_cells
+from fedstill.running.runs import Group, differing_schedule, schedule_cells
 
 ABOUT = (
     "One line for each group of runs that differ only in their seed: mean ± one standard deviation "

@@ -36,7 +36,7 @@ from fedstill.report.figures import (
 from fedstill.report.sections import Report
 from fedstill.report.series import class_means
 from fedstill.report.summary import own_metrics
-from fedstill.running.groups import Group
+from fedstill.running.runs import Group
 
 # Lines of accuracy and forgetting
 

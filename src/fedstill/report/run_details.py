@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from fedstill.report.blocks import Block, Cell, Folded, Paragraph, Section, Table, group_label
 from fedstill.report.sections import Report
 from fedstill.report.summary import NONE
-from fedstill.running.groups import UNSET, Group, differing, said
 from fedstill.running.journal import Event
 from fedstill.running.result import Refusals
-from fedstill.running.runs import Run
+from fedstill.running.runs import UNSET, Group, Run, differing, said
 
 MOST_REASONS = 12
 """How many reasons of a group have a line of their own."""

@@ -17,7 +17,7 @@ from fedstill.manifest import Part
 from fedstill.report.blocks import Section
 from fedstill.report.figures import Style
 from fedstill.report.table_files import group_named
-from fedstill.running.groups import Group
+from fedstill.running.runs import Group
 
 
 @dataclass(frozen=True)

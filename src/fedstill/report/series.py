@@ -16,9 +16,8 @@ import numpy as np
 from fedstill.core.errors import CorruptFile
 from fedstill.measures.base import seconds_at_clients
 from fedstill.metrics.values import Values
-from fedstill.running.groups import Group, Spread
 from fedstill.running.journal import Event
-from fedstill.running.runs import JOURNAL, Run
+from fedstill.running.runs import JOURNAL, Group, Run, Spread
 
 ByRound = Mapping[int, float]
 """A number by round; round 0 is before training."""

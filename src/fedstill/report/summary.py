@@ -9,8 +9,7 @@ from typing import Any
 
 from fedstill import manifest
 from fedstill.metrics.classification import ACCURACY, METRICS, Metric
-from fedstill.running.groups import Group, Spread
-from fedstill.running.runs import Run
+from fedstill.running.runs import Group, Run, Spread
 
 # The columns.
 

@@ -17,11 +17,18 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.files import OF_TABLES, as_named, make_folder, refuse_other_kind, write_whole
 from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.report.summary import NONE, Column, best_first, columns, rows
-from fedstill.running.groups import Group, Spread, alike, differing_schedule, schedule_cells
 from fedstill.running.journal import VERSIONS, read_journal
-from fedstill.running.runs import JOURNAL, Run, find
-from fedstill.running.trackers import AboutRun, TensorBoard, Tracker
-from fedstill.running.tracking import RoundNumbers
+from fedstill.running.runs import (
+    JOURNAL,
+    Group,
+    Run,
+    Spread,
+    alike,
+    differing_schedule,
+    find,
+    schedule_cells,
+)
+from fedstill.running.trackers import AboutRun, RoundNumbers, TensorBoard, Tracker
 
 # Tables as text.
 

@@ -29,8 +29,7 @@ from fedstill.report.figures import (
     y_values,
 )
 from fedstill.report.sections import Report
-from fedstill.running.groups import Group
-from fedstill.running.runs import Run
+from fedstill.running.runs import Group, Run
 
 ABOUT = (
     "Tasks come one after another. At the end of each the model is tested on all of them. "

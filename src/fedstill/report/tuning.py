@@ -16,7 +16,7 @@ from fedstill.report.blocks import Block, Chart, Paragraph, Section, Table
 from fedstill.report.figures import Figure, layout
 from fedstill.report.page import document
 from fedstill.report.summary import NONE
-from fedstill.running.groups import spread
+from fedstill.running.runs import spread
 from fedstill.running.tuning import Trial, Tuning
 
 if TYPE_CHECKING:

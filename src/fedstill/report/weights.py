@@ -24,7 +24,7 @@ from fedstill.report.figures import (
 )
 from fedstill.report.sections import Report
 from fedstill.report.series import looks, reading
-from fedstill.running.groups import Group
+from fedstill.running.runs import Group
 
 LAYERS = {"last hidden layer": "features", "classifier": "classifier"}
 """The layers whose alignment is measured, and their keys in the journal."""

@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedstill.config.settings import Settings
 from fedstill.core.codec import OWN_ENTRIES, decode, encode
-from fedstill.core.errors import BadPayload, CorruptFile
+from fedstill.core.errors import BadPayload, ConfigError, CorruptFile
+from fedstill.core.extensions import Event, Fields, StageKeeper
 from fedstill.core.files import digest, make_folder, remove, write_together
-from fedstill.core.records import ModelSpec, Payload, State
-from fedstill.running.journal import Mark
+from fedstill.core.records import NOTHING, SERVER, ModelSpec, Payload, Stage, State
+from fedstill.core.results import StageResult
+from fedstill.engines.client_memory import Memory, Version
+from fedstill.running.journal import Mark, read_journal
 
 log = logging.getLogger("fedstill.checkpoint")
 
@@ -288,3 +293,167 @@ def read_sealed(path: Path, sha: str) -> bytes:
     if digest(data) != sha:
         raise CorruptFile(f"{path} is damaged: its SHA-256 is not the one noted")
     return data
+
+
+# What clients remember, in one file for each client and stage.
+
+
+class StoredMemory(Memory):
+    """The memories of all clients in a folder; a file that ``index`` does not name does not
+    count.
+    """
+
+    def __init__(self, folder: Path, index: Mapping[int, Version] | None = None) -> None:
+        super().__init__()
+        self.folder = folder
+        self.index.update(index or {})
+
+    def in_process(self) -> Memory:
+        return Memory({client: self.load(client) for client in self.index})
+
+    def load(self, client: int) -> Payload:
+        """What a client remembers; nothing at first. Raises CorruptFile if its file is not the one
+        that was written.
+        """
+        if client not in self.index:
+            return NOTHING
+        name, sha = self.index[client]
+        path = self.folder / name
+        try:
+            data = path.read_bytes()
+            if digest(data) != sha:
+                raise BadPayload("its SHA-256 is not the one noted")
+            return decode(data, entries=OWN_ENTRIES)
+        except (OSError, BadPayload) as error:
+            raise CorruptFile(
+                f"{path}, the memory of client {client}, cannot be used: {error}"
+            ) from error
+
+    def forget(self, client: int) -> None:
+        self.index.pop(client, None)
+
+    def write(self, stage: Stage, states: Mapping[int, Payload]) -> None:
+        if not states:
+            return
+        make_folder(self.folder)
+        versions: dict[int, Version] = {}
+
+        def files() -> Iterator[tuple[Path, bytes]]:
+            # One at a time: the encoded states of all clients may not fit into memory.
+            for client, state in states.items():
+                data = encode(state)
+                name = f"client{client}-round{stage.round}-stage{stage.index}.safetensors"
+                versions[client] = (name, digest(data))
+                yield self.folder / name, data
+
+        write_together(files())
+        self.index.update(versions)
+
+    def prune(self, names: Collection[str]) -> None:
+        super().prune(names)
+        for path in self.folder.glob("*.safetensors"):
+            if path.name not in names:
+                remove(path)
+
+
+# Updates that a run keeps if it is asked to: the content of every reply that was accepted.
+
+
+UPDATES = "updates"
+"""The folder of kept updates in a run's directory."""
+
+SEAL = "update_sha256"
+"""The field of a client's event with the SHA-256 of its kept update."""
+
+_FILE_NAME = re.compile(r"client(?P<client>\d+)-round(?P<round>\d+)-stage(?P<stage>\d+)")
+
+
+def update_keepers(settings: Settings, folder: Path | None) -> tuple[StageKeeper, ...]:
+    """What keeps the updates of a run, if it is asked to, in the run's directory."""
+    if folder is None or not settings.keep_updates:
+        return ()
+    return (UpdateKeeper(folder / UPDATES),)
+
+
+@dataclass(frozen=True)
+class UpdateKeeper:
+    """Keeps what clients sent (``core.extensions.StageKeeper``)."""
+
+    folder: Path
+
+    def keep(self, result: StageResult) -> dict[int, Fields]:
+        """Write the accepted replies of a stage; their SHA-256 for the events of their clients."""
+        replies = [reply for reply in result.accepted if reply.client != SERVER]
+        fields: dict[int, Fields] = {}
+
+        def files() -> Iterator[tuple[Path, bytes]]:
+            for reply in replies:
+                data = encode(reply.content)
+                fields[reply.client] = {SEAL: digest(data)}
+                yield _path(self.folder, result.stage.round, result.stage.index, reply.client), data
+
+        if replies:
+            make_folder(self.folder)
+            write_together(files())
+        return fields
+
+    def cut(self, round: int, stage: int) -> None:
+        """Delete the updates of this stage and of all later ones."""
+        for path in self.folder.glob("*.safetensors"):
+            name = _FILE_NAME.fullmatch(path.stem)
+            if name is not None and (int(name["round"]), int(name["stage"])) >= (round, stage):
+                remove(path)
+
+
+@dataclass(frozen=True)
+class KeptUpdate:
+    """One reply that a run has kept.
+
+    ``stage``: the index of its stage in the round; ``stage_name``: the name of that stage.
+    ``examples``: on how many the client says that it trained.
+    """
+
+    round: int
+    stage: int
+    stage_name: str
+    client: int
+    examples: int
+    path: Path
+    sha256: str
+
+    def content(self) -> Payload:
+        """What the client sent; raises CorruptFile if the file is not the one that was written."""
+        data = read_sealed(self.path, self.sha256)
+        try:
+            return decode(data, entries=OWN_ENTRIES)
+        except BadPayload as error:
+            raise CorruptFile(f"{self.path} is damaged: {error}") from error
+
+
+def kept_updates(folder: Path) -> list[KeptUpdate]:
+    """The updates that a run has kept, in the order of the journal: by round, stage and client.
+
+    Raises ConfigError for a run that keeps none.
+    """
+    updates = folder / UPDATES
+    if not updates.is_dir():
+        raise ConfigError(f"{folder} keeps no updates; run it anew with keep_updates = true")
+    events = read_journal(folder / "journal.jsonl")
+    return [_kept_update(updates, event) for event in events if SEAL in event]
+
+
+def _kept_update(updates: Path, event: Event) -> KeptUpdate:
+    """What a client's event says of its kept update."""
+    return KeptUpdate(
+        round=event["round"],
+        stage=event["stage"],
+        stage_name=event["name"],
+        client=event["client"],
+        examples=event["examples"],
+        path=_path(updates, event["round"], event["stage"], event["client"]),
+        sha256=event[SEAL],
+    )
+
+
+def _path(folder: Path, round: int, stage: int, client: int) -> Path:
+    return folder / f"client{client}-round{round}-stage{stage}.safetensors"

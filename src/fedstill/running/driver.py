@@ -25,14 +25,21 @@ from fedstill.running.extensions import run_context, run_extensions
 from fedstill.running.journal import CONFIG_SEAL, START, Journal, read_journal
 from fedstill.running.observers import seconds_by_measure
 from fedstill.running.preparation import Prepared
-from fedstill.running.progress import OnRound, Progress, Quiet
-from fedstill.running.recording import RunRecorder, data_fields, examples_seal, run_observers
+from fedstill.running.recording import (
+    OnRound,
+    Progress,
+    Quiet,
+    RunRecorder,
+    data_fields,
+    examples_seal,
+    run_observers,
+)
 from fedstill.running.remote import RunEngine, complete, engine_of, identity_of
 from fedstill.running.result import Result, summary_of, write_result
 from fedstill.running.same_run import check_same, note_versions, start_fields
 from fedstill.running.selection import selection_of
 from fedstill.running.split_file import StoredSplit, restore_split, write_split
-from fedstill.running.tracking import Named, Tracking
+from fedstill.running.trackers import Named, Tracking
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid

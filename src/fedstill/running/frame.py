@@ -20,10 +20,9 @@ from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.files import RUN_TABLE, as_named, named_path, refuse_other_kind, write_over
 from fedstill.metrics.values import Values
 from fedstill.running.archive import readable
-from fedstill.running.groups import alike
 from fedstill.running.journal import Event, read_journal
 from fedstill.running.numbers import BY_CLASS, Numbers
-from fedstill.running.runs import Run, read_run, run_folders
+from fedstill.running.runs import Run, alike, read_run, run_folders
 from fedstill.running.same_run import check_journal
 
 if TYPE_CHECKING:

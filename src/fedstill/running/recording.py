@@ -8,9 +8,10 @@ that was written beyond it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import Interrupted
@@ -26,11 +27,47 @@ from fedstill.running.extensions import Extensions
 from fedstill.running.journal import Journal
 from fedstill.running.observers import Forgetting, Measures, Traffic
 from fedstill.running.preparation import Prepared
-from fedstill.running.progress import Progress
 from fedstill.running.selection import Selection
 from fedstill.running.split_file import StoredSplit
 from fedstill.running.standardisation import Scaler
 from fedstill.running.tasks import TaskEnds
+
+OnRound = Callable[[dict[str, Any]], object]
+"""Called in Python after each round, with the fields of the journal's event."""
+
+
+class Progress(Protocol):
+    """Is told of every stage and every round that is done, and may ask the run to stop."""
+
+    def started(self, folder: Path, round: int) -> None:
+        """The run starts in its directory, or goes on there with a round."""
+
+    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
+        """A stage is done."""
+
+    def round(self, event: Mapping[str, Any], rounds: int) -> None:
+        """A round is done and measured."""
+
+    def stop(self) -> bool:
+        """Whether to end after this stage."""
+
+
+class Quiet:
+    """Shows nothing and never stops a run."""
+
+    def started(self, folder: Path, round: int) -> None:
+        """Nothing."""
+
+    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
+        """Nothing."""
+
+    def round(self, event: Mapping[str, Any], rounds: int) -> None:
+        """Nothing."""
+
+    def stop(self) -> bool:
+        """Never."""
+        return False
+
 
 # ---- what the journal's first event says of the data ---------------------------------------------
 

@@ -20,12 +20,12 @@ from fedstill.core.results import StageResult
 from fedstill.core.rounds import RunContext
 from fedstill.data.dataset import Dataset
 from fedstill.engines.client_memory import Memory, Version
-from fedstill.running.data_sums import run_sums, sums_work
+from fedstill.running.checkpoint import StoredMemory
 from fedstill.running.preparation import Prepared, prepare
-from fedstill.running.progress import OnRound, Progress
+from fedstill.running.recording import OnRound, Progress
 from fedstill.running.result import Result
 from fedstill.running.same_run import name_for_clients
-from fedstill.running.stored_memory import StoredMemory
+from fedstill.running.standardisation import run_sums, sums_work
 from fedstill.running.trackers import Track
 
 if TYPE_CHECKING:

@@ -22,13 +22,12 @@ from fedstill.data.dataset import Dataset
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.precision import steady
 from fedstill.engines.serial import SerialEngine
-from fedstill.running.checkpoint import Checkpoints, Position, Restored
+from fedstill.running.checkpoint import Checkpoints, Position, Restored, StoredMemory
 from fedstill.running.directory import settings_of
 from fedstill.running.extensions import Extensions, run_context, run_extensions
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.selection import STOP_REASON
-from fedstill.running.stored_memory import StoredMemory
 
 # ---- other clients -------------------------------------------------------------------------------
 

@@ -30,13 +30,12 @@ from fedstill.running.directory import (
 )
 from fedstill.running.driver import Driver
 from fedstill.running.preparation import prepare, prepare_again, reading_options
-from fedstill.running.progress import OnRound, Progress, Quiet
+from fedstill.running.recording import OnRound, Progress, Quiet
 from fedstill.running.remote import check_calls, place_of, remote_engine
 from fedstill.running.result import Result
 from fedstill.running.same_run import check_checkpoints, check_config
 from fedstill.running.selection import STOP_REASON
-from fedstill.running.trackers import Track
-from fedstill.running.tracking import behind, send_late, wanted
+from fedstill.running.trackers import Track, behind, send_late, wanted
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid

@@ -43,6 +43,7 @@ from fedstill.core.reports import json_value
 from fedstill.core.user_modules import files_of
 from fedstill.data.sources.catalog import KNOWN
 from fedstill.engines.precision import card_named
+from fedstill.running.client_data import NOISE, TRAIN
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import (
     CONFIG_SEAL,
@@ -53,7 +54,6 @@ from fedstill.running.journal import (
     read_journal,
     without_times,
 )
-from fedstill.running.public_data import NOISE, TRAIN
 from fedstill.running.start_weights import seal
 from fedstill.running.world import RunWorld
 from fedstill.version import VERSION

@@ -15,8 +15,7 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.overrides import parse_grid
 from fedstill.core.errors import ConfigError
 from fedstill.metrics.classification import ACCURACY, METRICS, larger_is_better
-from fedstill.running.compare import Outcome
-from fedstill.running.variants import Variant, seeded
+from fedstill.running.compare import Outcome, Variant, seeded
 
 if TYPE_CHECKING:
     import optuna
