@@ -9,7 +9,7 @@ INSTALL = UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" VIRTUAL_ENV=.venv .venv/bi
 # What make test adds: the tools, and every extra but flower-simulation.
 EXTRAS = test,tensorboard,docs,flower,flower-datasets,onnx,tune,mlflow,wandb,text,private,secure
 
-.PHONY: demo test test-latest slow lint docs-check docs-tables house grid scorecard bench bench-peers docs gallery clean
+.PHONY: demo test test-latest slow lint docs-check docs-tables house grid scorecard bench bench-peers package docs gallery clean
 
 demo: .venv/core
 	.venv/bin/fedstill demo
@@ -65,6 +65,11 @@ bench: .venv/ready
 bench-peers: .venv/ready
 	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" .venv/bin/python -m benchmarks.peers --pip-args="$(PIP_ARGS)" $(ARGS)
 
+# make package: an sdist and a wheel under dist/, checked as the package index does.
+package: .venv/core
+	$(INSTALL) twine
+	rm -rf dist && .venv/bin/uv build -q && .venv/bin/python -m twine check --strict dist/*
+
 docs: .venv/ready
 	.venv/bin/mkdocs build --strict
 
@@ -73,7 +78,7 @@ gallery: .venv/ready
 	.venv/bin/python tools/gallery.py
 
 clean:
-	rm -rf .venv .venv-latest build site
+	rm -rf .venv .venv-latest build dist site
 
 # Two stamps: core has what the demo needs, ready adds what the tests need.
 .venv/core: pyproject.toml constraints.txt
