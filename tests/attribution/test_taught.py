@@ -18,7 +18,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.files import digest
 from fedstill.core.records import State, Tensors
 from fedstill.engines.passes import correct_by_class
-from fedstill.methods.local_only import answered, fitted
+from fedstill.methods.fit import fitted_models, student_models
 from fedstill.models.contract import predictor
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.directory import settings_of
@@ -75,7 +75,8 @@ def test_phases_and_teachers_sum_to_what_the_run_did(method: Any, tmp_path: Path
     client, state = asker(folder), last_state(folder)
     lesson = taught(folder, client)
     before, after = (
-        known(folder, models[client], client) for models in (fitted(state), answered(state))
+        known(folder, models[client], client)
+        for models in (fitted_models(state), student_models(state))
     )
     assert torch.equal(lesson.before, before)
     assert torch.allclose(sum(lesson.parts.values()), after - before, atol=1e-12)  # type: ignore[arg-type]
@@ -97,7 +98,7 @@ def test_with_one_teacher_it_is_what_the_exchange_adds(tmp_path: Path) -> None:
     client = asker(folder)
     lesson = taught(folder, client)
     (only,) = lesson.teachers.values()
-    change = known(folder, answered(last_state(folder))[client], client) - lesson.before
+    change = known(folder, student_models(last_state(folder))[client], client) - lesson.before
     assert torch.allclose(only, change - lesson.alone, atol=1e-12)
 
 

@@ -28,7 +28,7 @@ from fedstill.data.sources import load_dataset
 from fedstill.engines.passes import shards
 from fedstill.export.loading import load_model
 from fedstill.export.trained_model import TrainedModel
-from fedstill.methods.local_only import with_students
+from fedstill.methods.fit import with_students
 from fedstill.running import archive
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.journal import read_journal

@@ -13,7 +13,7 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.files import digest
-from fedstill.measures.boundaries import STEPS, _plane
+from fedstill.measures.features import STEPS, _plane
 from fedstill.models import contract
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.journal import read_journal

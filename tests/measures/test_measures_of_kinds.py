@@ -11,7 +11,7 @@ import torch
 import toys
 from fedstill.config.experiment import Experiment
 from fedstill.engines import precision
-from fedstill.metrics.loss_surface import filter_normalised
+from fedstill.measures.landscape import filter_normalised
 from fedstill.models import contract
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run

@@ -19,7 +19,7 @@ from fedstill.core.records import State
 from fedstill.methods import ridge
 from fedstill.methods.analytic import without_negative
 from fedstill.models import contract
-from fedstill.models.lifted import random_directions
+from fedstill.models.adapted import random_directions
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run

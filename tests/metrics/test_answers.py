@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedstill.metrics.queries import answers
+from fedstill.metrics.local_models import answers
 
 TOTALS = [10, 10, 10, 10]
 COUNTS = [[30, 10, 0, 0], [0, 0, 20, 20]]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError
-from fedstill.metrics import loss_surface
+from fedstill.measures import landscape
 from fedstill.metrics.distances import (
     alignment,
     distribution_distance,
@@ -149,12 +149,12 @@ def test_a_client_with_all_classes_has_no_unseen_ones_and_is_left_out() -> None:
 
 def test_filters_of_a_random_direction_have_the_models_norms() -> None:
     params = tree((4, 3, 2, 2), (5, 6), (5,))
-    found = loss_surface.filter_normalised(params, params, torch.Generator().manual_seed(0))
+    found = landscape.filter_normalised(params, params, torch.Generator().manual_seed(0))
     for name in ("w0", "w1"):
         flat = (found[name].flatten(1), params[name].flatten(1))
         torch.testing.assert_close(flat[0].norm(dim=1), flat[1].norm(dim=1))
     assert not found["w2"].any(), "biases stay"
-    again = loss_surface.filter_normalised(params, params, torch.Generator().manual_seed(0))
+    again = landscape.filter_normalised(params, params, torch.Generator().manual_seed(0))
     assert all(torch.equal(found[k], again[k]) for k in found)
 
 
@@ -171,7 +171,7 @@ def test_the_top_of_the_hessian_is_found_of_a_quadratic() -> None:
         return x @ hessian @ x / 2 + x.sum()
 
     params = {**tree((2, 2), (2,)), "buffer": torch.zeros(3)}
-    found = loss_surface.curvature(
+    found = landscape.curvature(
         loss, params, ["w0", "w1"], torch.Generator().manual_seed(0), most=200
     )  # type: ignore[arg-type]
     # The iteration ends where a step moves the size by less than a thousandth; some such steps are
@@ -183,7 +183,7 @@ def test_the_top_of_the_hessian_is_found_of_a_quadratic() -> None:
 
 
 def test_the_hessian_of_a_line_is_nothing() -> None:
-    found = loss_surface.curvature(
+    found = landscape.curvature(
         lambda p: p["w0"].sum(), tree((2, 2)), ["w0"], torch.Generator().manual_seed(0)
     )
     assert [size for size, _ in found] == [0, 0]
@@ -196,13 +196,13 @@ def test_a_plane_and_noise_are_the_loss_at_moved_parameters() -> None:
         return (p["w0"] ** 2).sum()  # type: ignore[index]
 
     axis = (-1.0, 0.0, 2.0)
-    found = loss_surface.plane(loss, params, a, b, axis)
+    found = landscape.plane(loss, params, a, b, axis)
     for i, y in enumerate(axis):
         for j, x in enumerate(axis):
             assert found[i][j] == pytest.approx(
                 float(((params["w0"] + x * a["w0"] + y * b["w0"]) ** 2).sum())
             )
-    noisy = loss_surface.under_noise(loss, params, [a, b], [0.0, 0.5])
+    noisy = landscape.under_noise(loss, params, [a, b], [0.0, 0.5])
     assert noisy[0] == pytest.approx(float((params["w0"] ** 2).sum()))
     assert noisy[1] == pytest.approx(
         sum(float(((params["w0"] + 0.5 * n["w0"]) ** 2).sum()) for n in (a, b)) / 2

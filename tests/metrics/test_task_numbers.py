@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from fedstill.core.errors import ConfigError
-from fedstill.metrics import published
 from fedstill.metrics import tasks as over
 from fedstill.metrics.forgetting import forgetting
-from fedstill.metrics.published import TABLE
+from fedstill.metrics.tasks import TABLE
 
 NAN = float("nan")
 A = [[80, NAN, NAN], [78, 60, NAN], [75, 55, 50]]
@@ -165,4 +164,4 @@ def test_a_maximum_over_tasks_invents_forgetting_and_understates_it_elsewhere() 
     """
     hard, forgotten = [[90, None], [90, 40]], [[90, None], [50, 90]]
     assert [over.average_forgetting(m) for m in (hard, forgotten)] == [0.0, 40.0]
-    assert [published.lander(m) for m in (hard, forgotten)] == [25.0, 20.0]
+    assert [over.lander(m) for m in (hard, forgotten)] == [25.0, 20.0]

@@ -12,7 +12,7 @@ import torch
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError
 from fedstill.models import contract
-from fedstill.models.etf import simplex
+from fedstill.models.adapted import simplex
 
 
 def spec(classes: int = 4, **fields: object):

@@ -7,8 +7,8 @@ import torch
 
 from fedstill.core.errors import ConfigError
 from fedstill.models import contract
+from fedstill.models.adapted import lifted_body, lifted_spec, random_directions
 from fedstill.models.contract import spec_for
-from fedstill.models.lifted import lifted_body, lifted_spec, random_directions
 
 SMALL = spec_for("mlp", (1, 4, 4), 3, {"hidden": (6,)})
 

@@ -196,7 +196,7 @@ def test_attention_is_torchs() -> None:
     """Against ``scaled_dot_product_attention``, which has neither a rule for stacks nor a second
     derivative.
     """
-    from fedstill.models.layers import Attention
+    from fedstill.models.network import Attention
 
     draw = torch.Generator().manual_seed(4)
     layer = Attention(8, 2).double()

@@ -16,8 +16,7 @@ from fedstill.core.extensions import NoRecorder
 from fedstill.core.records import SERVER, Stage, State
 from fedstill.core.results import StageResult
 from fedstill.engines.passes import correct_by_class
-from fedstill.methods.fit import FIT, queries_of
-from fedstill.methods.local_only import answered, fitted
+from fedstill.methods.fit import FIT, fitted_models, queries_of, student_models
 from fedstill.metrics.shapley import exact, two_ends
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared
@@ -105,7 +104,7 @@ class _Lesson:
         after the stage ``fit``.
         """
         present = {self.client, *teachers}
-        absent = [client for client in fitted(fit) if client not in present]
+        absent = [client for client in fitted_models(fit) if client not in present]
         models = [f"model.{client}" for client in absent]
         sizes = [f"size.{client}" for client in absent]
         exchange = self.replayed(fit.without(*models, *sizes))
@@ -122,7 +121,7 @@ class _Lesson:
         predictors = self.prepared.settings.method.predictors(state, world)
         predict = predictors.get(f"client {self.client}")
         if predict is None:
-            params = answered(state).get(self.client) or fitted(state)[self.client]
+            params = student_models(state).get(self.client) or fitted_models(state)[self.client]
             predict = contract.predictor(world.model(self.client), params)
         right = correct_by_class(predict, test, sites.inputs, world.classes)
         totals = torch.bincount(test.labels.cpu(), minlength=world.classes)

@@ -217,7 +217,7 @@ def _by_query(history: Sequence[Mapping[str, Any]], key: str) -> str:
 
 
 def _show(result: Result, again: bool) -> int:
-    from fedstill.metrics.queries import UNTAUGHT
+    from fedstill.metrics.local_models import UNTAUGHT
     from fedstill.report import terminal
     from fedstill.report.summary import BELOW_ZERO, COLUMNS, over_time
 

@@ -31,8 +31,7 @@ from fedstill.engines.frozen_teachers import FrozenModel, build_modules, frozen
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.step import StepInputs
 from fedstill.models import contract
-from fedstill.models.layers import MaxPool2d
-from fedstill.models.network import Network, OnCircle
+from fedstill.models.network import MaxPool2d, Network, OnCircle
 
 # The layers of a network that runs for a stack of clients.
 #

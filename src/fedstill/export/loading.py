@@ -29,8 +29,7 @@ from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, PLURALS, Dataset, Da
 from fedstill.data.sources.catalog import KNOWN, KnownData
 from fedstill.engines.frozen_teachers import frozen
 from fedstill.export.trained_model import TrainedModel, network_of
-from fedstill.methods.fit import Queries
-from fedstill.methods.local_only import answered, fitted
+from fedstill.methods.fit import Queries, fitted_models, student_models
 from fedstill.models.contract import Predictor, predictor
 from fedstill.models.ensemble import Joined
 from fedstill.models.model_file import FINAL, read_final
@@ -393,7 +392,7 @@ def _answer(run: _Trained, client: int | str | None) -> tuple[str, Callable[[Ten
         return answer_name, named[answer_name]
     if not method.personal:
         raise ConfigError(f"{name} trains one model for all clients; leave client out")
-    own = answered(run.state).get(client, fitted(run.state).get(client))
+    own = student_models(run.state).get(client, fitted_models(run.state).get(client))
     own = own or _remembered(run, client).get("params")
     if own is None:
         raise ConfigError(

@@ -23,7 +23,7 @@ from fedstill.export.programs import as_code, furthest
 from fedstill.export.trained_model import TrainedModel
 from fedstill.metrics.forgetting import forgetting_by_class
 from fedstill.models.functional import channels_last
-from fedstill.models.layers import of_the_batch
+from fedstill.models.network import of_the_batch
 from fedstill.running.journal import Event, read_journal
 
 # A model card: what was trained on what, how good it is at each class and what it has forgotten,

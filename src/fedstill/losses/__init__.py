@@ -7,7 +7,6 @@ keep gradients out of teachers.
 """
 
 from fedstill.losses.classification import adjusted_cross_entropy, cross_entropy, minority_kd
-from fedstill.losses.decoupled import nckd, nckd_slice, nckd_zero, target_kl, tckd
 from fedstill.losses.distillation import (
     confidence_weights,
     entropy_weights,
@@ -18,9 +17,14 @@ from fedstill.losses.distillation import (
     multi_kd,
     multi_nckd,
     multi_tckd,
+    nckd,
+    nckd_slice,
+    nckd_zero,
     other_mse,
     soft_cross_entropy,
     standardize,
+    target_kl,
+    tckd,
 )
 from fedstill.losses.penalties import model_contrast, proximal, quadratic
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fedstill.losses.decoupled import other_logits
+from fedstill.losses.distillation import other_logits
 
 # What a model pays for not knowing the label of an example.
 

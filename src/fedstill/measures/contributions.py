@@ -37,7 +37,7 @@ from fedstill.engines.at_client import AtClient
 from fedstill.engines.passes import correct_by_class, shards
 from fedstill.measures.base import Measure, Numbers, are_counts, rounded_lists
 from fedstill.measures.context import EvaluationContext
-from fedstill.methods.local_only import answered, fitted
+from fedstill.methods.fit import fitted_models, student_models
 from fedstill.metrics.shapley import (
     MOST_EXACT,
     Divided,
@@ -569,7 +569,9 @@ def _both_ends(
         )
     if reply.client == SERVER or "params" not in reply.content:
         return ()
-    own = answered(seen.before).get(reply.client) or fitted(seen.before).get(reply.client)
+    own = student_models(seen.before).get(reply.client) or fitted_models(seen.before).get(
+        reply.client
+    )
     ends = (own or context.world.initial(reply.client), reply.content.params)
     return tuple(_by_class(context, reply.client, params, data) for params in ends)
 

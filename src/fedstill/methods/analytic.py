@@ -67,7 +67,7 @@ from fedstill.methods.ridge import (
     no_linear_head,
     solved,
 )
-from fedstill.models.lifted import lifted_body, lifted_spec
+from fedstill.models.adapted import lifted_body, lifted_spec
 
 SUM_UP = "sums"
 

@@ -52,8 +52,17 @@ from fedstill.core.teachers import as_inputs, noise
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy
-from fedstill.methods.fit import FIT, Queries, probe_seed, probed, queries_of
-from fedstill.methods.local_only import LocalOnly, answered, fitted, with_students
+from fedstill.methods.fit import (
+    FIT,
+    Queries,
+    fitted_models,
+    probe_seed,
+    probed,
+    queries_of,
+    student_models,
+    with_students,
+)
+from fedstill.methods.local_only import LocalOnly
 from fedstill.methods.naive_kd import TRANSFER, own_and_peers
 from fedstill.methods.qkt import highest
 from fedstill.models.contract import Predictor, predictor
@@ -120,7 +129,7 @@ class CLUE(LocalOnly):
         return with_students(state, replies).next(groups=votes)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        own, patched = fitted(state), answered(state)
+        own, patched = fitted_models(state), student_models(state)
         return {
             f"client {c}": vote(
                 [predictor(world.model(c), own[c]), predictor(world.model(c), params)],

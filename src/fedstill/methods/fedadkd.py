@@ -1,27 +1,35 @@
-"""FedADKD: distil the true class and the other classes apart, the true class less on skewed
-clients.
+"""FedDKD and FedADKD: distil the true class and the other classes of the global model apart;
+FedADKD distils the true class less on skewed clients.
 
 Source: Jang & Chou, "Mitigating Global Knowledge Forgetting via Adaptive Decoupled Knowledge
-Distillation".
-Symbols: alpha, beta = weights of true-class and not-true-class distillation (eq. 2); delta = spread
-of the heterogeneity map f(G) = log(1 + delta G) (eq. 6); phi = per-client weight (eq. 7); G = Gini
-index of a client's labels (eq. 5).
-State: the global parameters; gini = G of each client (clients,) as it sent it last, 1 at first;
-phi = on a chain, the weights (clients,) of the round's clients, 0 for the others; labels = the
-census's label counts (clients, C), where ``phi_timing`` is "exact"; cohort = then, on a chain, the
-ids (n,) of the round's clients, in the place of phi.
+Distillation", after Zhao et al., "Decoupled Knowledge Distillation" (DKD, 2022).
+Symbols: alpha, beta = weights of true-class (TCKD) and not-true-class distillation (NCKD, eq. 2);
+tau = ``temperature``; delta = spread of the heterogeneity map f(G) = log(1 + delta G) (eq. 6); phi
+= per-client weight (eq. 7); G = Gini index of a client's labels (eq. 5).
+State: the global parameters; gini = with FedADKD, as are all groups, G of each client (clients,) as
+it sent it last, 1 at first; phi = on a chain, the weights (clients,) of the round's clients, 0 for
+the others; labels = the census's label counts (clients, C), where ``phi_timing`` is "exact"; cohort
+= then, on a chain, the ids (n,) of the round's clients, in the place of phi.
 Memory: nothing.
-Reading: eq. 7 prints G where Algorithm 1 asks for f(G); ``phi_source`` chooses, f(G) as it is.
+Reading: the paper's "original" NCKD keeps the true class's dimension and does worse, but DKD's
+published formula equals removing it; ``nckd_mode`` "zero" (the true logit set to 0) stands in for
+it. "mask1000" is DKD's formula, "slice" the not-true part of the divergence over all classes.
+Reading: figure 4 varies alpha for the IID or the other clients of a hybrid split, and does not
+say how: here one group is the first clients, as the partition ``hybrid`` numbers them, and each
+group has an alpha (``feddkd_groups``).
+Reading: eq. 3 sums over classes a quantity defined for the label only; ``tckd`` "target" is the
+equation as printed, "binary" DKD's two-way divergence. "binary" is the default of ``feddkd``,
+"target" of ``feddkd_groups`` and ``fedadkd``. Only with "target" was FedADKD above FedNTD when we
+ran both (docs/results/fedadkd.md).
+Reading: no temperature is given; both terms are multiplied by tau^2, as DKD's code does.
+Reading: eq. 7 prints G where Algorithm 1 asks for f(G); ``phi_source`` chooses, f(G) by default.
 Reading: Algorithm 1 computes phi before any client has sent its G, which starts at 1.
 ``phi_timing`` "stale" is that to the letter: a client's G is the one it last sent, 1 at first.
 "exact" takes all label counts before round 1.
 Reading: on a chain the cohort is the round's clients, and phi is computed before the first of them
 trains.
-Reading: eq. 3 sums over classes a quantity defined for the label only; ``tckd`` "target" is the
-equation as printed, "binary" DKD's two-way divergence. Only with "target" was it above FedNTD when
-we ran both (docs/results/fedadkd.md).
 Reading: Algorithm 1 prints the uniform mean of models; as in FedAvg, ``aggregation`` chooses, by
-size as it is.
+size by default.
 Reading: alpha, delta and tau are not given for the tables; beta = 1 and tau = 1 follow from the
 ablation without TCKD. alpha = 3 was above 1 on each of five seeds that had chosen nothing; delta
 from 0.5 to 5 made no difference (docs/results/fedadkd.md).
@@ -29,7 +37,7 @@ from 0.5 to 5 made no difference (docs/results/fedadkd.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -37,7 +45,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.capabilities import Need, Permit
-from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.fields import NonNegative, Positive, Share
 from fedstill.core.labels import adaptive_weights, gini_index, proportions
 from fedstill.core.records import (
     NOTHING,
@@ -45,6 +53,7 @@ from fedstill.core.records import (
     Reply,
     Stage,
     State,
+    Step,
     Tensors,
     TrainingResult,
     TrainingStart,
@@ -53,7 +62,89 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
-from fedstill.methods.feddkd import Decoupled, FedDKD
+from fedstill.losses import nckd, nckd_slice, nckd_zero, target_kl, tckd
+from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.fedntd import FromGlobal
+
+Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+NCKD: dict[str, Loss] = {"removed": nckd, "mask1000": nckd, "zero": nckd_zero, "slice": nckd_slice}
+TCKD: dict[str, Loss] = {"target": target_kl, "binary": tckd}
+
+
+@method("feddkd")
+@dataclass(frozen=True)
+class FedDKD(FedAvg):
+    """FedAvg with true-class and not-true-class distillation from the round's global model, the
+    same on all clients.
+    """
+
+    alpha: NonNegative = 1.0
+    """Weight of the true-class distillation (TCKD)."""
+    beta: NonNegative = 1.0
+    """Weight of the not-true-class distillation (NCKD)."""
+    temperature: Positive = 1.0
+    """Temperature of both (tau)."""
+    tckd: Literal["target", "binary"] = "binary"
+    """The true-class term: FedADKD's eq. 3 ("target"), or the divergence of true class and rest
+    ("binary").
+    """
+    nckd_mode: Literal["removed", "mask1000", "zero", "slice"] = "removed"
+    """How the true class is treated in NCKD: removed ("mask1000" alike), its logit 0, or its part
+    left out.
+    """
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Decoupled(self)
+
+
+@method("feddkd_groups")
+@dataclass(frozen=True)
+class FedDKDOfGroups(FedDKD):
+    """FedDKD in which the first clients have a true-class weight of their own.
+
+    Source: FedADKD's paper, section II.B and figure 4.
+    """
+
+    tckd: Literal["target", "binary"] = "target"
+    first: Share = 0.1
+    """Share of all clients, rounded to whole ones, in the first group; a ``hybrid`` split's IID
+    share, for one.
+    """
+    alpha_first: NonNegative = 1.0
+    """Weight of the true-class distillation on clients of the first group."""
+
+    def work(self, stage: Stage) -> ClientWork:
+        return OfGroups(self)
+
+
+@dataclass(frozen=True)
+class Decoupled(FromGlobal):
+    """Cross-entropy, alpha times TCKD (times phi, if the client was sent one), beta times NCKD."""
+
+    method: FedDKD
+
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        student, teacher, m = step.logits(), step.teacher("global"), self.method  # (B, C) each
+        alpha = start.constants.get("phi", 1.0) * start.constants.get("alpha", m.alpha)
+        return {
+            **super().terms(step, start),
+            "true_class": alpha * TCKD[m.tckd](student, teacher, step.y, m.temperature),
+            "other_classes": m.beta * NCKD[m.nckd_mode](student, teacher, step.y, m.temperature),
+        }
+
+
+@dataclass(frozen=True)
+class OfGroups(Decoupled):
+    """FedDKD's objective with the alpha of the client's group."""
+
+    method: FedDKDOfGroups
+
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        carry, m = super().begin(payload, client_state, view, world), self.method
+        alpha = m.alpha_first if view.client < round(m.first * world.clients) else m.alpha
+        return TrainingStart(carry.params, carry.teachers, constants={"alpha": alpha})
 
 
 @method("fedadkd")

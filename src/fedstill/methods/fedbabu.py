@@ -34,8 +34,7 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
-from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.methods.ft_fedavg import LAST
+from fedstill.methods.fedavg import FEDNTD_PLAN, LAST, FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
 
 

@@ -29,7 +29,7 @@ from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
 from fedstill.losses import adjusted_cross_entropy
-from fedstill.losses.decoupled import label_margin
+from fedstill.losses.distillation import label_margin
 from fedstill.methods.fedavg import FedAvg
 
 ABSENT = 100.0

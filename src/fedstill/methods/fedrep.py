@@ -24,8 +24,7 @@ from fedstill.core.capabilities import Need
 from fedstill.core.records import Plan, Stage, World
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
-from fedstill.methods.fedavg import FEDNTD_PLAN
-from fedstill.methods.ft_fedavg import LAST
+from fedstill.methods.fedavg import FEDNTD_PLAN, LAST
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
 
 HEAD = "head"

@@ -36,6 +36,7 @@ from fedstill.core.records import (
     TrainingStart,
     View,
     World,
+    many,
 )
 from fedstill.core.reports import PROBE
 from fedstill.core.teachers import as_inputs, noise_probe
@@ -147,6 +148,22 @@ class Fit(ClientWork):
         knows.
         """
         return {PROBE: [round(p, 6) for p in probed(view.model, params, world).double().tolist()]}
+
+
+def with_students(state: State, replies: Sequence[Reply]) -> State:
+    """The state with what clients ended with, in groups ``student``."""
+    students = many("student", {r.client: r.content.params for r in replies})
+    return state.next(groups=students)
+
+
+def student_models(state: State) -> dict[int, Tensors]:
+    """What clients ended with, by client, as ``with_students`` put it there."""
+    return state.extra.many("student")
+
+
+def fitted_models(state: State) -> dict[int, Tensors]:
+    """The models that clients trained alone, by client."""
+    return state.extra.many("model")
 
 
 @dataclass(frozen=True)

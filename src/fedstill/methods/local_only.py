@@ -1,24 +1,40 @@
-"""Local only: every client trains a model of its own and exchanges nothing; what all one-shot
-methods start from.
+"""Baselines in which every client trains a model alone: ``local_only`` uses these models as they
+are, ``fedavg_once`` averages them once, and ``ensemble`` averages their predictions.
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
-(QKT), appendix A.2.
-State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples.
-Memory: nothing.
+(QKT), section 4.1, Table 2, and appendices A.2 and A.6.2.
+State: no global parameters but those of ``fedavg_once``; model.N = what client N fitted alone;
+size.N = its number of examples.
+Memory: params = the client's own model, with ``fedavg_once`` where rounds follow.
+Reading: for ``fedavg_once`` the paper says one round of FedAvg; we average the models trained to
+their end, because one exchange between peers can give those. Models that started equal and trained
+apart average to about chance, as in the paper.
+Reading: the mean of ``ensemble`` is of probabilities, and a client's own model is one of the
+models.
+Reading: with ``participants``, each client asks that many clients, itself included, drawn by key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fedstill.core.capabilities import Need
+import torch
+from torch import Tensor
+
+from fedstill.core.aggregation import Aggregation, weighted_mean
+from fedstill.core.capabilities import Need, Permit
+from fedstill.core.fields import CountOrZero
+from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import Method
-from fedstill.core.records import Payload, Plan, Reply, Stage, State, Tensors, World, many
+from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage, State, Tensors, World, many
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
-from fedstill.methods.fit import FIT, FITTING, Fit
+from fedstill.methods.fedavg import Suspected
+from fedstill.methods.fit import FIT, FITTING, GOES_ON, Fit, fitted_models
+from fedstill.models.contract import predictor
+from fedstill.models.ensemble import Joined, MeanOfProbabilities
 
 
 @method("local_only")
@@ -41,7 +57,7 @@ class LocalOnly(Method):
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
         """In a later round a client goes on from the model that it ended with."""
-        before = state.extra.many("student").get(client) or fitted(state).get(client)
+        before = state.extra.many("student").get(client) or fitted_models(state).get(client)
         return Payload(params=before or world.initial(client))
 
     def work(self, stage: Stage) -> ClientWork:
@@ -56,17 +72,83 @@ class LocalOnly(Method):
         return answered.next(groups={**models, **sizes})
 
 
-def with_students(state: State, replies: Sequence[Reply]) -> State:
-    """The state with what clients ended with, in groups ``student``."""
-    students = many("student", {r.client: r.content.params for r in replies})
-    return state.next(groups=students)
+@method("fedavg_once")
+@dataclass(frozen=True)
+class FedAvgOnce(LocalOnly):
+    """The mean, once, of models that clients trained alone."""
+
+    needs: ClassVar[Need] = Need.SAME_SHAPES
+    permits: ClassVar[Permit] = (
+        Permit.LINEAR_AGGREGATE | Permit.CENTRAL_NOISE | Permit.ROBUST_AGGREGATE
+    )
+    personal: ClassVar[frozenset[str]] = frozenset()
+
+    aggregation: Aggregation = "examples"
+    """How models are averaged: by numbers of examples, all alike, or so that hostile clients cannot
+    move it far.
+    """
+    suspected: Suspected | None = field(default=None, kw_only=True)
+    """The share of clients that may be hostile, for trimmed_mean and krum; unset: 0.3."""
+
+    def initial_state(self, world: World) -> State:
+        return State(params=world.initial(SERVER))
+
+    def payload_for_client(
+        self, state: State, client: int, stage: Stage, world: World
+    ) -> Payload | None:
+        """In a later round a client goes on from its own model, which it keeps: the server may see
+        the mean alone.
+        """
+        return Payload(params=world.initial(client), **({GOES_ON: 1} if world.rounds > 1 else {}))
+
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        return state.next(
+            params=weighted_mean(replies, "params", self.aggregation, state.params, self.suspected)
+        )
 
 
-def answered(state: State) -> dict[int, Tensors]:
-    """What clients ended with, by client, as ``with_students`` put it there."""
-    return state.extra.many("student")
+@method("ensemble")
+@dataclass(frozen=True)
+class Ensemble(LocalOnly):
+    """The mean of all local models' probabilities."""
+
+    personal: ClassVar[frozenset[str]] = frozenset()
+
+    participants: CountOrZero = 0
+    """Clients whose models predict for a client, itself included; 0 is all."""
+
+    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+        models = fitted_models(state)
+        if not models:
+            return {}
+        everyone: dict[str, Callable[[Tensor], Tensor]] = {"ensemble": mixture(models, world)}
+        if not self.participants:
+            return everyone
+        groups = {c: asked_peers(c, self.participants, world) for c in range(world.clients)}
+        some = {
+            c: {m: models[m] for m in sorted((c, *peers)) if m in models}
+            for c, peers in groups.items()
+        }
+        return everyone | {f"client {c}": mixture(m, world) for c, m in some.items() if m}
 
 
-def fitted(state: State) -> dict[int, Tensors]:
-    """The models that clients trained alone, by client."""
-    return state.extra.many("model")
+def mixture(models: Mapping[int, Tensors], world: World) -> Joined:
+    """x -> log of the mean probabilities (B, C) of some clients' models."""
+    return Joined(
+        [predictor(world.model(c), params) for c, params in models.items()], MeanOfProbabilities()
+    )
+
+
+def asked_peers(client: int, participants: int, world: World) -> list[int]:
+    """The other clients that a client asks, sorted: all, or ``participants`` - 1 of them, drawn by
+    key.
+    """
+    others = [c for c in range(world.clients) if c != client]
+    if not participants:
+        return others
+    order = torch.randperm(
+        len(others), generator=generator(seed_for(world.seed, 1, 0, client, "participants"))
+    )
+    return sorted(others[i] for i in order[: participants - 1].tolist())

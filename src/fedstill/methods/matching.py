@@ -21,7 +21,7 @@ from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import ModelSpec, Tensors
 from fedstill.models.contract import module
 from fedstill.models.layer_chain import last_block, plain_chain
-from fedstill.models.layers import Attention
+from fedstill.models.network import Attention
 
 __all__ = [
     "Matched",

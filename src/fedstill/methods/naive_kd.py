@@ -41,9 +41,8 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
-from fedstill.methods.ensemble import asked_peers
-from fedstill.methods.fit import FIT, FITTING, Fit, queries_of
-from fedstill.methods.local_only import LocalOnly, fitted, with_students
+from fedstill.methods.fit import FIT, FITTING, Fit, fitted_models, queries_of, with_students
+from fedstill.methods.local_only import LocalOnly, asked_peers
 
 TRANSFER = "transfer"
 
@@ -106,7 +105,7 @@ def own_and_peers(state: State, client: int, participants: int, world: World) ->
     """A client's own model and those of the peers it asks, of ``participants`` in all; None if it
     could not fit one.
     """
-    models = fitted(state)
+    models = fitted_models(state)
     if client not in models:
         return None
     peers = {c: models[c] for c in asked_peers(client, participants, world) if c in models}

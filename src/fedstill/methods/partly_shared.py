@@ -1,8 +1,23 @@
-"""What methods share whose clients send a part of their model and keep the rest.
+"""Methods whose clients send a part of their model and keep the rest: what they share, and the
+simplest of them, LG-FedAvg, in which the lower layers are each client's own and the top layers are
+averaged.
 
-A client goes on with its own entries and the server's in place of those that travel, and remembers
-the whole of what it ends with: that is its model. The server averages what travels. If all entries
-do, it is federated averaging to the bit; if none do, clients train alone.
+A client's model is its own entries with the server's in place of those that travel. The client
+remembers its whole model after training; the server averages the entries that travel. If all
+entries travel, this is federated averaging to the bit; if none do, clients train alone.
+
+Source: of LG-FedAvg, Liang et al., "Think Locally, Act Globally: Federated Learning with Local and
+Global Representations" (2020), and its code.
+Symbols: ``layers`` = how many layers are global, from the top.
+State: the global parameters, of which only the top layers are ever trained; nothing more.
+Memory: params = the client's own model, whole.
+Reading: the code begins with a model of 1,200 rounds of federated averaging, and then averages the
+last two layers of its convolutional network, three of its other one, for 200 rounds: set
+``start_from`` and ``layers``.
+Reading: a layer is a part of the network with entries of its own; a normalisation layer counts.
+Reading: the code keeps each client's model that was best on test data; here it is the last one.
+Reading: its clients train for one epoch at 0.1 with momentum 0.5; here as in the other methods'
+tables.
 """
 
 from __future__ import annotations
@@ -16,6 +31,7 @@ from torch import Tensor
 
 from fedstill.core.aggregation import Aggregation
 from fedstill.core.capabilities import Permit
+from fedstill.core.fields import CountOrZero
 from fedstill.core.records import (
     NOTHING,
     SERVER,
@@ -29,6 +45,7 @@ from fedstill.core.records import (
     View,
     World,
 )
+from fedstill.core.registry import method
 from fedstill.core.trees import only
 from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FedAvg
@@ -117,3 +134,17 @@ class KeepsItsOwn(ClientWork):
 def in_head(name: str) -> bool:
     """Whether an entry belongs to the last layer of a model with body and head."""
     return name.startswith("head.")
+
+
+@method("lg_fedavg")
+@dataclass(frozen=True)
+class LGFedAvg(PartlyShared):
+    """Clients keep their lower layers; the top layers are averaged."""
+
+    layers: CountOrZero = 1
+    """How many layers are averaged, from the top; 0: none, clients train alone."""
+
+    def shares(self, entries: Sequence[str]) -> Sequence[str]:
+        every = list(dict.fromkeys(name.rpartition(".")[0] for name in entries))
+        top = set(every[max(0, len(every) - self.layers) :])
+        return [name for name in entries if name.rpartition(".")[0] in top]

@@ -51,8 +51,8 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.work import ClientWork
-from fedstill.methods.fedavg_once import FedAvgOnce
 from fedstill.methods.fit import FIT
+from fedstill.methods.local_only import FedAvgOnce
 from fedstill.methods.matching import MatchingSettings, match_models, matchable, unmatched, widened
 from fedstill.methods.naive_kd import TRANSFER
 

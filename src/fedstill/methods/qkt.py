@@ -36,6 +36,10 @@ for. Z counts the head's entries, weights and biases. Frozen ones are put back a
 weight decay and Adam would move them without a gradient.
 Reading: phase 2 sends the peers' models again, since a client keeps none; a client that keeps them
 needs them once.
+Reading: with var-E (``qkt_var_e``) each client stops each phase at the epoch that is best for it on
+a validation set of 1 % (CINIC-10) or 10 % (other data) of the training set. No grid is given: every
+epoch up to QKT's is a candidate, scored by Average Accuracy. The set must hold the classes asked
+for, so it is drawn over all clients: it is ``data.public``, whose labels this method reads.
 """
 
 from __future__ import annotations
@@ -65,8 +69,7 @@ from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, masked_ce
-from fedstill.methods.fit import FIT, FITTING, Fit, probed, queries_of
-from fedstill.methods.local_only import answered
+from fedstill.methods.fit import FIT, FITTING, Fit, probed, queries_of, student_models
 from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD
 from fedstill.metrics import average_accuracy, class_accuracy
 
@@ -137,7 +140,7 @@ class QKT(NaiveKD):
 
     def after_phase1(self, state: State, client: int) -> Tensors | None:
         """The model whose extractor a client refines a head on; None if it has none."""
-        return answered(state).get(client)
+        return student_models(state).get(client)
 
     @property
     def old_head(self) -> bool:
@@ -319,3 +322,17 @@ def highest(scores: Tensor, count: int) -> Tensor:
 def head_of(params: Tensors) -> dict[str, Tensor]:
     """The entries of a model's head."""
     return {k: v for k, v in params.items() if k.startswith(HEAD)}
+
+
+@method("qkt_var_e")
+@dataclass(frozen=True)
+class QKTVarE(QKT):
+    """QKT in which a validation set tells each client when to end each phase."""
+
+    needs: ClassVar[Need] = QKT.needs | Need.PUBLIC_DATA
+    labelled: ClassVar[frozenset[str]] = frozenset({TRANSFER, REFINE})
+    plans: ClassVar[Mapping[str, Plan]] = {
+        FIT: FITTING,
+        TRANSFER: replace(QKT.plans[TRANSFER], keep="best"),
+        REFINE: replace(QKT.plans[REFINE], keep="best"),
+    }

@@ -46,8 +46,7 @@ from fedstill.core.registry import method
 from fedstill.core.trees import mean
 from fedstill.core.work import ClientWork
 from fedstill.losses import kd
-from fedstill.methods.fit import FIT, FITTING
-from fedstill.methods.local_only import fitted
+from fedstill.methods.fit import FIT, FITTING, fitted_models
 from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, Distilled
 from fedstill.methods.qkt import QKT, REFINE
 
@@ -158,7 +157,7 @@ class QKTLightServer(QKTLight):
     ) -> Payload | None:
         if stage.name != TRANSFER_SERVER:
             return super().payload_for_client(state, client, stage, world)
-        models = fitted(state)
+        models = fitted_models(state)
         if not models:
             return None
         own = (
@@ -195,6 +194,8 @@ def volunteer(state: State, among: Sequence[int] | None = None) -> int:
     model.
     """
     sizes = {
-        c: state.extra.number(f"size.{c}") for c in fitted(state) if among is None or c in among
+        c: state.extra.number(f"size.{c}")
+        for c in fitted_models(state)
+        if among is None or c in among
     }
     return max(sizes, key=lambda c: (sizes[c], -c), default=-1)

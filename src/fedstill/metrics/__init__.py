@@ -19,7 +19,7 @@ from fedstill.metrics.forgetting import (
     running_consistency,
     running_forgetting,
 )
-from fedstill.metrics.queries import query_accuracy_gain, query_forgetting
+from fedstill.metrics.local_models import query_accuracy_gain, query_forgetting
 
 __all__ = [
     "average_accuracy",

@@ -9,8 +9,17 @@ from torch import nn
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, CountOrZero, Share
 from fedstill.core.registry import register
-from fedstill.models.layers import MaxPool2d, Norm, norm_layer
-from fedstill.models.network import ImageShape, Network, OnCircle, SeriesShape, flat_size, projected
+from fedstill.models.network import (
+    ImageShape,
+    MaxPool2d,
+    Network,
+    Norm,
+    OnCircle,
+    SeriesShape,
+    flat_size,
+    norm_layer,
+    projected,
+)
 
 # LeNet-5, with ReLU and max-pooling.
 

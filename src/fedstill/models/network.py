@@ -1,6 +1,11 @@
-"""A network in two parts: a body that sees, and a linear head that decides."""
+"""A network in two parts, a body and a linear head, and layers that several networks share:
+pooling, normalisation and attention.
+"""
 
 from __future__ import annotations
+
+import math
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -93,3 +98,127 @@ def _side_after(layers: list[nn.Module], side: int) -> int:
 
 def _one(number: object) -> int:
     return int(number[0]) if isinstance(number, tuple) else int(number)  # type: ignore[call-overload]
+
+
+# Max pooling in channels-last order.
+
+
+class MaxPool2d(nn.MaxPool2d):
+    """``torch.nn.MaxPool2d`` on images whose channels are next to each other in memory, whatever
+    order they came in.
+
+    The maxima are the same. torch's kernel for the CPU is several times as fast in this order, and
+    a stack of clients (``torch.func.vmap``) would leave it.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pool images (n, C, H, W); nothing is copied if they are already."""
+        pooled: Tensor = super().forward(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2))
+        return pooled
+
+
+# What may follow a convolution to normalise its channels: the models' field ``norm``.
+#
+# - ``"group"`` (default): GroupNorm, each example by itself. No running statistics, nothing depends
+#   on the batch.
+# - ``"batch_stats"``: BatchNorm without running statistics, in evaluation too: predictions depend
+# on
+#   the batch. FedNTD's.
+# - ``"batch"``: BatchNorm with running statistics, which are buffers, travel and are averaged.
+# QKT's.
+#
+# Parameters are as many in all three.
+
+
+Norm = Literal["group", "batch_stats", "batch"]
+
+
+def norm_layer(norm: Norm, channels: int) -> nn.Module:
+    """The layer for images (B, channels, H, W); raises ConfigError for another ``norm``."""
+    if norm == "group":
+        return nn.GroupNorm(min(32, channels // 4), channels)
+    if norm in ("batch", "batch_stats"):
+        return nn.BatchNorm2d(channels, track_running_stats=norm == "batch")
+    raise ConfigError(f"norm = {norm!r} must be group, batch_stats or batch")
+
+
+def of_the_batch(m: nn.Module) -> bool:
+    """Whether a network's answers depend on the other images of a batch, in evaluation mode too."""
+    return any(
+        isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None
+        for part in m.modules()
+    )
+
+
+# Attention between the parts of an example, in products that can be stacked and derived twice; and
+# masked means.
+#
+# torch's own attention (``scaled_dot_product_attention``) has no rule under ``torch.func.vmap``
+# and, on the CPU, no second derivative: so this is plain matrix products and a softmax.
+
+
+FAR = -1e9
+"""What stands in place of a score that does not count; finite, so that a text of padding alone
+gives numbers.
+"""
+
+
+def masked_mean(x: Tensor, there: Tensor | None = None) -> Tensor:
+    """The mean (B, D) of the parts (B, L, D) that are there, (B, L) bool; 0 where none is. Of all
+    without a mask.
+    """
+    if there is None:
+        return x.mean(1)
+    kept = there.unsqueeze(2).to(x.dtype)
+    return (x * kept).sum(1) / kept.sum(1).clamp(min=1)
+
+
+class Attention(nn.Module):
+    """Self-attention with several heads: (B, L, D) in and out; parts that are not there are not
+    looked at.
+
+    Source: Vaswani et al., "Attention Is All You Need" (2017), sec. 3.2.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        if width % heads:
+            raise ConfigError(f"width = {width} must be a multiple of heads = {heads}")
+        self.heads = heads
+        self.asked = nn.Linear(width, width)
+        self.keys = nn.Linear(width, width)
+        self.values = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, there: Tensor | None = None) -> Tensor:
+        """What each part learns of the others."""
+        asked, keys, values = (
+            part(x).unflatten(2, (self.heads, -1)) for part in (self.asked, self.keys, self.values)
+        )
+        # (B, heads, L, L)
+        scores = asked.transpose(1, 2) @ keys.permute(0, 2, 3, 1) / math.sqrt(asked.shape[3])
+        if there is not None:
+            scores = scores.masked_fill(~there[:, None, None, :], FAR)
+        mixed = scores.softmax(3) @ values.transpose(1, 2)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class AttentionBlock(nn.Module):
+    """x + attention(norm(x)), and then x + two linear layers of norm(x): (B, L, D) in and out.
+
+    Source: Xiong et al., "On Layer Normalization in the Transformer Architecture" (2020): norms
+    come first.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.dense = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: Tensor, there: Tensor | None = None) -> Tensor:
+        """Parts that have seen each other."""
+        x = x + self.attention(self.norm(x), there)
+        return x + self.dense(x)  # type: ignore[no-any-return]

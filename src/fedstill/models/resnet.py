@@ -1,7 +1,7 @@
 """Residual networks for small images: a 3 x 3 stem without pooling, stages of blocks, the mean over
 places, a head.
 
-``norm`` is what follows each convolution (``models/layers.py``). The last stage is slimmable: it
+``norm`` is what follows each convolution (``models/network.py``). The last stage is slimmable: it
 can run at a share of its width (FedAlign).
 """
 
@@ -20,8 +20,7 @@ from fedstill.core.fields import CountOrZero
 from fedstill.core.payload import Tensors
 from fedstill.core.registry import register
 from fedstill.models.functional import head, run_part
-from fedstill.models.layers import Norm, norm_layer
-from fedstill.models.network import ImageShape, Network, projected, too_small
+from fedstill.models.network import ImageShape, Network, Norm, norm_layer, projected, too_small
 
 Block = Callable[[int, int, int, Norm], "Residual"]
 

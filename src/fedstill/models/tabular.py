@@ -1,4 +1,6 @@
-"""Networks for rows of a table: as many numbers as there are columns."""
+"""Networks on vectors of numbers: fully connected networks, the linear model without a hidden
+layer, and networks for the rows of a table.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,69 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fedstill.core.fields import Count
+from fedstill.core.fields import Count, CountOrZero
 from fedstill.core.registry import register
-from fedstill.models.layers import AttentionBlock, masked_mean
-from fedstill.models.network import InputShape, Network, RowShape
+from fedstill.models.network import (
+    AttentionBlock,
+    InputShape,
+    Network,
+    OnCircle,
+    RowShape,
+    masked_mean,
+    projected,
+)
+
+
+@register("model", "mlp")
+@register(
+    "model",
+    "logistic",
+    about="Multinomial logistic regression: one linear layer on all its numbers.",
+    hidden=(),
+)
+def mlp(
+    input_shape: InputShape,
+    classes: int,
+    hidden: tuple[Count, ...] = (200, 200),
+    projection: CountOrZero = 0,
+) -> Network:
+    """A fully connected network on all of an example's numbers, with ReLU between; by default
+    FedAvg's 2NN.
+
+    hidden: The sizes of the hidden layers; CWC's MLP is ``(1024,)``.
+    projection: The width of a projection under the head, as MOON has it; 0 for none.
+
+    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
+    Data", sec. 3.
+    """
+    layers, width = _hidden_layers(input_shape, hidden)
+    more, width = projected(width, projection)
+    return Network(nn.Sequential(*layers, *more), width, classes)
+
+
+@register("model", "sphere_mlp")
+def sphere_mlp(
+    input_shape: InputShape, classes: int, hidden: tuple[Count, ...] = (200, 200)
+) -> Network:
+    """A fully connected network whose features are points on a circle, as in ``sphere_cnn``: for
+    all numbers.
+
+    hidden: The sizes of the hidden layers.
+
+    Source: ours; FedNTD, appendix N, has such features of a convolutional network.
+    """
+    layers, width = _hidden_layers(input_shape, hidden)
+    return Network(nn.Sequential(*layers, nn.Linear(width, 2), OnCircle()), 2, classes, bias=False)
+
+
+def _hidden_layers(input_shape: InputShape, hidden: tuple[int, ...]) -> tuple[list[nn.Module], int]:
+    """Flattened inputs, linear layers with ReLU, and the width that they reach."""
+    width = math.prod(input_shape)
+    layers: list[nn.Module] = [nn.Flatten()]
+    for size in hidden:
+        layers += [nn.Linear(width, size), nn.ReLU()]
+        width = size
+    return layers, width
 
 
 class DenseResidual(nn.Module):

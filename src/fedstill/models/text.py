@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from fedstill.core.fields import Count
 from fedstill.core.registry import register
-from fedstill.models.layers import AttentionBlock, MaxPool2d, masked_mean
-from fedstill.models.network import Network
+from fedstill.models.network import AttentionBlock, MaxPool2d, Network, masked_mean
 
 KERNEL, CONVOLUTIONS = 5, 2
 

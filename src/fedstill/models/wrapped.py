@@ -15,8 +15,7 @@ from fedstill.core.errors import ConfigError, FedstillError, on_one_line
 from fedstill.core.records import ModelSpec, as_table_again
 from fedstill.core.registry import lookup, register, short_name
 from fedstill.models import contract
-from fedstill.models.layers import masked_mean
-from fedstill.models.network import InputShape, Network
+from fedstill.models.network import InputShape, Network, masked_mean
 
 MASKS = ("attention_mask", "padding_mask", "mask")
 """What a module's parameter may be called that says which tokens are there."""

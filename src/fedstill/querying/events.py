@@ -15,7 +15,7 @@ from fedstill.core.records import World
 from fedstill.core.reports import WHY
 from fedstill.core.results import RoundResult, StageResult
 from fedstill.methods.fit import FIT, anyone_asks, queries_of
-from fedstill.metrics.queries import answers
+from fedstill.metrics.local_models import answers
 from fedstill.querying.hooks import QueriesAtClient, QueriesAtServer, query_raised
 from fedstill.querying.queries import Asking
 from fedstill.querying.rules import reasons_before

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.metrics import tasks as task_metrics
-from fedstill.metrics.published import TABLE, Definition
-from fedstill.metrics.tasks import by_task
+from fedstill.metrics.tasks import TABLE, Definition, by_task
 from fedstill.metrics.values import Values, values
 from fedstill.running.runs import Run, find
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fedstill.measures.boundaries import STEPS
+from fedstill.measures.features import STEPS
 from fedstill.report.blocks import (
     Block,
     Chart,

@@ -23,7 +23,7 @@ from fedstill.core.registry import short_name
 from fedstill.core.reports import json_value
 from fedstill.metrics.classification import METRICS, RECORDED
 from fedstill.metrics.forgetting import forgetting_by_class
-from fedstill.metrics.queries import QUERY_MEASURES, UNTAUGHT
+from fedstill.metrics.local_models import QUERY_MEASURES, UNTAUGHT
 from fedstill.models.model_file import FINAL, MODEL_SEAL, read_final
 from fedstill.running import journal as journals
 from fedstill.running.cautions import frequent_class_warning

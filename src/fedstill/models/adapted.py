@@ -1,0 +1,235 @@
+"""Networks made from another network: ``etf`` with a fixed simplex as its last layer, ``lifted``
+with a wide random layer under its head, ``low_rank`` with low-rank changes beside its linear layers
+(LoRA).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from fedstill.core.errors import ConfigError
+from fedstill.core.fields import Count, CountOrZero, Positive
+from fedstill.core.keys import generator
+from fedstill.core.payload import Tensors
+from fedstill.core.records import ModelSpec, as_pairs, as_table_again
+from fedstill.core.registry import register
+from fedstill.models import contract
+from fedstill.models.network import InputShape
+from fedstill.models.parameters import matches
+
+
+@functools.lru_cache(maxsize=64)
+def simplex(width: int, classes: int) -> Tensor:
+    """C >= 2 unit vectors (D, C) float64 with mutual cosines -1/(C-1), which sum to 0: always the
+    same; D >= C.
+    """
+    q, r = torch.linalg.qr(torch.rand(width, classes, generator=generator(0), dtype=torch.float64))
+    # one of the factorisations of a matrix, whoever's routine it is
+    corners = q * r.diagonal().sign()
+    vertices: Tensor = (classes / (classes - 1)) ** 0.5 * (corners - corners.mean(1, keepdim=True))
+    return vertices
+
+
+class SimplexHead(nn.Module):
+    """Logits (B, C) of features (B, D): scale times the cosine to each class's vertex; only the
+    scale is trained.
+    """
+
+    simplex = True
+    """By this ``models.contract.capabilities`` knows it."""
+
+    def __init__(self, features: int, classes: int, scale: float) -> None:
+        super().__init__()
+        self.vertices = simplex(features, classes)
+        self.scale = nn.Parameter(torch.tensor(scale))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Logits that do not change where features are doubled."""
+        return self.scale * (normalize(h, dim=1) @ self.vertices.to(h.device, h.dtype))
+
+
+@register("model", "etf")
+def etf(
+    input_shape: InputShape,
+    classes: int,
+    of: str,
+    arguments: dict[str, Any] | None = None,
+    projection: CountOrZero = 0,
+    scale: Positive = 10.0,
+    vocabulary: int = 0,
+) -> nn.Module:
+    """A network with a fixed simplex as its last layer (FedETF).
+
+    of: The network's name, or an import path; it has a body and a head, which is replaced.
+    arguments: Its fields.
+    projection: The width of a linear layer under the simplex; 0 for none.
+    scale: What the cosines are multiplied by at first; it is trained. FedETF's ResNets begin
+    with 1.
+
+    Raises ConfigError for a network without body and head, and for fewer features than classes.
+
+    Source: Li et al., "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning
+    with Synthetic and Fixed Classifier" (FedETF, 2023), section 3, and its code.
+    Reading: the code draws the simplex anew in every run; here it is the same in all, and no entry
+    of the model.
+    Reading: its old linear head stays in the model, unused and decayed; here there is none.
+    """
+    spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
+    made = contract.construct(of, spec, as_table_again(arguments or {}))
+    body = getattr(made, "body", None)
+    if not isinstance(body, nn.Module) or not isinstance(getattr(made, "head", None), nn.Module):
+        raise ConfigError(f"model.of = {of!r} has no body and head; choose a network that has")
+    with torch.no_grad():
+        given = body.eval()(contract.example(spec, 2)).shape[1]
+    width = projection or given
+    if width < max(2, classes):
+        raise ConfigError(
+            f"model.of = {of!r} has {width} features under the simplex, and {classes} classes need "
+            "as many; "
+            f"set model.projection to {max(2, classes)} or more"
+        )
+    if projection:
+        made.body = nn.Sequential(body, nn.Linear(given, projection))
+    made.head = SimplexHead(width, classes, scale)
+    return made.train()
+
+
+@functools.lru_cache(maxsize=16)
+def random_directions(features: int, width: int) -> Tensor:
+    """Fixed random weights (D, M), of mean 0 and spread 1: always the same."""
+    return torch.randn(features, width, generator=generator(0))
+
+
+class Lift(nn.Module):
+    """ReLU of features (B, D) times fixed random weights: (B, M)."""
+
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__()
+        self.directions = random_directions(features, width)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Features of the wider space, none below 0."""
+        return torch.relu(h @ self.directions.to(h.device, h.dtype))
+
+
+@register("model", "lifted")
+def lifted(
+    input_shape: InputShape,
+    classes: int,
+    of: str,
+    arguments: dict[str, Any] | None = None,
+    width: Count = 1250,
+    vocabulary: int = 0,
+) -> nn.Module:
+    """A network with a wide layer of fixed random weights and a ReLU under its head.
+
+    of: The network's name, or an import path; it has a body and a linear head, which is replaced.
+    arguments: Its fields.
+    width: How many numbers the head sees (M).
+
+    Raises ConfigError for a network without body and head.
+
+    Source: McDonnell et al., "RanPAC: Random Projections and Pre-trained Models for Continual
+    Learning" (2023), section 4.
+    Reading: the weights are the same in all runs, and no entry of the model: they are neither
+    trained nor sent.
+    """
+    spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
+    made = contract.construct(of, spec, as_table_again(arguments or {}))
+    body, head = getattr(made, "body", None), getattr(made, "head", None)
+    if not isinstance(body, nn.Module) or not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"model.of = {of!r} has no body and linear head; choose a network that has"
+        )
+    made.body = nn.Sequential(body, Lift(head.in_features, width))
+    made.head = nn.Linear(width, classes, head.bias is not None)
+    return made
+
+
+def lifted_spec(spec: ModelSpec, width: int) -> ModelSpec:
+    """The same network with a wide random layer under its head; as it is for a width of 0."""
+    if not width:
+        return spec
+    fields = {"of": spec.name, "arguments": as_table_again(spec.fields), "width": width}
+    return ModelSpec(
+        "lifted", spec.input_shape, spec.classes, as_pairs(fields), vocabulary=spec.vocabulary
+    )
+
+
+def lifted_body(params: Tensors, width: int) -> dict[str, Tensor]:
+    """The entries of a network's body as they are named in the lifted one; as they are for a width
+    of 0.
+    """
+    body = {name.removeprefix("body."): v for name, v in params.items() if name.startswith("body.")}
+    return {f"body.0.{name}" if width else f"body.{name}": v for name, v in body.items()}
+
+
+class LowRankLinear(nn.Linear):
+    """A linear layer W x + (alpha / rank) B A x with entries ``lora_a`` (rank, in) and ``lora_b``
+    (out, rank) beside its own, whose names stay.
+    """
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    scale: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output, and that of the low-rank change."""
+        return super().forward(x) + self.scale * ((x @ self.lora_a.T) @ self.lora_b.T)
+
+
+@register("model", "low_rank")
+def low_rank(
+    input_shape: InputShape,
+    classes: int,
+    of: str,
+    arguments: dict[str, Any] | None = None,
+    rank: Count = 4,
+    alpha: Positive = 8.0,
+    layers: tuple[str, ...] = ("body.",),
+    vocabulary: int = 0,
+) -> nn.Module:
+    """A network with a low-rank change beside its linear layers (LoRA), to train that alone.
+
+    of: The network's name, or an import path.
+    arguments: Its fields.
+    rank: The rank of a change.
+    alpha: What the change is multiplied by, times 1 / rank.
+    layers: Which linear layers have one: names, beginnings with a point, or patterns with * and ?.
+
+    With start_from, start_from_partial = true and train_only = ["head.", "*.lora_*"], the network's
+    own weights stay as the file has them, and only the changes and the head are trained and sent.
+    Raises ConfigError if no layer is named.
+
+    Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2022), section 4.1: A
+    is drawn, B is 0, so that the network starts as it is.
+    Reading: the mean over clients of B and of A is not that of B A. With ``train_only = ["head.",
+    "*.lora_b"]`` A stays as it was drawn, the same for all, and the mean is exact.
+    """
+    spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
+    fields: Mapping[str, Any] = as_table_again(arguments or {})
+    made = contract.construct(of, spec, fields)
+    named = [
+        (n, m) for n, m in made.named_modules() if type(m) is nn.Linear and matches(f"{n}.", layers)
+    ]
+    if not named:
+        linear = [n for n, m in made.named_modules() if type(m) is nn.Linear]
+        raise ConfigError(
+            f"model.layers = {list(layers)} names none of {of}'s linear layers: "
+            f"{', '.join(linear) or 'none'}"
+        )
+    for _, layer in named:
+        a = torch.empty(rank, layer.in_features, dtype=layer.weight.dtype)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+        layer.__class__ = LowRankLinear
+        layer.lora_a = nn.Parameter(a)
+        layer.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank, dtype=a.dtype))
+        layer.scale = alpha / rank  # type: ignore[assignment]
+    return made
