@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedstill.core.results import StageResult
+from fedstill.core.extensions import StageResult
 from fedstill.core.trees import floats, norm, sub
 from fedstill.measures.base import Measure, Numbers
 from fedstill.measures.context import EvaluationContext

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedstill.core.extensions import Engine, NoRecorder, Observer, Recorder
+from fedstill.core.extensions import Engine, NoRecorder, Observer, Recorder, StageResult
 from fedstill.core.records import Payload, Reply, Stage, State
-from fedstill.core.results import StageResult
 from fedstill.core.rounds import RunContext, run_round
 from fedstill.running.extensions import run_context
 from fedstill.running.preparation import Prepared

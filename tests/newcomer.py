@@ -19,7 +19,7 @@ from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.core.records import NOTHING
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
+from fedstill.core.method import ClientWork
 
 
 @method("mine")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedstill.config.experiment import Experiment
 from fedstill.core.capabilities import Need
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     NOTHING,
     SERVER,
@@ -36,7 +36,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import lookup, method, register
 from fedstill.core.trees import dtype_of, sub, zeros_like
-from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
 from fedstill.losses import cross_entropy, kd

@@ -16,9 +16,8 @@ from fedstill import from_tensors
 from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
-from fedstill.core.extensions import NoRecorder
+from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.core.records import SERVER, Group, Payload
-from fedstill.core.results import StageResult
 from fedstill.core.rounds import run_round
 from fedstill.data.dataset import Dataset
 from fedstill.running.extensions import run_context

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from fedstill.core.capabilities import Need as Need
     from fedstill.core.capabilities import Permit as Permit
     from fedstill.core.errors import FedstillError as FedstillError
+    from fedstill.core.method import ClientWork as ClientWork
     from fedstill.core.method import Method as Method
     from fedstill.core.records import Payload as Payload
     from fedstill.core.records import Plan as Plan
     from fedstill.core.records import State as State
     from fedstill.core.records import TrainingStart as TrainingStart
     from fedstill.core.registry import register as register
-    from fedstill.core.work import ClientWork as ClientWork
     from fedstill.data.dataset import Dataset as Dataset
     from fedstill.data.sources.in_memory import from_python as from_python
     from fedstill.data.sources.load import load_dataset as load_dataset
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Addition": "fedstill.core.capabilities",
     "TrainingStart": "fedstill.core.records",
-    "ClientWork": "fedstill.core.work",
+    "ClientWork": "fedstill.core.method",
     "Comparison": "fedstill.report.comparison",
     "Dataset": "fedstill.data.dataset",
     "Experiment": "fedstill.config.experiment",

@@ -12,7 +12,7 @@ import torch
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
-from fedstill.core.extensions import NoRecorder
+from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.core.records import (
     Payload,
     Tensors,
@@ -21,7 +21,6 @@ from fedstill.core.records import (
     View,
     World,
 )
-from fedstill.core.results import StageResult
 from fedstill.methods.fit import Fit
 from fedstill.running.preparation import Prepared, prepare
 from loops import context_of, first_state, next_state, states_after

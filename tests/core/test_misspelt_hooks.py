@@ -12,9 +12,8 @@ import pytest
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.user_code import FORMER_NAMES, resembled
-from fedstill.core.work import ClientWork
 from fedstill.measures.base import Measure
 from fedstill.measures.choice import measures
 from fedstill.running.preparation import prepare

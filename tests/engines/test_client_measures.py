@@ -15,8 +15,8 @@ import torch
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import FedstillError
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage
-from fedstill.core.work import ClientWork
 from fedstill.engines.at_client import AtClient
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.flower.engine import FlowerEngine

@@ -11,8 +11,8 @@ import pytest
 
 import toys
 from fedstill.config.resolve import settle
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Reply, Stage
-from fedstill.core.work import ClientWork
 from fedstill.engines.pooled import PooledEngine
 from fedstill.flower.engine import FlowerEngine
 from fedstill.running.preparation import Prepared, prepare

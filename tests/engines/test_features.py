@@ -17,7 +17,7 @@ import toys
 from fedstill.config.resolve import settle
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import IncompatibleMethod
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     SERVER,
     Payload,
@@ -32,7 +32,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method, register
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.models import contract
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import toys
 from fedstill.core.errors import ChangedInPlace
+from fedstill.core.extensions import StageResult
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
     Payload,
@@ -24,8 +26,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import register
-from fedstill.core.results import StageResult
-from fedstill.core.work import ClientWork
 from fedstill.engines.at_client import AtClient
 from fedstill.measures.base import Measure, Numbers
 from fedstill.measures.context import EvaluationContext

@@ -15,9 +15,9 @@ from double import NEAR, in_double
 from fedstill.config.resolve import settle
 from fedstill.core.errors import FedstillError
 from fedstill.core.keys import generator, seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Plan, Stage, TrainingStart
 from fedstill.core.trees import same_bits
-from fedstill.core.work import ClientWork
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train, train_stack
 from fedstill.models import contract

@@ -15,8 +15,8 @@ import toys
 from double import NEAR, in_double
 from fedstill.config.resolve import settle
 from fedstill.core.keys import generator, seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Examples, Plan, Stage, Step, TrainingStart, View
-from fedstill.core.work import ClientWork
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
 from fedstill.models import contract

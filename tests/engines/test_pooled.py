@@ -18,8 +18,8 @@ import torch
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, TrainingStart, View, World
-from fedstill.core.work import ClientWork
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.cores import workers
 from fedstill.engines.pooled import LIGHT_FLOPS, PooledEngine

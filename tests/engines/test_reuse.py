@@ -19,8 +19,8 @@ from filelock import FileLock
 import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Examples, Payload, Reply, Stage, View
-from fedstill.core.work import ClientWork
 from fedstill.data.cache import cache_folder, reuse_bytes
 from fedstill.data.inputs import Inputs
 from fedstill.engines import serial

@@ -18,6 +18,8 @@ from torch.nn import functional
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError
+from fedstill.core.extensions import StageResult
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
     ModelSpec,
@@ -33,8 +35,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method, register
-from fedstill.core.results import StageResult
-from fedstill.core.work import ClientWork
 from fedstill.engines import pooled
 from fedstill.engines import pooled as shared_draws
 from fedstill.losses import cross_entropy

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fedstill.core import trees
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Examples, Plan, Stage, Step, Tensors, TrainingStart, View
-from fedstill.core.work import ClientWork
 from fedstill.data.inputs import Inputs
 from fedstill.engines import frozen_teachers
 from fedstill.engines.clients import TrainingSetup

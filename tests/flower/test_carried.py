@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.keys import generator, seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,
     Examples,
@@ -28,7 +29,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.trees import same_bits
-from fedstill.core.work import ClientWork
 from fedstill.data.inputs import Inputs
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train

@@ -18,9 +18,9 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, TooFewReplies
+from fedstill.core.extensions import RoundResult
 from fedstill.core.records import Examples, Stage
 from fedstill.core.registry import register
-from fedstill.core.results import RoundResult
 from fedstill.engines.at_client import AtClient
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.flower.client_app import client_app

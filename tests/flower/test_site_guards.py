@@ -11,8 +11,8 @@ from test_flower_sites import clerk, request_of, settings_of
 
 from fedstill.core.errors import Refused
 from fedstill.core.extensions import SiteGuard, SiteRequest
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Reply, Stage
-from fedstill.core.work import ClientWork
 from fedstill.flower import site
 from flowers import needs_flower
 

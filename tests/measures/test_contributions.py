@@ -13,8 +13,8 @@ import torch
 import fedstill
 import toys
 from fedstill.core import trees
+from fedstill.core.extensions import StageResult
 from fedstill.core.records import Payload, Reply, Stage, State, World
-from fedstill.core.results import StageResult
 from fedstill.measures.context import EvaluationContext
 from fedstill.measures.contributions import Contributions, StageGame, at_most
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstill.core.results import StageResult
+from fedstill.core.extensions import StageResult
 from fedstill.engines.at_client import AtClient
 from fedstill.measures.context import EvaluationContext
 

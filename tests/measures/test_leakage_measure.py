@@ -16,10 +16,10 @@ import torch
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import FedstillError, IncompatibleMethod
+from fedstill.core.extensions import StageResult
 from fedstill.core.method import Method
 from fedstill.core.records import Payload, Stage, World
 from fedstill.core.registry import method, register
-from fedstill.core.results import StageResult
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
 from fedstill.losses import standardize

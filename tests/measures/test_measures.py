@@ -21,9 +21,9 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core import registry, trees
 from fedstill.core.errors import ConfigError, FedstillError
+from fedstill.core.extensions import StageResult
 from fedstill.core.records import Payload
 from fedstill.core.registry import register
-from fedstill.core.results import StageResult
 from fedstill.data.inputs import Inputs
 from fedstill.flower.site_settings import code_in
 from fedstill.measures.base import Measure, Numbers

@@ -19,7 +19,7 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.errors import FedstillError, IncompatibleMethod
-from fedstill.core.results import StageResult
+from fedstill.core.extensions import StageResult
 from fedstill.measures.base import Measure, Numbers
 from fedstill.measures.context import EvaluationContext
 from fedstill.models import contract

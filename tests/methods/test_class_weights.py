@@ -21,10 +21,9 @@ from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.class_weights import LABEL_TOTALS, balanced_weights
 from fedstill.core.errors import ConfigError, FedstillError, Interrupted
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import Reply, Step, TrainingStart
 from fedstill.core.registry import register
-from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
 from fedstill.losses import cross_entropy

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fedstill
 import toys
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
-from fedstill.core.work import ClientWork
 from fedstill.methods.fedlc import Calibrated, FedLC
 from fedstill.methods.sfedkd import Discrepant, SFedKD
 from fedstill.running.journal import read_journal, without_times

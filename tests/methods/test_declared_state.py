@@ -15,8 +15,7 @@ from test_every_method import METHODS, experiment
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core import docstrings, registry
-from fedstill.core.extensions import NoRecorder
-from fedstill.core.results import StageResult
+from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.running.preparation import prepare
 from loops import context_of, states_after
 

@@ -17,9 +17,9 @@ from torch import Tensor
 import toys
 from double import in_double
 from fedstill.config.resolve import settle
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, State, Step, TrainingStart, View, World
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.losses import quadratic
 from fedstill.methods.fedewc import Anchored, FedEWC
 from fedstill.running.preparation import prepare

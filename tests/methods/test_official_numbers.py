@@ -26,6 +26,7 @@ from double import NEAR, in_double
 from fedstill import from_tensors
 from fedstill.config.resolve import settle
 from fedstill.core import registry
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
     SERVER,
@@ -39,7 +40,6 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.trees import sub
-from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train

@@ -19,8 +19,8 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core import trees
 from fedstill.core.errors import ConfigError
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Plan, Stage, Step, Tensors, TrainingStart
-from fedstill.core.work import ClientWork
 from fedstill.engines import precision
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train

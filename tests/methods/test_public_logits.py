@@ -19,9 +19,9 @@ from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, IncompatibleMethod, TooFewReplies
+from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Examples, State
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.data.client_split import ClientSplit
 from fedstill.methods.hiper_fedkd import HiPerFedKD
 from fedstill.methods.public_logits import Distil, TrainThenPredict

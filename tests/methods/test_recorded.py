@@ -19,8 +19,8 @@ import toys
 from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart
-from fedstill.core.work import ClientWork
 from fedstill.engines import cuda_graphs, precision
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.preparation import prepare

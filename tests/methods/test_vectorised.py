@@ -18,8 +18,8 @@ from double import NEAR, in_double
 from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
-from fedstill.core.work import ClientWork
 from fedstill.data.sources import from_tensors
 from fedstill.engines.vectorised import VectorisedEngine
 from fedstill.running.preparation import prepare

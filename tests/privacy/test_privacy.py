@@ -15,8 +15,8 @@ import torch
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import BudgetSpent, ConfigError
+from fedstill.core.extensions import RoundResult
 from fedstill.core.records import Payload, Stage
-from fedstill.core.results import RoundResult
 from fedstill.flower.loopback import parsed, serialised
 from fedstill.privacy.budget import Budget
 from fedstill.privacy.leakage import epsilon_at_least

@@ -25,8 +25,8 @@ from fedstill.core import registry
 from fedstill.core.capabilities import Permit
 from fedstill.core.errors import BudgetSpent, ConfigError, IncompatibleMethod, Refused
 from fedstill.core.keys import generator, seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import NOTHING, Payload, Plan, Reply, Stage
-from fedstill.core.work import ClientWork
 from fedstill.flower.messages import Request
 from fedstill.privacy.budget import TrainingBudget, WithinBudget
 from fedstill.privacy.leakage import epsilon_at_least

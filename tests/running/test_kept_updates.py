@@ -17,10 +17,9 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core.codec import encode
 from fedstill.core.errors import ConfigError, CorruptFile
-from fedstill.core.extensions import NoRecorder
+from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.core.files import digest
 from fedstill.core.records import SERVER
-from fedstill.core.results import StageResult
 from fedstill.running.checkpoint import UPDATES, Checkpoints, kept_updates
 from fedstill.running.explain import arithmetic, kept_update_bytes
 from fedstill.running.preparation import prepare

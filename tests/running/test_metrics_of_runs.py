@@ -19,7 +19,7 @@ import toys
 from fedstill.config.resolve import settle
 from fedstill.config.validation import WrongConfig
 from fedstill.core.errors import ConfigError, CorruptFile
-from fedstill.core.results import RoundResult
+from fedstill.core.extensions import RoundResult
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_clients, from_tensors
 from fedstill.metrics.classification import METRICS, RECORDED, RunMetrics

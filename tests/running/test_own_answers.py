@@ -20,7 +20,7 @@ from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, IncompatibleMethod
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     SERVER,
     Payload,
@@ -35,7 +35,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.export.loading import load_model
 from fedstill.models.contract import predictor
 from fedstill.report.page import page

@@ -18,7 +18,7 @@ from fedstill import Experiment, from_clients
 from fedstill.config.data_table import resolved_data_name
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, InfeasiblePartition
-from fedstill.core.results import RoundResult
+from fedstill.core.extensions import RoundResult
 from fedstill.data.dataset import Dataset
 from fedstill.data.partition.column import column
 from fedstill.report.data_split import class_by_client, splits

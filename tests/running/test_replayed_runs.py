@@ -12,9 +12,8 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core.codec import encode
 from fedstill.core.errors import CorruptFile
-from fedstill.core.extensions import NoRecorder
+from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.core.records import Payload, State
-from fedstill.core.results import StageResult
 from fedstill.running.checkpoint import Position
 from fedstill.running.replay import Replay, Without, checkpoints_of
 from fedstill.running.runner import run

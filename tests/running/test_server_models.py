@@ -18,6 +18,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.aggregation import weighted_mean
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, IncompatibleMethod, MethodFailed
+from fedstill.core.extensions import RoundResult
 from fedstill.core.method import Method
 from fedstill.core.records import (
     SERVER,
@@ -29,7 +30,6 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.registry import method
-from fedstill.core.results import RoundResult
 from fedstill.export.loading import load_model
 from fedstill.report.page import page
 from fedstill.running.evaluation import OwnTests

@@ -12,9 +12,9 @@ from offline_wandb import offline_runs
 
 import toys
 from fedstill.core.errors import ConfigError, Interrupted, UnknownName
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Stage, TrainingResult
 from fedstill.core.registry import register
-from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.compare import carry_out_runs, variants
 from fedstill.running.frame import load_runs

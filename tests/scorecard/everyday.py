@@ -137,7 +137,7 @@ from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.core.registry import method
 from fedstill.core.records import TrainingStart, Payload
-from fedstill.core.work import ClientWork
+from fedstill.core.method import ClientWork
 
 
 @method("scorecard_mine")

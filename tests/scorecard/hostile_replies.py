@@ -13,12 +13,11 @@ import torch
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core.errors import Diverged, FedstillError, TooFewReplies, on_one_line
-from fedstill.core.extensions import Engine, NoRecorder, Recorder
+from fedstill.core.extensions import Engine, NoRecorder, Recorder, StageResult
 from fedstill.core.keys import generator, seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import NOTHING, Payload, Reply, Stage, State
-from fedstill.core.results import StageResult
 from fedstill.core.trees import same_bits
-from fedstill.core.work import ClientWork
 from fedstill.running.preparation import Prepared, prepare
 from loops import context_of, first_state, next_state
 from scorecard.trials import STEADY, Trials, small_run

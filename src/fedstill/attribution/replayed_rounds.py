@@ -8,9 +8,8 @@ from itertools import chain
 from typing import Any
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.extensions import NoRecorder
+from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.core.records import State
-from fedstill.core.results import StageResult
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.measures.base import Measure
 from fedstill.measures.context import EvaluationContext

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.extensions import NoRecorder
+from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.core.records import SERVER, Stage, State
-from fedstill.core.results import StageResult
 from fedstill.engines.passes import correct_by_class
 from fedstill.methods.fit import FIT, fitted_models, queries_of, student_models
 from fedstill.metrics.shapley import exact, two_ends

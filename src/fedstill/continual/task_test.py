@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedstill.core.extensions import StageActor, StageProvider
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     KEEP,
     NOTHING,
@@ -28,7 +28,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.topology import everyone
-from fedstill.core.work import ClientWork
 from fedstill.models.contract import Predictor
 
 TASK_TEST = "task_test"

@@ -1,8 +1,8 @@
 """The federated loop.
 
-- The loop: ``rounds``, ``extensions``, ``topology``, ``results``, ``census``,
+- The loop: ``rounds``, ``extensions``, ``topology``, ``census``,
   ``class_weights``.
-- Methods: ``method``, ``work``, ``capabilities``, ``aggregation``, ``labels``, ``teachers``.
+- Methods: ``method``, ``capabilities``, ``aggregation``, ``labels``, ``teachers``.
 - Records: ``records``, ``payload``, ``stream``, ``trees``, ``codec``.
 - Checks of replies and of a user's code: ``screen``, ``reports``, ``checks``, ``user_code``.
 - Shared by all packages: ``errors``, ``fields``, ``files``, ``keys``, ``process_settings``,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.extensions import RoundHook, StageActor, StageProvider
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     KEEP,
     LABELS,
@@ -32,7 +32,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.topology import everyone
-from fedstill.core.work import ClientWork
 
 CENSUS = "census"
 """The name of the stage."""

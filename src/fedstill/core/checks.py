@@ -21,9 +21,9 @@ from fedstill.core.errors import (
     MethodFailed,
     TooFewReplies,
 )
+from fedstill.core.extensions import Predictors, of_some_clients
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Reply, Stage, State, World
-from fedstill.core.results import Predictors, of_some_clients
 from fedstill.core.screen import MODELS, Refusal, Rules, other_group
 from fedstill.core.user_code import bad_return, definition, is_users, reason, returned
 

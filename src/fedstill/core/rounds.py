@@ -34,17 +34,17 @@ from fedstill.core.extensions import (
     Engine,
     NoRecorder,
     Recorder,
+    Requests,
     RoundHook,
     StageActor,
     StageProvider,
+    StageResult,
 )
 from fedstill.core.keys import drawing_from, seed_for
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, World
-from fedstill.core.results import Requests, StageResult
 from fedstill.core.screen import Refusal, Rules, screen
 from fedstill.core.user_code import returned
-from fedstill.core.work import ClientWork
 
 if TYPE_CHECKING:
     from fedstill.core.topology import Topology

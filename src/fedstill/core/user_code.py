@@ -168,9 +168,9 @@ FORMER_NAMES = {
 }
 """Names that hooks of ``METHOD_CLASSES`` had, with their names today."""
 
-METHOD_CLASSES = {"Method": "fedstill.core.method", "ClientWork": "fedstill.core.work"}
-"""Both base classes of a method and their modules: a hook of the server is of no use at a client,
-nor the reverse.
+METHOD_CLASSES = ("Method", "ClientWork")
+"""Both base classes of a method, in ``fedstill.core.method``: a hook of the server is of no use at
+a client, nor the reverse.
 """
 
 _METHOD_LIKE = (property, cached_property, classmethod, staticmethod, partialmethod)
@@ -259,11 +259,10 @@ def _owner_elsewhere(cls: type, name: str) -> type | None:
     """Whose hook a name is, if not of a user's class: the other of ``METHOD_CLASSES``; None if it
     is no hook.
     """
-    if _is_of_library(cls):  # both modules may still be under way
+    if _is_of_library(cls):  # the module of the base classes may still be under way
         return None
-    bases = [
-        getattr(importlib.import_module(module), base) for base, module in METHOD_CLASSES.items()
-    ]
+    module = importlib.import_module("fedstill.core.method")
+    bases = [getattr(module, base) for base in METHOD_CLASSES]
     if not issubclass(cls, tuple(bases)):
         return None
     for base in bases:

@@ -18,9 +18,9 @@ from torch import Tensor
 from fedstill.core import trees
 from fedstill.core.extensions import GradientRule
 from fedstill.core.keys import drawing_from, seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Step, Tensors, TrainingResult, TrainingStart, View
 from fedstill.core.user_code import bad_return
-from fedstill.core.work import ClientWork
 from fedstill.engines.batches import Batch, Progress
 from fedstill.engines.clients import (
     LoneClient,

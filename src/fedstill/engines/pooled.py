@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fedstill.core.keys import drawing_from, global_state, has_moved, seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, ModelSpec, Payload, Reply, Stage
-from fedstill.core.work import ClientWork
 from fedstill.engines.cores import workers
 from fedstill.engines.footprint import activations, step_flops
 from fedstill.engines.serial import ClientJob, SerialEngine, StartedClient, TimedTraining

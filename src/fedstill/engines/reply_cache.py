@@ -31,10 +31,10 @@ from fedstill.core import registry
 from fedstill.core.codec import OWN_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, DiskFull
 from fedstill.core.files import digest, write_whole
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Reply, Stage
 from fedstill.core.reports import OWN
 from fedstill.core.user_modules import files_of
-from fedstill.core.work import ClientWork
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.precision import card_named
 from fedstill.engines.serial import ReplyInputs

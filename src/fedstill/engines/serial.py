@@ -17,6 +17,7 @@ from fedstill.core.class_weights import class_weights, without_totals
 from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
 from fedstill.core.extensions import ClientHook, Fields, GradientRule
 from fedstill.core.keys import drawing_from, seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import keep_freed_memory, torch_threads
 from fedstill.core.records import (
     NOTHING,
@@ -35,7 +36,6 @@ from fedstill.core.records import (
 from fedstill.core.reports import OWN
 from fedstill.core.trees import dtype_of
 from fedstill.core.user_code import reason, returned
-from fedstill.core.work import ClientWork
 from fedstill.engines.client_memory import Memory
 from fedstill.engines.clients import TrainingSetup, trained_labels
 from fedstill.engines.frozen_teachers import FrozenModel, frozen

@@ -11,9 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from fedstill.core.errors import ChangedInPlace
+from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Keep, Payload
 from fedstill.core.user_code import bad_return, definition, of_kind
-from fedstill.core.work import ClientWork
 
 
 class _Guarded(NamedTuple):

@@ -17,9 +17,9 @@ from torch import nn
 
 from fedstill.core.errors import on_one_line
 from fedstill.core.keys import put_aside
+from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import torch_threads
 from fedstill.core.records import ModelSpec, Payload, Plan, Reply, Stage
-from fedstill.core.work import ClientWork
 from fedstill.engines.clients import (
     TrainingSetup,
     available_examples,

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from fedstill.config.settings import Settings
 from fedstill.core.checks import in_hook
 from fedstill.core.errors import ConfigError, CorruptFile, DataError, UnknownName
+from fedstill.core.extensions import of_some_clients
 from fedstill.core.fields import plain_value
 from fedstill.core.files import digest, in_shell, named_path
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import NOTHING, SERVER, Payload, State
 from fedstill.core.reports import json_value
-from fedstill.core.results import of_some_clients
 from fedstill.core.trees import same_bits
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, PLURALS, Dataset, DatasetInfo
 from fedstill.data.sources.catalog import KNOWN, KnownData

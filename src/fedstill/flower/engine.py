@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fedstill.core.errors import on_one_line
+from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Payload, Reply, Stage
-from fedstill.core.work import ClientWork
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.client_memory import Memory, Version
 from fedstill.engines.serial import SerialEngine

@@ -20,9 +20,9 @@ from fedstill.core.census import CENSUS, Census, census_stage
 from fedstill.core.errors import FedstillError, Refused, cut_reason, on_one_line
 from fedstill.core.extensions import SiteGuard
 from fedstill.core.files import digest, make_folder
+from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Reply
-from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
 from fedstill.engines.client_memory import Memory, Version
 from fedstill.flower.facts import Facts

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from fedstill.core.results import StageResult
+from fedstill.core.extensions import StageResult
 from fedstill.core.user_code import reject_misspelt_hooks
 from fedstill.engines.at_client import AtClient
 from fedstill.engines.client_measures import ClientMeasures

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from fedstill.core.extensions import StageResult
 from fedstill.core.records import Examples, Tensors
 from fedstill.core.registry import register
-from fedstill.core.results import StageResult
 from fedstill.engines.passes import correct_by_class
 from fedstill.measures.base import Measure, Numbers
 from fedstill.measures.context import EvaluationContext

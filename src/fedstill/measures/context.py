@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.extensions import StageResult
 from fedstill.core.files import make_folder, write_whole
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import Method
@@ -28,7 +29,6 @@ from fedstill.core.records import (
     View,
     World,
 )
-from fedstill.core.results import StageResult
 from fedstill.core.rounds import Schedule
 from fedstill.data.dataset import stratified_positions
 from fedstill.data.inputs import Inputs

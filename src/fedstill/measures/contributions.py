@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import batch_norm, instance_norm
 from torch.overrides import TorchFunctionMode
 
-from fedstill.core.extensions import StageActor
+from fedstill.core.extensions import StageActor, StageResult, of_some_clients
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import Method
 from fedstill.core.records import (
@@ -29,7 +29,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import register
-from fedstill.core.results import StageResult, of_some_clients
 from fedstill.core.trees import floats, norm, sub
 from fedstill.data.inputs import Inputs
 from fedstill.data.views import SiteViews

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedstill.core.extensions import StageResult
 from fedstill.core.records import Examples, Tensors
 from fedstill.core.registry import register
-from fedstill.core.results import StageResult
 from fedstill.core.trees import only, sub
 from fedstill.losses import cross_entropy
 from fedstill.measures.base import Measure, Numbers

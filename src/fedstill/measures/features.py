@@ -12,9 +12,9 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from fedstill.core.capabilities import Need
+from fedstill.core.extensions import StageResult
 from fedstill.core.records import Tensors
 from fedstill.core.registry import register
-from fedstill.core.results import StageResult
 from fedstill.engines.passes import correct_by_class
 from fedstill.measures.base import Measure, Numbers, rounded_lists
 from fedstill.measures.context import EvaluationContext, WholePasses, comparable, named_models

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fedstill.core.extensions import StageResult
 from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.core.registry import register
-from fedstill.core.results import StageResult
 from fedstill.engines.passes import shards
 from fedstill.losses import cross_entropy
 from fedstill.measures.base import Measure, Numbers

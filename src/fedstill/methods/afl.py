@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.fields import NonNegative
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     SERVER,
     ModelSpec,
@@ -51,7 +51,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.methods.ridge import NO_TRAINING, empty_sums, feature_sums, no_linear_head, solved
 
 SUMS = ("gram", "cross")

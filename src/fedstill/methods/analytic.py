@@ -39,6 +39,7 @@ from torch.nn.functional import normalize
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import CountOrZero, NonNegative
 from fedstill.core.keys import generator, seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,
     ModelSpec,
@@ -55,7 +56,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.methods.afl import SUMS, SendChange
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import (

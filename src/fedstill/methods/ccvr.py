@@ -32,6 +32,7 @@ from fedstill.core.capabilities import Need, Permit
 from fedstill.core.errors import BadPayload
 from fedstill.core.fields import CountOrZero
 from fedstill.core.keys import generator, seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     KEEP,
     NOTHING,
@@ -53,7 +54,6 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.topology import has_links
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import NO_TRAINING, no_linear_head
 from fedstill.models.contract import predictor, width

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedstill.core.fields import NonNegative
 from fedstill.core.labels import means_by_class
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     SERVER,
     ModelSpec,
@@ -35,7 +35,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.topology import has_links
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.methods.public_logits import own_model
 

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.fields import Count, CountOrZero, PositiveShare
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
     Examples,
@@ -50,7 +51,6 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.teachers import as_inputs, noise
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy
 from fedstill.methods.fit import (
     FIT,

@@ -33,6 +33,7 @@ from typing import Literal
 from torch import Tensor
 
 from fedstill.core.fields import NonNegative, Positive, Share
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,
     Payload,
@@ -50,7 +51,6 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.topology import has_links
 from fedstill.core.trees import add, only, scale, sub, zeros_like
-from fedstill.core.work import ClientWork
 from fedstill.losses import quadratic
 from fedstill.methods.fedseq import FedSeq
 from fedstill.models.contract import trainable_names

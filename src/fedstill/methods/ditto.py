@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 from fedstill.core.capabilities import Permit
 from fedstill.core.fields import NonNegative
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     KEEP,
     NOTHING,
@@ -41,7 +42,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import only
-from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.fedprox import LocalTraining
 from fedstill.methods.public_logits import own_model

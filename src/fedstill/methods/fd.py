@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fedstill.core.aggregation import weighted_mean
 from fedstill.core.capabilities import Need
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,
     ModelSpec,
@@ -44,7 +45,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.losses import kd
 from fedstill.methods.class_values import ClassValues, TowardsValues
 

@@ -47,6 +47,7 @@ from torch import Tensor
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import NonNegative, Positive, Share
 from fedstill.core.labels import adaptive_weights, gini_index, proportions
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
     Payload,
@@ -61,7 +62,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.losses import nckd, nckd_slice, nckd_zero, target_kl, tckd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedntd import FromGlobal

@@ -28,9 +28,9 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import Count, NonNegative
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Plan, Stage, Step, TrainingStart
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.resnet import run_slim

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedstill.core.capabilities import Need
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
     Payload,
@@ -33,7 +34,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FEDNTD_PLAN, LAST, FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
 

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from fedstill.core.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Share
 from fedstill.core.keys import generator, numpy_generator, seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,
     Payload,
@@ -54,7 +55,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of, mean, scale
-from fedstill.core.work import ClientWork
 from fedstill.losses import kd
 from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.methods.feddf import TEACH_SERVER, FedDF, Fused

@@ -29,6 +29,7 @@ from torch import Tensor
 from fedstill.core.capabilities import Permit
 from fedstill.core.fields import Count, NonNegative
 from fedstill.core.keys import seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,
     Payload,
@@ -45,7 +46,6 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.topology import has_links
 from fedstill.core.trees import add, only, scale, sub, zeros_like
-from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names

@@ -29,6 +29,7 @@ from torch import Tensor
 from fedstill.core.aggregation import Aggregation
 from fedstill.core.capabilities import Addition, Need
 from fedstill.core.fields import NonNegative
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
     Payload,
@@ -45,7 +46,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
 from fedstill.models.contract import width

@@ -32,6 +32,7 @@ from fedstill.core import trees
 from fedstill.core.aggregation import ROBUST, Aggregation, alike
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import NonNegative
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,
     Payload,
@@ -49,7 +50,6 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.topology import has_links
 from fedstill.core.trees import add, only, scale, sub, zeros_like
-from fedstill.core.work import ClientWork
 from fedstill.losses import proximal
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.fednova import direction_of

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import Positive
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     Payload,
     Plan,
@@ -43,7 +44,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.topology import has_links
-from fedstill.core.work import ClientWork
 from fedstill.losses import kd
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 

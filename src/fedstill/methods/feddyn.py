@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedstill.core.aggregation import Aggregation, alike
 from fedstill.core.fields import Positive
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,
     Payload,
@@ -38,7 +39,6 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.topology import has_links
 from fedstill.core.trees import only, scale, sub, zeros_like
-from fedstill.core.work import ClientWork
 from fedstill.losses import proximal
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names

@@ -35,6 +35,7 @@ from torch import Tensor
 from fedstill.core.aggregation import weighted_mean
 from fedstill.core.capabilities import Permit
 from fedstill.core.fields import Count, NonNegative, Share
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     KEEP,
     OFF,
@@ -53,7 +54,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import add, only, scale, zeros_like
-from fedstill.core.work import ClientWork
 from fedstill.losses import quadratic
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import NO_TRAINING

@@ -36,6 +36,7 @@ from torch import Tensor
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import Count, NonNegative, PositiveShare
 from fedstill.core.keys import generator, seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
     SERVER,
@@ -56,7 +57,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of, only
-from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import no_linear_head

@@ -35,6 +35,7 @@ from fedstill.core import trees
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import BadPayload
 from fedstill.core.fields import Count, NonNegative, Positive
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
     Payload,
@@ -52,7 +53,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Permit
 from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.losses import minority_kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedntd import no_other_classes

@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
     Payload,
@@ -43,7 +44,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.losses import logit_error
 from fedstill.methods.public_logits import (
     DISTIL,

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Stage, Step, TrainingStart
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedntd import FromGlobal

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fedstill.core.aggregation import effective_steps, normalised_mean
 from fedstill.core.capabilities import Need, Permit
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
     SERVER,
@@ -44,7 +45,6 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.topology import has_links
 from fedstill.core.trees import add, only, scale, sub, zeros_like
-from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
 

@@ -22,9 +22,9 @@ from typing import Literal
 from torch import Tensor
 
 from fedstill.core.fields import NonNegative, Positive, Share
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.losses import kd, nckd, other_mse
 from fedstill.methods.fedavg import FedAvg
 

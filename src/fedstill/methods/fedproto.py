@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fedstill.core.aggregation import Weighting, mean_by_class
 from fedstill.core.capabilities import Need
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     ModelSpec,
     Plan,
@@ -42,7 +43,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.methods.class_values import ClassValues, TowardsValues
 from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.models.contract import width

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedstill.core.fields import NonNegative
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.trees import only
-from fedstill.core.work import ClientWork
 from fedstill.losses import proximal
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 
 from fedstill.core.aggregation import Aggregation
 from fedstill.core.capabilities import Need
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Plan, Stage, World
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FEDNTD_PLAN, LAST
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
 

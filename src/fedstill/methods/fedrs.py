@@ -24,10 +24,10 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Permit
 from fedstill.core.fields import Share
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.losses import adjusted_cross_entropy
 from fedstill.methods.fedavg import FedAvg
 

@@ -21,9 +21,9 @@ from torch.linalg import vector_norm
 
 from fedstill.core.capabilities import Permit
 from fedstill.core.fields import NonNegative
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Stage, Step, Tensors, TrainingStart
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FedAvg
 
 

@@ -28,9 +28,9 @@ from torch.nn.functional import normalize
 
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, Tensors, TrainingStart, View, World
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.losses import kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedntd import FromGlobal

@@ -34,6 +34,7 @@ from torch import Tensor
 from fedstill.core.aggregation import mean_by_class
 from fedstill.core.fields import NonNegative
 from fedstill.core.keys import seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
     SERVER,
@@ -53,7 +54,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedproto import WithPrototypes
 from fedstill.models import contract

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedstill.core.extensions import StageActor, StageProvider
 from fedstill.core.keys import seed_for
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     KEEP,
     SERVER,
@@ -41,7 +41,6 @@ from fedstill.core.records import (
 from fedstill.core.reports import PROBE
 from fedstill.core.teachers import as_inputs, noise_probe
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.models.contract import predictor
 
 FIT = "fit"

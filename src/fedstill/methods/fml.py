@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.fields import Share
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     ModelSpec,
     Stage,
@@ -35,7 +36,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared

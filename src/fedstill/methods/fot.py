@@ -34,6 +34,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import NonNegative, Share
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     KEEP,
     SERVER,
@@ -52,7 +53,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import add
-from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import NO_TRAINING
 from fedstill.models.contract import module, trainable_names

@@ -35,9 +35,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from fedstill.core.fields import CountOrZero
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, State, Step, TrainingStart, View, World
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.methods.replay import REMEMBER, Rehearse, Replay
 
 

@@ -27,10 +27,9 @@ from fedstill.core.aggregation import Aggregation, weighted_mean
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import CountOrZero
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage, State, Tensors, World, many
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import Suspected
 from fedstill.methods.fit import FIT, FITTING, GOES_ON, Fit, fitted_models
 from fedstill.models.contract import predictor

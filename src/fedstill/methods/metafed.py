@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.fields import NonNegative
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     NOTHING,
     ModelSpec,
@@ -46,7 +46,6 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.topology import has_links
 from fedstill.core.trees import only
-from fedstill.core.work import ClientWork
 from fedstill.methods.public_logits import own_model
 from fedstill.models import contract
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     Payload,
     Stage,
@@ -33,7 +34,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.losses import model_contrast
 from fedstill.methods.fedavg import FedAvg
 

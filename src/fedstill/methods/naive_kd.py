@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.fields import CountOrZero, NonNegative, Positive
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     Payload,
     Plan,
@@ -39,7 +40,6 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fit import FIT, FITTING, Fit, fitted_models, queries_of, with_students
 from fedstill.methods.local_only import LocalOnly, asked_peers

@@ -32,6 +32,7 @@ from torch import Tensor
 from fedstill.core.aggregation import Aggregation
 from fedstill.core.capabilities import Permit
 from fedstill.core.fields import CountOrZero
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
     SERVER,
@@ -47,7 +48,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import only
-from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import Candidates, Count, CountOrZero
 from fedstill.core.keys import seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     KEEP,
     SERVER,
@@ -50,7 +51,6 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.methods.fit import FIT
 from fedstill.methods.local_only import FedAvgOnce
 from fedstill.methods.matching import MatchingSettings, match_models, matchable, unmatched, widened

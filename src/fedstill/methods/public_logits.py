@@ -24,7 +24,7 @@ from fedstill.core.capabilities import Need, Permit
 from fedstill.core.errors import BadPayload
 from fedstill.core.fields import CountOrZero
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     NOTHING,
     SERVER,
@@ -40,7 +40,6 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy
 
 LOCAL, TEACH, DISTIL = "local", "teach_server", "distil"

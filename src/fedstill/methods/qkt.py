@@ -53,6 +53,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.fields import Count, Positive, Share
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     Examples,
     Payload,
@@ -67,7 +68,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy, masked_ce
 from fedstill.methods.fit import FIT, FITTING, Fit, probed, queries_of, student_models
 from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD

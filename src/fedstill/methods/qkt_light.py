@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     Payload,
     Plan,
@@ -44,7 +45,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import mean
-from fedstill.core.work import ClientWork
 from fedstill.losses import kd
 from fedstill.methods.fit import FIT, FITTING, fitted_models
 from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, Distilled

@@ -41,6 +41,7 @@ from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import CountOrZero, NonNegative
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.labels import means_by_class
+from fedstill.core.method import ClientWork
 from fedstill.core.payload import NOTHING, Payload
 from fedstill.core.records import (
     KEEP,
@@ -62,7 +63,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import NO_TRAINING, no_linear_head

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import StageActor, StageProvider
 from fedstill.core.labels import counts
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     KEEP,
     SERVER,
@@ -37,7 +37,6 @@ from fedstill.core.records import (
     View,
     World,
 )
-from fedstill.core.work import ClientWork
 from fedstill.models.contract import width
 
 RIDGE = "ridge"

@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 
 from fedstill.core.aggregation import alike
 from fedstill.core.capabilities import Permit
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,
     Payload,
@@ -33,7 +34,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import add, only, scale, sub, zeros_like
-from fedstill.core.work import ClientWork
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fednova import direction_of, reach
 from fedstill.models.contract import trainable_names

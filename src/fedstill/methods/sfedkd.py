@@ -40,6 +40,7 @@ from fedstill.core.capabilities import Need
 from fedstill.core.fields import CountOrZero, NonNegative, Positive
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.labels import SMOOTHING, Metric, discrepancy_weights, proportions
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,
     Payload,
@@ -55,7 +56,6 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.teachers import complementary
 from fedstill.core.trees import dtype_of
-from fedstill.core.work import ClientWork
 from fedstill.losses import multi_nckd, multi_tckd
 from fedstill.methods.fedseq import FedSeq
 

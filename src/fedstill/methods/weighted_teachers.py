@@ -30,9 +30,9 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
-from fedstill.core.work import ClientWork
 from fedstill.losses import confidence_weights, entropy_weights, multi_kd
 from fedstill.methods.sfedkd import TaughtByLastRound, logits_of, taught
 from fedstill.models import contract

@@ -10,11 +10,10 @@ from typing import ClassVar
 from fedstill.core.census import census_stage
 from fedstill.core.checks import place
 from fedstill.core.errors import BudgetSpent
-from fedstill.core.extensions import Engine, Event, Fields, Observer
+from fedstill.core.extensions import Engine, Event, Fields, Observer, RoundResult, StageResult
+from fedstill.core.method import ClientWork
 from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage, World
-from fedstill.core.results import RoundResult, StageResult
 from fedstill.core.rounds import Schedule
-from fedstill.core.work import ClientWork
 from fedstill.privacy.noise import GROUP, Privacy, rows_of
 from fedstill.privacy.private_training import rate_and_steps, training_epsilon
 from fedstill.running.preparation import Prepared

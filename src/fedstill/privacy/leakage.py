@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.extensions import StageResult
 from fedstill.core.keys import seed_for
 from fedstill.core.records import SERVER, Examples, Payload, Stage, Tensors
 from fedstill.core.registry import register
-from fedstill.core.results import StageResult
 from fedstill.measures.base import Measure, Numbers, SaysLogits
 from fedstill.measures.context import EvaluationContext
 from fedstill.metrics.membership import LEAST_OUT, attack, confidences, likelihood_ratios

@@ -23,13 +23,12 @@ from torch import Tensor
 from fedstill.config.settings import Settings
 from fedstill.core import trees
 from fedstill.core.errors import BadPayload, FedstillError, TooFewReplies
-from fedstill.core.extensions import Engine, Event, Exchanges, Fields, Observer
+from fedstill.core.extensions import Engine, Event, Exchanges, Fields, Observer, StageResult
 from fedstill.core.files import write_whole
+from fedstill.core.method import ClientWork
 from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage, Tensors
 from fedstill.core.reports import OWN
-from fedstill.core.results import StageResult
 from fedstill.core.screen import of_other_stage
-from fedstill.core.work import ClientWork
 from fedstill.privacy.masking import TIMES, Masking
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.primitives import KEY, SEED, Masks, demand_key

@@ -13,8 +13,8 @@ from pathlib import Path
 from fedstill.core.errors import Refused
 from fedstill.core.extensions import SiteGuard, SiteRequest
 from fedstill.core.files import write_secret
+from fedstill.core.method import ClientWork
 from fedstill.core.records import Plan, Reply, Stage
-from fedstill.core.work import ClientWork
 from fedstill.privacy.noise import Privacy, rows_of
 from fedstill.privacy.private_training import rate_and_steps, training_epsilon
 from fedstill.running.preparation import Prepared

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.config.settings import Settings
-from fedstill.core.extensions import ClientHook, Event, Fields, Observer
+from fedstill.core.extensions import ClientHook, Event, Fields, Observer, RoundResult, StageResult
 from fedstill.core.records import World
 from fedstill.core.reports import WHY
-from fedstill.core.results import RoundResult, StageResult
 from fedstill.methods.fit import FIT, anyone_asks, queries_of
 from fedstill.metrics.local_models import answers
 from fedstill.querying.hooks import QueriesAtClient, QueriesAtServer, query_raised

@@ -20,10 +20,9 @@ from typing import Any
 from fedstill.config.settings import Settings
 from fedstill.core.codec import OWN_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, ConfigError, CorruptFile
-from fedstill.core.extensions import Event, Fields, StageKeeper
+from fedstill.core.extensions import Event, Fields, StageKeeper, StageResult
 from fedstill.core.files import digest, make_folder, remove, write_together
 from fedstill.core.records import NOTHING, SERVER, ModelSpec, Payload, Stage, State
-from fedstill.core.results import StageResult
 from fedstill.engines.client_memory import Memory, Version
 from fedstill.running.journal import Mark, read_journal
 

@@ -33,9 +33,8 @@ from fedstill.core.errors import (
     UnknownName,
     suggestion,
 )
-from fedstill.core.method import Method
+from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import SERVER, ModelSpec, Stage
-from fedstill.core.work import ClientWork
 from fedstill.data.dataset import Dataset
 from fedstill.data.views import SiteViews
 from fedstill.engines.vectorised import stacking_obstacle

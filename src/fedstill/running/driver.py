@@ -10,12 +10,11 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from fedstill.core.checks import as_hook, client_predictors_of, in_hook
-from fedstill.core.extensions import Event, Fields
+from fedstill.core.extensions import Event, Fields, RoundResult, StageResult
 from fedstill.core.files import digest
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.process_settings import torch_threads
 from fedstill.core.records import SERVER, State
-from fedstill.core.results import RoundResult, StageResult
 from fedstill.core.rounds import RunContext, run_round
 from fedstill.core.user_code import returned
 from fedstill.engines.serial import SerialEngine

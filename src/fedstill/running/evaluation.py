@@ -13,10 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.core.extensions import Event, Fields, Observer
+from fedstill.core.extensions import (
+    Event,
+    Fields,
+    Observer,
+    Predictors,
+    RoundResult,
+    of_some_clients,
+)
 from fedstill.core.method import Method
 from fedstill.core.records import RULED_OUT, SERVER, Examples, State, World
-from fedstill.core.results import Predictors, RoundResult, of_some_clients
 from fedstill.core.trees import same_bits
 from fedstill.data.views import SiteViews
 from fedstill.engines.cores import workers

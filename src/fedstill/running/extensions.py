@@ -31,9 +31,9 @@ from fedstill.core.extensions import (
     StageKeeper,
 )
 from fedstill.core.keys import generator, seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Group, Payload, Reply, Stage, World
 from fedstill.core.rounds import RunContext
-from fedstill.core.work import ClientWork
 from fedstill.engines.at_client import HeldOutTests, OwnTestSets
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.metrics.classification import RunMetrics

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.extensions import Event, Fields, Observer, RoundHook
+from fedstill.core.extensions import Event, Fields, Observer, RoundHook, RoundResult, StageResult
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.records import SERVER, Payload, World
-from fedstill.core.results import RoundResult, StageResult
 from fedstill.core.rounds import extended_world
 from fedstill.core.user_code import reason
 from fedstill.engines.client_memory import Memory

@@ -15,10 +15,9 @@ from typing import Any, Protocol
 
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import Interrupted
-from fedstill.core.extensions import Event, Fields, Observer, StageKeeper
+from fedstill.core.extensions import Event, Fields, Observer, RoundResult, StageKeeper, StageResult
 from fedstill.core.records import State
 from fedstill.core.reports import event_fields
-from fedstill.core.results import RoundResult, StageResult
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.client_memory import Memory
 from fedstill.running.checkpoint import Checkpoints

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 from fedstill import manifest
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
-from fedstill.core.extensions import Engine
+from fedstill.core.extensions import Engine, StageResult
 from fedstill.core.files import write_whole
 from fedstill.core.records import Payload
-from fedstill.core.results import StageResult
 from fedstill.core.rounds import RunContext
 from fedstill.data.dataset import Dataset
 from fedstill.engines.client_memory import Memory, Version

@@ -21,9 +21,8 @@ from fedstill.config.stages import held_out_share
 from fedstill.config.tables import SelectionData, StopTable
 from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError
-from fedstill.core.extensions import Event, Fields, Observer
+from fedstill.core.extensions import Event, Fields, Observer, RoundResult, of_some_clients
 from fedstill.core.records import Examples, World
-from fedstill.core.results import RoundResult, of_some_clients
 from fedstill.data.views import SiteViews
 from fedstill.engines.cores import workers
 from fedstill.engines.passes import Outputs, outputs_by_example

@@ -19,8 +19,9 @@ from fedstill.config.settings import Settings
 from fedstill.core.capabilities import Need
 from fedstill.core.checks import check_quorum
 from fedstill.core.errors import ConfigError
-from fedstill.core.extensions import RoundHook, StageActor, StageProvider
+from fedstill.core.extensions import RoundHook, StageActor, StageProvider, StageResult
 from fedstill.core.keys import seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
     Examples,
@@ -34,9 +35,7 @@ from fedstill.core.records import (
     View,
     World,
 )
-from fedstill.core.results import StageResult
 from fedstill.core.rounds import RunContext, build_requests, run_stage
-from fedstill.core.work import ClientWork
 from fedstill.data.client_split import ClientSplit
 from fedstill.data.dataset import Dataset, DatasetInfo
 

@@ -13,9 +13,15 @@ import torch
 from torch import Tensor
 
 from fedstill.continual.task_test import TASK_TEST
-from fedstill.core.extensions import Event, Fields, Observer
+from fedstill.core.extensions import (
+    Event,
+    Fields,
+    Observer,
+    Predictors,
+    RoundResult,
+    of_some_clients,
+)
 from fedstill.core.records import Examples
-from fedstill.core.results import Predictors, RoundResult, of_some_clients
 from fedstill.running.evaluation import Evaluation, Predict, Row, mean_row
 from fedstill.running.preparation import Prepared
 
