@@ -56,7 +56,7 @@ class OuterPackage:
     ``measures``: subclasses of ``measures.base.Measure``.
     ``explanations``: ``(console, prepared)``, which print the last part of ``fedstill explain``;
     ``split_explanations``: what it prints above the split of the data, if that is drawn.
-    ``report_sections``: ``(report)``, a ``report.sections.Report``, which return a section of the
+    ``report_sections``: ``(report)``, a ``report.page.Report``, which return a section of the
     HTML page (``report.blocks.Section``) or None; ``follows`` is the section that they follow.
     ``comparison_notes``: ``(runs by label)``, which return a sentence for below the table of a
     comparison, or "".

@@ -18,8 +18,7 @@ from fedstill.attribution import report
 from fedstill.attribution.falls import Moment, Told
 from fedstill.attribution.report import NOBODY, hint_of, lines_of, points, sentence_of
 from fedstill.cli import call
-from fedstill.report.page import page
-from fedstill.report.sections import Report
+from fedstill.report.page import Report, page
 from fedstill.running.runs import groups
 from pages import as_html
 

@@ -21,7 +21,7 @@ from fedstill.core.records import Stage
 from fedstill.engines import serial
 from fedstill.measures.chain import _share as share_of
 from fedstill.models import contract
-from fedstill.report.chain import read_hops
+from fedstill.report.knowledge import read_hops
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run

@@ -14,8 +14,7 @@ import pytest
 
 import toys
 from fedstill.report.figures import Style
-from fedstill.report.page import write_page
-from fedstill.report.sections import Report
+from fedstill.report.page import Report, write_page
 from fedstill.report.tasks import (
     changes,
     learned_and_kept,

@@ -26,7 +26,7 @@ from fedstill.querying.report import (
 )
 from fedstill.report.class_regions import boundaries
 from fedstill.report.figures import Style
-from fedstill.report.sections import Report
+from fedstill.report.page import Report
 from fedstill.running import runner
 from fedstill.running.runs import groups
 from pages import as_html, as_json

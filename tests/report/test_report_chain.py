@@ -15,7 +15,7 @@ from run_journals import events, stop_after
 
 import toys
 from fedstill.core.errors import CorruptFile
-from fedstill.report import chain, costs
+from fedstill.report import costs, knowledge
 from fedstill.report.figures import PERCENT, Line, Style, curves
 from fedstill.report.page import page
 from fedstill.report.rounds import class_map
@@ -51,7 +51,7 @@ def made(*folders: Path):  # type: ignore[no-untyped-def]
 
 def test_hops_are_counted_through_all_rounds(runs: Path) -> None:
     (group,) = made(runs / "seq7")
-    (hops,) = chain.read_hops(group)
+    (hops,) = knowledge.read_hops(group)
     looks = [e for e in events(runs / "seq7") if e["event"] == "measure"]
     assert list(hops.accuracy) == list(range(1, 10))
     assert list(hops.accuracy.values()) == [e["class_accuracy"] for e in looks]
@@ -64,7 +64,7 @@ def test_hops_are_counted_through_all_rounds(runs: Path) -> None:
 
 def test_a_client_that_failed_leaves_a_blank_column() -> None:
     row = [0.5, None]
-    hops = chain.Hops(3, accuracy={1: row, 3: row, 7: row, 8: row})
+    hops = knowledge.Hops(3, accuracy={1: row, 3: row, 7: row, 8: row})
     assert hops.columns == {1: row, 2: [None, None], 3: row, 7: row, 8: row}, (
         "round 2 was not measured"
     )
@@ -152,5 +152,5 @@ def test_a_run_that_was_stopped_is_drawn_up_to_there(runs: Path, tmp_path: Path)
     for name in ("config.toml", "summary.json", "journal.jsonl", "split.safetensors"):
         (folder / name).write_bytes((runs / "seq7" / name).read_bytes())
     stop_after(folder, 1)
-    (hops,) = chain.read_hops(made(folder)[0])
+    (hops,) = knowledge.read_hops(made(folder)[0])
     assert list(hops.accuracy) == [1, 2, 3]

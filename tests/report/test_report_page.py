@@ -18,8 +18,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.data.sources import from_tensors
 from fedstill.report.blocks import Label
 from fedstill.report.figures import PERCENT, Line, Style, curves, flat_range
-from fedstill.report.page import write_page
-from fedstill.report.sections import section_parts
+from fedstill.report.page import section_parts, write_page
 from fedstill.report.series import Series
 from fedstill.running import runner
 from fedstill.running.runs import Spread, groups

@@ -31,8 +31,7 @@ from fedstill.report.data_split import (
     split_maps,
     splits,
 )
-from fedstill.report.page import page
-from fedstill.report.sections import Report
+from fedstill.report.page import Report, page
 from fedstill.running import archive
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare

@@ -41,7 +41,7 @@ from fedstill.report.figures import (
     plain,
     rounded,
 )
-from fedstill.report.sections import Report
+from fedstill.report.page import Report
 from fedstill.report.series import Look, looks, reading
 from fedstill.running.runs import Group, Run
 

@@ -227,8 +227,13 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool) -> None:
     """Print the table of some runs, and write their report and their tables as files."""
     from fedstill.report import terminal
     from fedstill.report.comparison import write_files
-    from fedstill.report.run_details import refused
-    from fedstill.report.summary import BELOW_ZERO, best_first, package_notes, said_of_order
+    from fedstill.report.summary import (
+        BELOW_ZERO,
+        best_first,
+        package_notes,
+        refused,
+        said_of_order,
+    )
     from fedstill.running.runs import groups
 
     screen, compared = terminal.console(), groups(begun)

@@ -40,7 +40,7 @@ from fedstill.report.figures import (
     plain,
     rounded,
 )
-from fedstill.report.sections import Report
+from fedstill.report.page import Report
 from fedstill.running.journal import Event
 from fedstill.running.runs import JOURNAL, Group, Run
 

@@ -22,7 +22,7 @@ from fedstill.report.blocks import (
     group_label,
 )
 from fedstill.report.figures import COUNTS, Figure, layout, plain, rounded
-from fedstill.report.sections import Report
+from fedstill.report.page import Report
 from fedstill.report.series import Look, last_looks, looks, matrix, reading
 from fedstill.running.runs import Group
 

@@ -35,7 +35,7 @@ from fedstill.report.figures import (
     short,
     y_values,
 )
-from fedstill.report.sections import Report
+from fedstill.report.page import Report
 from fedstill.report.summary import NONE
 from fedstill.running.runs import Group, Run
 

@@ -31,7 +31,7 @@ from fedstill.report.figures import (
     plain,
     rounded,
 )
-from fedstill.report.sections import Report
+from fedstill.report.page import Report
 from fedstill.report.series import (
     Phases,
     mean_over_seeds,

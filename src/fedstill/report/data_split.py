@@ -27,7 +27,7 @@ from fedstill.report.figures import (
     short,
     whole_numbers,
 )
-from fedstill.report.sections import Report
+from fedstill.report.page import Report
 from fedstill.running.runs import Group, Run, split_of
 
 # Maps of class × client

@@ -21,7 +21,7 @@ from fedstill.measures.features import embedded
 from fedstill.report.blocks import Chart, Choice, Gallery, Paragraph, Section, group_label
 from fedstill.report.class_regions import HIDDEN_AXIS, class_colour, class_name
 from fedstill.report.figures import Figure, Style, layout, named, plain
-from fedstill.report.sections import Report
+from fedstill.report.page import Report
 from fedstill.report.series import Look, last_looks, matrix, reading
 from fedstill.running.runs import Group
 

@@ -20,7 +20,7 @@ from fedstill.report.figures import (
     rounded,
     y_values,
 )
-from fedstill.report.sections import Report
+from fedstill.report.page import Report
 from fedstill.running.runs import Group, differing, group_labels, method_of
 
 NOT_VARIED = ("partition.seed", "partition.min_size", "partition.clients")

@@ -33,7 +33,7 @@ from fedstill.report.figures import (
     named,
     rounded,
 )
-from fedstill.report.sections import Report
+from fedstill.report.page import Report
 from fedstill.report.series import Look, looks, over_seeds, reading
 from fedstill.running.runs import Group
 

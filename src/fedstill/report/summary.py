@@ -9,6 +9,7 @@ from typing import Any
 
 from fedstill import manifest
 from fedstill.metrics.classification import ACCURACY, METRICS, Metric
+from fedstill.running.result import Refusals
 from fedstill.running.runs import Group, Run, Spread
 
 # The columns.
@@ -465,3 +466,36 @@ def package_notes(runs: Mapping[str, Sequence[Run]]) -> list[str]:
         note_on = part.load()
         notes.append(note_on(runs))
     return [note for note in notes if note]
+
+
+# Refused replies, said beside the numbers: a table without them would look as usual
+
+
+def refused(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+    """A sentence for each name of which a run has refusals: those of its first such run, and which
+    other runs have some.
+    """
+    sentences = []
+    for name, named_runs in runs.items():
+        texts = {run.seed: refusals_of(run).sentence for run in named_runs}
+        texts = {seed: text for seed, text in texts.items() if text}
+        if texts:
+            several = len(named_runs) > 1
+            sentences.append(f"{name}{_refused_by_seed(texts, several)}")
+    return sentences
+
+
+def refusals_of(run: Run) -> Refusals:
+    """What was refused in a run, finished or not."""
+    return Refusals.of(run.clients, int(run.settings.get("topology.clients", 0)), len(run.rounds))
+
+
+def _refused_by_seed(texts: Mapping[int, str], several: bool) -> str:
+    """The refusals of the first seed, and the seeds that have some."""
+    seed, text = next(iter(texts.items()))
+    sentence = f": {text}"
+    if several:
+        sentence = f", seed {seed}: {text}"
+    if len(texts) > 1:
+        sentence += f"; seeds with refusals: {', '.join(map(str, texts))}"
+    return sentence

@@ -28,7 +28,7 @@ from fedstill.report.figures import (
     rounded,
     y_values,
 )
-from fedstill.report.sections import Report
+from fedstill.report.page import Report
 from fedstill.running.runs import Group, Run
 
 ABOUT = (
