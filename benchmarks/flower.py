@@ -63,7 +63,7 @@ def wire(what: Experiment) -> tuple[int, int]:
     """Serialised bytes a round, down and up, over a loopback grid."""
     from fedstill.config.resolve import settle
     from fedstill.flower.loopback import LoopbackGrid
-    from fedstill.flower.run_engine import trial_app
+    from fedstill.flower.remote_runs import trial_app
 
     with tempfile.TemporaryDirectory() as folder:
         settings = settle(what)

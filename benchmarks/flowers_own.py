@@ -22,7 +22,7 @@ import tomli_w
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core.files import make_folder
-from fedstill.flower.deployment.app_files import write_app
+from fedstill.flower.deployment.folder import write_app
 from fedstill.flower.deployment.programs import environment, program
 from fedstill.running.journal import read_journal
 from fedstill.version import VERSION

@@ -11,7 +11,7 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.flower.loopback import LoopbackGrid, parsed
-from fedstill.flower.run_engine import trial_app
+from fedstill.flower.remote_runs import trial_app
 
 Trouble = Callable[["TroubledGrid", int, int, int, bytes], bytes | None]
 """(grid, client, round, how often it was asked for that stage before, message) to reply; None: no

@@ -17,7 +17,7 @@ import pytest
 import fedstill
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, RunExists
-from fedstill.flower.deployment import app_files, certificates, folder, processes, programs
+from fedstill.flower.deployment import certificates, folder, processes, programs
 from flowers import needs_flower
 
 pytestmark = needs_flower
@@ -315,6 +315,6 @@ SUPERNODES = 2
 
 def test_the_app_in_this_repository_is_what_init_writes(tmp_path: Path) -> None:
     ours, written = Path(__file__).parents[2] / "deploy" / "flower-app", tmp_path / "flower-app"
-    app_files.write_app(written, SUPERNODES, fedstill.__version__)
+    folder.write_app(written, SUPERNODES, fedstill.__version__)
     for path in (p.relative_to(written) for p in written.rglob("*") if p.is_file()):
         assert (ours / path).read_text() == (written / path).read_text(), f"write {path} anew"

@@ -15,10 +15,9 @@ import torch
 
 import toys
 from fedstill.data.sources import load_dataset
-from fedstill.flower.client_app import client_app
 from fedstill.flower.deployment.control import Control
 from fedstill.flower.loopback import LoopbackGrid
-from fedstill.flower.site import Clerk
+from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import load_site
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run

@@ -18,8 +18,8 @@ import pytest
 
 from fedstill.core.errors import DeployFailed
 from fedstill.flower.deployment import certificates, folder, programs
-from fedstill.flower.deployment.app_files import write_app
 from fedstill.flower.deployment.control import Control, public_key
+from fedstill.flower.deployment.folder import write_app
 from fedstill.flower.deployment.gate import KEY_HEADER
 from fedstill.flower.deployment.processes import running, wait_for_port
 from flowers import needs_flower

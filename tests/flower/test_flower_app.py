@@ -14,8 +14,14 @@ import pytest
 
 from fedstill.core.errors import ConfigError, Refused
 from fedstill.flower.deployment import folder, programs
-from fedstill.flower.deployment.app_files import CODE, PYPROJECT, TRIAL, require_own_app, write_app
-from fedstill.flower.deployment.folder import client_of_key
+from fedstill.flower.deployment.folder import (
+    CODE,
+    PYPROJECT,
+    TRIAL,
+    client_of_key,
+    require_own_app,
+    write_app,
+)
 from fedstill.flower.fleet import Fleet, Patience
 from flowers import needs_flower
 

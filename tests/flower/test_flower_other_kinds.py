@@ -16,10 +16,9 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError, Refused, TooFewReplies
 from fedstill.core.records import Payload
-from fedstill.flower.client_app import client_app
 from fedstill.flower.facts import Facts
 from fedstill.flower.loopback import LoopbackGrid
-from fedstill.flower.site import Clerk
+from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.privacy.budget import Budget
 from fedstill.privacy.noise import Privacy

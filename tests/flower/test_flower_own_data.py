@@ -23,9 +23,8 @@ from fedstill.core.records import Examples, Stage
 from fedstill.core.registry import register
 from fedstill.engines.at_client import AtClient
 from fedstill.engines.client_measures import ClientMeasures
-from fedstill.flower.client_app import client_app
 from fedstill.flower.loopback import LoopbackGrid
-from fedstill.flower.site import Clerk
+from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.measures.base import Measure
 from fedstill.metrics.classification import METRICS, Predictions, RunMetrics

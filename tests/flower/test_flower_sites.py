@@ -516,7 +516,7 @@ def test_the_run_of_a_request_cannot_be_a_path() -> None:
 
 
 def test_two_versions_are_kept_beside_the_one_that_counts(tmp_path: Path) -> None:
-    from fedstill.flower.site_storage import Desk
+    from fedstill.flower.site import Desk
 
     desk, request = Desk(tmp_path, "run1", 0), request_of(settings_of())
     versions = []
@@ -533,7 +533,7 @@ def test_two_versions_are_kept_beside_the_one_that_counts(tmp_path: Path) -> Non
 
 
 def test_memories_that_the_servers_checkpoints_name_stay(tmp_path: Path) -> None:
-    from fedstill.flower.site_storage import Desk
+    from fedstill.flower.site import Desk
 
     named = "client0-round2-stage0.safetensors"
     desk, request = Desk(tmp_path, "run1", 0), request_of(settings_of())
@@ -557,7 +557,7 @@ def test_named_memories_that_are_no_names_are_refused() -> None:
 def test_a_stage_asked_anew_by_a_server_that_went_back_keeps_its_reply_and_memory(
     tmp_path: Path,
 ) -> None:
-    from fedstill.flower.site_storage import Desk
+    from fedstill.flower.site import Desk
 
     desk, request = Desk(tmp_path, "run1", 0), request_of(settings_of())
     for round in (1, 2, 3, 4):

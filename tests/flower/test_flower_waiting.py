@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedstill.flower.waiting import SOONEST, Pace, fetch_soon
+from fedstill.flower.fleet import SOONEST, Pace, fetch_soon
 from flowers import needs_flower
 
 

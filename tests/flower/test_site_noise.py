@@ -22,11 +22,10 @@ from fedstill.core.files import digest
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Payload, Stage
 from fedstill.data.views import SiteViews
-from fedstill.flower.client_app import client_app
 from fedstill.flower.facts import Facts
 from fedstill.flower.loopback import LoopbackGrid, parsed, serialised
 from fedstill.flower.messages import Request, SiteReply
-from fedstill.flower.site import Clerk
+from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.privacy import noise as wire_privacy
 from fedstill.privacy.noise import Privacy, clip_rows, secret_normal

@@ -18,7 +18,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import Refused
 from fedstill.core.files import digest
 from fedstill.core.records import Payload, Stage
-from fedstill.flower.deployment.app_files import CODE, PYPROJECT, TRIAL, require_own_app
+from fedstill.flower.deployment.folder import CODE, PYPROJECT, TRIAL, require_own_app
 from fedstill.running.preparation import prepare, read_data
 from fedstill.version import VERSION
 from scorecard.trials import Trials, scratch, small_run

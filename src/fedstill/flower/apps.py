@@ -11,10 +11,9 @@ from typing import Any
 from platformdirs import user_data_path
 
 from fedstill.config.experiment import from_tree
-from fedstill.flower.client_app import Does
-from fedstill.flower.client_app import client_app as app_of
 from fedstill.flower.messages import require_flower
-from fedstill.flower.site import Clerk
+from fedstill.flower.site import Clerk, Does
+from fedstill.flower.site import client_app as app_of
 from fedstill.flower.site_settings import Site, load_site
 from fedstill.running import runner
 

@@ -1,14 +1,17 @@
-"""A site: how one client's machine does a stage that a server asks for, and what it refuses.
+"""A site: how one client's machine does a stage that a server asks for, what it refuses, and what
+it keeps on its disk.
 
 What a capability protects there is in its guards (``core.extensions.SiteGuard``).
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
@@ -17,23 +20,42 @@ from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.config.stages import takes_census
 from fedstill.core.census import CENSUS, Census, census_stage
-from fedstill.core.errors import FedstillError, Refused, cut_reason, on_one_line
+from fedstill.core.codec import OWN_ENTRIES, decode, encode
+from fedstill.core.errors import (
+    BadPayload,
+    CorruptFile,
+    FedstillError,
+    Refused,
+    cut_reason,
+    on_one_line,
+)
 from fedstill.core.extensions import SiteGuard
-from fedstill.core.files import digest, make_folder
+from fedstill.core.files import digest, make_folder, remove, sweep, write_secret
 from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import process_settings
-from fedstill.core.records import Reply
+from fedstill.core.records import NOTHING, Payload, Reply, Stage
 from fedstill.data.dataset import Dataset
 from fedstill.engines.client_memory import Memory, Version
 from fedstill.flower.facts import Facts
-from fedstill.flower.messages import Request, SiteReply
+from fedstill.flower.messages import (
+    STAGE,
+    WHOAMI,
+    Request,
+    SiteReply,
+    content,
+    header_and_payload,
+    require_flower,
+)
 from fedstill.flower.site_data import Ready, on_own_data, on_own_tasks
 from fedstill.flower.site_settings import Site, code_in, files_in
-from fedstill.flower.site_storage import Desk
 from fedstill.running.extensions import site_guards
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.standardisation import sums_stage, sums_work
 from fedstill.version import VERSION
+
+if TYPE_CHECKING:
+    from flwr.app import Context, Message
+    from flwr.clientapp import ClientApp
 
 
 @dataclass
@@ -261,3 +283,157 @@ def requested_work(prepared: Prepared, request: Request) -> ClientWork:
     if not is_in_run or stage not in settings.schedule(stage.round, world):
         raise Refused(f"stage {stage.name!r} is not in the schedule of round {stage.round}")
     return settings.schedule.actor(stage).work(stage)
+
+
+# A client's files at its site
+
+
+_GROUP = "up "
+"""In a file of a reply, the names of the reply's groups begin with it."""
+
+KEPT = 2
+"""How many stages' memories and replies are kept, beside the memory that counts."""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """The files of one client in one run: ``FOLDER/RUN/clientN/``.
+
+    For each stage done: the memory it left, ``clientN-roundR-stageS.safetensors``, if it left one;
+    and then the reply, which is only written when the memory is safe. So a stage that was asked for
+    twice is answered from its reply, and one that was cut short is done again from the memory that
+    counts. Guards keep their notes in the same folder (``core.extensions.SiteGuard``).
+    """
+
+    folder: Path
+    run: str
+    client: int
+
+    @property
+    def place(self) -> Path:
+        """Where this client's files of this run are."""
+        return self.folder / self.run / f"client{self.client}"
+
+    def remembered(self, version: Version | None) -> Payload:
+        """What the client remembers in a version; raises CorruptFile if that file is gone or
+        damaged.
+        """
+        if version is None:
+            return NOTHING
+        path = self.place / version[0]
+        try:
+            data = path.read_bytes()
+            if digest(data) != version[1]:
+                raise BadPayload("its SHA-256 is not the one that counts")
+            return decode(data, entries=OWN_ENTRIES)
+        except (OSError, BadPayload) as error:
+            raise CorruptFile(
+                f"the memory that counts, {version[0]}, cannot be used at this site: {error}"
+            ) from error
+
+    def kept(self, request: Request) -> SiteReply | None:
+        """The answer already given to the same request, if it is still here and whole."""
+        path = self.place / _reply(request.stage)
+        try:
+            stored = decode(path.read_bytes(), entries=OWN_ENTRIES)
+            note = json.loads(str(stored["note"]))
+            if note["request"] != request.digest():
+                return None
+            groups = {
+                name.removeprefix(_GROUP): group
+                for name, group in stored.items()
+                if name.startswith(_GROUP)
+            }
+            answer = SiteReply.of(str(note["answer"]), Payload(groups))
+            self.remembered(answer.memory)
+        except (OSError, FedstillError, ValueError, KeyError, TypeError):
+            return None
+        return answer
+
+    def keep(self, request: Request, answer: SiteReply, client_state: Payload) -> SiteReply:
+        """Write the client's state, then the reply, then delete what is too old.
+
+        Returns the answer with the version of the state.
+        """
+        make_folder(self.place)
+        sweep(self.place)
+        if client_state:
+            data = encode(client_state)
+            name = _memory(self.client, request.stage)
+            write_secret(self.place / name, data)
+            answer = replace(answer, memory=(name, digest(data)))
+        note = json.dumps({"request": request.digest(), "answer": answer.header()})
+        groups = {_GROUP + name: group for name, group in answer.content.items()}
+        stored = Payload({"note": note, **groups})
+        write_secret(self.place / _reply(request.stage), encode(stored))
+        self._delete_old(request)
+        return answer
+
+    def _delete_old(self, request: Request) -> None:
+        """Delete the files of old stages, but not the memories that the request names."""
+        replies = sorted(self.place.glob("*.reply"))
+        latest = {path.stem for path in replies[-KEPT:]}
+        # A server that went back has just asked for an older stage.
+        latest.add(_named(request.stage))
+
+        named = set(request.named)
+        if request.memory is not None:
+            current, _ = request.memory
+            named.add(current)
+        for path in (*replies, *self.place.glob("*.safetensors")):
+            if _stage_of(path) not in latest and path.name not in named:
+                remove(path)
+
+
+def _named(stage: Stage) -> str:
+    return f"{stage.round:07d}-{stage.index:07d}"
+
+
+def _reply(stage: Stage) -> str:
+    return f"{_named(stage)}.reply"
+
+
+def _memory(client: int, stage: Stage) -> str:
+    return f"client{client}-round{stage.round}-stage{stage.index}.safetensors"
+
+
+def _stage_of(path: Path) -> str:
+    """The stage of a file, as its reply's name says it."""
+    if path.suffix == ".reply":
+        return path.stem
+    _, round, stage = path.stem.split("-")
+    return f"{int(round.removeprefix('round')):07d}-{int(stage.removeprefix('stage')):07d}"
+
+
+# The Flower app of a node
+
+
+MOST_OF_A_REQUEST = 1 << 20
+"""The most groups and tensors of a request: among peers, one holds the models of all."""
+
+Does = Callable[[Request], SiteReply]
+"""Does a stage for one client; a refusal or a failure is its answer."""
+
+
+def client_app(clerk_of: Callable[[Context], tuple[int, Does]], max_bytes: int) -> ClientApp:
+    """The app of a node; ``clerk_of`` gives the number of the client that the node is, and its
+    clerk.
+    """
+    require_flower()
+    from flwr.app import ConfigRecord, Message, RecordDict
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+
+    @app.train(STAGE.partition(".")[2])  # type: ignore[untyped-decorator]
+    def stage(message: Message, context: Context) -> Message:
+        _, clerk = clerk_of(context)
+        request = Request.of(*header_and_payload(message.content, max_bytes, MOST_OF_A_REQUEST))
+        return Message(content(clerk(request)), reply_to=message)
+
+    @app.query(WHOAMI.partition(".")[2])  # type: ignore[untyped-decorator]
+    def whoami(message: Message, context: Context) -> Message:
+        client, _ = clerk_of(context)
+        return Message(RecordDict({"whoami": ConfigRecord({"client": client})}), reply_to=message)
+
+    return app

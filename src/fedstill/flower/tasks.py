@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstill.core.errors import FedstillError, Refused, on_one_line
-from fedstill.flower.deployment.app_files import require_own_app
 from fedstill.flower.deployment.control import OperatorKey
-from fedstill.flower.deployment.folder import client_of_key
-from fedstill.flower.fleet import RAISED
+from fedstill.flower.deployment.folder import client_of_key, require_own_app
+from fedstill.flower.fleet import RAISED, Pace, fetch_soon
 from fedstill.flower.messages import require_flower
-from fedstill.flower.waiting import Pace, fetch_soon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,8 +17,8 @@ from typing import Any
 
 from fedstill.core.errors import ConfigError, FedstillError
 from fedstill.flower.deployment.processes import end_with_parent
+from fedstill.flower.fleet import Pace, fetch_soon
 from fedstill.flower.messages import require_flower
-from fedstill.flower.waiting import Pace, fetch_soon
 
 IDLE = 3.0
 """What Flower sleeps where there is no message; a shorter sleep is one for an answer."""
