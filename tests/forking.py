@@ -29,7 +29,7 @@ import torch
 
 import toys
 from fedstill.core import registry
-from fedstill.core.census import Census
+from fedstill.core.label_counts import Census
 from fedstill.running import runner
 from fedstill.running.recording import Quiet
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fedstill.core.capabilities import Need
-from fedstill.core.census import CensusChecks, CensusStages
 from fedstill.core.codec import decode, encode
+from fedstill.core.label_counts import CensusChecks, CensusStages
 from fedstill.core.method import Method
 from fedstill.core.records import Payload, Reply, Stage, State, World
 from fedstill.core.rounds import RunContext, Schedule, run_round

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fedstill.core.capabilities import Need
-from fedstill.core.census import CensusChecks
+from fedstill.core.label_counts import CensusChecks
 from fedstill.core.records import Payload, Reply, Stage, State
 from fedstill.core.screen import MAX_EXAMPLES, MAX_STRING, Refusal, Rules, screen
 

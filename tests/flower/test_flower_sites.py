@@ -17,9 +17,9 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
-from fedstill.core.census import census_stage
 from fedstill.core.errors import BadPayload, ConfigError
 from fedstill.core.files import digest
+from fedstill.core.label_counts import census_stage
 from fedstill.core.records import Payload, Stage
 from fedstill.flower.facts import Facts
 from fedstill.flower.messages import Request, SiteReply, content, header_and_payload

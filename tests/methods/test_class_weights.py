@@ -19,8 +19,8 @@ import toys
 from double import NEAR, in_double
 from fedstill.config.resolve import settle
 from fedstill.core import registry
-from fedstill.core.class_weights import LABEL_TOTALS, balanced_weights
 from fedstill.core.errors import ConfigError, FedstillError, Interrupted
+from fedstill.core.label_counts import LABEL_TOTALS, balanced_weights
 from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import Reply, Step, TrainingStart
 from fedstill.core.registry import register

@@ -15,8 +15,8 @@ import toys
 from fedstill.cli import call
 from fedstill.config.experiment import from_tree
 from fedstill.config.resolve import settle
-from fedstill.core.census import Census
 from fedstill.core.errors import ClientFailed, ConfigError, CorruptFile, Diverged, TooFewReplies
+from fedstill.core.label_counts import Census
 from fedstill.running import journal as journals
 from fedstill.running.recording import Quiet
 from fedstill.running.runner import resume, run

@@ -33,11 +33,10 @@ from fedstill.continual.task_test import (
 )
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
-from fedstill.core.census import CENSUS, CensusStages
-from fedstill.core.class_weights import are_overall
 from fedstill.core.errors import ConfigError, UnknownName, suggestion
 from fedstill.core.extensions import StageProvider
 from fedstill.core.fields import as_table, shown
+from fedstill.core.label_counts import CENSUS, CensusStages, are_overall
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.rounds import Schedule

@@ -1,7 +1,6 @@
 """The federated loop.
 
-- The loop: ``rounds``, ``extensions``, ``topology``, ``census``,
-  ``class_weights``.
+- The loop: ``rounds``, ``extensions``, ``topology``, ``label_counts``.
 - Methods: ``method``, ``capabilities``, ``aggregation``, ``labels``, ``teachers``.
 - Records: ``records``, ``payload``, ``stream``, ``trees``, ``codec``.
 - Checks of replies and of a user's code: ``screen``, ``reports``, ``checks``, ``user_code``.

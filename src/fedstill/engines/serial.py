@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fedstill.core.checks import place
-from fedstill.core.class_weights import class_weights, without_totals
 from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
 from fedstill.core.extensions import ClientHook, Fields, GradientRule
 from fedstill.core.keys import drawing_from, seed_for
+from fedstill.core.label_counts import class_weights, without_totals
 from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import keep_freed_memory, torch_threads
 from fedstill.core.records import (

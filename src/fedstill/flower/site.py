@@ -19,7 +19,6 @@ from fedstill.config.experiment import from_tree
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.config.stages import takes_census
-from fedstill.core.census import CENSUS, Census, census_stage
 from fedstill.core.codec import OWN_ENTRIES, decode, encode
 from fedstill.core.errors import (
     BadPayload,
@@ -31,6 +30,7 @@ from fedstill.core.errors import (
 )
 from fedstill.core.extensions import SiteGuard
 from fedstill.core.files import digest, make_folder, remove, sweep, write_secret
+from fedstill.core.label_counts import CENSUS, Census, census_stage
 from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import NOTHING, Payload, Reply, Stage

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fedstill.core.census import census_stage
 from fedstill.core.checks import place
 from fedstill.core.errors import BudgetSpent
 from fedstill.core.extensions import Engine, Event, Fields, Observer, RoundResult, StageResult
+from fedstill.core.label_counts import census_stage
 from fedstill.core.method import ClientWork
 from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage, World
 from fedstill.core.rounds import Schedule

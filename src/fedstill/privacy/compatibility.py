@@ -13,8 +13,8 @@ from torch import Tensor
 from fedstill.core import keys, trees
 from fedstill.core.aggregation import ROBUST
 from fedstill.core.capabilities import Permit
-from fedstill.core.census import CENSUS
 from fedstill.core.errors import ConfigError, IncompatibleMethod, on_one_line
+from fedstill.core.label_counts import CENSUS
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, Tensors
 from fedstill.engines.vectorised import stacking_obstacle
 from fedstill.measures.base import Measure

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from fedstill.core.census import CENSUS
 from fedstill.core.errors import Refused
 from fedstill.core.extensions import SiteGuard, SiteRequest
 from fedstill.core.files import make_folder, write_secret
+from fedstill.core.label_counts import CENSUS
 from fedstill.core.records import Payload, Reply, Stage, World
 from fedstill.privacy.masking import TIMES, Masking
 from fedstill.privacy.noise import Privacy

@@ -11,9 +11,9 @@ from fedstill.config.settings import PEERS, Settings
 from fedstill.config.tables import NO_STREAM
 from fedstill.config.validation import CommandLineText, PackageTable, contradiction
 from fedstill.core.capabilities import Need
-from fedstill.core.class_weights import BALANCED, BALANCED_OVERALL, are_overall
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, CountOrZero, PositiveShare, Seed
+from fedstill.core.label_counts import BALANCED, BALANCED_OVERALL, are_overall
 from fedstill.data.views import Order
 from fedstill.querying.queries import Trigger
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from fedstill import manifest
 from fedstill.config.settings import Settings
 from fedstill.continual.task_test import TEST_STAGES
-from fedstill.core.census import CensusChecks
-from fedstill.core.class_weights import TotalsAtClient, TotalsAtServer, are_overall
 from fedstill.core.extensions import (
     ClientHook,
     Engine,
@@ -31,6 +29,7 @@ from fedstill.core.extensions import (
     StageKeeper,
 )
 from fedstill.core.keys import generator, seed_for
+from fedstill.core.label_counts import CensusChecks, TotalsAtClient, TotalsAtServer, are_overall
 from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Group, Payload, Reply, Stage, World
 from fedstill.core.rounds import RunContext
