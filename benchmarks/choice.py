@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fedstill.core.keys import numpy_generator
 from fedstill.core.labels import distance, proportions
-from fedstill.core.teachers import TIE, complementary
 from fedstill.data.partition import extended_dirichlet
+from fedstill.methods.sfedkd import TIE, complementary
 from fedstill.report import terminal
 
 CIFAR10, HAM10000 = [5000] * 10, [327, 514, 1099, 115, 1113, 6705, 142]

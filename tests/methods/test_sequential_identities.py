@@ -14,10 +14,10 @@ import toys
 from fedstill import losses
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import InfeasiblePartition
-from fedstill.core.labels import discrepancy_weights, proportions
+from fedstill.core.labels import proportions
 from fedstill.core.records import NOTHING, Payload, Reply, Stage, TrainingStart, many
 from fedstill.methods.cwc import CWC
-from fedstill.methods.sfedkd import SFedKD
+from fedstill.methods.sfedkd import SFedKD, discrepancy_weights
 from fedstill.running.explain import arithmetic
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run

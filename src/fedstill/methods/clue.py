@@ -49,13 +49,14 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.teachers import as_inputs, noise
 from fedstill.core.trees import dtype_of
 from fedstill.losses import cross_entropy
 from fedstill.methods.fit import (
     FIT,
     Queries,
+    as_inputs,
     fitted_models,
+    noise,
     probe_seed,
     probed,
     queries_of,

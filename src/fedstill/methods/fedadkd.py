@@ -45,8 +45,9 @@ import torch
 from torch import Tensor
 
 from fedstill.core.capabilities import Need, Permit
+from fedstill.core.errors import ConfigError
 from fedstill.core.fields import NonNegative, Positive, Share
-from fedstill.core.labels import adaptive_weights, gini_index, proportions
+from fedstill.core.labels import TensorLike, as_floats, gini_index, proportions
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
@@ -247,3 +248,26 @@ class Adaptive(Decoupled):
         world: World,
     ) -> tuple[Payload, Payload]:
         return Payload(params=params, gini=float(gini_index(proportions(view.counts)))), NOTHING
+
+
+def adaptive_weights(gini: TensorLike, delta: float) -> Tensor:
+    """The weights phi of one cohort's true-class distillation: in proportion to
+    ``log(1 + delta G)``, mean 1.
+
+    gini: (n,) in [0, 1], one per client of the cohort; delta > 0, larger = more equal weights.
+    Gives (n,) >= 0; ones if all are 0. Raises ConfigError if delta <= 0.
+
+    Source: FedADKD, eq. 6 and 7.
+    Reading: eq. 7 prints G where Algorithm 1 asks for f(G) of eq. 6; we use f(G). A cohort of
+    single-class clients alone has f(G) = 0 throughout, and gets phi = 1.
+
+    >>> adaptive_weights([0.0, 0.5, 0.5], delta=1.0)
+    tensor([0.0000, 1.5000, 1.5000], dtype=torch.float64)
+    """
+    if not delta > 0:
+        raise ConfigError(f"delta = {delta!r} must be > 0; it spreads the weights of the cohort")
+    spread = torch.log1p(delta * as_floats(gini))
+    total = spread.sum()
+    some = total > 0
+    shares = spread / torch.where(some, total, torch.ones_like(total))
+    return torch.where(some, len(spread) * shares, torch.ones_like(spread))

@@ -12,14 +12,15 @@ client ended with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from fedstill.core.extensions import StageActor, StageProvider
-from fedstill.core.keys import seed_for
+from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     KEEP,
@@ -39,7 +40,6 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.reports import PROBE
-from fedstill.core.teachers import as_inputs, noise_probe
 from fedstill.core.trees import dtype_of
 from fedstill.models.contract import predictor
 
@@ -197,3 +197,56 @@ class FitStage(StageProvider):
     def actors(self) -> Mapping[str, StageActor]:
         """Who acts in the stage."""
         return {FIT: ONLY_FIT}
+
+
+def noise(input_shape: tuple[int, ...], samples: int, seed: int, vocabulary: int = 0) -> Tensor:
+    """The examples (samples, *input_shape) of a probe: Gaussian, in the space after normalisation.
+
+    vocabulary: of texts; then every token id from 1 to vocabulary - 1 is equally likely (int64),
+    and none is padding.
+    """
+    if vocabulary:
+        return torch.randint(1, vocabulary, (samples, *input_shape), generator=generator(seed))
+    return torch.randn(samples, *input_shape, generator=generator(seed))
+
+
+def as_inputs(x: Tensor, kind: torch.dtype) -> Tensor:
+    """Examples as parameters of a type take them: numbers of that type, token ids as they are."""
+    return x.to(kind) if x.is_floating_point() else x
+
+
+def noise_probe(
+    model: Callable[[Tensor], Tensor],
+    input_shape: tuple[int, ...],
+    samples: int = 20,
+    seed: int = 0,
+    vocabulary: int = 0,
+) -> Tensor:
+    """What a model predicts on examples without content: its mean softmax on noise.
+
+    model: a module or a function from (samples, *input_shape) to logits (samples, C); a module is
+    run in evaluation mode, and each of its parts put back into the mode it had. samples >= 1. Gives
+    (C,) >= 0, summing to 1, without gradient: classes that the model was trained on have large
+    entries.
+
+    Source: QKT, eq. 2.
+    Reading: the noise is N(0, 1) in the space after normalisation, one draw for all models of one
+    seed; of texts, random token ids.
+
+    >>> noise_probe(lambda x: torch.zeros(len(x), 4), (1, 8, 8))
+    tensor([0.2500, 0.2500, 0.2500, 0.2500])
+    """
+    x = noise(input_shape, samples, seed, vocabulary)
+    if not isinstance(model, nn.Module):
+        with torch.no_grad():
+            return torch.softmax(model(x), dim=-1).mean(0)
+    like = next(model.parameters(), x)
+    modes = [(part, part.training) for part in model.modules()]
+    try:
+        with torch.no_grad():
+            return torch.softmax(
+                model.eval()(as_inputs(x, like.dtype).to(like.device)), dim=-1
+            ).mean(0)
+    finally:
+        for part, mode in modes:
+            part.training = mode

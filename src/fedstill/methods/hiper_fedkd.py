@@ -33,6 +33,7 @@ like all others.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -40,13 +41,15 @@ import torch
 from torch import Tensor
 
 from fedstill.core.capabilities import Need
-from fedstill.core.errors import ConfigError
+from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.fields import NonNegative, Positive, PositiveShare
-from fedstill.core.labels import client_temperature, heterogeneity_score, proportions
+from fedstill.core.labels import TensorLike, as_floats, proportions
 from fedstill.core.records import Plan, State
 from fedstill.core.registry import method
 from fedstill.losses import cross_entropy, kd, standardize
 from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, LogitExchange
+
+TemperatureSchedule = Literal["linear", "exponential"]
 
 HIPER_PLAN = Plan(epochs=5, batch=64, lr=0.01, validation=0.2)
 """Five epochs, batches of 64, plain SGD at 0.01; a fifth of each client's data is kept to measure
@@ -135,3 +138,58 @@ class HiPerFedKD(LogitExchange):
 
     def distance(self, logits: Tensor, target: Tensor) -> Tensor:
         return kd(self.sent_logits(logits), target, self.temperature)
+
+
+def heterogeneity_score(
+    proportions: TensorLike, global_proportions: TensorLike, count_absent: bool = False
+) -> float:
+    """How far a client's labels are from the global ones: the mean relative deviation of its
+    classes, at most 1.
+
+    proportions: (C,) of the client; global_proportions: (C,), the mean over clients, here floored
+    at 0.01 and renormalised. Gives ``min(1, (1/C) sum_c |p_c / g_c - 1|)`` in [0, 1], over the
+    classes the client has.
+
+    Source: HiPer-FedKD, sec. 3.1.1.
+    Reading: the text's sum holds absent classes too, each worth 1; the code that made the tables
+    leaves them out but divides by C all the same. ``count_absent`` follows the text.
+
+    >>> heterogeneity_score([0.5, 0.5], [0.5, 0.5])
+    0.0
+    """
+    own, everybody = (
+        as_floats(proportions).to(torch.float64),
+        as_floats(global_proportions).to(torch.float64),
+    )
+    everybody = everybody.clamp(min=0.01)
+    deviation = (own / (everybody / everybody.sum()) - 1).abs()
+    present = torch.ones_like(own) if count_absent else (own > 0).to(own.dtype)
+    return min(1.0, float((deviation * present).sum()) / len(own))
+
+
+def client_temperature(
+    score: float,
+    schedule: TemperatureSchedule,
+    low: float = 0.01,
+    high: float = 0.99,
+    decay: float = 3.0,
+) -> float:
+    """The temperature of a client's local training: the more its labels differ, the lower.
+
+    score: in [0, 1], of ``heterogeneity_score``; "linear" is ``0.99 - 0.98 score``, "exponential"
+    is ``0.99 exp(-decay score)``; clamped to [low, high]. Raises UnknownName for another schedule.
+
+    Source: HiPer-FedKD, sec. 3.1.2 (linear) and its Improvement 2.1 (exponential).
+    Reading: the text clamps at 0.05, the notebook whose numbers are printed at 0.01; ``low=0.05``
+    follows the text.
+
+    >>> client_temperature(0.5, "linear"), client_temperature(1.0, "linear", low=0.05)
+    (0.5, 0.05)
+    """
+    if schedule == "linear":
+        value = 0.99 - 0.98 * score
+    elif schedule == "exponential":
+        value = 0.99 * math.exp(-decay * score)
+    else:
+        raise UnknownName("temperature schedule", schedule, ["linear", "exponential"])
+    return min(max(value, low), high)

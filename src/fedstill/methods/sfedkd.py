@@ -37,9 +37,10 @@ from annotated_types import Interval
 from torch import Tensor
 
 from fedstill.core.capabilities import Need
+from fedstill.core.errors import ConfigError, DataError
 from fedstill.core.fields import CountOrZero, NonNegative, Positive
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.labels import SMOOTHING, Metric, discrepancy_weights, proportions
+from fedstill.core.labels import SMOOTHING, Metric, TensorLike, as_floats, distance, proportions
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,
@@ -54,7 +55,6 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.registry import method
-from fedstill.core.teachers import complementary
 from fedstill.core.trees import dtype_of
 from fedstill.losses import multi_nckd, multi_tckd
 from fedstill.methods.fedseq import FedSeq
@@ -246,3 +246,79 @@ class Discrepant(ClientWork):
             "other_classes": m.gamma * scale * other,
             "true_class": m.beta * scale * true,
         }
+
+
+TIE = 1e-9
+"""Distances nearer than this are equal: a permuted histogram sums in another order, to another last
+bit.
+"""
+
+
+def complementary(proportions: TensorLike, k: int, metric: Metric = "kl") -> list[int]:
+    """The positions of k teachers whose labels together are most uniform, picked greedily, in the
+    order picked.
+
+    proportions: (n, C) label shares of the candidates; k >= 0, all n are given if there are no
+    more; metric as in ``distance``. Each step adds the candidate that brings the mean of the chosen
+    shares nearest to uniform; ties go to the lower position. Raises ConfigError if k < 0, DataError
+    for shares that are none.
+
+    Source: SFedKD, Algorithm 1.
+    Reading: the paper sums the chosen shares without normalising. For KL and L2 the choice is the
+    same, for L1 and JS normalising is what makes a sum comparable with uniform: we always do. The
+    distance is d(chosen, uniform), where KL is finite without smoothing (0 log 0 = 0), so it gets
+    none.
+
+    >>> complementary([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.5, 0.5]], k=2)
+    [2, 1]
+    """
+    shares = as_floats(proportions).to(torch.float64)
+    if k < 0:
+        raise ConfigError(f"cannot choose k = {k} teachers; k must be >= 0")
+    if (
+        shares.dim() != 2
+        or not bool((shares.isfinite() & (shares >= 0)).all())
+        or not bool((shares.sum(-1) > 0).all())
+    ):
+        raise DataError(
+            "label shares must be (clients, classes), >= 0, with a sum > 0; got "
+            f"{tuple(shares.shape)}"
+        )
+    uniform = torch.full_like(shares[:1], 1 / max(shares.shape[1], 1))
+    chosen: list[int] = []
+    left = list(range(len(shares)))
+    while left and len(chosen) < k:
+        sums = shares[chosen].sum(0) + shares[left]
+        far = distance(sums / sums.sum(-1, keepdim=True), uniform, metric, smoothing=0.0)
+        chosen.append(left.pop(int((far <= far.min() + TIE).to(torch.int8).argmax())))
+    return chosen
+
+
+def discrepancy_weights(
+    teachers: TensorLike, student: TensorLike, metric: Metric = "kl", smoothing: float = SMOOTHING
+) -> tuple[Tensor, Tensor]:
+    """The weights of K teachers for one student: g for the other classes, h for the true class,
+    each summing to 1.
+
+    teachers: (K, C), student: (C,) label shares; smoothing: as in ``distance``. With d_k =
+    distance(teacher k, student): ``g_k = d_k / sum d`` (1/K if all are 0), ``h_k`` in proportion to
+    ``1 / (d_k + 1e-4)``. Gives (g, h), each (K,) >= 0.
+
+    Source: SFedKD, eq. 5.
+    Reading: for KL the teacher comes first, both smoothed. A teacher with the student's own labels
+    gets g = 0.
+
+    >>> g, h = discrepancy_weights([[1.0, 0.0], [0.0, 1.0]], [1.0, 0.0])
+    >>> g.round(decimals=3), h.round(decimals=3)
+    (tensor([0., 1.], dtype=torch.float64), tensor([1., 0.], dtype=torch.float64))
+    """
+    d = distance(teachers, student, metric, smoothing)
+    total = d.sum()
+    apart = total > 0
+    g = torch.where(
+        apart,
+        d / torch.where(apart, total, torch.ones_like(total)),
+        torch.ones_like(d) / max(len(d), 1),
+    )
+    near = 1 / (d + SMOOTHING)
+    return g, near / near.sum()

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedstill.core import labels, teachers
+from fedstill.core import labels
 from fedstill.core.errors import ConfigError, DataError
+from fedstill.methods import fit, sfedkd
 
 METRICS: list[labels.Metric] = ["l1", "l2", "kl", "js"]
 
@@ -50,7 +51,7 @@ def draw(seed: int, clients: int = 10, classes: int = 10) -> np.ndarray:
 @pytest.mark.parametrize("metric", METRICS)
 def test_complementary_is_the_greedy_algorithm(metric: labels.Metric) -> None:
     for seed in range(10):
-        assert teachers.complementary(draw(seed), 5, metric) == greedy(
+        assert sfedkd.complementary(draw(seed), 5, metric) == greedy(
             draw(seed), 5, metric, normalise=True
         )
 
@@ -59,7 +60,7 @@ def test_complementary_is_the_greedy_algorithm(metric: labels.Metric) -> None:
 @pytest.mark.parametrize("metric", ["kl", "l2"])
 def test_for_kl_and_l2_normalising_changes_nothing(metric: labels.Metric) -> None:
     for seed in range(10):
-        assert teachers.complementary(draw(seed), 5, metric) == greedy(
+        assert sfedkd.complementary(draw(seed), 5, metric) == greedy(
             draw(seed), 5, metric, normalise=False
         )
 
@@ -71,7 +72,7 @@ def test_one_class_clients_cover_all_classes_before_any_twice(
     metric: labels.Metric, order: list[int]
 ) -> None:
     there = len(set(order))
-    picks = teachers.complementary(np.eye(4)[order], there, metric)
+    picks = sfedkd.complementary(np.eye(4)[order], there, metric)
     assert len({order[i] for i in picks}) == there
     assert picks == sorted(picks)  # all are equally good: ties go to the lower position
     assert all(order.index(order[i]) == i for i in picks)
@@ -85,7 +86,7 @@ def test_ties_go_to_the_lower_position_even_when_sums_round_differently(
     for seed in range(20):
         rng = np.random.default_rng(seed)
         shuffled = np.stack([rng.permutation(row) for _ in range(6)])
-        assert teachers.complementary(shuffled, 1, metric) == [0]
+        assert sfedkd.complementary(shuffled, 1, metric) == [0]
 
 
 def optimum(shares: np.ndarray, k: int, metric: labels.Metric) -> tuple[float, list[float]]:
@@ -106,7 +107,7 @@ def test_greedy_against_the_exact_optimum(metric: labels.Metric, k: int) -> None
     ours, best, chance = [], [], []
     for seed in range(15):
         shares = draw(seed, clients=8, classes=5)
-        chosen = shares[teachers.complementary(shares, k, metric)].mean(0)
+        chosen = shares[sfedkd.complementary(shares, k, metric)].mean(0)
         ours.append(float(labels.distance(chosen, np.full(5, 0.2), metric, smoothing=0.0)))
         least, far = optimum(shares, k, metric)
         best.append(least)
@@ -120,14 +121,14 @@ def test_greedy_against_the_exact_optimum(metric: labels.Metric, k: int) -> None
 def test_greedy_is_not_always_optimal() -> None:
     """The most uniform client comes first, though two others together are uniform."""
     shares = np.array([[0.4, 0.4, 0.1, 0.1], [0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]])
-    assert teachers.complementary(shares, 2) == [0, 2]
+    assert sfedkd.complementary(shares, 2) == [0, 2]
     assert optimum(shares, 2, "kl")[0] == pytest.approx(0)
 
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_where_one_class_clients_cover_everything_greedy_is_optimal(metric: labels.Metric) -> None:
     shares = np.eye(4)[[0, 0, 1, 2, 2, 3]]
-    chosen = shares[teachers.complementary(shares, 4, metric)].mean(0)
+    chosen = shares[sfedkd.complementary(shares, 4, metric)].mean(0)
     assert float(labels.distance(chosen, np.full(4, 0.25), metric, smoothing=0.0)) == pytest.approx(
         0
     )
@@ -136,16 +137,16 @@ def test_where_one_class_clients_cover_everything_greedy_is_optimal(metric: labe
 
 def test_the_number_asked_for_and_what_is_refused() -> None:
     p = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.0, 1.0]])
-    assert teachers.complementary(p, 0) == []
-    assert teachers.complementary(p, 1) == [0]
-    assert sorted(teachers.complementary(p, 10)) == [0, 1, 2]
-    assert teachers.complementary(torch.zeros(0, 2), 3) == []
-    assert all(type(i) is int for i in teachers.complementary(p, 3))
+    assert sfedkd.complementary(p, 0) == []
+    assert sfedkd.complementary(p, 1) == [0]
+    assert sorted(sfedkd.complementary(p, 10)) == [0, 1, 2]
+    assert sfedkd.complementary(torch.zeros(0, 2), 3) == []
+    assert all(type(i) is int for i in sfedkd.complementary(p, 3))
     with pytest.raises(ConfigError, match="k = -1"):
-        teachers.complementary(p, -1)
+        sfedkd.complementary(p, -1)
     for bad in ([[0.0, 0.0]], [[float("nan"), 1.0]], [[-1.0, 2.0]], [0.5, 0.5]):
         with pytest.raises(DataError, match="label shares"):
-            teachers.complementary(bad, 1)
+            sfedkd.complementary(bad, 1)
 
 
 class Probe(nn.Module):
@@ -167,7 +168,7 @@ class Probe(nn.Module):
 def test_noise_probe_is_the_mean_softmax_on_keyed_noise() -> None:
     model = Probe()
     before = torch.get_rng_state()
-    found = teachers.noise_probe(model, (3, 2, 2), samples=50, seed=4)
+    found = fit.noise_probe(model, (3, 2, 2), samples=50, seed=4)
     assert torch.equal(torch.get_rng_state(), before)
     (x,) = model.seen
     assert x.shape == (50, 3, 2, 2)
@@ -178,8 +179,8 @@ def test_noise_probe_is_the_mean_softmax_on_keyed_noise() -> None:
     torch.testing.assert_close(found, expected)
     assert not found.requires_grad
     assert float(found.sum()) == pytest.approx(1)
-    assert torch.equal(found, teachers.noise_probe(model, (3, 2, 2), samples=50, seed=4))
-    assert not torch.equal(found, teachers.noise_probe(model, (3, 2, 2), samples=50, seed=5))
+    assert torch.equal(found, fit.noise_probe(model, (3, 2, 2), samples=50, seed=4))
+    assert not torch.equal(found, fit.noise_probe(model, (3, 2, 2), samples=50, seed=5))
 
 
 def test_noise_probe_leaves_every_part_in_its_mode() -> None:
@@ -187,11 +188,11 @@ def test_noise_probe_leaves_every_part_in_its_mode() -> None:
     modes = [m.training for m in model.modules()]
     mean = model.frozen.running_mean
     assert mean is not None
-    teachers.noise_probe(model, (12,))
+    fit.noise_probe(model, (12,))
     assert [m.training for m in model.modules()] == modes
     assert torch.equal(mean, torch.zeros(3).double())
     with pytest.raises(RuntimeError):
-        teachers.noise_probe(model, (5,))
+        fit.noise_probe(model, (5,))
     assert [m.training for m in model.modules()] == modes
 
 
@@ -199,4 +200,4 @@ def test_noise_probe_finds_what_a_model_was_made_for() -> None:
     def always(x: Tensor) -> Tensor:
         return torch.tensor([0.0, 9.0, 0.0]).expand(len(x), 3)
 
-    assert int(teachers.noise_probe(always, (1, 4, 4)).argmax()) == 1
+    assert int(fit.noise_probe(always, (1, 4, 4)).argmax()) == 1
