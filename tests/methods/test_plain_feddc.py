@@ -85,7 +85,7 @@ def forgetful(work: object) -> object:
     class Forgetful(type(work)):  # type: ignore[misc]
         def end(self, params, start, result, view, world):  # type: ignore[no-untyped-def]
             up, memory = super().end(params, start, result, view, world)
-            return up, Payload(memory, gradient=start["own"])
+            return up, Payload(memory, gradient=start["gradient"])
 
     return Forgetful(work.method)  # type: ignore[attr-defined]
 

@@ -110,7 +110,7 @@ def test_fedcurvs_information_is_that_of_augmented_images() -> None:
         if batches * PLAN["batch"] > SAMPLES:
             break
     work = ready.settings.method.work(stage)
-    found = work.fisher(params, view, ready.world, params)  # type: ignore[attr-defined]
+    found = work.fisher(params, view, ready.world)  # type: ignore[attr-defined]
     pixels = 1e-6  # augmented images are float32, as in training
     for key, value in total.items():
         torch.testing.assert_close(found[key], value / batches, rtol=1e-5, atol=pixels)

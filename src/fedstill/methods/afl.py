@@ -50,6 +50,7 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
+from fedstill.core.stream import Stream
 from fedstill.core.trees import dtype_of
 from fedstill.methods.ridge import NO_TRAINING, empty_sums, feature_sums, no_linear_head, solved
 
@@ -78,28 +79,24 @@ class AFL(Method):
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         stream = world.stream
-        by_task = [c for task in stream.by_task for c in task]
-        several = len(by_task) > len(set(by_task)) or stream.lag > 0 or stream.stay > 0
-        if self.balanced and stream.tasks > 1 and not stream.kept and several:
+        if self.balanced and stream.tasks > 1 and not stream.kept and classes_recur(stream):
             return (
-                "balanced = true weighs a class by its examples of one task, all counted when that "
-                "begins: set "
-                "method.balanced = false, or give each class to one task, without stream.lag and "
-                "stream.stay"
+                "balanced = true weighs a class by its examples of one task, all counted when the "
+                "task begins; set method.balanced = false, or give each class to one task, without "
+                "stream.lag and stream.stay"
             )
         return no_linear_head(world)
 
     def initial_state(self, world: World) -> State:
-        return (
-            super().initial_state(world).next(groups=empty_sums(world.model(SERVER), world.classes))
-        )
+        sums = empty_sums(world.model(SERVER), world.classes)
+        return super().initial_state(world).next(groups=sums)
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         """No parameters: every client has the initial ones, whose body never changes."""
         if not self.balanced:
             return Payload()
         total = state.extra.tensor("labels").sum(0).double()  # (C,)
-        first = self.counts(state, world)["first"].double()
+        first = self.label_counts(state, world)["first"].double()  # (C,)
         return Payload(weights=first.sum() / (total.clamp(min=1) * (first > 0).sum()))
 
     def work(self, stage: Stage) -> ClientWork:
@@ -111,27 +108,51 @@ class AFL(Method):
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        sums = {
-            g: torch.stack([state.extra.tensor(g), *(r.content.tensor(g) for r in replies)]).sum(0)
-            for g in SUMS
-        }
-        counts = self.counts(state, world) if self.balanced else {}
-        scale = by_class(counts["counted"]) / by_class(counts["first"]) if counts else 1.0
-        layer = solved(**{g: v * scale for g, v in sums.items()}, ridge=self.ridge)
-        head = {k: v.to(dtype_of(state.params)) for k, v in layer.items()}
-        return state.next(params={**state.params, **head}, groups={**sums, **counts})
+        sums = added_sums(state.extra, [reply.content for reply in replies])
+        if not self.balanced:
+            return self.with_layer(state, sums)
 
-    def counts(self, state: State, world: World) -> dict[str, Tensor]:
-        """``first`` and ``counted`` now; with data that are kept both are of all that there is."""
+        # A balanced sum has each class at the mean of the first task's counts. Scaled to the mean
+        # of all counts, it is as large as a plain sum, and the penalty has the same effect.
+        counts = self.label_counts(state, world)
+        scale = mean_count(counts["counted"]) / mean_count(counts["first"])
+        scaled = {group: value * scale for group, value in sums.items()}
+        return self.with_layer(state, scaled).next(groups={**sums, **counts})
+
+    def with_layer(self, state: State, sums: Mapping[str, Tensor]) -> State:
+        """The state with these sums, and with the last layer that they give."""
+        layer = solved(sums["gram"], sums["cross"], ridge=self.ridge)
+        head = {name: value.to(dtype_of(state.params)) for name, value in layer.items()}
+        return state.next(params={**state.params, **head}, groups=sums)
+
+    def label_counts(self, state: State, world: World) -> dict[str, Tensor]:
+        """The groups ``first`` and ``counted``; if the stream keeps data, both count all
+        examples.
+        """
         total = state.extra.tensor("labels").sum(0)  # (C,)
         if world.stream.kept:
             return {"first": total, "counted": total}
-        known = {g: state.extra.get(g, total) for g in ("first", "counted")}
-        return {**known, "counted": torch.maximum(known["counted"], total)}
+        first = state.extra.get("first", total)
+        counted = state.extra.get("counted", total)
+        return {"first": first, "counted": torch.maximum(counted, total)}
 
 
-def by_class(counts: Tensor) -> Tensor:
-    """The mean of label counts (C,) over the classes that there are."""
+def classes_recur(stream: Stream) -> bool:
+    """Whether a class can have examples in several of a stream's tasks at once or in turn."""
+    classes = [c for task in stream.by_task for c in task]
+    return len(classes) > len(set(classes)) or stream.lag > 0 or stream.stay > 0
+
+
+def added_sums(total: Payload, contents: Sequence[Payload]) -> dict[str, Tensor]:
+    """``gram`` and ``cross`` of the total and of all contents, added up in this order."""
+    return {
+        group: torch.stack([total.tensor(group), *(c.tensor(group) for c in contents)]).sum(0)
+        for group in SUMS
+    }
+
+
+def mean_count(counts: Tensor) -> Tensor:
+    """The mean of label counts (C,) over the classes that have examples."""
     return counts.sum().double() / (counts > 0).sum()
 
 
@@ -146,12 +167,20 @@ class SendChange(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        task = 0 if world.stream.kept else world.stream.task(self.round, view.client)
-        again = bool(client_state) and client_state.number("task") == task
-        sent = client_state if again else empty_sums(self.network(view), world.classes)
-        more = {"weights": payload.get("weights"), "task": task}
-        more |= {"features": self.features(payload, view, world)}
-        return TrainingStart(params={}, constants={**more, **{g: sent.tensor(g) for g in SUMS}})
+        task = 0
+        if not world.stream.kept:
+            task = world.stream.task(self.round, view.client)
+        previous = empty_sums(self.network(view), world.classes)
+        if client_state and client_state.number("task") == task:
+            previous = client_state
+
+        constants = {
+            "features": self.features(payload, view, world),
+            "weights": payload.get("weights"),
+            "task": task,
+            "previous": previous,
+        }
+        return TrainingStart(params={}, constants=constants)
 
     def network(self, view: View) -> ModelSpec:
         """The network whose features these are."""
@@ -169,9 +198,7 @@ class SendChange(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        now = feature_sums(
-            start["features"], view.data.labels.cpu(), world.classes, start["weights"]
-        )
-        return Payload({g: now.tensor(g) - start[g] for g in SUMS}), Payload(
-            now, task=start["task"]
-        )
+        labels = view.data.labels.cpu()
+        sums = feature_sums(start["features"], labels, world.classes, start["weights"])
+        change = {group: sums.tensor(group) - start["previous"].tensor(group) for group in SUMS}
+        return Payload(change), Payload(sums, task=start["task"])

@@ -56,7 +56,7 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
-from fedstill.methods.afl import SUMS, SendChange
+from fedstill.methods.afl import SendChange, added_sums
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import (
     NO_TRAINING,
@@ -118,24 +118,26 @@ class Analytic(FedAvg):
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
-        if stage.name != SUM_UP:
-            return Payload(params=state.params) if world.stream.task(stage.round) == 0 else None
-        return Payload(body=self._body(state))
+        if stage.name == SUM_UP:
+            return Payload(body=self._body(state))
+        if world.stream.task(stage.round) > 0:
+            return None  # the network is frozen
+        return Payload(params=state.params)
 
     def work(self, stage: Stage) -> ClientWork:
         if stage.name != SUM_UP:
             return super().work(stage)
-        return SendGroups(stage, self) if self.groups else SendTaskSums(stage.round, self)
+        if self.groups:
+            return SendGroups(stage, self)
+        return SendTaskSums(stage.round, self)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != SUM_UP:
             return super().expected_reply(client, stage, world)
         spec = self.network(world.model(client))
-        return (
-            empty_group_sums(spec, world.classes, self.groups)
-            if self.groups
-            else empty_sums(spec, world.classes)
-        )
+        if self.groups:
+            return empty_group_sums(spec, world.classes, self.groups)
+        return empty_sums(spec, world.classes)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
@@ -143,36 +145,43 @@ class Analytic(FedAvg):
         if stage.name != SUM_UP:
             return super().aggregate(state, replies, stage, world)
         spec = self.network(world.model(SERVER))
-        before = state.extra if "gram" in state.extra else empty_sums(spec, world.classes)
-        came = [self._estimated(replies)] if self.groups else [r.content for r in replies]
-        sums = {
-            g: torch.stack([before.tensor(g), *(one.tensor(g) for one in came)]).sum(0)
-            for g in SUMS
-        }
-        head = {k: v.to(dtype_of(state.params)) for k, v in self.layer(**sums).items()}
-        after = state.next(params={**self._body(state), **head}, groups=sums)
-        return replace(after, model=spec) if self.width else after
+        total = state.extra
+        if "gram" not in total:
+            total = empty_sums(spec, world.classes)
+        contents = [reply.content for reply in replies]
+        if self.groups:
+            contents = [self._estimated(replies)]
+        sums = added_sums(total, contents)
+
+        layer = self.layer(sums["gram"], sums["cross"])
+        head = {name: value.to(dtype_of(state.params)) for name, value in layer.items()}
+        solved_state = state.next(params={**self._body(state), **head}, groups=sums)
+        if not self.width:
+            return solved_state
+        return replace(solved_state, model=spec)
 
     def layer(self, gram: Tensor, cross: Tensor) -> dict[str, Tensor]:
         """The last layer of sums, ``head.weight`` (C, M) and ``head.bias`` (C,)."""
-        exact = solved(without_negative(gram) if self.groups else gram, cross, ridge=self.ridge)
+        if self.groups:
+            gram = without_negative(gram)  # an estimate may have negative eigenvalues
+        exact = solved(gram, cross, ridge=self.ridge)
         if not self.cosine:
             return exact
-        unit = normalize(
-            torch.cat([exact["head.weight"], exact["head.bias"].unsqueeze(1)], dim=1), dim=1
-        )
+        columns = torch.cat([exact["head.weight"], exact["head.bias"].unsqueeze(1)], dim=1)
+        unit = normalize(columns, dim=1)
         return {"head.weight": unit[:, :-1].contiguous(), "head.bias": unit[:, -1].clone()}
 
     def _estimated(self, replies: Sequence[Reply]) -> Payload:
         """gram and cross of a task from all clients' groups."""
-        sums, counts = (
-            torch.cat([r.content.tensor(g) for r in replies]) for g in ("sums", "counts")
-        )
+        sums = torch.cat([reply.content.tensor("sums") for reply in replies])
+        counts = torch.cat([reply.content.tensor("counts") for reply in replies])
         return Payload(gram=estimated_gram(sums, counts), cross=sums.sum(0).T.contiguous())
 
     def _body(self, state: State) -> dict[str, Tensor]:
         """The frozen body, its entries named as in the network with the random layer."""
-        return lifted_body(state.params, 0 if state.model else self.width)
+        if state.model:
+            return lifted_body(state.params, 0)  # its entries have these names already
+        return lifted_body(state.params, self.width)
 
 
 @dataclass(frozen=True)
@@ -200,19 +209,20 @@ class SendGroups(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        m, task, labels = (
-            self.method,
-            world.stream.task(self.stage.round, view.client),
-            view.data.labels.cpu(),
-        )
-        spec = m.network(view.model)
-        up = empty_group_sums(spec, world.classes, m.groups)
+        spec = self.method.network(view.model)
+        task = world.stream.task(self.stage.round, view.client)
+        sums = empty_group_sums(spec, world.classes, self.method.groups)
         if not client_state or client_state.number("task") != task:
-            draw = generator(seed_for(world.seed, task, 0, view.client, "groups"))
-            group = torch.randperm(len(labels), generator=draw) % m.groups
-            features = view.features(payload.tensors("body"), model=spec)
-            up = group_sums(features, labels, world.classes, group, m.groups)
-        return TrainingStart(params={}, constants={"up": up, "task": task})
+            sums = self.group_sums(view.features(payload.tensors("body"), model=spec), view, world)
+        return TrainingStart(params={}, constants={"sums": sums, "task": task})
+
+    def group_sums(self, features: Tensor, view: View, world: World) -> Payload:
+        """The sums of features (n, D) by random groups of the client's examples."""
+        task = world.stream.task(self.stage.round, view.client)
+        draw = generator(seed_for(world.seed, task, 0, view.client, "groups"))
+        groups = self.method.groups
+        group_of = torch.randperm(len(features), generator=draw) % groups
+        return group_sums(features, view.data.labels.cpu(), world.classes, group_of, groups)
 
     def end(
         self,
@@ -222,7 +232,7 @@ class SendGroups(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        return start["up"], Payload(task=start["task"])
+        return start["sums"], Payload(task=start["task"])
 
 
 def without_negative(gram: Tensor) -> Tensor:

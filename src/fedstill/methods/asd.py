@@ -15,7 +15,7 @@ Reading: the repository has no T^2 on this term; H is taken at temperature 1 thr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from torch import Tensor
@@ -58,7 +58,9 @@ class ASD(FedAvg):
     """Power of the rarity of an example's label at the client in its weight."""
 
     def setting_warnings(self, world: World) -> str:
-        return no_other_classes(world) if self.classes == "not_true" else ""
+        if self.classes == "all":
+            return ""
+        return no_other_classes(world)
 
     def work(self, stage: Stage) -> ClientWork:
         return Weighted(self)
@@ -73,21 +75,26 @@ class Weighted(FromGlobal):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        carry = super().begin(payload, client_state, view, world)
-        rarity = view.proportions.log().to(dtype_of(carry.params))
-        return TrainingStart(carry.params, carry.teachers, constants={"rarity": rarity})
+        start = super().begin(payload, client_state, view, world)
+        log_shares = view.proportions.log().to(dtype_of(start.params))  # (C,)
+        return replace(start, constants={"log_shares": log_shares})
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        student, teacher, m = step.logits(), step.teacher("global"), self.method  # (B, C) each
-        logs = teacher.log_softmax(1)
-        entropy = -(logs.exp() * logs).sum(1)  # (B,)
-        # in log space, and the largest weight is 1
-        power = -m.b1 * entropy - m.b2 * start["rarity"][step.y]
-        raw = (power - power.max()).exp() * step.mask
-        far = (
-            nckd(student, teacher, step.y, m.temperature)
-            if m.classes == "not_true"
-            else kd(student, teacher, m.temperature)
-        )
-        weighted = (raw / raw.sum() * far).sum() / m.temperature**2
+        teacher = step.teacher("global")  # (B, C)
+        log_probabilities = teacher.log_softmax(1)
+        entropy = -(log_probabilities.exp() * log_probabilities).sum(1)  # (B,)
+
+        # In log space, with the largest weight at 1, so that no weight overflows.
+        m = self.method
+        log_weights = -m.b1 * entropy - m.b2 * start["log_shares"][step.y]
+        weights = (log_weights - log_weights.max()).exp() * step.mask
+
+        divergence = self.divergence(step.logits(), teacher, step.y)  # (B,)
+        weighted = (weights / weights.sum() * divergence).sum() / m.temperature**2
         return {**super().terms(step, start), "self_distillation": m.weight * weighted}
+
+    def divergence(self, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+        """The divergence over the classes that are distilled, (B,)."""
+        if self.method.classes == "not_true":
+            return nckd(student, teacher, labels, self.method.temperature)
+        return kd(student, teacher, self.method.temperature)

@@ -58,7 +58,12 @@ from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import NO_TRAINING, no_linear_head
 from fedstill.models.contract import predictor, width
 
-STATISTICS, CALIBRATE = "statistics", "calibrate"
+STATISTICS = "statistics"
+"""The stage in which clients send the moments of their features."""
+
+CALIBRATE = "calibrate"
+"""The stage in which the server trains the head."""
+
 MOMENTS = ("counts", "sums", "products")
 
 
@@ -103,14 +108,15 @@ class CCVR(FedAvg):
     def work(self, stage: Stage) -> ClientWork:
         if stage.name == STATISTICS:
             return SendMoments(self.covariance)
-        return Calibrate(self.samples) if stage.name == CALIBRATE else super().work(stage)
+        if stage.name == CALIBRATE:
+            return Calibrate(self.samples)
+        return super().work(stage)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name == STATISTICS:
-            nothing = torch.zeros(0, width(world.model(client)))
-            return class_moments(
-                nothing, torch.zeros(0, dtype=torch.int64), world.classes, self.covariance
-            )
+            no_features = torch.zeros(0, width(world.model(client)))
+            no_labels = torch.zeros(0, dtype=torch.int64)
+            return class_moments(no_features, no_labels, world.classes, self.covariance)
         if stage.name == CALIBRATE:
             return Payload(head=last_layer(world.initial(client)))
         return super().expected_reply(client, stage, world)
@@ -119,11 +125,11 @@ class CCVR(FedAvg):
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
         if stage.name == STATISTICS:
-            return state.next(
-                groups={
-                    g: torch.stack([r.content.tensor(g) for r in replies]).sum(0) for g in MOMENTS
-                }
-            )
+            moments = {
+                group: torch.stack([reply.content.tensor(group) for reply in replies]).sum(0)
+                for group in MOMENTS
+            }
+            return state.next(groups=moments)
         if stage.name == CALIBRATE:
             calibrated = {**state.params, **replies[0].content.tensors("head")}
             return state.without(*MOMENTS).next(params=calibrated, before=last_layer(state.params))
@@ -131,11 +137,11 @@ class CCVR(FedAvg):
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         """The global model, and in the end the one before calibration."""
-        named = super().predictors(state, world)
+        predictors = super().predictors(state, world)
         if "before" in state.extra:
-            before = {**state.params, **state.extra.tensors("before")}
-            named["before"] = predictor(state.model or world.model(SERVER), before)
-        return named
+            uncalibrated = {**state.params, **state.extra.tensors("before")}
+            predictors["before"] = predictor(state.model or world.model(SERVER), uncalibrated)
+        return predictors
 
 
 def last_layer(params: Tensors) -> dict[str, Tensor]:
@@ -147,11 +153,15 @@ def class_moments(features: Tensor, labels: Tensor, classes: int, covariance: st
     """Sums by class: ``counts`` (C,) int64, ``sums`` (C, D), ``products`` (C, D, D) or of squares
     (C, D), float64.
     """
-    h = [features[labels == c].double() for c in range(classes)]
-    products = [a.T @ a if covariance == "full" else a.square().sum(0) for a in h]
-    counts = torch.tensor([len(a) for a in h])
+    by_class = [features[labels == c].double() for c in range(classes)]
+    if covariance == "full":
+        products = [h.T @ h for h in by_class]
+    else:
+        products = [h.square().sum(0) for h in by_class]
     return Payload(
-        counts=counts, sums=torch.stack([a.sum(0) for a in h]), products=torch.stack(products)
+        counts=torch.tensor([len(h) for h in by_class]),
+        sums=torch.stack([h.sum(0) for h in by_class]),
+        products=torch.stack(products),
     )
 
 
@@ -168,10 +178,12 @@ def gaussians(counts: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, T
         spread = torch.diag_embed(products - n * means.square())
     else:
         spread = products - n.unsqueeze(2) * means.unsqueeze(2) * means.unsqueeze(1)
-    several = counts > 1
+    has_covariance = counts > 1
     covariances = spread / (n - 1).clamp(min=1).unsqueeze(2)
-    others = covariances[several].sum(0) / several.sum().clamp(min=1)
-    covariances = torch.where(several.view(-1, 1, 1), covariances, others)
+    mean_covariance = covariances[has_covariance].sum(0) / has_covariance.sum().clamp(min=1)
+    covariances = torch.where(has_covariance.view(-1, 1, 1), covariances, mean_covariance)
+
+    # A small ridge: a class of few examples has a covariance without full rank.
     size = covariances.diagonal(dim1=1, dim2=2).mean(1).clamp(min=0)
     ridge = (1e-6 * size + 1e-12).view(-1, 1, 1) * torch.eye(sums.shape[1], dtype=torch.float64)
     return means, torch.linalg.cholesky(covariances + ridge)
@@ -196,7 +208,8 @@ class SendMoments(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload | Keep]:
-        features, labels = view.features(start["params"]), view.data.labels.cpu()
+        features = view.features(start["params"])
+        labels = view.data.labels.cpu()
         return class_moments(features, labels, world.classes, self.covariance), KEEP
 
 
@@ -209,18 +222,22 @@ class Calibrate(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        head, counts = payload.tensors("head"), payload.tensor("counts")
+        head = payload.tensors("head")
+        counts = payload.tensor("counts")  # (C,)
         means, roots = gaussians(counts, payload.tensor("sums"), payload.tensor("products"))
+
         draw = generator(seed_for(world.seed, 0, 0, SERVER, "virtual features"))
         noise = torch.randn(
             *counts.shape, self.samples, means.shape[1], generator=draw, dtype=torch.float64
         )
         features = means.unsqueeze(1) + noise @ roots.mT  # (C, M, D)
-        there = (counts > 0).nonzero().squeeze(1)
-        values = features[there].flatten(0, 1).to(dtype_of(head))
-        points = Examples(values, there.repeat_interleave(self.samples))
+
+        present = (counts > 0).nonzero().squeeze(1)
+        values = features[present].flatten(0, 1).to(dtype_of(head))
         return TrainingStart(
-            head, model=ModelSpec("logistic", (means.shape[1],), world.classes), examples=points
+            head,
+            model=ModelSpec("logistic", (means.shape[1],), world.classes),
+            examples=Examples(values, present.repeat_interleave(self.samples)),
         )
 
     def end(

@@ -1,9 +1,9 @@
-"""What methods share whose clients keep models of their own and agree on values of each class:
-features, or logits.
+"""The common part of methods whose clients have models of their own and agree on values of each
+class, such as mean features or mean logits.
 
-A client trains its own model, drawn to the values it was sent of its examples' classes; then it
-sends the mean of its own for each class, and how many examples of it there are. So networks may
-differ. Label counts are sent with them.
+A client trains its own model and draws its values to the received values of the examples' classes.
+Then it sends the mean of its values for each class, with its number of examples of the class. So
+networks may differ, and the server learns the label counts.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from fedstill.methods.public_logits import own_model
 
 @dataclass(frozen=True)
 class ClassValues(Method):
-    """The server's half that all share; each method says which values, how far apart they are, and
-    folds them.
+    """The server's part. A method defines what the values are, their distance, and how the server
+    aggregates them.
     """
 
     personal: ClassVar[frozenset[str]] = frozenset({"train"})
@@ -61,14 +61,15 @@ class ClassValues(Method):
 
     @abstractmethod
     def distance(self, step: Step, target: Tensor) -> Tensor:
-        """How far a batch is from the values of its classes, (B, V): (B,)."""
+        """The distance of each example's values to the values of its class, (B, V): (B,)."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        alone = (
-            "what a class's values come to is a mean over clients, and in a chain one acts at a "
-            "time"
+        if not has_links(stages):
+            return ""
+        return (
+            "values of a class are means over clients, and in a chain one client acts at a time; "
+            "set topology.kind = 'parallel'"
         )
-        return f"{alone}; set topology.kind = 'parallel'" if has_links(stages) else ""
 
     def initial_state(self, world: World) -> State:
         return State(params={}).next(
@@ -96,7 +97,7 @@ class ClassValues(Method):
 @dataclass(frozen=True)
 class TowardsValues(ClientWork):
     """Local training of the client's own model, with the distance to the values of each class that
-    is seen.
+    has some.
     """
 
     method: ClassValues
@@ -108,11 +109,9 @@ class TowardsValues(ClientWork):
         return TrainingStart(own_model(client_state, view, world), constants=constants)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        apart = self.method.distance(step, start["values"][step.y])  # (B,)
-        return {
-            **super().terms(step, start),
-            "apart": self.method.strength * (start["seen"][step.y] * apart),
-        }
+        distance = self.method.distance(step, start["values"][step.y])  # (B,)
+        distance = start["seen"][step.y] * distance  # 0 for a class without values
+        return {**super().terms(step, start), "apart": self.method.strength * distance}
 
     def end(
         self,
@@ -122,7 +121,6 @@ class TowardsValues(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        means, counts = means_by_class(
-            self.method.values(params, view), view.data.labels.cpu(), world.classes
-        )
+        values = self.method.values(params, view)  # (n, V)
+        means, counts = means_by_class(values, view.data.labels.cpu(), world.classes)
         return Payload(means=means.to(dtype_of(params)), counts=counts), Payload(params=params)

@@ -93,12 +93,12 @@ class CLUE(LocalOnly):
         queries = world.get(Queries) or Queries()
         if queries.raised not in (None, "single"):
             return "it answers queries for one class; set query.draw = 'single'"
-        many = {c: len(query) for c, query in queries.by_client.items() if len(query) > 1}
-        for client, count in sorted(many.items()):
-            return (
-                f"it answers queries for one class, and client {client} asks for {count}; set "
-                "query.draw = 'single'"
-            )
+        for client, query in sorted(queries.by_client.items()):
+            if len(query) > 1:
+                return (
+                    f"it answers queries for one class, and client {client} asks for {len(query)}; "
+                    "set query.draw = 'single'"
+                )
         return super().incompatibility(stages, world)
 
     def payload_for_client(
@@ -111,15 +111,15 @@ class CLUE(LocalOnly):
         return own_and_peers(state, client, self.participants, world)
 
     def work(self, stage: Stage) -> ClientWork:
-        return super().work(stage) if stage.name == FIT else Patched(self)
+        if stage.name == FIT:
+            return super().work(stage)
+        return Patched(self)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
-        own = super().expected_reply(client, stage, world)
-        return (
-            own
-            if stage.name == FIT
-            else Payload(own, vote=torch.zeros(2, dtype=dtype_of(world.initial(client))))
-        )
+        reply = super().expected_reply(client, stage, world)
+        if stage.name == FIT:
+            return reply
+        return Payload(reply, vote=torch.zeros(2, dtype=dtype_of(world.initial(client))))
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
@@ -130,14 +130,13 @@ class CLUE(LocalOnly):
         return with_students(state, replies).next(groups=votes)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        own, patched = fitted_models(state), student_models(state)
-        return {
-            f"client {c}": vote(
-                [predictor(world.model(c), own[c]), predictor(world.model(c), params)],
-                state.extra.tensor(f"vote.{c}"),
-            )
-            for c, params in patched.items()
-        }
+        fitted = fitted_models(state)
+        predictors: dict[str, Callable[[Tensor], Tensor]] = {}
+        for client, patched in student_models(state).items():
+            spec = world.model(client)
+            models = [predictor(spec, fitted[client]), predictor(spec, patched)]
+            predictors[f"client {client}"] = vote(models, state.extra.tensor(f"vote.{client}"))
+        return predictors
 
 
 def vote(models: Sequence[Predictor], weights: Tensor) -> Joined:
@@ -156,36 +155,48 @@ class Patched(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        (wanted,) = view.query
         peers = payload.many("peer")
-        knows = {
-            c: float(probed(world.model(c), p, world, self.method.samples)[wanted])
-            for c, p in peers.items()
-        }
-        helper = max(knows, key=lambda c: (knows[c], -c), default=view.client)
-        patched = (
-            self.patched(payload.params, peers[helper], wanted, view, world)
-            if peers
-            else dict(payload.params)
-        )
-        weights = torch.tensor(
-            [self.weight(m, view) for m in (payload.params, patched)],
-            dtype=dtype_of(payload.params),
-        )
-        both = weights if bool(weights.any()) else torch.ones_like(weights)
-        return TrainingStart({}, constants={"helper": helper, "patched": patched, "vote": both})
+        helper = view.client
+        patched = dict(payload.params)
+        if peers:
+            helper = self.helper(peers, view, world)
+            patched |= self.significant(payload.params, peers[helper], view, world)
 
-    def patched(
-        self, own: Tensors, helper: Tensors, wanted: int, view: View, world: World
+        errors = [self.weight(model, view) for model in (payload.params, patched)]
+        weights = torch.tensor(errors, dtype=dtype_of(payload.params))
+        if not bool(weights.any()):
+            weights = torch.ones_like(weights)
+        return TrainingStart({}, constants={"helper": helper, "patched": patched, "vote": weights})
+
+    def helper(self, peers: Mapping[int, Tensors], view: View, world: World) -> int:
+        """The peer that knows the queried class best, by its mean softmax on noise."""
+        (query_class,) = view.query
+        samples = self.method.samples
+        knowledge = {
+            client: float(probed(world.model(client), params, world, samples)[query_class])
+            for client, params in peers.items()
+        }
+        return max(knowledge, key=lambda client: (knowledge[client], -client))
+
+    def significant(
+        self, params: Tensors, helper: Tensors, view: View, world: World
     ) -> dict[str, Tensor]:
-        """The client's model with the helper's significant parameters for a class in it."""
+        """The client's entries, with the helper's significant ones for the queried class in their
+        places.
+        """
+        (query_class,) = view.query
         spec = view.model
-        some = noise(spec.input_shape, self.method.samples, probe_seed(world), spec.vocabulary)
-        x = as_inputs(some, dtype_of(helper))
-        labelled = Examples(x, torch.full((len(x),), wanted)).to(str(view.data.values.device))
-        (grads,) = view.passes.gradients(helper, labelled, cross_entropy, len(x))
-        taken = {k: self.largest((g * helper[k]).abs()) for k, g in grads.items()}
-        return {k: torch.where(taken[k], helper[k], v) if k in taken else v for k, v in own.items()}
+        inputs = noise(spec.input_shape, self.method.samples, probe_seed(world), spec.vocabulary)
+        x = as_inputs(inputs, dtype_of(helper))
+        labels = torch.full((len(x),), query_class)
+        examples = Examples(x, labels).to(str(view.data.values.device))
+        (grads,) = view.passes.gradients(helper, examples, cross_entropy, len(x))
+        taken = {name: self.largest((grad * helper[name]).abs()) for name, grad in grads.items()}
+        return {
+            name: torch.where(taken[name], helper[name], value)
+            for name, value in params.items()
+            if name in taken
+        }
 
     def largest(self, scores: Tensor) -> Tensor:
         """Which entries are among the share that is taken, at least one of them."""

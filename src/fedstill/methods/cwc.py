@@ -53,7 +53,7 @@ from fedstill.core.topology import has_links
 from fedstill.core.trees import add, only, scale, sub, zeros_like
 from fedstill.losses import quadratic
 from fedstill.methods.fedseq import FedSeq
-from fedstill.models.contract import trainable_names
+from fedstill.models.contract import trainable_entries
 
 
 @method("cwc")
@@ -92,14 +92,14 @@ class CWC(FedSeq):
 
     def initial_state(self, world: World) -> State:
         start = super().initial_state(world)
-        return start.next(importance=zeros_like(_trained(start.params, world, SERVER)))
+        trained = trainable_entries(world.model(SERVER), start.params)
+        return start.next(importance=zeros_like(trained))
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
-        factor = self.decay if self.memory == "ema" and state.round > 1 else 1.0
-        return state.next(
-            importance=scale(state.extra.tensors("importance"), factor),
-            cycle=sum(s.sequential for s in stages),
-        )
+        importance = state.extra.tensors("importance")
+        if self.memory == "ema" and state.round > 1:
+            importance = scale(importance, self.decay)
+        return state.next(importance=importance, cycle=sum(s.sequential for s in stages))
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         return Payload(params=state.params, importance=state.extra.tensors("importance"))
@@ -108,23 +108,25 @@ class CWC(FedSeq):
         return Consolidated(self)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
-        own = _trained(world.initial(client), world, client)
-        return Payload(super().expected_reply(client, stage, world), importance=own)
+        trained = trainable_entries(world.model(client), world.initial(client))
+        return Payload(super().expected_reply(client, stage, world), importance=trained)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        after = super().aggregate(state, replies, stage, world)
-        new = replies[0].content.tensors("importance")
+        trained = super().aggregate(state, replies, stage, world)
+        omega = replies[0].content.tensors("importance")
         if self.memory != "sliding":
-            return after.next(importance=add(state.extra.tensors("importance"), new))
-        queue = state.extra.many("omega")
-        queue[max(queue, default=-1) + 1] = new
-        kept = dict(list(queue.items())[-int(state.extra.number("cycle")) :])
-        total = zeros_like(new)
-        for omega in kept.values():
-            total = add(total, omega)
-        return after.without("omega.").next(groups=many("omega", kept), importance=total)
+            return trained.next(importance=add(state.extra.tensors("importance"), omega))
+
+        omegas = state.extra.many("omega")
+        omegas[max(omegas, default=-1) + 1] = omega
+        cycle = int(state.extra.number("cycle"))
+        window = dict(list(omegas.items())[-cycle:])
+        total = zeros_like(omega)
+        for summand in window.values():
+            total = add(total, summand)
+        return trained.without("omega.").next(groups=many("omega", window), importance=total)
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,10 @@ class Consolidated(ClientWork):
         self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, start: TrainingStart
     ) -> tuple[Tensors, Tensors]:
         if self.method.lseg:
-            anchor, importance, c = start["anchor"], start["importance"], self.method.weight
+            # The gradient of the penalty is taken out again.
+            anchor = start["anchor"]
+            importance = start["importance"]
+            c = self.method.weight
             grads = {k: grads[k] - 2 * c * importance[k] * (before[k] - anchor[k]) for k in trace}
         return after, {k: trace[k] - grads[k] * (after[k] - before[k]) for k in trace}
 
@@ -171,7 +176,3 @@ class Consolidated(ClientWork):
         if self.method.clamp:
             omega = {k: v.clamp(min=0) for k, v in omega.items()}
         return Payload(params=params, importance=omega), Payload()
-
-
-def _trained(params: Tensors, world: World, client: int) -> Tensors:
-    return only(params, sorted(trainable_names(world.model(client))))

@@ -41,11 +41,10 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.trees import only
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.fedprox import LocalTraining
 from fedstill.methods.public_logits import own_model
-from fedstill.models.contract import trainable_names
+from fedstill.models.contract import trainable_entries
 
 PERSONAL = "personal"
 """The stage in which a client trains its own model."""
@@ -71,22 +70,29 @@ class Ditto(FedAvg):
     """
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        unmet = (
+        if any(stage.name == PERSONAL for stage in stages):
+            return ""
+        return (
             "clients train models of their own; set topology.kind = 'parallel' and topology.before "
             f"= {PERSONAL!r}"
         )
-        return "" if PERSONAL in {s.name for s in stages} else unmet
 
     def work(self, stage: Stage) -> ClientWork:
-        return NearGlobal(self.strength) if stage.name == PERSONAL else ForAll()
+        if stage.name == PERSONAL:
+            return NearGlobal(self.strength)
+        return GlobalTraining()
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
-        return NOTHING if stage.name == PERSONAL else super().expected_reply(client, stage, world)
+        if stage.name == PERSONAL:
+            return NOTHING
+        return super().expected_reply(client, stage, world)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        return state if stage.name == PERSONAL else super().aggregate(state, replies, stage, world)
+        if stage.name == PERSONAL:
+            return state
+        return super().aggregate(state, replies, stage, world)
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class NearGlobal(LocalTraining):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        anchor = only(payload.params, sorted(trainable_names(view.model)))
+        anchor = trainable_entries(view.model, payload.params)
         return TrainingStart(own_model(client_state, view, world), constants={"anchor": anchor})
 
     def end(
@@ -110,7 +116,7 @@ class NearGlobal(LocalTraining):
         return NOTHING, Payload(params=params)
 
 
-class ForAll(ClientWork):
+class GlobalTraining(ClientWork):
     """Plain local training of the global model; the client goes on remembering its own."""
 
     def end(

@@ -50,7 +50,9 @@ class DSFL(LogitExchange):
         return logits.softmax(-1)
 
     def consensus(self, mean: Tensor) -> Tensor:
-        return (mean / self.temperature).softmax(-1) if self.aggregation == "era" else mean
+        if self.aggregation == "mean":
+            return mean
+        return (mean / self.temperature).softmax(-1)
 
     def distance(self, logits: Tensor, target: Tensor) -> Tensor:
         return soft_cross_entropy(logits, target)

@@ -72,45 +72,63 @@ class FD(ClassValues):
         return kd(step.logits(), step.on(target))
 
     def initial_state(self, world: World) -> State:
-        start = State(params=world.initial(SERVER) if self.average_weights else {})
-        zeros = self.blank(SERVER, world)
-        return start.next(
-            sums=zeros.double(), holders=torch.zeros(world.classes, dtype=torch.int64)
-        )
+        params: Tensors = {}
+        if self.average_weights:
+            params = world.initial(SERVER)
+        sums = self.blank(SERVER, world).double()
+        holders = torch.zeros(world.classes, dtype=torch.int64)
+        return State(params=params).next(sums=sums, holders=holders)
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         """The mean over the others, for each class: the sum less the client's own, by one holder
         fewer.
         """
-        sums, holders = state.extra.tensor("sums"), state.extra.tensor("holders")
+        sums = state.extra.tensor("sums")
+        holders = state.extra.tensor("holders")
         if f"means.{client}" in state.extra:
             sums = sums - state.extra.tensor(f"means.{client}")
             holders = holders - (state.extra.tensor(f"counts.{client}") > 0).long()
         mean = (sums / holders.clamp(min=1).unsqueeze(1)).to(self.blank(client, world).dtype)
-        model = {"params": state.params} if self.average_weights else {}
-        return Payload({**model, "values": mean, "seen": (holders > 0).float()})
+        return Payload(self.model_group(state.params), values=mean, seen=(holders > 0).float())
+
+    def model_group(self, params: Tensors) -> Payload:
+        """A model as a payload, if models are averaged; else an empty payload."""
+        if not self.average_weights:
+            return Payload()
+        return Payload(params=params)
 
     def work(self, stage: Stage) -> ClientWork:
         return FromOthers(self)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
-        model = {"params": world.initial(client)} if self.average_weights else {}
-        return Payload({**super().expected_reply(client, stage, world), **model})
+        reply = super().expected_reply(client, stage, world)
+        return Payload({**reply, **self.model_group(world.initial(client))})
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        said = {
-            f"{g}.{r.client}": r.content.tensor(g) for r in replies for g in ("means", "counts")
-        }
-        has = [(r.content.tensor("counts") > 0).long() for r in replies]
+        has_class = [(reply.content.tensor("counts") > 0).long() for reply in replies]
         sums = sum(
-            h.unsqueeze(1) * r.content.tensor("means").double()
-            for h, r in zip(has, replies, strict=True)
+            holder.unsqueeze(1) * reply.content.tensor("means").double()
+            for holder, reply in zip(has_class, replies, strict=True)
         )
-        params = weighted_mean(replies) if self.average_weights else None
-        known = state.without("means.", "counts.")
-        return known.next(params=params, groups=said, sums=sums, holders=torch.stack(has).sum(0))
+        holders = torch.stack(has_class).sum(0)
+        params = None
+        if self.average_weights:
+            params = weighted_mean(replies)
+        emptied = state.without("means.", "counts.")
+        return emptied.next(
+            params=params, groups=client_groups(replies), sums=sums, holders=holders
+        )
+
+
+def client_groups(replies: Sequence[Reply]) -> dict[str, Tensor]:
+    """The means and counts that clients sent, as groups ``means.CLIENT`` and ``counts.CLIENT``."""
+    groups = {}
+    for reply in replies:
+        groups[f"means.{reply.client}"] = reply.content.tensor("means")
+        groups[f"counts.{reply.client}"] = reply.content.tensor("counts")
+    return groups
 
 
 @dataclass(frozen=True)
@@ -124,8 +142,9 @@ class FromOthers(TowardsValues):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        start = Payload(params=payload.params) if self.method.average_weights else client_state
-        return super().begin(payload, start, view, world)
+        if self.method.average_weights:
+            client_state = Payload(params=payload.params)
+        return super().begin(payload, client_state, view, world)
 
     def end(
         self,
@@ -135,7 +154,5 @@ class FromOthers(TowardsValues):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        up, memory = super().end(params, start, result, view, world)
-        return Payload(
-            {**up, **({"params": params} if self.method.average_weights else {})}
-        ), memory
+        content, client_state = super().end(params, start, result, view, world)
+        return Payload({**content, **self.method.model_group(params)}), client_state

@@ -38,7 +38,7 @@ from 0.5 to 5 made no difference (docs/results/fedadkd.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -125,12 +125,16 @@ class Decoupled(FromGlobal):
     method: FedDKD
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        student, teacher, m = step.logits(), step.teacher("global"), self.method  # (B, C) each
+        student = step.logits()  # (B, C)
+        teacher = step.teacher("global")  # (B, C)
+        m = self.method
         alpha = start.constants.get("phi", 1.0) * start.constants.get("alpha", m.alpha)
+        true_class = TCKD[m.tckd](student, teacher, step.y, m.temperature)  # (B,)
+        other_classes = NCKD[m.nckd_mode](student, teacher, step.y, m.temperature)  # (B,)
         return {
             **super().terms(step, start),
-            "true_class": alpha * TCKD[m.tckd](student, teacher, step.y, m.temperature),
-            "other_classes": m.beta * NCKD[m.nckd_mode](student, teacher, step.y, m.temperature),
+            "true_class": alpha * true_class,
+            "other_classes": m.beta * other_classes,
         }
 
 
@@ -143,9 +147,11 @@ class OfGroups(Decoupled):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        carry, m = super().begin(payload, client_state, view, world), self.method
-        alpha = m.alpha_first if view.client < round(m.first * world.clients) else m.alpha
-        return TrainingStart(carry.params, carry.teachers, constants={"alpha": alpha})
+        start = super().begin(payload, client_state, view, world)
+        alpha = self.method.alpha
+        if view.client < round(self.method.first * world.clients):
+            alpha = self.method.alpha_first
+        return replace(start, constants={"alpha": alpha})
 
 
 @method("fedadkd")
@@ -173,15 +179,14 @@ class FedADKD(FedDKD):
         return self.needs
 
     def initial_state(self, world: World) -> State:
-        return (
-            super().initial_state(world).next(gini=torch.ones(world.clients, dtype=torch.float64))
-        )
+        gini = torch.ones(world.clients, dtype=torch.float64)
+        return super().initial_state(world).next(gini=gini)
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         cohort = [c for stage in stages if stage.sequential for c in stage.clients]
         if not cohort:
             return state
-        # a task's census may still come, but no link of the chain changes what it says
+        # A census of a new task may still come, and no link of the chain changes its counts.
         if self.phi_timing == "exact":
             return state.without("phi").next(cohort=torch.tensor(cohort))
         phi = torch.zeros(world.clients, dtype=torch.float64)
@@ -191,11 +196,11 @@ class FedADKD(FedDKD):
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         if stage.sequential and "phi" in state.extra:
             return Payload(params=state.params, phi=float(state.extra.tensor("phi")[client]))
-        known = stage.sequential and "cohort" in state.extra
-        cohort = state.extra.tensor("cohort").tolist() if known else list(stage.clients)
-        return Payload(
-            params=state.params, phi=float(self._phi(state, cohort)[cohort.index(client)])
-        )
+        cohort = list(stage.clients)
+        if stage.sequential and "cohort" in state.extra:
+            cohort = state.extra.tensor("cohort").tolist()
+        phi = self._phi(state, cohort)[cohort.index(client)]
+        return Payload(params=state.params, phi=float(phi))
 
     def work(self, stage: Stage) -> ClientWork:
         return Adaptive(self)
@@ -220,7 +225,9 @@ class FedADKD(FedDKD):
         """
         if self.phi_source == "f":
             return adaptive_weights(gini, self.delta)
-        return len(gini) * gini / gini.sum() if bool(gini.sum() > 0) else torch.ones_like(gini)
+        if not bool(gini.sum() > 0):
+            return torch.ones_like(gini)
+        return len(gini) * gini / gini.sum()
 
     def _gini(self, state: State) -> Tensor:
         if self.phi_timing == "stale" or "labels" not in state.extra:  # before the census
@@ -236,8 +243,8 @@ class Adaptive(Decoupled):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        carry = super().begin(payload, client_state, view, world)
-        return TrainingStart(carry.params, carry.teachers, constants={"phi": payload.number("phi")})
+        start = super().begin(payload, client_state, view, world)
+        return replace(start, constants={"phi": payload.number("phi")})
 
     def end(
         self,
@@ -247,7 +254,8 @@ class Adaptive(Decoupled):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        return Payload(params=params, gini=float(gini_index(proportions(view.counts)))), NOTHING
+        gini = float(gini_index(proportions(view.counts)))
+        return Payload(params=params, gini=gini), NOTHING
 
 
 def adaptive_weights(gini: TensorLike, delta: float) -> Tensor:

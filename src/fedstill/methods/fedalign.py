@@ -39,9 +39,7 @@ from fedstill.models.resnet import run_slim
 @method("fedalign")
 @dataclass(frozen=True)
 class FedAlign(FedAvg):
-    """FedAvg with the Lipschitz constants of the last stage, slim and whole, made alike on each
-    client.
-    """
+    """FedAvg whose clients align the Lipschitz constants of the slim and the full last stage."""
 
     # its penalty is of a whole batch
     permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING
@@ -83,21 +81,22 @@ class Aligned(ClientWork):
         return {"ce": ce, "alignment": self.method.mu * ratio * penalty}
 
 
-def steepness(before: Tensor, after: Tensor, iterations: int) -> Tensor:
+def steepness(inputs: Tensor, outputs: Tensor, iterations: int) -> Tensor:
     """The largest singular value of each example's transmitting matrix, by the power method: (B,)
     > 0.
 
-    before: (B, D, H, W), what enters a stage; after: (B, E, h, w), what leaves it, h <= H. The
-    matrix (D, E) is the mean over places of their products, ``before`` pooled to the places of
-    ``after``. Zeros give 1e-6.
+    inputs: (B, D, H, W) of a stage; outputs: (B, E, h, w), h <= H. The matrix (D, E) is the mean
+    over places of their products, with ``inputs`` pooled to the places of ``outputs``. Zeros give
+    1e-6.
 
     >>> steepness(torch.full((1, 1, 2, 2), 3.0), torch.full((1, 1, 1, 1), 2.0), 10)
     tensor([6.])
     """
-    a = adaptive_avg_pool2d(before, (after.shape[2], after.shape[3])).flatten(2)  # (B, D, hw)
-    matrix = a @ after.flatten(2).transpose(1, 2) / a.shape[2]  # (B, D, E)
+    a = adaptive_avg_pool2d(inputs, (outputs.shape[2], outputs.shape[3])).flatten(2)  # (B, D, hw)
+    matrix = a @ outputs.flatten(2).transpose(1, 2) / a.shape[2]  # (B, D, E)
     k = matrix @ matrix.transpose(1, 2)  # (B, D, D)
-    v, size = torch.ones_like(k[:, :, :1]), torch.ones_like(k[:, :1, :1])
+    v = torch.ones_like(k[:, :, :1])
+    size = torch.ones_like(k[:, :1, :1])
     for _ in range(iterations):
         v = k @ v
         size = (v.square().sum(1, keepdim=True) + 1e-24).sqrt()

@@ -54,8 +54,8 @@ class FedAvg(Method):
     )
 
     aggregation: Aggregation = "examples"
-    """How models are averaged: by numbers of examples, all alike, or so that hostile clients cannot
-    move it far.
+    """How models are averaged: weighted by numbers of examples, uniformly, or by a robust rule that
+    limits the influence of hostile clients.
     """
     suspected: Suspected | None = field(default=None, kw_only=True)
     """The share of clients that may be hostile, for trimmed_mean and krum; unset: 0.3."""
@@ -72,14 +72,15 @@ class FedAvg(Method):
         group: str = "params",
         weighting: Aggregation | None = None,
     ) -> dict[str, Tensor]:
-        """The mean of one group of the replies as ``aggregation`` says, or another ``weighting``.
+        """The mean of one group of the replies, by ``weighting``; by ``aggregation`` if it is None.
 
-        start: what the clients were sent of it; None: the group is a change.
+        start: the entries that the clients received; None: the group is a change.
         """
         return weighted_mean(replies, group, weighting or self.aggregation, start, self.suspected)
 
 
 LAST = "finetune"
+"""The stage after the last round, in which clients fine-tune the global model."""
 
 PARALLEL = replace(FITTING, epochs=2, validation=0.0, patience=0, keep="last")
 """QKT's settings for a client in a round of federated averaging."""

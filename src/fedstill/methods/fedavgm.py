@@ -23,7 +23,7 @@ from fedstill.core.registry import method
 from fedstill.core.topology import has_links
 from fedstill.core.trees import add, only, scale, sub, zeros_like
 from fedstill.methods.fedavg import FedAvg
-from fedstill.models.contract import trainable_names
+from fedstill.models.contract import trainable_entries
 
 
 @method("fedavgm")
@@ -39,26 +39,25 @@ class FedAvgM(FedAvg):
     """How far the server moves along the running sum (eta)."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
+        if not has_links(stages):
+            return ""
         return (
             "a chain hands on the model as a client left it, and the server's momentum would move "
-            "it between clients; "
-            "set plan.momentum for momentum on clients, or topology.kind = 'parallel'"
-            if has_links(stages)
-            else ""
+            "it between clients; set plan.momentum for momentum on clients, or topology.kind = "
+            "'parallel'"
         )
 
     def initial_state(self, world: World) -> State:
         start = super().initial_state(world)
-        return start.next(
-            velocity=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
-        )
+        trained = trainable_entries(world.model(SERVER), start.params)
+        return start.next(velocity=zeros_like(trained))
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
         mean = super().aggregate(state, replies, stage, world).params
-        before = state.extra.tensors("velocity")
-        sent = only(state.params, before)
-        velocity = add(scale(before, self.momentum), sub(sent, mean))
+        previous = state.extra.tensors("velocity")
+        sent = only(state.params, previous)
+        velocity = add(scale(previous, self.momentum), sub(sent, mean))
         moved = sub(sent, scale(velocity, self.server_lr))
         return state.next(params={**mean, **moved}, velocity=velocity)

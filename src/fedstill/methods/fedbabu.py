@@ -56,7 +56,9 @@ class FedBABU(PartlyShared):
         return [name for name in entries if not in_head(name)]
 
     def work(self, stage: Stage) -> ClientWork:
-        return KeepsItsOwn(self, LAST) if stage.name == LAST else BodyAlone(self, stage.name)
+        if stage.name == LAST:
+            return KeepsItsOwn(self, LAST)
+        return BodyAlone(self, stage.name)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         """The averaged body under the head that all clients have."""
@@ -75,7 +77,8 @@ class BodyAlone(KeepsItsOwn):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        return super().end(params, start, result, view, world)[0], NOTHING
+        content, _ = super().end(params, start, result, view, world)
+        return content, NOTHING
 
     def trainable(self, name: str) -> bool:
         return not in_head(name)

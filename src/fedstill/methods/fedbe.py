@@ -29,7 +29,7 @@ Reading: its clients train for 20 epochs in batches of 40; here as in the other 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -54,11 +54,11 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.registry import method
-from fedstill.core.trees import dtype_of, mean, scale
+from fedstill.core.trees import dtype_of, mean, scale, zeros_like
 from fedstill.losses import kd
 from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.methods.feddf import TEACH_SERVER, FedDF, Fused
-from fedstill.models.contract import joins_last_example, trainable_names
+from fedstill.models.contract import joins_last_example, trainable_entries
 
 
 @method("fedbe")
@@ -93,50 +93,55 @@ class FedBE(FedDF):
     """The share of the server's steps before the first cycle."""
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        given = super().payload_for_client(state, client, stage, world)
-        if not given.many("model"):
-            return given
-        more = [state.params, *self.drawn(state, stage, world)]
-        return Payload({**given, **many("model", dict(enumerate(more, world.clients)))})
+        payload = super().payload_for_client(state, client, stage, world)
+        if not payload.many("model"):
+            return payload
+        # The further models have the ids after those of clients.
+        further = [state.params, *self.drawn(state, stage, world)]
+        return Payload({**payload, **many("model", dict(enumerate(further, world.clients)))})
 
     def drawn(self, state: State, stage: Stage, world: World) -> list[Tensors]:
         """The models drawn from the distribution that the clients' models span."""
-        models, start = list(state.extra.many("model").values()), state.params
+        models = list(state.extra.many("model").values())
         seed = seed_for(world.seed, stage.round, stage.index, SERVER, "models")
         if self.distribution == "dirichlet":
-            shares = numpy_generator(seed).dirichlet(
-                [self.concentration] * len(models), self.samples
-            )
+            concentrations = [self.concentration] * len(models)
+            shares = numpy_generator(seed).dirichlet(concentrations, self.samples)
             return [mean(models, row) for row in shares.tolist()]
-        names, draw = sorted(trainable_names(world.model(SERVER))), generator(seed)
-        squares = [{k: (m[k] - start[k]).square() for k in names} for m in models]
-        widths = {
-            k: v.sqrt() * self.spread
-            for k, v in mean(squares, state.extra.tensor("sizes").tolist()).items()
-        }
 
-        def one() -> Tensors:
-            noise = {
-                k: torch.randn(v.shape, dtype=v.dtype, generator=draw) for k, v in widths.items()
-            }
-            return {**start, **{k: start[k] + widths[k] * n for k, n in noise.items()}}
-
-        return [one() for _ in range(self.samples)]
+        center = trainable_entries(world.model(SERVER), state.params)
+        squares = [{k: (m[k] - w).square() for k, w in center.items()} for m in models]
+        variances = mean(squares, state.extra.tensor("sizes").tolist())
+        deviations = {k: v.sqrt() * self.spread for k, v in variances.items()}
+        draw = generator(seed)
+        return [
+            {**state.params, **gaussian_sample(center, deviations, draw)}
+            for _ in range(self.samples)
+        ]
 
     def work(self, stage: Stage) -> ClientWork:
-        return (
-            FusedAndAveraged(self.temperature, self) if stage.name == TEACH_SERVER else ClientWork()
-        )
+        if stage.name == TEACH_SERVER:
+            return FusedAndAveraged(self.temperature, self)
+        return ClientWork()
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        after = super().aggregate(state, replies, stage, world)
+        averaged = super().aggregate(state, replies, stage, world)
         if stage.name == TEACH_SERVER:
-            return after.without("sizes")
-        sizes = torch.tensor([float(r.examples) for r in replies])
-        alike = self.aggregation == "uniform" or not sizes.sum() > 0
-        return after.next(sizes=torch.ones_like(sizes) if alike else sizes)
+            return averaged.without("sizes")
+        sizes = torch.tensor([float(reply.examples) for reply in replies])
+        if self.aggregation == "uniform" or not sizes.sum() > 0:
+            sizes = torch.ones_like(sizes)
+        return averaged.next(sizes=sizes)
+
+
+def gaussian_sample(
+    center: Tensors, deviations: Tensors, draw: torch.Generator
+) -> dict[str, Tensor]:
+    """Entries drawn from a normal distribution around ``center``, each with its deviation."""
+    noise = {k: torch.randn(v.shape, dtype=v.dtype, generator=draw) for k, v in deviations.items()}
+    return {k: center[k] + deviations[k] * n for k, n in noise.items()}
 
 
 @dataclass(frozen=True)
@@ -150,41 +155,40 @@ class FusedAndAveraged(Fused):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        teachers, plan = (
-            super().begin(payload, client_state, view, world).teachers,
-            world.plans[TEACH_SERVER],
-        )
+        plan = world.plans[TEACH_SERVER]
         joined = joins_last_example(view.model, plan, len(view.data))
         steps = plan.steps or plan.epochs * plan.batches_per_epoch(len(view.data), joined)
-        number = torch.zeros((), dtype=dtype_of(payload.params))
-        sums = {
-            f"sum.{k}": torch.zeros_like(payload.params[k])
-            for k in sorted(trainable_names(view.model))
-        }
-        trace = {"steps": number, "models": number, **sums}
-        return TrainingStart(
-            payload.params,
-            teachers,
-            trace,
-            {"steps": steps, "first": int(self.method.after * steps)},
+
+        zero = torch.zeros((), dtype=dtype_of(payload.params))
+        trained = zeros_like(trainable_entries(view.model, payload.params))
+        sums = {f"sum.{name}": zeros for name, zeros in trained.items()}
+        return replace(
+            super().begin(payload, client_state, view, world),
+            trace={"steps": zero, "models": zero, **sums},
+            constants={"steps": steps, "first": int(self.method.after * steps)},
         )
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        # (M, B, C)
-        each = torch.stack([step.teacher(name) for name in start.teachers]).log_softmax(-1)
-        return {"ensemble": kd(step.logits(), each.logsumexp(0) / self.temperature)}
+        logits = torch.stack([step.teacher(name) for name in start.teachers])  # (M, B, C)
+        mean = logits.log_softmax(-1).logsumexp(0)  # (B, C), up to a constant
+        return {"ensemble": kd(step.logits(), mean / self.temperature)}
 
     def after_step(
         self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, start: TrainingStart
     ) -> tuple[Tensors, Tensors]:
-        m, steps = self.method, trace["steps"] + 1
-        begun = steps > start["first"]
-        place = (steps - start["first"] - 1) % m.cycle + 1  # from 1 to the cycle's length
-        rate = torch.where(begun, 1 - (1 - m.low) * place / m.cycle, 1.0)
-        hit = ((begun & (place == m.cycle)) | (steps == start["steps"])).to(steps.dtype)
-        now = {k: before[k] + rate * (after[k] - before[k]) for k in after}
-        sums = {f"sum.{k}": trace[f"sum.{k}"] + hit * now[k] for k in now}
-        return now, {"steps": steps, "models": trace["models"] + hit, **sums}
+        m = self.method
+        steps = trace["steps"] + 1
+        in_cycle = steps > start["first"]
+        position = (steps - start["first"] - 1) % m.cycle + 1  # from 1 to the cycle's length
+
+        # The optimiser has a constant learning rate: scaling the step is a falling rate.
+        rate = torch.where(in_cycle, 1 - (1 - m.low) * position / m.cycle, 1.0)
+        moved = {k: before[k] + rate * (after[k] - before[k]) for k in after}
+
+        cycle_ends = in_cycle & (position == m.cycle)
+        averaged = (cycle_ends | (steps == start["steps"])).to(steps.dtype)
+        sums = {f"sum.{k}": trace[f"sum.{k}"] + averaged * moved[k] for k in moved}
+        return moved, {"steps": steps, "models": trace["models"] + averaged, **sums}
 
     def end(
         self,
@@ -196,4 +200,6 @@ class FusedAndAveraged(Fused):
     ) -> tuple[Payload, Payload]:
         sums = {k.removeprefix("sum."): v for k, v in result.trace.items() if k.startswith("sum.")}
         models = float(result.trace["models"])
-        return Payload(params={**params, **(scale(sums, 1 / models) if models else {})}), Payload()
+        if not models:
+            return Payload(params=params), Payload()
+        return Payload(params={**params, **scale(sums, 1 / models)}), Payload()

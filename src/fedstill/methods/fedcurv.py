@@ -45,10 +45,13 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.topology import has_links
-from fedstill.core.trees import add, only, scale, sub, zeros_like
+from fedstill.core.trees import add, scale, sub, zeros_like
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
-from fedstill.models.contract import trainable_names
+from fedstill.models.contract import trainable_entries
+
+SUMS = ("fisher", "fisher_params")
+"""The groups P and Q: sums over clients of Fisher information, and of it times parameters."""
 
 
 @method("fedcurv")
@@ -69,50 +72,45 @@ class FedCurv(FedAvg):
     """Whose information counts: that of all clients ever seen, or of the last round's."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
+        if self.scope == "all_seen" or not has_links(stages):
+            return ""
         return (
             "method.scope = 'last_round' would forget after every client of a chain; set "
             "method.scope = 'all_seen'"
-            if has_links(stages) and self.scope == "last_round"
-            else ""
         )
 
     def initial_state(self, world: World) -> State:
         start = super().initial_state(world)
-        zeros = zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
-        return start.next(
-            fisher=zeros, fisher_params=zeros, counted=torch.zeros(world.clients, dtype=torch.int64)
-        )
+        zeros = zeros_like(trainable_entries(world.model(SERVER), start.params))
+        counted = torch.zeros(world.clients, dtype=torch.int64)
+        return start.next(fisher=zeros, fisher_params=zeros, counted=counted)
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        extra = state.extra
-        counted = int(extra.tensor("counted")[client])
-        sums = {g: extra.tensors(g) for g in ("fisher", "fisher_params")}
+        counted = int(state.extra.tensor("counted")[client])
+        sums = {group: state.extra.tensors(group) for group in SUMS}
         return Payload({"params": state.params, **sums}, counted=counted)
 
     def work(self, stage: Stage) -> ClientWork:
         return Curved(self, stage)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
-        trained = only(world.initial(client), sorted(trainable_names(world.model(client))))
-        return Payload(
-            super().expected_reply(client, stage, world), fisher=trained, fisher_params=trained
-        )
+        reply = super().expected_reply(client, stage, world)
+        trained = trainable_entries(world.model(client), world.initial(client))
+        return Payload(reply, fisher=trained, fisher_params=trained)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
         counted = state.extra.tensor("counted").clone()
-        sums = {g: state.extra.tensors(g) for g in ("fisher", "fisher_params")}
+        sums = {group: state.extra.tensors(group) for group in SUMS}
         if self.scope == "last_round":
             counted.zero_()
-            sums = {g: zeros_like(t) for g, t in sums.items()}
+            sums = {group: zeros_like(total) for group, total in sums.items()}
         for reply in replies:
             counted[reply.client] = 1
-            sums = {g: add(t, reply.content.tensors(g)) for g, t in sums.items()}
+            sums = {g: add(total, reply.content.tensors(g)) for g, total in sums.items()}
         averaged = super().aggregate(state, replies, stage, world)
-        return averaged.next(
-            counted=counted, fisher=sums["fisher"], fisher_params=sums["fisher_params"]
-        )
+        return averaged.next(counted=counted, groups=sums)
 
 
 @dataclass(frozen=True)
@@ -127,19 +125,21 @@ class Curved(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        names = ("fisher", "fisher_params")
-        known = bool(client_state) and payload.number("counted") > 0
-        own = {
-            g: client_state.tensors(g) if known else zeros_like(payload.tensors(g)) for g in names
-        }
-        others = {g: sub(payload.tensors(g), own[g]) for g in names}
-        return TrainingStart(payload.params, constants={"own": own, "others": others})
+        sums = {group: payload.tensors(group) for group in SUMS}
+        # The client's share of the sums: what it sent last, if the server still counts it.
+        client_sums: dict[str, Tensors] = {g: zeros_like(total) for g, total in sums.items()}
+        if client_state and payload.number("counted") > 0:
+            client_sums = {group: client_state.tensors(group) for group in SUMS}
+        other_sums = {group: sub(sums[group], client_sums[group]) for group in SUMS}
+        return TrainingStart(
+            payload.params, constants={"client_sums": client_sums, "other_sums": other_sums}
+        )
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        p, q = start["others"]["fisher"], start["others"]["fisher_params"]
-        pull = torch.stack(
-            [(p[k] * step.params[k] ** 2 - 2 * q[k] * step.params[k]).sum() for k in p]
-        ).sum()
+        p = start["other_sums"]["fisher"]
+        q = start["other_sums"]["fisher_params"]
+        w = step.params
+        pull = torch.stack([(p[k] * w[k] ** 2 - 2 * q[k] * w[k]).sum() for k in p]).sum()
         return {**super().terms(step, start), "pull": self.method.weight * pull}
 
     def end(
@@ -150,18 +150,21 @@ class Curved(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        fisher = self.fisher(params, view, world, start["own"]["fisher"])
-        new = {"fisher": fisher, "fisher_params": {k: fisher[k] * params[k] for k in fisher}}
-        whole = self.method.scope == "last_round"
-        up = new if whole else {g: sub(new[g], start["own"][g]) for g in new}
-        return Payload({"params": params, **up}), Payload(new)
+        fisher = self.fisher(params, view, world)
+        sums = {"fisher": fisher, "fisher_params": {k: fisher[k] * params[k] for k in fisher}}
+        change = sums
+        if self.method.scope == "all_seen":
+            change = {group: sub(sums[group], start["client_sums"][group]) for group in sums}
+        return Payload({"params": params, **change}), Payload(sums)
 
-    def fisher(self, params: Tensors, view: View, world: World, like: Tensors) -> Tensors:
+    def fisher(self, params: Tensors, view: View, world: World) -> Tensors:
         """The mean over batches of the squared gradient of a batch's mean cross-entropy, over
         ``samples`` examples.
         """
-        total, batches, batch = zeros_like(like), 0, world.plans[self.stage.name].batch
+        batch = world.plans[self.stage.name].batch
         seed = seed_for(world.seed, self.stage.round, self.stage.index, view.client, "fisher")
+        total = zeros_like(trainable_entries(view.model, params))
+        batches = 0
         for grads in view.gradients(params, cross_entropy, batch, seed=seed):
             total = {k: total[k] + grads[k] ** 2 for k in total}
             batches += 1

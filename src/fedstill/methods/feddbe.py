@@ -52,7 +52,7 @@ from fedstill.models.contract import width
 from fedstill.models.parameters import ADDED
 
 MEANS = "means"
-"""The stage before round 1, in which all clients say what their features come to."""
+"""The stage before round 1, in which all clients send the mean of their features."""
 
 
 @method("feddbe")
@@ -73,34 +73,32 @@ class FedDBE(PartlyShared):
     """How strongly the mean of a batch's features is drawn to the consensus."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        unmet = (
+        if any(stage.name == MEANS for stage in stages):
+            return ""
+        return (
             "clients agree on a mean first; set topology.kind = 'parallel' and topology.first = "
             f"{MEANS!r}"
         )
-        return "" if MEANS in {s.name for s in stages} else unmet
 
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
         return [name for name in entries if name != ADDED["shift"]]
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        more = {"consensus": state.extra.tensor("consensus")} if stage.name != MEANS else {}
-        return Payload(super().payload_for_client(state, client, stage, world), **more)
+        payload = super().payload_for_client(state, client, stage, world)
+        if stage.name == MEANS:
+            return payload
+        return Payload(payload, consensus=state.extra.tensor("consensus"))
 
     def work(self, stage: Stage) -> ClientWork:
-        return (
-            SaysMean(self, stage.name)
-            if stage.name == MEANS
-            else Shifted(self, stage.name, self.kappa)
-        )
+        if stage.name == MEANS:
+            return SendMean(self, stage.name)
+        return Shifted(self, stage.name, self.kappa)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != MEANS:
             return super().expected_reply(client, stage, world)
-        return Payload(
-            mean={
-                "h": torch.zeros(width(world.model(client)), dtype=dtype_of(world.initial(client)))
-            }
-        )
+        dtype = dtype_of(world.initial(client))
+        return Payload(mean={"h": torch.zeros(width(world.model(client)), dtype=dtype)})
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
@@ -114,8 +112,8 @@ class FedDBE(PartlyShared):
         return FedAvg.predictors(self, state, world)
 
 
-class SaysMean(KeepsItsOwn):
-    """One visit of plain training; what is kept of it is the mean of the features."""
+class SendMean(KeepsItsOwn):
+    """Plain local training, of which only the mean of the features is sent, and nothing is kept."""
 
     def trainable(self, name: str) -> bool:
         return name != ADDED["shift"]
@@ -151,5 +149,5 @@ class Shifted(KeepsItsOwn):
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         h = step.features() - step.params[ADDED["shift"]]  # (B, D)
         mean = (h * step.mask.to(h.dtype).unsqueeze(1)).sum(0) / step.mask.sum()  # (D,)
-        far = (mean - start["consensus"]).square().mean() / 2
-        return {**super().terms(step, start), "mean": self.kappa * far}
+        distance = (mean - start["consensus"]).square().mean() / 2
+        return {**super().terms(step, start), "mean": self.kappa * distance}

@@ -53,7 +53,7 @@ from fedstill.core.trees import add, only, scale, sub, zeros_like
 from fedstill.losses import proximal
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.fednova import direction_of
-from fedstill.models.contract import trainable_names
+from fedstill.models.contract import trainable_entries
 
 
 @method("feddc")
@@ -77,17 +77,16 @@ class FedDC(FedAvg):
     """Weight of the penalty on leaving the global model less the client's drift (alpha)."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
+        if not has_links(stages):
+            return ""
         return (
             "a chain hands on the model as a client left it, and the server's mean drift would "
-            "move it between "
-            "clients; choose method fedprox, or topology.kind = 'parallel'"
-            if has_links(stages)
-            else ""
+            "move it between clients; choose method fedprox, or topology.kind = 'parallel'"
         )
 
     def initial_state(self, world: World) -> State:
         start = super().initial_state(world)
-        zeros = zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
+        zeros = zeros_like(trainable_entries(world.model(SERVER), start.params))
         return start.next(drift=zeros, gradient=zeros)
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
@@ -100,28 +99,28 @@ class FedDC(FedAvg):
         return Drifting(self)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
-        trained = only(world.initial(client), sorted(trainable_names(world.model(client))))
+        trained = trainable_entries(world.model(client), world.initial(client))
         return Payload(super().expected_reply(client, stage, world), change=trained)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        drift, gradient = state.extra.tensors("drift"), state.extra.tensors("gradient")
-        sent, mean = only(state.params, drift), self.averaged(replies, state.params)
-        moved = sub(
-            only(self.averaged(replies, state.params, weighting=alike(self.aggregation)), sent),
-            sent,
-        )
+        drift = state.extra.tensors("drift")
+        sent = only(state.params, drift)
+        mean = self.averaged(replies, state.params)
+        uniform_mean = self.averaged(replies, state.params, weighting=alike(self.aggregation))
+        moved = sub(only(uniform_mean, sent), sent)
         drift = add(drift, scale(moved, len(replies) / world.clients))
-        sizes = [relative_size(state, r.client) for r in replies]
+
+        sizes = [relative_size(state, reply.client) for reply in replies]
         if self.aggregation in ROBUST:
             change = self.averaged(replies, None, "change")
         else:
-            change = trees.mean([r.content.tensors("change") for r in replies], sizes)
-        gradient = add(gradient, scale(change, sum(sizes) / world.clients))
-        return state.next(
-            params={**mean, **add(only(mean, drift), drift)}, drift=drift, gradient=gradient
-        )
+            change = trees.mean([reply.content.tensors("change") for reply in replies], sizes)
+        gradient = add(state.extra.tensors("gradient"), scale(change, sum(sizes) / world.clients))
+
+        params = {**mean, **add(only(mean, drift), drift)}
+        return state.next(params=params, drift=drift, gradient=gradient)
 
 
 def relative_size(state: State, client: int) -> float:
@@ -131,7 +130,9 @@ def relative_size(state: State, client: int) -> float:
     if "labels" not in state.extra:
         return 1.0  # before the census: for what a run will send
     sizes = state.extra.tensor("labels").sum(1).double()
-    return float(sizes[client] / sizes.mean()) if sizes[client] > 0 else 1.0
+    if not sizes[client] > 0:
+        return 1.0
+    return float(sizes[client] / sizes.mean())
 
 
 @dataclass(frozen=True)
@@ -145,24 +146,32 @@ class Drifting(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        sent = only(payload.params, sorted(trainable_names(view.model)))
-        drift, own = (
-            (client_state.tensors(k) if client_state else zeros_like(sent))
-            for k in ("drift", "gradient")
-        )
+        sent = trainable_entries(view.model, payload.params)
+        drift: Tensors = zeros_like(sent)
+        gradient: Tensors = zeros_like(sent)
+        if client_state:
+            drift = client_state.tensors("drift")
+            gradient = client_state.tensors("gradient")
+
         size = payload.number("relative_size")
-        everyone, anchor = scale(payload.tensors("gradient"), 1 / size), sub(sent, drift)
-        old = {"sent": sent, "drift": drift, "own": own, "everyone": everyone, "anchor": anchor}
-        return TrainingStart(
-            payload.params,
-            constants={**old, "linear": sub(everyone, own), "alpha": self.method.alpha / size},
-        )
+        global_gradient = scale(payload.tensors("gradient"), 1 / size)
+        constants = {
+            "sent": sent,
+            "drift": drift,
+            "gradient": gradient,
+            "global_gradient": global_gradient,
+            "anchor": sub(sent, drift),
+            "correction": sub(global_gradient, gradient),
+            "alpha": self.method.alpha / size,
+        }
+        return TrainingStart(payload.params, constants=constants)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        slope, now = start["linear"], only(step.params, start["anchor"])
-        linear = torch.stack([(slope[k] * now[k]).sum() for k in now]).sum()
-        near = proximal(now, start["anchor"], start["alpha"])
-        return {**super().terms(step, start), "linear": linear, "proximal": near}
+        correction = start["correction"]
+        params = only(step.params, start["anchor"])
+        linear = torch.stack([(correction[k] * params[k]).sum() for k in params]).sum()
+        penalty = proximal(params, start["anchor"], start["alpha"])
+        return {**super().terms(step, start), "linear": linear, "proximal": penalty}
 
     def end(
         self,
@@ -175,8 +184,8 @@ class Drifting(ClientWork):
         moved = sub(only(params, start["sent"]), start["sent"])
         change = zeros_like(moved)
         if result.steps > 0:
-            change = sub(
-                direction_of(start["sent"], params, result.lr, result.steps), start["everyone"]
-            )
-        memory = Payload(drift=add(start["drift"], moved), gradient=add(start["own"], change))
-        return Payload(params=params, change=change), memory
+            direction = direction_of(start["sent"], params, result.lr, result.steps)
+            change = sub(direction, start["global_gradient"])
+        drift = add(start["drift"], moved)
+        gradient = add(start["gradient"], change)
+        return Payload(params=params, change=change), Payload(drift=drift, gradient=gradient)

@@ -76,16 +76,19 @@ class FedDF(FedAvg):
                 "a chain ends with one model, and an ensemble needs several; set topology.kind = "
                 "'parallel'"
             )
-        if TEACH_SERVER not in {s.name for s in stages}:
-            return f"it needs its server's stage; set topology.server = {TEACH_SERVER!r}"
-        return ""
+        if any(stage.name == TEACH_SERVER for stage in stages):
+            return ""
+        return f"it needs its server's stage; set topology.server = {TEACH_SERVER!r}"
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        models = state.extra.many("model") if stage.name == TEACH_SERVER else {}
-        return Payload({"params": state.params, **many("model", models)})
+        if stage.name != TEACH_SERVER:
+            return Payload(params=state.params)
+        return Payload({"params": state.params, **many("model", state.extra.many("model"))})
 
     def work(self, stage: Stage) -> ClientWork:
-        return Fused(self.temperature) if stage.name == TEACH_SERVER else ClientWork()
+        if stage.name == TEACH_SERVER:
+            return Fused(self.temperature)
+        return ClientWork()
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World

@@ -41,7 +41,7 @@ from fedstill.core.topology import has_links
 from fedstill.core.trees import only, scale, sub, zeros_like
 from fedstill.losses import proximal
 from fedstill.methods.fedavg import FedAvg
-from fedstill.models.contract import trainable_names
+from fedstill.models.contract import trainable_entries
 
 
 @method("feddyn")
@@ -56,19 +56,16 @@ class FedDyn(FedAvg):
     """Weight of the proximal term (alpha)."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
+        if not has_links(stages):
+            return ""
         return (
             "a chain hands on the model as a client left it, and the server's correction h would "
-            "move it between "
-            "clients; choose method fedprox, or topology.kind = 'parallel'"
-            if has_links(stages)
-            else ""
+            "move it between clients; choose method fedprox, or topology.kind = 'parallel'"
         )
 
     def initial_state(self, world: World) -> State:
         start = super().initial_state(world)
-        return start.next(
-            h=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
-        )
+        return start.next(h=zeros_like(trainable_entries(world.model(SERVER), start.params)))
 
     def work(self, stage: Stage) -> ClientWork:
         return Dynamic(self)
@@ -77,12 +74,12 @@ class FedDyn(FedAvg):
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
         h = state.extra.tensors("h")
-        sent, mean = only(state.params, h), self.averaged(replies, state.params)
-        moved = sub(
-            only(self.averaged(replies, state.params, weighting=alike(self.aggregation)), h), sent
-        )
+        mean = self.averaged(replies, state.params)
+        uniform_mean = self.averaged(replies, state.params, weighting=alike(self.aggregation))
+        moved = sub(only(uniform_mean, h), only(state.params, h))
         h = sub(h, scale(moved, self.alpha * len(replies) / world.clients))
-        return state.next(params={**mean, **sub(only(mean, h), scale(h, 1 / self.alpha))}, h=h)
+        corrected = sub(only(mean, h), scale(h, 1 / self.alpha))
+        return state.next(params={**mean, **corrected}, h=h)
 
 
 @dataclass(frozen=True)
@@ -96,15 +93,18 @@ class Dynamic(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        anchor = only(payload.params, sorted(trainable_names(view.model)))
-        own = client_state.tensors("gradient") if client_state else zeros_like(anchor)
-        return TrainingStart(payload.params, constants={"anchor": anchor, "own": own})
+        anchor = trainable_entries(view.model, payload.params)
+        gradient: Tensors = zeros_like(anchor)
+        if client_state:
+            gradient = client_state.tensors("gradient")
+        return TrainingStart(payload.params, constants={"anchor": anchor, "gradient": gradient})
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        own, now = start["own"], only(step.params, start["anchor"])
-        linear = torch.stack([(own[k] * now[k]).sum() for k in own]).sum()
-        near = proximal(now, start["anchor"], self.method.alpha)
-        return {**super().terms(step, start), "linear": -linear, "proximal": near}
+        gradient = start["gradient"]
+        params = only(step.params, start["anchor"])
+        linear = torch.stack([(gradient[k] * params[k]).sum() for k in gradient]).sum()
+        penalty = proximal(params, start["anchor"], self.method.alpha)
+        return {**super().terms(step, start), "linear": -linear, "proximal": penalty}
 
     def end(
         self,
@@ -115,6 +115,5 @@ class Dynamic(ClientWork):
         world: World,
     ) -> tuple[Payload, Payload]:
         moved = sub(only(params, start["anchor"]), start["anchor"])
-        return Payload(params=params), Payload(
-            gradient=sub(start["own"], scale(moved, self.method.alpha))
-        )
+        gradient = sub(start["gradient"], scale(moved, self.method.alpha))
+        return Payload(params=params), Payload(gradient=gradient)

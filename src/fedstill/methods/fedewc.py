@@ -57,7 +57,7 @@ from fedstill.core.trees import add, only, scale, zeros_like
 from fedstill.losses import quadratic
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import NO_TRAINING
-from fedstill.models.contract import trainable_names
+from fedstill.models.contract import trainable_entries
 
 IMPORTANCE = "importance"
 
@@ -88,21 +88,23 @@ class FedEWC(FedAvg):
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
-        if stage.name == IMPORTANCE:
-            ends = not self.weight or world.stream.task(stage.round) == world.stream.tasks - 1
-            return None if ends else Payload(params=state.params)
-        known = {g: state.extra.tensors(g) for g in ("anchor", "fisher") if g in state.extra}
-        return Payload({"params": state.params, **known})
+        if stage.name != IMPORTANCE:
+            past = {g: state.extra.tensors(g) for g in ("anchor", "fisher") if g in state.extra}
+            return Payload({"params": state.params, **past})
+        last_task = world.stream.task(stage.round) == world.stream.tasks - 1
+        if last_task or not self.weight:
+            return None  # nothing will use the importance
+        return Payload(params=state.params)
 
     def work(self, stage: Stage) -> ClientWork:
-        return Importance(self, stage) if stage.name == IMPORTANCE else Anchored(self)
+        if stage.name == IMPORTANCE:
+            return Importance(self, stage)
+        return Anchored(self)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != IMPORTANCE:
             return super().expected_reply(client, stage, world)
-        return Payload(
-            fisher=only(world.initial(client), sorted(trainable_names(world.model(client))))
-        )
+        return Payload(fisher=trainable_entries(world.model(client), world.initial(client)))
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
@@ -124,12 +126,10 @@ class Anchored(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        known = {
-            g: payload.tensors(g)
-            for g in ("anchor", "fisher")
-            if g in payload and self.method.weight
-        }
-        return TrainingStart(params=payload.params, constants=known)
+        if "anchor" not in payload or not self.method.weight:
+            return TrainingStart(params=payload.params)
+        constants = {"anchor": payload.tensors("anchor"), "fisher": payload.tensors("fisher")}
+        return TrainingStart(params=payload.params, constants=constants)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         if not start.constants:
@@ -161,22 +161,27 @@ class Importance(ClientWork):
         world: World,
     ) -> tuple[Payload, Payload | Keep]:
         mask = world.stream.mask(self.stage.round, view.client, world.classes)
-        total = zeros_like(only(start["params"], sorted(trainable_names(view.model))))
-        some, count = min(self.method.samples, len(view.data)), 0
-        for grads in islice(
-            view.gradients(start["params"], lambda z, y: surprise(z, y, mask), batch=1), some
-        ):
-            total, count = {k: total[k] + grads[k] ** 2 for k in total}, count + 1
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            return surprise(logits, labels, mask)
+
+        gradients = view.gradients(start["params"], loss, batch=1)
+        total = zeros_like(trainable_entries(view.model, start["params"]))
+        count = 0
+        for grads in islice(gradients, min(self.method.samples, len(view.data))):
+            total = {k: total[k] + grads[k] ** 2 for k in total}
+            count += 1
         return Payload(fisher=scale(total, 1 / max(count, 1))), KEEP
 
 
 def surprise(logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
-    """A loss (B,) whose gradient is -sqrt(p) times that of log p, p of the true class; its square
-    is a part of F.
+    """A loss (B,) whose gradient is -sqrt(p) times the gradient of log p, with p of the true class.
+    The square of this gradient is a part of F.
 
     logits: (B, C); labels: (B,); mask: (C,) bool, the outputs among which p is a softmax; None:
     all.
     """
-    on = logits if mask is None else torch.where(mask.to(logits.device), logits, OFF)
-    log_p = torch.log_softmax(on, dim=1).gather(1, labels.unsqueeze(1)).squeeze(1)
+    if mask is not None:
+        logits = torch.where(mask.to(logits.device), logits, OFF)
+    log_p = torch.log_softmax(logits, dim=1).gather(1, labels.unsqueeze(1)).squeeze(1)
     return -(log_p.detach() / 2).exp() * log_p

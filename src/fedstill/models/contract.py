@@ -26,6 +26,7 @@ from fedstill.core.errors import (
 from fedstill.core.keys import put_aside, seed_global
 from fedstill.core.records import ModelSpec, Plan, Tensors, as_pairs
 from fedstill.core.registry import short_name
+from fedstill.core.trees import only
 from fedstill.core.user_code import reason
 from fedstill.models.functional import features, forward, head, run_part, run_with
 from fedstill.models.network import ImageShape, RowShape, SeriesShape
@@ -55,6 +56,7 @@ __all__ = [
     "run_with",
     "size",
     "spec_for",
+    "trainable_entries",
     "trainable_names",
     "width",
 ]
@@ -296,6 +298,11 @@ def trainable_names(spec: ModelSpec) -> set[str]:
             spec, (name for name, value in module(spec).named_parameters() if value.requires_grad)
         )
     )
+
+
+def trainable_entries(spec: ModelSpec, params: Tensors) -> dict[str, Tensor]:
+    """The entries of a model that are trained, in the order of their names."""
+    return only(params, sorted(trainable_names(spec)))
 
 
 def capabilities(spec: ModelSpec) -> Need:
