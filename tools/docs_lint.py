@@ -30,7 +30,7 @@ WORDS = ROOT / "tools" / "docs_words.txt"
 LONGEST = 30
 """Words that a sentence may have."""
 
-SENTENCE_END = re.compile(r"(?<=[.!?])[\"”)]?\s+(?=[\"“(]?[A-Z`\d])")
+SENTENCE_END = re.compile(r"(?<=[.!?])[\"”)]?\s+(?=[\"“(]?(?:[A-Z`\d]|fedstill\b))")
 ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|cf|vs|et al|eq|eqs|sec|fig|tab|no)\.$", re.IGNORECASE)
 WORD = re.compile(r"(?<![\w./@-])[A-Za-z]?[a-z]+(?:['’][a-z]+)?(?![\w/@]|\.\w)")
 POSSESSIVE = re.compile(r"['’]s?$")
