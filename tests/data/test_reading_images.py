@@ -422,7 +422,7 @@ def test_images_of_the_hub_are_turned_and_skipped(monkeypatch: pytest.MonkeyPatc
     import datasets
 
     images = [rotated("JPEG", 6), BAD, *[rotated("JPEG", 6)] * 30]
-    monkeypatch.setattr("fedstill.data.sources.load._reach", lambda *_: None)
+    monkeypatch.setattr("fedstill.data.sources.load._check_hub_has", lambda *_: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": Stream(images)})
     with pytest.raises(DataError, match="example 1 cannot be decoded"):
         read_hub("owner/name", ReadRequest(), "check the name")
@@ -598,7 +598,7 @@ def test_neither_arrays_nor_errors_depend_on_the_threads(
     pixels = draw.integers(0, 256, (200, 1, 9, 9), dtype=np.uint8)
     images = [encoded(image[0]) for image in pixels]
     monkeypatch.setattr(image_sets, "THREADS", threads)
-    monkeypatch.setattr(image_sets, "THREAD_BYTES", 0)  # threads decode small images, too
+    monkeypatch.setattr(image_sets, "THREAD_PIXELS", 0)  # threads decode small images, too
     monkeypatch.setattr(image_sets, "TASKS_AHEAD", 2 * threads)
     monkeypatch.setattr(image_sets, "TASK_ROWS", 7)
     for count in (0, 200):

@@ -326,7 +326,7 @@ def test_the_hub_is_read_once(root, monkeypatch):
     write_parquet(path, images, labels, ["a", "b", "c"], image="img", label="fine_label")
     real = datasets.load_dataset
     with monkeypatch.context() as patched:
-        patched.setattr(load, "_reach", lambda name, remedy: None)
+        patched.setattr(load, "_check_hub_has", lambda name, remedy: None)
         patched.setattr(
             datasets,
             "load_dataset",

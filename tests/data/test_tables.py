@@ -407,7 +407,7 @@ def test_the_hub_gives_what_files_of_the_same_columns_give(
     folder, _ = both(rows[kind], place)
     fields: dict[str, Any] = {**WANTED, "owner": "ward"} if kind == "table" else {}
     real, files = datasets.load_dataset, {s: f"{folder}/{s}.parquet" for s in ("train", "test")}
-    monkeypatch.setattr(load, "_reach", lambda name, remedy: None)
+    monkeypatch.setattr(load, "_check_hub_has", lambda name, remedy: None)
     monkeypatch.setattr(
         datasets,
         "load_dataset",

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from fedstill.core.errors import DataError
+from fedstill.core.errors import DataError, on_one_line
 from fedstill.data.dataset import Decoded, Split
 from fedstill.data.sources.limits import EXAMPLE_BYTES, file_errors, refuse_large
 from fedstill.data.sources.verify import class_ids
@@ -133,10 +133,9 @@ def read_npz(path: Path) -> Decoded:
     ) as error:
         # zipfile raises NotImplementedError for an unknown version or compression, and RuntimeError
         # for a password.
-        reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"{path} is damaged or not an archive of images and labels ({reason}); download it "
-            "again"
+            f"{path} is damaged or not an archive of images and labels ({on_one_line(error)}); "
+            "download it again"
         ) from error
 
 

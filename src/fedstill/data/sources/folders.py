@@ -10,18 +10,24 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from fedstill.core.errors import DataError
+import pyarrow.parquet as pq
+
+from fedstill.core.errors import DataError, on_one_line
 from fedstill.core.registry import names
 from fedstill.data.cache import cached
 from fedstill.data.dataset import Decoded, Kind, ReadingOptions, ReadRequest
 from fedstill.data.sources.array_files import is_idx, read_idx, read_npz
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
 from fedstill.data.sources.encode import frames_of, read_frames, schema_of
-from fedstill.data.sources.image_columns import images_beside_caution, read_parquet
-from fedstill.data.sources.image_sets import check_not_encoded, read_image_folder
+from fedstill.data.sources.image_sets import (
+    check_not_encoded,
+    labels_in_table,
+    read_columns,
+    read_image_folder,
+)
 from fedstill.data.sources.images import IMAGE_SUFFIXES
-from fedstill.data.sources.limits import files_below
-from fedstill.data.sources.schema import check_images_only, table_schema
+from fedstill.data.sources.limits import file_errors, files_below
+from fedstill.data.sources.schema import check_images_only, image_columns, table_schema
 from fedstill.data.sources.splits import (
     FileSplits,
     file_list,
@@ -90,7 +96,7 @@ def _decoded_file(path: Path, request: ReadRequest) -> Decoded:
     if suffix == ".parquet":
         return read_parquet(path.parent, {"train": [path]}, request)
     if suffix in CSV_SUFFIXES:
-        return read_csv_files(path.parent, {"train": [path]}, request)
+        return read_csv(path.parent, {"train": [path]}, request)
     check_images_only(str(path), request.options)
     check_not_encoded(str(path), request)
     return read_npz(path)
@@ -158,10 +164,10 @@ def _decoded_tables(
     first = next(chain.from_iterable(tables.files.values()))
     caution = ""
     if first.suffix.lower() == ".parquet":
-        caution = images_beside_caution(tables.files, files, request)
+        caution = _images_caution(tables.files, files, request)
         data = read_parquet(place, tables.files, request)
     else:
-        data = read_csv_files(place, tables.files, request)
+        data = read_csv(place, tables.files, request)
     return replace(data, about=data.about.with_cautions(*tables.cautions, caution))
 
 
@@ -190,14 +196,30 @@ def table_splits(place: Path, files: Sequence[Path]) -> FileSplits:
     return splits
 
 
-def read_csv_files(
-    folder: Path, files: Mapping[str, Sequence[Path]], request: ReadRequest
-) -> Decoded:
+def _images_caution(
+    tables: Mapping[str, Sequence[Path]], files: Sequence[Path], request: ReadRequest
+) -> str:
+    """A warning about image files beside parquet files that hold no images, or "".
+
+    Raises DataError if there is an image for each row: the table must be what holds their labels.
+    """
+    images = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
+    if not images or request.image:
+        return ""
+    frame = ParquetFrame(tuple(chain.from_iterable(tables.values())))
+    if image_columns(frame.schema):
+        return ""
+    if len(images) >= frame.rows:
+        raise DataError(labels_in_table(frame.files[0]))
+    return f"not read, because parquet files are read: {len(images):,} image files"
+
+
+def read_csv(folder: Path, files: Mapping[str, Sequence[Path]], request: ReadRequest) -> Decoded:
     """The CSV files of a folder, by split.
 
     Raises DataError for a file that cannot be read, and for unclear columns.
     """
-    what = str(single_file(chain.from_iterable(files.values())) or folder)
+    what = _name_of(folder, files)
     frames = frames_of(CsvFrame, folder, files, request.options)
     for frame in frames.values():
         if not frame.rows:
@@ -210,6 +232,42 @@ def read_csv_files(
         )
     check_not_encoded(what, request)
     return read_frames(what, frames, schema)
+
+
+def read_parquet(
+    folder: Path, files: Mapping[str, Sequence[Path]], request: ReadRequest
+) -> Decoded:
+    """The parquet files of a folder, by split: images, or other columns.
+
+    Raises DataError for a damaged file, for unclear columns, and for more than may be read.
+    """
+    what = _name_of(folder, files)
+    try:
+        with file_errors(what):
+            frames = frames_of(ParquetFrame, folder, files, request.options)
+            return read_columns(what, frames, request, folder)
+    except DataError:
+        raise
+    except Exception as error:  # many kinds, by version of the library
+        raise DataError(
+            f"{_damaged(files) or folder} cannot be read ({on_one_line(error)}); it is damaged or "
+            "not a data set; download or write it again"
+        ) from error
+
+
+def _name_of(folder: Path, files: Mapping[str, Sequence[Path]]) -> str:
+    """The name of the data in messages: the file, if there is only one."""
+    return str(single_file(chain.from_iterable(files.values())) or folder)
+
+
+def _damaged(files: Mapping[str, Sequence[Path]]) -> Path | None:
+    """The first file that cannot be opened."""
+    for path in chain.from_iterable(files.values()):
+        try:
+            pq.ParquetFile(path).close()
+        except Exception:
+            return path
+    return None
 
 
 def _with_file_note(data: Decoded, place: Path, files: Sequence[Path]) -> Decoded:

@@ -1,4 +1,6 @@
-"""Many encoded images as one array: those of a split, in folders by class, or without labels."""
+"""Encoded images as one array: those of a split, of columns, of folders by class, and without
+labels.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.core.errors import DataError
-from fedstill.data.dataset import FILE, Decoded, ReadRequest, nfc
+from fedstill.data.dataset import FILE, Decoded, ReadingOptions, ReadRequest, nfc
 from fedstill.data.encoding import is_missing
-from fedstill.data.sources.encode import owners_of
+from fedstill.data.sources.encode import owners_of, read_frames, schema_of
 from fedstill.data.sources.images import (
     IMAGE_SUFFIXES,
     TWELVE_BITS,
@@ -31,6 +33,13 @@ from fedstill.data.sources.images import (
     Pixels,
 )
 from fedstill.data.sources.limits import file_errors
+from fedstill.data.sources.schema import (
+    class_names,
+    image_columns,
+    label_column,
+    no_column,
+    no_owner,
+)
 from fedstill.data.sources.splits import (
     NAMED_FILES,
     FileSplits,
@@ -38,28 +47,30 @@ from fedstill.data.sources.splits import (
     split_images,
     split_named,
 )
+from fedstill.data.sources.tables import ImageFrame
 from fedstill.data.sources.verify import RawSplit, checked_label, decoded_with_class_ids
 
-# The images of a split: decoded by several threads, and used in the order of the rows.
+# The images of a split. Large images are decoded by several threads; results and errors are used in
+# the order of the rows, so that neither depends on the number of threads.
 
 
 THREADS = min(8, os.cpu_count() or 1)
-"""The threads that decode images. Neither arrays nor errors depend on their number."""
+"""The threads that decode images."""
 
-TASKS_AHEAD = 2 * THREADS
-"""The tasks of threads that are decoded before their turn comes."""
-
-TASK_BYTES = 1 << 20
-"""The bytes of decoded images that a task gives, so that small images do not wait for threads."""
-
-TASK_ROWS = 64
-"""The most rows of a task."""
-
-THREAD_BYTES = 1 << 14
-"""The bytes of a decoded image from which on threads decode it.
+THREAD_PIXELS = 1 << 13
+"""The pixels of an image from which on threads decode it.
 
 Decoding a smaller one is mostly Python code, which runs in one thread at a time.
 """
+
+TASKS_AHEAD = 2 * THREADS
+"""The tasks of threads that are started before their turn comes."""
+
+TASK_PIXELS = 1 << 19
+"""The pixels that a task decodes, so that threads do not wait for each other at every image."""
+
+TASK_ROWS = 64
+"""The most rows of a task."""
 
 ENCODED_BYTES = 1 << 26
 """The bytes of encoded images that wait for threads; a larger image waits alone."""
@@ -76,7 +87,7 @@ class ImageRows:
     positions: NDArray[np.int64]
     """The rows (N,) of the split that the images are in, before any was left out."""
     rows: int
-    """The number of rows, of those that were left out, too."""
+    """The number of all rows, with those that were left out."""
     broken: tuple[BrokenImage, ...] = ()
     unlabelled: int = 0
     """The number of images that were left out because they have no label."""
@@ -102,8 +113,10 @@ def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows
         warnings.simplefilter("ignore")
         for row in rows:
             count += 1
-            if row.broken is not None:
-                broken.append(row.broken)
+            if isinstance(row.error, BrokenImage):
+                broken.append(row.error)
+            elif row.error is not None:
+                raise row.error
             elif pictures.request.options.unlabelled == "drop" and is_missing(row.label):
                 unlabelled += 1
             else:
@@ -129,47 +142,14 @@ def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows
     )
 
 
-def check_broken(what: str, broken: Sequence[BrokenImage], *, can_skip: bool) -> None:
-    """Raise DataError for broken images, if there are any.
-
-    can_skip: whether ``data.broken`` would leave them out.
-    """
-    if not broken:
-        return
-    pronoun = "it" if len(broken) == 1 else "them"
-    remedy = f"replace {pronoun}"
-    if can_skip:
-        remedy += f", or set data.broken = 'skip' to leave {pronoun} out"
-    if len(broken) == 1:
-        raise DataError(f"{broken[0].name} {broken[0].reason}; {remedy}")
-    raise DataError(
-        f"{what}: {len(broken):,} images are broken: {_named(what, broken)}; the first "
-        f"{broken[0].reason}; {remedy}"
-    )
-
-
-NAMED_IMAGES = 10
-"""The number of broken images that a message names. It counts the others."""
-
-
-def _named(what: str, broken: Sequence[BrokenImage]) -> str:
-    separators = f",: {os.sep}"
-    names = [image.name.removeprefix(what).lstrip(separators) for image in broken[:NAMED_IMAGES]]
-    more = len(broken) - NAMED_IMAGES
-    ending = f" and {more:,} more" if more > 0 else ""
-    return ", ".join(names) + ending
-
-
 @dataclass(frozen=True)
 class _Row:
-    """A row of a split."""
+    """A row of a split: its encoded image and its label."""
 
     index: int
     cell: Any
-    """The encoded image; None if it could not be read."""
+    """The encoded image, an exception if the row could not be read."""
     label: Any
-    error: Exception | None = None
-    """Why the row could not be read."""
 
     @property
     def bytes(self) -> int:
@@ -179,107 +159,99 @@ class _Row:
 
 @dataclass(frozen=True)
 class _DecodedRow:
-    """A row's label, and its image or why there is none."""
+    """A row's label, and its image or the reason why there is none."""
 
     index: int
     label: Any
     picture: Picture | None = None
-    broken: BrokenImage | None = None
     error: Exception | None = None
-    """Any other error, which is raised when the row's turn comes."""
-
-
-@dataclass(frozen=True)
-class _Task:
-    """Rows that are decoded together, and the bytes of their encoded images."""
-
-    rows: Future[list[_DecodedRow]]
-    bytes: int
+    """BrokenImage, or an error that ends the reading when the row's turn comes."""
 
 
 def _decoded(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> Generator[_DecodedRow]:
     """The rows of a split with their decoded images, in order.
 
-    Tasks of several rows are decoded ahead of their turn, as many as TASKS_AHEAD and ENCODED_BYTES
-    allow: by threads if images are large, otherwise by this thread.
+    The first image tells whether threads decode the others.
     """
     rows = _numbered(cells)
-    tasks: deque[_Task] = deque()
-    image_bytes = TASK_BYTES  # until the first image is decoded
-    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
-    try:
-        while True:
-            batch = _batch(rows, max(1, min(TASK_ROWS, TASK_BYTES // image_bytes)))
-            if batch:
-                future = _started(pool, pictures, batch, in_thread=image_bytes >= THREAD_BYTES)
-                tasks.append(_Task(future, sum(row.bytes for row in batch)))
-                if _can_add(tasks):
-                    continue
-            if not tasks:
-                return
-            for row in tasks.popleft().rows.result():
-                if row.error is not None:
-                    raise row.error
-                if row.picture is not None:
-                    image_bytes = row.picture.pixels.nbytes
-                yield row
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _can_add(tasks: Sequence[_Task]) -> bool:
-    waiting_bytes = sum(task.bytes for task in tasks)
-    return len(tasks) <= TASKS_AHEAD and waiting_bytes <= ENCODED_BYTES
-
-
-def _started(
-    pool: ThreadPoolExecutor, pictures: Pictures, batch: Sequence[_Row], *, in_thread: bool
-) -> Future[list[_DecodedRow]]:
-    if in_thread:
-        return pool.submit(_decode, pictures, batch)
-    future: Future[list[_DecodedRow]] = Future()
-    future.set_result(_decode(pictures, batch))
-    return future
+    for row in rows:
+        decoded = _decoded_row(pictures, row)
+        yield decoded
+        if decoded.picture is not None and decoded.picture.stored_pixels >= THREAD_PIXELS:
+            row_count = TASK_PIXELS // decoded.picture.stored_pixels
+            yield from _decoded_by_threads(pictures, rows, min(TASK_ROWS, max(1, row_count)))
 
 
 def _numbered(cells: Iterable[tuple[Any, Any]]) -> Iterator[_Row]:
-    """The rows; an error in reading them becomes a row, so that it waits for those before it."""
+    """The rows. An error in reading them becomes a row, so that it waits for those before it."""
     index = -1
     try:
         for index, (cell, label) in enumerate(cells):
             yield _Row(index, cell, label)
     except Exception as error:
-        yield _Row(index + 1, None, None, error)
+        yield _Row(index + 1, error, None)
 
 
-def _batch(rows: Iterator[_Row], count: int) -> list[_Row]:
-    """The next rows, as many as a task decodes."""
+def _decoded_row(pictures: Pictures, row: _Row) -> _DecodedRow:
+    if isinstance(row.cell, Exception):
+        return _DecodedRow(row.index, row.label, error=row.cell)
+    try:
+        picture = pictures.decoded(row.cell, row.index)
+    except BrokenImage as broken:
+        # A new exception: the traceback of this one holds the bytes of the image.
+        error = BrokenImage(broken.name, broken.reason)
+        return _DecodedRow(row.index, row.label, error=error)
+    except Exception as error:
+        return _DecodedRow(row.index, row.label, error=error)
+    return _DecodedRow(row.index, row.label, picture)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Rows that a thread decodes, and the bytes of their encoded images."""
+
+    rows: Future[list[_DecodedRow]]
+    bytes: int
+
+
+def _decoded_by_threads(
+    pictures: Pictures, rows: Iterator[_Row], row_count: int
+) -> Generator[_DecodedRow]:
+    """The decoded rows, in order. As many tasks as TASKS_AHEAD and ENCODED_BYTES allow are started
+    before their turn comes.
+
+    row_count: the rows of a task.
+    """
+
+    def decode(batch: Sequence[_Row]) -> list[_DecodedRow]:
+        return [_decoded_row(pictures, row) for row in batch]
+
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
+    tasks: deque[_Task] = deque()
+    try:
+        for batch in _batches(rows, row_count):
+            tasks.append(_Task(pool.submit(decode, batch), sum(row.bytes for row in batch)))
+            while len(tasks) > TASKS_AHEAD or sum(task.bytes for task in tasks) > ENCODED_BYTES:
+                yield from tasks.popleft().rows.result()
+        while tasks:
+            yield from tasks.popleft().rows.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _batches(rows: Iterator[_Row], row_count: int) -> Iterator[list[_Row]]:
+    """The rows by task. Large encoded images make a task of fewer rows."""
     batch: list[_Row] = []
     size = 0
     for row in rows:
         batch.append(row)
         size += row.bytes
-        if len(batch) == count or size > TASK_BYTES:
-            break
-    return batch
-
-
-def _decode(pictures: Pictures, batch: Sequence[_Row]) -> list[_DecodedRow]:
-    return [_decoded_row(pictures, row) for row in batch]
-
-
-def _decoded_row(pictures: Pictures, row: _Row) -> _DecodedRow:
-    if row.error is not None:
-        return _DecodedRow(row.index, row.label, error=row.error)
-    try:
-        picture = pictures.decoded(row.cell, row.index)
-    except BrokenImage as broken:
-        # The traceback would hold the bytes of the image.
-        broken = BrokenImage(broken.name, broken.reason)
-        return _DecodedRow(row.index, row.label, broken=broken)
-    except Exception as error:
-        return _DecodedRow(row.index, row.label, error=error)
-    return _DecodedRow(row.index, row.label, picture)
+        if len(batch) == row_count or size > TASK_PIXELS:
+            yield batch
+            batch = []
+            size = 0
+    if batch:
+        yield batch
 
 
 class _Stack:
@@ -318,6 +290,9 @@ class _Stack:
             rows = self._count + self._count // 4 + 1
             self._array.resize((rows, *self._array.shape[1:]), refcheck=False)
         return self._array
+
+
+# The images of a data set.
 
 
 def labelled_images(
@@ -380,6 +355,91 @@ def _dark_caution(largest_pixels: Sequence[int | None]) -> str:
         f"the upper 8 bits of 16-bit images are read, and no pixel is above {max(pixels):,}, so "
         "that they are nearly black; if they have 12 bits, multiply them by 16"
     )
+
+
+def check_broken(what: str, broken: Sequence[BrokenImage], *, can_skip: bool) -> None:
+    """Raise DataError for broken images, if there are any.
+
+    can_skip: whether ``data.broken`` would leave them out.
+    """
+    if not broken:
+        return
+    pronoun = "it" if len(broken) == 1 else "them"
+    remedy = f"replace {pronoun}"
+    if can_skip:
+        remedy += f", or set data.broken = 'skip' to leave {pronoun} out"
+    if len(broken) == 1:
+        raise DataError(f"{broken[0].name} {broken[0].reason}; {remedy}")
+    raise DataError(
+        f"{what}: {len(broken):,} images are broken: {_named(what, broken)}; the first "
+        f"{broken[0].reason}; {remedy}"
+    )
+
+
+NAMED_IMAGES = 10
+"""The number of broken images that a message names. It counts the others."""
+
+
+def _named(what: str, broken: Sequence[BrokenImage]) -> str:
+    separators = f",: {os.sep}"
+    names = [image.name.removeprefix(what).lstrip(separators) for image in broken[:NAMED_IMAGES]]
+    more = len(broken) - NAMED_IMAGES
+    ending = f" and {more:,} more" if more > 0 else ""
+    return ", ".join(names) + ending
+
+
+# Columns of a table, of which one may hold images.
+
+
+def read_columns(
+    what: str, frames: Mapping[str, ImageFrame], request: ReadRequest, within: Path | str
+) -> Decoded:
+    """The rows of {split: frame} as arrays, of images or of other columns.
+
+    within: the folder, or the data set on the hub, outside of which no file is opened because a row
+    names it. Raises DataError for absent or unclear columns, and for what cannot be read in them.
+    """
+    schema = schema_of(what, frames, request)
+    if schema is not None:
+        check_not_encoded(what, request)
+        return read_frames(what, frames, schema)
+
+    rows = {}
+    names: tuple[str, ...] | None = None
+    for split, frame in frames.items():
+        _check_owner(what, frame.schema.names, request.options)
+        image = _image_column(what, frame.schema, request)
+        label = label_column(what, frame.schema, request)
+        names = names or class_names(frame.schema, label)
+        pictures = Pictures(f"{what}, {split}", request, frame.rows, within)
+        rows[split] = read_rows(pictures, frame.cells(image, label))
+    data = labelled_images(what, rows, request, names)
+
+    owner = request.options.owner
+    if not owner:
+        return data
+    owner_tables = {split: frame.read([owner]) for split, frame in frames.items()}
+    return with_owners(what, data, rows, owner_tables)
+
+
+def _image_column(what: str, schema: pa.Schema, request: ReadRequest) -> str:
+    """The column of images; DataError if it is not there, or not clear which it is."""
+    candidates = image_columns(schema)
+    name = nfc(request.image) or (candidates[0] if len(candidates) == 1 else None)
+    if name is None or name not in schema.names:
+        raise DataError(no_column(what, "image", name, schema.names))
+    return name
+
+
+def _check_owner(what: str, columns: Sequence[str], options: ReadingOptions) -> None:
+    if options.owner and options.owner not in (FILE, *columns):
+        raise DataError(no_owner(what, options, columns))
+
+
+def check_not_encoded(what: str, request: ReadRequest) -> None:
+    """Raise DataError for a mode of images where the data are no encoded images."""
+    if request.mode is not None:
+        raise DataError(f"{what} holds no encoded images, which data.mode is for; leave it out")
 
 
 # Images in folders named by their class.
@@ -476,12 +536,6 @@ def _without_class(images: Sequence[Path]) -> Path | None:
     folders = {path.parts[0].lower() for path in images if len(path.parts) == 2}
     flat = {1, 2} if all(map(split_named, folders)) else {1}
     return next((path for path in images if len(path.parts) in flat), None)
-
-
-def check_not_encoded(what: str, request: ReadRequest) -> None:
-    """Raise DataError for a mode of images where the data are no encoded images."""
-    if request.mode is not None:
-        raise DataError(f"{what} holds no encoded images, which data.mode is for; leave it out")
 
 
 # Images in a folder without labels, such as a user's own for public data.

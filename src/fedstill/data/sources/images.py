@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,12 +93,13 @@ Pixels = NDArray[np.uint8]
 class Picture:
     """A decoded image.
 
-    pixels: (C, H, W) uint8. largest: the largest pixel of an image with 16 bits a pixel, before
-    the upper 8 were taken.
+    pixels: (C, H, W) uint8. stored_pixels: their number before the image was resized. largest: the
+    largest pixel of an image with 16 bits a pixel, before the upper 8 were taken.
     """
 
     name: str
     pixels: Pixels
+    stored_pixels: int
     largest: int | None = None
 
 
@@ -171,20 +172,25 @@ class Pictures:
         is too large, of another kind, has several pages, or lies outside of the data set.
         """
         name = self._name(cell, index)
-        with (
-            file_errors(name),
-            self._file(name, cell) as file,
-            _decoding(name),
-            contextlib.closing(Image.open(file, formats=_formats())) as picture,
-        ):
-            _check_header(name, picture)
-            width, height = picture.size
-            if index == 0 or index >= self.rows:
-                # All images have the shape of the first one, so that one check suffices if their
-                # number is known. Turning keeps the number of pixels, so the header suffices.
-                self.check_total(index + 1, self._bytes(picture))
-            with self._budget.reserved(width * height):
-                return self._read(name, picture)
+        with file_errors(name), self._file(name, cell) as file:
+            try:
+                with Image.open(file, formats=_formats()) as picture:
+                    return self._decoded(name, picture, index)
+            except DataError:
+                raise
+            except Exception as error:
+                _raise_decoding_error(name, error)
+
+    def _decoded(self, name: str, picture: Image.Image, index: int) -> Picture:
+        """An image whose header has been read."""
+        _check_header(name, picture)
+        width, height = picture.size
+        if index == 0 or index >= self.rows:
+            # All images have the shape of the first one, so that one check suffices if their number
+            # is known. Turning keeps the number of pixels, so the header suffices.
+            self.check_total(index + 1, self._bytes(picture))
+        with self._budget.reserved(width * height):
+            return self._read(name, picture)
 
     def check_total(self, count: int, image_bytes: int) -> None:
         """Raise DataError if images of this size are too large together."""
@@ -223,17 +229,17 @@ class Pictures:
         stored_mode = picture.mode
         mode = self._mode(picture)
         picture.load()
+        plain: Image.Image = picture
         largest = None
         if stored_mode in SIXTEEN_BITS:
             values = np.asarray(picture)
             largest = _checked_largest(name, values)
             plain = Image.fromarray((values >> 8).astype(np.uint8))
-        else:
-            # Transparency is dropped first, so that the mode does not change what it hides.
-            plain = picture.convert(MODES[stored_mode])
 
-        if plain.mode != mode:
-            plain = plain.convert(mode)
+        # Transparency is dropped first, so that the mode does not change what it hides.
+        for target in (MODES[stored_mode], mode):
+            if plain.mode != target:
+                plain = plain.convert(target)
         turn = TURNS.get(_orientation(picture))
         if turn is not None:
             plain = plain.transpose(turn)
@@ -243,7 +249,8 @@ class Pictures:
 
         array = np.asarray(plain)
         channels_first = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
-        return Picture(name, np.ascontiguousarray(channels_first), largest)
+        stored_pixels = picture.width * picture.height
+        return Picture(name, np.ascontiguousarray(channels_first), stored_pixels, largest)
 
     def _file(self, name: str, cell: Any) -> contextlib.AbstractContextManager[IO[bytes]]:
         if cell is None:
@@ -363,25 +370,23 @@ def _checked_largest(name: str, values: NDArray[Any]) -> int:
     return largest
 
 
-@contextlib.contextmanager
-def _decoding(name: str) -> Iterator[None]:
-    """Turn what decoders raise on damaged bytes into a BrokenImage."""
-    try:
-        yield
-    except (DataError, MemoryError):
-        raise
-    except Image.DecompressionBombError as error:
+def _raise_decoding_error(name: str, error: Exception) -> NoReturn:
+    """Raise what an exception of a decoder means: BrokenImage, unless memory or a disk failed.
+
+    Decoders raise exceptions of many kinds on damaged bytes, which differ by format and version.
+    """
+    if isinstance(error, MemoryError):
+        raise error
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+        raise error  # the disk or the network failed, and not the image
+    if isinstance(error, Image.DecompressionBombError):
         raise DataError(
             f"{name} is a larger image than any that is read ({error}); make it smaller"
         ) from error
-    except UnidentifiedImageError as error:
-        raise BrokenImage(
-            name, f"cannot be decoded as an image: it is none of {', '.join(FORMATS)}"
-        ) from error
-    except Exception as error:  # many kinds, by format and version; all mean that there is no image
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise  # the disk or the network failed, and not the image
-        raise BrokenImage(name, f"cannot be decoded as an image ({on_one_line(error)})") from error
+    reason = on_one_line(error)
+    if isinstance(error, UnidentifiedImageError):
+        reason = f"it is none of {', '.join(FORMATS)}"
+    raise BrokenImage(name, f"cannot be decoded as an image ({reason})") from error
 
 
 def _shape_text(shape: Shape) -> str:

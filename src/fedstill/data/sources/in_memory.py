@@ -35,9 +35,7 @@ from fedstill.data.dataset import (
     as_dataset,
     nfc,
 )
-from fedstill.data.sources.encode import read_frames, schema_of
-from fedstill.data.sources.image_columns import decoded_splits, owner_tables
-from fedstill.data.sources.image_sets import check_not_encoded
+from fedstill.data.sources.image_sets import read_columns
 from fedstill.data.sources.load import FIELDS, request_of_fields
 from fedstill.data.sources.schema import class_names, index_columns
 from fedstill.data.sources.splits import SPLITS, hold_out, split_named
@@ -363,15 +361,8 @@ def _dataset_of_columns(python_data: _PythonData) -> Dataset:
     request = _read_request(python_data)
     tables = _tables_by_split(python_data)
     frames = {split: ArrowFrame(table, request.options) for split, table in tables.items()}
-    schema = schema_of(name, frames, request)
-    if schema is not None:
-        check_not_encoded(name, request)
-        decoded = read_frames(name, frames, schema)
-    else:
-        # The paths of images that Python has in memory are as trustworthy as the program.
-        root = Path(Path.cwd().anchor)
-        owners = owner_tables(name, frames, request.options)
-        decoded = decoded_splits(name, frames, request, root, owners)
+    # The paths of images that Python has in memory are as trustworthy as the program.
+    decoded = read_columns(name, frames, request, within=Path(Path.cwd().anchor))
     if python_data.clients:
         decoded = _with_clients(python_data, decoded)
     cautions = dict.fromkeys(python_data.cautions)

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fedstill.core.errors import ConfigError, DataAbsent, DataError, FedstillError, UnknownName
+from fedstill.core.errors import (
+    ConfigError,
+    DataAbsent,
+    DataError,
+    FedstillError,
+    UnknownName,
+    on_one_line,
+)
 from fedstill.core.fields import Count, plain_value
 from fedstill.core.process_settings import process_settings
 from fedstill.core.registry import Entry, lookup, names, register, short_name
@@ -31,7 +38,6 @@ from fedstill.data.dataset import (
 )
 from fedstill.data.sources import catalog
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
-from fedstill.data.sources.encode import read_frames
 from fedstill.data.sources.folders import (
     DATA_SUFFIXES,
     at_home,
@@ -41,10 +47,8 @@ from fedstill.data.sources.folders import (
     read_file,
     read_folder,
 )
-from fedstill.data.sources.image_columns import decoded_splits
-from fedstill.data.sources.image_sets import check_not_encoded
+from fedstill.data.sources.image_sets import read_columns
 from fedstill.data.sources.limits import file_errors, memory_error, refuse_large
-from fedstill.data.sources.schema import table_schema
 from fedstill.data.sources.splits import SPLITS, hold_out, split_named
 from fedstill.data.sources.tables import normalised, with_missing
 from fedstill.data.sources.verify import verified
@@ -85,7 +89,8 @@ def load_dataset(
     folder: the folder of local data; default: ``FEDSTILL_DATA``. fields: for files, folders and the
     hub ``image_column``, ``label_column``, ``size`` (resize images to size × size), ``mode``
     (convert all images to "grey" or "rgb"), ``broken`` ("skip" leaves out images that cannot be
-    decoded), ``mean``, ``std``, and the fields of ``fedstill.data.options.Form``.
+    decoded), ``mean``, ``std``, and the fields of
+    ``fedstill.data.dataset.ReadingOptions``.
 
     Data without a test split have a stratified fifth held out. Raises DataError for data that are
     damaged or not what their name promises, DataAbsent for data that are not there, UnknownName
@@ -399,36 +404,52 @@ def pathmnist(folder: Folder = None) -> Dataset:
 
 
 HUB_SECONDS = 10
+"""The seconds within which the hub must answer."""
+
 ROWS_A_BATCH = 1000
 
 
 def read_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
     """A data set of the Hugging Face hub.
 
-    Raises DataAbsent with ``remedy`` if the hub does not answer or has no such data set.
+    Raises DataAbsent with ``remedy`` if the hub does not answer or has no such data set, and
+    DataError if it cannot be read, or has two splits of the same meaning.
     """
-    _reach(name, remedy)
-    with _reading(f"hub dataset {name!r}", remedy):
+    _check_hub_has(name, remedy)
+    with _hub_errors(f"hub dataset {name!r}", remedy):
         import datasets
 
         streams = datasets.load_dataset(name, streaming=True)
-        by_split = {split_named(split) or split: stream for split, stream in streams.items()}
-        streams = {split: by_split[split] for split in SPLITS if split in by_split}
-        left_out = [split for split in by_split if split not in streams]
-        caution = f"left out: the splits {', '.join(left_out)} of the hub" if left_out else ""
-        data = _read_streams(name, streams, request)
+        splits = _hub_splits(name, list(streams))
+        frames = {
+            split: HubFrame(name, streams[hub_name], request.options)
+            for split, hub_name in splits.items()
+        }
+        data = read_columns(name, frames, request, within=name)
+    left_out = [hub_name for hub_name in streams if hub_name not in splits.values()]
+    caution = f"left out: the splits {', '.join(left_out)} of the hub" if left_out else ""
     return replace(data, about=data.about.with_cautions(caution))
 
 
-def _read_streams(name: str, streams: Mapping[str, Any], request: ReadRequest) -> Decoded:
-    frames = {split: HubFrame(name, stream, request.options) for split, stream in streams.items()}
-    if frames:
-        first = next(iter(frames.values()))
-        schema = table_schema(name, first.schema, request)
-        if schema is not None:
-            check_not_encoded(name, request)
-            return read_frames(name, frames, schema)
-    return decoded_splits(name, frames, request, within=name)
+def _hub_splits(name: str, hub_names: Sequence[str]) -> dict[str, str]:
+    """The name on the hub of each split that is read."""
+    splits: dict[str, str] = {}
+    for hub_name in hub_names:
+        split = split_named(hub_name)
+        if split in splits:
+            raise DataError(
+                f"hub dataset {name!r} has two splits that are {split}, {splits[split]!r} and "
+                f"{hub_name!r}; read it with datasets.load_dataset, and pass the splits that you "
+                "want to fedstill.from_python"
+            )
+        if split:
+            splits[split] = hub_name
+    if "train" not in splits:
+        raise DataError(
+            f"hub dataset {name!r} has no split train among {', '.join(hub_names) or 'none'}; read "
+            "it with datasets.load_dataset, and pass its parts to fedstill.from_python"
+        )
+    return {split: splits[split] for split in SPLITS if split in splits}
 
 
 @dataclass(frozen=True)
@@ -485,37 +506,31 @@ class HubFrame:
             yield from zip(batch[image], batch[label], strict=True)
 
 
-def _reach(name: str, remedy: str) -> None:
-    """Ask the hub for a data set with one short request, because the library's own retries hang
-    without a network.
+def _check_hub_has(name: str, remedy: str) -> None:
+    """Raise DataAbsent if the hub does not answer, or has no such data set.
+
+    It is one short request, because the retries of ``datasets`` hang without a network.
     """
     from huggingface_hub import HfApi
 
+    hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
     try:
-        HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None).dataset_info(
-            name, timeout=HUB_SECONDS
-        )
-    except (
-        Exception
-    ) as error:  # many kinds, by version and transport; all mean that there is nothing to read
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        hub.dataset_info(name, timeout=HUB_SECONDS)
+    except Exception as error:  # many kinds, by version and transport
         raise DataAbsent(
-            f"the Hugging Face hub does not give {name!r} ({reason}); {remedy}"
+            f"the Hugging Face hub does not give {name!r} ({on_one_line(error)}); {remedy}"
         ) from error
 
 
 @contextlib.contextmanager
-def _reading(what: str, remedy: str) -> Iterator[None]:
+def _hub_errors(what: str, remedy: str) -> Iterator[None]:
     """Turn the libraries' errors about bad files into a DataError that names the data set."""
     import datasets
-    import pyarrow
 
     kinds = (OSError, ValueError, TypeError, RuntimeError, KeyError, AttributeError)
-    libraries = (pyarrow.ArrowException, datasets.exceptions.DatasetsError)
     try:
         yield
     except MemoryError as error:
         raise memory_error(what, error) from error
-    except (*kinds, *libraries) as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise DataError(f"{what} cannot be read ({reason}); {remedy}") from error
+    except (*kinds, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"{what} cannot be read ({on_one_line(error)}); {remedy}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,11 +32,22 @@ class Frame(Protocol):
     def files(self) -> tuple[Path, ...]:
         """The files, in the order of their rows; none for data on the hub."""
 
+    @property
+    def rows(self) -> int:
+        """The number of rows, 0 if it is unknown."""
+
     def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
         """Some columns, all rows, in their order; ``FILE`` is the column of the files' clients.
 
         optional: whether a file may lack a column, whose values are then missing.
         """
+
+
+class ImageFrame(Frame, Protocol):
+    """The rows of a split that may have a column of encoded images."""
+
+    def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
+        """Each row's encoded image, as ``{"bytes": …, "path": …}``, and its label."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +67,23 @@ class ParquetFrame:
         with file_errors(self.files[0]):
             return normalised(self.files[0], pq.read_schema(self.files[0]))
 
+    @cached_property
+    def rows(self) -> int:
+        """The number of rows that the files claim."""
+        return sum(file_claims(path).num_rows for path in self.files)
+
+    def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
+        """Each row's encoded image and its label.
+
+        Raises DataError for columns of other types, and for images that are larger than may be
+        read.
+        """
+        for path in self.files:
+            with file_errors(path):
+                yield from _image_cells(path, image, label)
+
     def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
-        """Some columns of all files.
+        """Some columns of all files. All of them must have a column, optional or not.
 
         Raises DataError for a file that lacks one, or is larger than may be read.
         """
@@ -244,6 +270,115 @@ def check_claims(path: Path, claims: pq.FileMetaData, names: Sequence[str]) -> N
     if min(sizes, default=0) < 0:
         raise DataError(f"{path} says that a column holds {min(sizes)} bytes; write it again")
     refuse_ratio(path, sum(sizes), path.stat().st_size)
+
+
+# Columns of encoded images, which are read a few rows at a time.
+
+
+IMAGES_AT_ONCE = 16
+"""The rows of a batch, unless a file has a dictionary of its images. Such a file may store an image
+once and refer to it in all rows, so that the images of k rows may take k times its bytes.
+"""
+
+
+def _image_cells(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]]:
+    """Each row's encoded image and its label, from one file."""
+    claims = file_claims(path)
+    schema = pq.read_schema(path)
+    stored_names = {nfc(name): name for name in schema.names}
+    image = stored_names.get(image, image)
+    label = stored_names.get(label, label)
+    _check_label_column(path, schema, label)
+    names = [*_image_parts(path, schema, image), label]
+    check_claims(path, claims, names)
+
+    image_type = schema.field(image).type
+    stored_bytes = path.stat().st_size
+    batch_size = 1 if _has_dictionary(claims, names[:-1]) else IMAGES_AT_ONCE
+    count = 0
+    unpacked = 0
+    with pq.ParquetFile(path, buffer_size=PAGE_BUFFER, pre_buffer=False) as file:
+        for batch in file.iter_batches(batch_size=batch_size, columns=names, use_threads=False):
+            images = batch.column(image).to_pylist()
+            labels = batch.column(label).to_pylist()
+            for value, label_value in zip(images, labels, strict=True):
+                cell = _as_cell(value, image_type)
+                count += 1
+                unpacked += len((cell or {}).get("bytes") or b"")
+                refuse_ratio(path, unpacked, stored_bytes)
+                yield cell, label_value
+    if count != claims.num_rows:
+        raise DataError(
+            f"{path} says that it holds {claims.num_rows:,} rows, and holds {count:,}; write it "
+            "again"
+        )
+
+
+def _has_dictionary(claims: pq.FileMetaData, columns: Sequence[str]) -> bool:
+    """Whether a file says that it stores some of the columns as references to distinct values."""
+    for group in range(claims.num_row_groups):
+        for index in range(claims.num_columns):
+            chunk = claims.row_group(group).column(index)
+            if chunk.path_in_schema in columns and chunk.has_dictionary_page:
+                return True
+    return False
+
+
+def _as_cell(value: Any, arrow_type: pa.DataType) -> dict[str, Any] | None:
+    """An image as {"bytes": …} or {"path": …}, from a column of records, bytes or paths."""
+    if value is None or pa.types.is_struct(arrow_type):
+        return value  # type: ignore[no-any-return]
+    return {"bytes" if _is_binary(arrow_type) else "path": value}
+
+
+def _image_parts(path: Path, schema: pa.Schema, name: str) -> list[str]:
+    """The columns, or parts of one, that images are in: their bytes, or paths of files.
+
+    Raises DataError for other types.
+    """
+    arrow_type = _column_type(path, schema, name)
+    if pa.types.is_struct(arrow_type):
+        fields = [arrow_type.field(index) for index in range(arrow_type.num_fields)]
+        parts = [
+            field.name
+            for field in fields
+            if field.name in ("bytes", "path")
+            and (_is_binary(field.type) or holds_text(field.type))
+        ]
+        if parts:
+            return [f"{name}.{part}" for part in parts]
+    elif _is_binary(arrow_type) or holds_text(arrow_type):
+        return [name]
+    raise DataError(
+        f"{path}: column {name!r} holds {str(arrow_type)[:100]}, not encoded images; write it "
+        "again with them"
+    )
+
+
+def _check_label_column(path: Path, schema: pa.Schema, name: str) -> None:
+    """Raise DataError for a column that holds neither numbers nor names."""
+    arrow_type = _column_type(path, schema, name)
+    if pa.types.is_dictionary(arrow_type):
+        arrow_type = arrow_type.value_type
+    if not (holds_numbers(arrow_type) or holds_text(arrow_type) or pa.types.is_null(arrow_type)):
+        raise DataError(
+            f"{path}: column {name!r} holds {str(arrow_type)[:100]}, not class ids or names; set "
+            "data.label_column"
+        )
+
+
+def _column_type(path: Path, schema: pa.Schema, name: str) -> pa.DataType:
+    count = len(schema.get_all_field_indices(name))
+    if count != 1:
+        raise DataError(
+            f"{path} must have exactly one column {name!r}, as the first file of its split has; it "
+            f"has {count}; write it again"
+        )
+    return schema.field(name).type
+
+
+def _is_binary(arrow_type: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(arrow_type) or pa.types.is_large_binary(arrow_type))
 
 
 # CSV files: what separates values, what is missing, which values are no numbers.
