@@ -17,8 +17,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import FedstillError
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage
-from fedstill.engines.at_client import AtClient
-from fedstill.engines.client_measures import ClientMeasures
+from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.flower.engine import FlowerEngine
 from fedstill.flower.messages import Request, SiteReply
 from fedstill.measures.base import Measure, at_clients

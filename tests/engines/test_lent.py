@@ -26,7 +26,7 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import register
-from fedstill.engines.at_client import AtClient
+from fedstill.engines.client_measures import AtClient
 from fedstill.measures.base import Measure, Numbers
 from fedstill.measures.context import EvaluationContext
 from fedstill.methods.fedavg import FedAvg

@@ -13,7 +13,7 @@ from fedstill.core.codec import decode, encode
 from fedstill.core.errors import CorruptFile
 from fedstill.core.files import digest
 from fedstill.core.records import KEEP, NOTHING, Payload, Stage
-from fedstill.engines.client_memory import Memory
+from fedstill.engines.serial import Memory
 from fedstill.running.checkpoint import StoredMemory
 
 

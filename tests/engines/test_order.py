@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fedstill.core.records import Plan
-from fedstill.engines.batches import Timetable, epoch_batches
+from fedstill.engines.clients import epoch_batches
+from fedstill.engines.stack import Timetable
 
 CPU = torch.device("cpu")
 

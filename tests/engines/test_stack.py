@@ -16,11 +16,11 @@ from fedstill.core import trees
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Examples, Plan, Stage, Step, Tensors, TrainingStart, View
 from fedstill.data.inputs import Inputs
-from fedstill.engines import frozen_teachers
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import Trained, train, train_stack
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.stack import Stack, StackedStart, Structures
+from fedstill.engines.step import frozen_teachers
 from fedstill.losses import cross_entropy, kd
 from fedstill.models import contract
 
@@ -326,7 +326,7 @@ def test_what_all_clients_share_is_not_copied_and_each_finds_its_own_again() -> 
 
 
 def test_a_teacher_has_one_form_for_the_engines() -> None:
-    both = frozen_teachers.frozen_teachers({"same": TEACHER, "another": other(0)}, STUDENT)
+    both = frozen_teachers({"same": TEACHER, "another": other(0)}, STUDENT)
     assert (both["same"].spec, both["another"].spec) == (STUDENT, OTHER)
     assert both["same"].params is TEACHER
 

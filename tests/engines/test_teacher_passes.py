@@ -19,7 +19,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.records import Tensors
 from fedstill.engines import cores
 from fedstill.engines.cores import WORKERS, side_by_side
-from fedstill.engines.frozen_teachers import FrozenModel, Teachers
+from fedstill.engines.step import FrozenModel, Teachers
 from fedstill.models import contract
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run

@@ -21,8 +21,7 @@ from fedstill.core.errors import ConfigError, TooFewReplies
 from fedstill.core.extensions import RoundResult
 from fedstill.core.records import Examples, Stage
 from fedstill.core.registry import register
-from fedstill.engines.at_client import AtClient
-from fedstill.engines.client_measures import ClientMeasures
+from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.flower.loopback import LoopbackGrid
 from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import Site

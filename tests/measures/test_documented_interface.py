@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedstill.core.extensions import StageResult
-from fedstill.engines.at_client import AtClient
+from fedstill.engines.client_measures import AtClient
 from fedstill.measures.context import EvaluationContext
 
 PAGE = (Path(__file__).parents[2] / "docs/add_a_measure.md").read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import State
 from fedstill.core.registry import register
 from fedstill.core.topology import sample
-from fedstill.engines.client_memory import Memory
+from fedstill.engines.serial import Memory
 from fedstill.models import contract, resnet
 from fedstill.running.preparation import Prepared, prepare
 from loops import context_of, states_after

@@ -19,7 +19,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError
 from fedstill.core.registry import lookup
-from fedstill.engines.batches import Batch
+from fedstill.engines.clients import Batch
 from fedstill.engines.loop import Training
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run

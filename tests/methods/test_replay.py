@@ -18,7 +18,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Examples, Payload, State, TrainingStart
-from fedstill.engines.client_memory import Memory
+from fedstill.engines.serial import Memory
 from fedstill.engines.step import BatchStep, Networks, StepInputs
 from fedstill.methods.replay import Rehearse, Replay, herded, lowest, merged
 from fedstill.models.contract import initial, module, spec_for

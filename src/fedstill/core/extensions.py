@@ -271,6 +271,10 @@ class ClientHook:
         """What the client sees."""
         return view
 
+    def payload_for_work(self, payload: Payload) -> Payload:
+        """The payload that the method's work gets: without groups that are for this hook alone."""
+        return payload
+
     def extend_reply(
         self, content: Payload, params: Tensors, view: View, stage: Stage, world: World
     ) -> Payload:
@@ -294,7 +298,7 @@ class ClientHook:
         return False
 
     def measured(self, seen: Any) -> Fields:
-        """Fields measured on the trained model (``engines.at_client.AtClient``)."""
+        """Fields measured on the trained model (``engines.client_measures.AtClient``)."""
         return {}
 
     def cache_key(self, stage: Stage) -> str:

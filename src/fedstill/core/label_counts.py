@@ -266,9 +266,7 @@ class TotalsAtClient(ClientHook):
             )
         return replace(view, label_totals=totals)
 
-
-def without_totals(payload: Payload) -> Payload:
-    """The payload that the method made: label totals are not for its work."""
-    if LABEL_TOTALS not in payload:
-        return payload
-    return Payload({name: group for name, group in payload.items() if name != LABEL_TOTALS})
+    def payload_for_work(self, payload: Payload) -> Payload:
+        """The payload that the method made, without the totals."""
+        groups = {name: group for name, group in payload.items() if name != LABEL_TOTALS}
+        return Payload(groups)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from fedstill.core.errors import ConfigError, FedstillError
-from fedstill.core.files import refuse_windows_path
+from fedstill.core.files import digest, refuse_windows_path
 from fedstill.core.user_code import USER
 
 
@@ -90,6 +92,24 @@ def files_of(path: Path) -> list[Path]:
     """
     neighbours = {file for file in _neighbours if file.is_relative_to(path.parent)}
     return [path, *sorted(neighbours - {path})]
+
+
+def class_identity(cls: type) -> list[str]:
+    """A class by its name, and by the SHA-256 of its file unless that is the library's."""
+    return [f"{cls.__module__}.{cls.__qualname__}", source_digest(cls)]
+
+
+def source_digest(target: Any) -> str:
+    """The SHA-256 of a user's file that defines a class or a function, together with the modules
+    that it imports from its folder. Empty for the library's own files, which are hashed together.
+    """
+    if str(target.__module__).startswith("fedstill."):
+        return ""
+    try:
+        paths = files_of(Path(inspect.getfile(target)))
+        return digest(b"".join(path.read_bytes() for path in paths))
+    except (TypeError, OSError):
+        return ""
 
 
 def _module_name(path: Path) -> str:

@@ -2,10 +2,9 @@
 against it.
 
 - Engines: ``serial``, ``pooled`` (clients in threads), ``vectorised`` (stacked clients).
-- One client's work: ``loop``, ``clients``, ``batches``, ``step``, ``optimiser``,
-  ``frozen_teachers``; for stacked clients ``stack``, on a GPU ``cuda_graphs``.
-- What a client measures, remembers and reuses: ``at_client``, ``client_measures``,
-  ``client_memory``, ``reply_cache``.
+- One client's work: ``loop``, ``clients``, ``step``, ``optimiser``; for stacked clients ``stack``,
+  on a GPU ``cuda_graphs``.
+- What a client measures, and replies of other runs: ``client_measures``, ``reply_cache``.
 - Passes over examples without training: ``passes``.
 - Arithmetic and resources: ``precision``, ``cores``, ``footprint``.
 - A user's functions: ``user_functions``.

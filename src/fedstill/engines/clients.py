@@ -1,26 +1,30 @@
-"""The clients of a stage in training: the setup that they share, the examples of each, and what the
-training loop asks of them. ``LoneClient`` is a client by itself; several clients at once are a
-``Stack``.
+"""The clients of a stage in training: the setup that they share, their examples and batches, and
+what the training loop asks of them. ``LoneClient`` is a client by itself; several clients at
+once are a ``Stack``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fedstill.core import trees
 from fedstill.core.extensions import GradientRule
-from fedstill.core.keys import generator, seed_for
+from fedstill.core.keys import generator, resident, seed_for
 from fedstill.core.records import Examples, Plan, Stage, Tensors, TrainingStart, View
-from fedstill.engines.batches import Batch, Progress, epoch_batches
 from fedstill.engines.cores import workers
-from fedstill.engines.frozen_teachers import Teachers, build_modules, frozen_teachers
 from fedstill.engines.precision import Precision
-from fedstill.engines.step import StepInputs, TeacherOnBatch
+from fedstill.engines.step import (
+    StepInputs,
+    TeacherOnBatch,
+    Teachers,
+    build_modules,
+    frozen_teachers,
+)
 from fedstill.models import contract
 from fedstill.models.contract import joins_last_example
 from fedstill.models.functional import channels_last
@@ -154,6 +158,81 @@ def on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple):
         return tuple(on_device(v, device) for v in value)
     return value
+
+
+class Progress(NamedTuple):
+    """How far a client's training has come."""
+
+    steps: int
+    epochs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The examples of one step: (B,) of one client, or (K, B) of K stacked clients, whose short
+    batches are padded.
+
+    Tensors are on the device and everything else is on the host, so that no step waits for a copy.
+    """
+
+    index: Tensor
+    """Positions in a client's examples."""
+    rows: Tensor
+    """Positions in the examples of all stacked clients, one client below another. The same as
+    ``index`` for one client.
+    """
+    mask: Tensor | None
+    """1 for real examples, 0 for padding; None if nothing is padded."""
+    epoch: int | Tensor
+    """The epoch from 0, of K clients (K,)."""
+    sizes: int | Tensor
+    """The number of real examples, of K clients (K,)."""
+    begins_epoch: bool | Tensor
+    """Whether the step is the first of an epoch, of K clients (K,)."""
+    counts: tuple[int, ...]
+    """``sizes`` of each client, on the host."""
+    progress: tuple[Progress, ...]
+    """How far each client has come, counting this step. In a stack: after its last step."""
+    ending: tuple[int, ...]
+    """The places in the stack of the clients whose epoch ends with this step."""
+    running: Tensor | None = None
+    """Which of K clients are still training, (K,) bool; None if all are."""
+
+
+def epoch_batches(
+    n: int, plan: Plan, order: torch.Generator, device: torch.device, joined: bool = False
+) -> Iterator[list[Tensor]]:
+    """Batches of positions among n examples, epoch by epoch; in all ``plan.steps`` batches if that
+    is set. A last, short batch is kept.
+
+    joined: the last batch of an epoch would have one example, and the batch before it takes that
+    example, too (see ``joins_last_example``).
+    """
+    remaining_steps = plan.steps
+    for positions in epoch_orders(n, plan, order, joined):
+        batches = list(torch.split(resident(positions, device), plan.batch))
+        if joined:
+            batches[-2:] = [torch.cat(batches[-2:])]
+        if plan.steps:
+            batches = batches[:remaining_steps]
+        remaining_steps -= len(batches)
+        yield batches
+
+
+def epoch_orders(
+    n: int, plan: Plan, order: torch.Generator, joined: bool = False
+) -> Iterator[Tensor]:
+    """The order of n examples in each epoch. Without examples there are no epochs."""
+    if n == 0:
+        return
+    epochs = plan.epochs
+    if plan.steps:
+        epochs = -(-plan.steps // plan.batches_per_epoch(n, joined))
+    for _ in range(epochs):
+        if plan.shuffle:
+            yield torch.randperm(n, generator=order)
+        else:
+            yield torch.arange(n)
 
 
 class TrainingClients(Protocol):

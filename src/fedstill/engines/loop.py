@@ -21,9 +21,10 @@ from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Step, Tensors, TrainingResult, TrainingStart, View
 from fedstill.core.user_code import bad_return
-from fedstill.engines.batches import Batch, Progress
 from fedstill.engines.clients import (
+    Batch,
     LoneClient,
+    Progress,
     TrainingClients,
     TrainingSetup,
     stage_examples,

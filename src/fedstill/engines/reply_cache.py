@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import inspect
 import json
 import logging
 import os
@@ -32,9 +31,9 @@ from fedstill.core.codec import OWN_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, DiskFull
 from fedstill.core.files import digest, write_whole
 from fedstill.core.method import ClientWork
-from fedstill.core.records import Payload, Reply, Stage
+from fedstill.core.records import ModelSpec, Payload, Reply, Stage
 from fedstill.core.reports import OWN
-from fedstill.core.user_modules import files_of
+from fedstill.core.user_modules import class_identity, source_digest
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.precision import card_named
 from fedstill.engines.serial import ReplyInputs
@@ -66,7 +65,10 @@ class StoredReplies:
         identity = {
             "stage": _stage_identity(inputs),
             "work": _work_identity(inputs.work),
-            "model": [repr(view.model), _source(registry.lookup("model", view.model.name).target)],
+            "model": [
+                repr(view.model),
+                source_digest(registry.lookup("model", view.model.name).target),
+            ],
             "plan": asdict(inputs.plan) if inputs.plan else None,
             "machine": _machine_identity(),
             "device": _device_identity(view.data.values.device),
@@ -161,6 +163,11 @@ def _work_identity(work: ClientWork) -> list[Any]:
     return [class_identity(type(work)), values]
 
 
+def _model_identity(model: ModelSpec) -> list[str]:
+    """The network's spec, and the file of a user's network."""
+    return [repr(model), source_digest(registry.lookup("model", model.name).target)]
+
+
 def _machine_identity() -> list[str]:
     """Everything but the config that decides about rounding: torch, processor and our own code."""
     return [
@@ -175,24 +182,6 @@ def _device_identity(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} {card_named(device.type)}"
     return str(device)
-
-
-def class_identity(cls: type) -> list[str]:
-    """A class by its name, and by the SHA-256 of its file unless that is the library's."""
-    return [f"{cls.__module__}.{cls.__qualname__}", _source(cls)]
-
-
-def _source(target: Any) -> str:
-    """The SHA-256 of a user's file that defines a class or a function, together with the modules
-    that it imports from its folder. Empty for the library's own files, which are hashed together.
-    """
-    if str(target.__module__).startswith("fedstill."):
-        return ""
-    try:
-        paths = files_of(Path(inspect.getfile(target)))
-        return digest(b"".join(path.read_bytes() for path in paths))
-    except (TypeError, OSError):
-        return ""
 
 
 @functools.cache

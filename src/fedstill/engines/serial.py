@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -16,13 +16,14 @@ from fedstill.core.checks import place
 from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
 from fedstill.core.extensions import ClientHook, Fields, GradientRule
 from fedstill.core.keys import drawing_from, seed_for
-from fedstill.core.label_counts import class_weights, without_totals
 from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import keep_freed_memory, torch_threads
 from fedstill.core.records import (
+    KEEP,
     NOTHING,
     SERVER,
     Examples,
+    Keep,
     Payload,
     Plan,
     Reply,
@@ -36,11 +37,10 @@ from fedstill.core.records import (
 from fedstill.core.reports import OWN
 from fedstill.core.trees import dtype_of
 from fedstill.core.user_code import reason, returned
-from fedstill.engines.client_memory import Memory
 from fedstill.engines.clients import TrainingSetup, trained_labels
-from fedstill.engines.frozen_teachers import FrozenModel, frozen
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.precision import Precision
+from fedstill.engines.step import FrozenModel, frozen
 from fedstill.engines.user_functions import (
     MutationGuard,
     journal_fields,
@@ -112,6 +112,67 @@ class ReplyCache(Protocol):
 
     def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
         """The cached reply of a key, or a new one that is cached from now on."""
+
+
+Version = tuple[str, str]
+"""A client's memory of a stage: the name of its file, and that file's SHA-256."""
+
+
+class Memory:
+    """The memories of all clients, in this process. What a stage changes takes effect when it is
+    committed.
+
+    remembered: what some clients remember already. ``index``: the version that counts of each
+    client whose memory is a file; none here (``running.checkpoint``).
+    """
+
+    def __init__(self, remembered: Mapping[int, Payload] | None = None) -> None:
+        self.index: dict[int, Version] = {}
+        self.named: frozenset[str] = frozenset()
+        self._committed = dict(remembered or {})
+        self._pending: dict[int, Payload] = {}
+
+    def in_process(self) -> Memory:
+        """The same in this process, to go on from without changing this one."""
+        return Memory(self._committed)
+
+    def load(self, client: int) -> Payload:
+        """What a client remembers; nothing at first."""
+        return self._committed.get(client, NOTHING)
+
+    def hold(self, client: int, client_state: Payload | Keep) -> None:
+        """Take a client's state after a stage that is not committed yet; ``KEEP``: the one before
+        the stage.
+        """
+        if client_state is KEEP:
+            client_state = self.load(client)
+        self._pending[client] = client_state
+
+    def held(self, client: int) -> Payload:
+        """What a client remembers of a stage that is not committed yet; nothing, if it remembers
+        nothing.
+        """
+        return self._pending.get(client, NOTHING)
+
+    def commit(self, stage: Stage, clients: Sequence[int]) -> None:
+        """Keep what these clients remember of a stage, and drop what the others do."""
+        for client in clients:
+            self.forget(client)
+        states = {client: self.held(client) for client in clients}
+        self.write(stage, {client: state for client, state in states.items() if state})
+        self._pending.clear()
+
+    def forget(self, client: int) -> None:
+        """Drop what a client remembers."""
+        self._committed.pop(client, None)
+
+    def write(self, stage: Stage, states: Mapping[int, Payload]) -> None:
+        """Keep the states of clients after a stage, none of which is empty."""
+        self._committed.update(states)
+
+    def prune(self, names: Collection[str]) -> None:
+        """Take note of the files that checkpoints name; a memory in files deletes all others."""
+        self.named = frozenset(names)
 
 
 @dataclass(frozen=True)
@@ -275,14 +336,15 @@ class SerialEngine:
         began = time.perf_counter()
         guard = MutationGuard(job.payload)
         view = self.sites.view(job.client, job.stage)
+        payload = job.payload
         for hook in self.hooks:
             view = hook.extend_view(view, job.payload, job.stage)
+            payload = hook.payload_for_work(payload)
         head = self._head(job.stage, job.client)
         if head is not None:
             view = replace(view, head=head)
 
         begin = job.work.begin
-        payload = without_totals(job.payload)
         begun = begin(payload, self.memory.load(job.client), view, self.world)
         start = returned(begun, TrainingStart, begin, "a TrainingStart")
         guard.check(begin, job.client)
@@ -296,6 +358,8 @@ class SerialEngine:
         plan = self.world.plans.get(stage.name)
         if plan is None or plan.class_weights == "none" or not start.params:
             return start
+        from fedstill.core.label_counts import class_weights  # few plans have class weights
+
         weights = class_weights(plan, trained_labels(start, view, stage), view)
         if weights is None:
             return start
@@ -392,7 +456,7 @@ class SerialEngine:
         """
         if not self.hooks or not params or started.start.model is not None:
             return {}
-        from fedstill.engines.at_client import AtClient  # not every run measures
+        from fedstill.engines.client_measures import AtClient  # not every run measures
 
         view = started.view
         before = self._answering(started, started.start.params)

@@ -15,21 +15,22 @@ from torch.nn import functional
 
 from fedstill.core import trees
 from fedstill.core.keys import resident
-from fedstill.core.records import Examples, ModelSpec, Tensors, TrainingStart, View
-from fedstill.engines.batches import Batch, Timetable
+from fedstill.core.records import Examples, ModelSpec, Plan, Tensors, TrainingStart, View
 from fedstill.engines.clients import (
     STEP_FIELDS,
+    Batch,
+    Progress,
     TrainingClients,
     TrainingSetup,
+    epoch_orders,
     examples_by_client,
     normalised_once,
     on_device,
     sees_every_example,
     stage_generator,
 )
-from fedstill.engines.frozen_teachers import FrozenModel, build_modules, frozen
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.step import StepInputs
+from fedstill.engines.step import FrozenModel, StepInputs, build_modules, frozen
 from fedstill.models import contract
 from fedstill.models.network import MaxPool2d, Network, OnCircle
 
@@ -324,6 +325,100 @@ def is_shared(axes: Any) -> bool:
     if isinstance(axes, tuple):
         return all(is_shared(axis) for axis in axes)
     return axes is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timetable:
+    """What each of K clients with examples does in each of T steps. A client does the same as it
+    would alone, so some finish before others.
+
+    One epoch of 3 and of 5 examples, unshuffled, in batches of two: the first client finishes after
+    two steps, the second after three, and the last batch of each has one real example.
+
+    >>> plan = Plan(epochs=1, batch=2, shuffle=False)
+    >>> table = Timetable.of([3, 5], plan, [torch.Generator(), torch.Generator()])
+    >>> for step in range(3):
+    ...     print(table.index[step].tolist(), table.sizes[step].tolist(), table.ends[step].tolist())
+    [[0, 1], [0, 1]] [2, 2] [False, False]
+    [[2, 2], [2, 3]] [1, 2] [True, False]
+    [[0, 0], [4, 4]] [0, 1] [False, True]
+    >>> table.progress
+    (Progress(steps=2, epochs=1), Progress(steps=3, epochs=1))
+    """
+
+    index: Tensor
+    """(T, K, B) positions in each client's examples. A short batch is padded with its first
+    position, and a client that has finished has zeros.
+    """
+    sizes: Tensor
+    """(T, K) real examples; 0 for a client that has finished."""
+    epoch: Tensor
+    """(T, K) from 0."""
+    ends: Tensor
+    """(T, K), whether a client's epoch ends with the step."""
+    progress: tuple[Progress, ...]
+    """Each client's steps and epochs in all."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], plan: Plan, orders: Sequence[torch.Generator]) -> Timetable:
+        """The timetable of clients with ``sizes`` examples each, at least one, and a generator each
+        for their order.
+        """
+        n = torch.tensor(sizes)
+        batches_per_epoch = -(-n // plan.batch)
+        steps = plan.epochs * batches_per_epoch
+        if plan.steps:
+            steps = torch.full_like(n, plan.steps)
+        # plan.steps may cut the last epoch short
+        epochs = -(-steps // batches_per_epoch)
+
+        # (T, 1), to be compared with (K,)
+        time = torch.arange(int(steps.max())).unsqueeze(1)
+        running = time < steps
+        # Only the last batch of an epoch may be short.
+        is_last = time % batches_per_epoch + 1 == batches_per_epoch
+        last_size = n - (batches_per_epoch - 1) * plan.batch
+        batch_sizes = torch.where(is_last, last_size, plan.batch)
+
+        positions = [
+            _padded_batches(size, plan, order) for size, order in zip(sizes, orders, strict=True)
+        ]
+        return cls(
+            index=_padded_to_widest(positions, steps=len(time)),
+            sizes=batch_sizes * running,
+            epoch=time // batches_per_epoch * running,
+            ends=running & (is_last | (time + 1 == steps)),
+            progress=tuple(map(Progress, steps.tolist(), epochs.tolist())),
+        )
+
+
+def _padded_batches(n: int, plan: Plan, order: torch.Generator) -> Tensor:
+    """One client's batches (its steps, its widest batch), the short ones padded with their first
+    position.
+    """
+    orders = torch.stack(list(epoch_orders(n, plan, order)))  # (epochs, n)
+    width = min(plan.batch, n)
+    missing = -n % width
+    last_begin = n + missing - width
+    padding = orders[:, last_begin : last_begin + 1].expand(-1, missing)
+    padded = torch.cat([orders, padding], dim=1)
+    # Every epoch is a number of full batches now, so batches may be counted through all epochs.
+    batches = padded.view(-1, width)
+    if plan.steps:
+        return batches[: plan.steps]
+    return batches
+
+
+def _padded_to_widest(positions: Sequence[Tensor], steps: int) -> Tensor:
+    """The batches of all clients (steps, K, the widest batch of all), the narrower ones padded with
+    their first position.
+    """
+    width = max(batches.shape[1] for batches in positions)
+    index = torch.zeros(steps, len(positions), width, dtype=torch.int64)
+    for k, batches in enumerate(positions):
+        index[: len(batches), k] = batches[:, :1]
+        index[: len(batches), k, : batches.shape[1]] = batches
+    return index
 
 
 class Stack(TrainingClients):

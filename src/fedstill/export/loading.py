@@ -27,7 +27,7 @@ from fedstill.core.reports import json_value
 from fedstill.core.trees import same_bits
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, PLURALS, Dataset, DatasetInfo
 from fedstill.data.sources.catalog import KNOWN, KnownData
-from fedstill.engines.frozen_teachers import frozen
+from fedstill.engines.step import frozen
 from fedstill.export.trained_model import TrainedModel, network_of
 from fedstill.methods.fit import Queries, fitted_models, student_models
 from fedstill.models.contract import Predictor, predictor

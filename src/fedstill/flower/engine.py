@@ -12,8 +12,7 @@ from fedstill.core.errors import on_one_line
 from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Payload, Reply, Stage
 from fedstill.engines.client_measures import ClientMeasures
-from fedstill.engines.client_memory import Memory, Version
-from fedstill.engines.serial import SerialEngine
+from fedstill.engines.serial import Memory, SerialEngine, Version
 from fedstill.flower.messages import Request, SiteReply
 
 

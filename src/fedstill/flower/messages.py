@@ -16,7 +16,7 @@ from fedstill.core.files import digest
 from fedstill.core.process_settings import set_environment
 from fedstill.core.records import NOTHING, Payload, Reply, Stage
 from fedstill.core.reports import is_count, json_value, wrong_report
-from fedstill.engines.client_memory import Version
+from fedstill.engines.serial import Version
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict

@@ -15,8 +15,8 @@ from fedstill.core.errors import ConfigError, DeployFailed
 from fedstill.core.files import digest, in_shell
 from fedstill.core.records import Examples, Payload
 from fedstill.data.dataset import Dataset
-from fedstill.engines.client_memory import Version
 from fedstill.engines.cores import cores
+from fedstill.engines.serial import Version
 from fedstill.flower.deployment.control import Control, NoAnswer, when_it_listens
 from fedstill.flower.deployment.folder import load_federation
 from fedstill.flower.engine import FlowerEngine, Truth

@@ -35,7 +35,7 @@ from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import NOTHING, Payload, Reply, Stage
 from fedstill.data.dataset import Dataset
-from fedstill.engines.client_memory import Memory, Version
+from fedstill.engines.serial import Memory, Version
 from fedstill.flower.facts import Facts
 from fedstill.flower.messages import (
     STAGE,

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fedstill.core.extensions import StageResult
 from fedstill.core.user_code import reject_misspelt_hooks
-from fedstill.engines.at_client import AtClient
-from fedstill.engines.client_measures import ClientMeasures
+from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.measures.context import EvaluationContext
 
 LOGITS = "logits"

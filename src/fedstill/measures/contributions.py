@@ -32,7 +32,7 @@ from fedstill.core.registry import register
 from fedstill.core.trees import floats, norm, sub
 from fedstill.data.inputs import Inputs
 from fedstill.data.views import SiteViews
-from fedstill.engines.at_client import AtClient
+from fedstill.engines.client_measures import AtClient
 from fedstill.engines.passes import correct_by_class, shards
 from fedstill.measures.base import Measure, Numbers, are_counts, rounded_lists
 from fedstill.measures.context import EvaluationContext

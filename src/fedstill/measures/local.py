@@ -12,7 +12,7 @@ import torch
 
 from fedstill.core.registry import register
 from fedstill.core.reports import wrong_table
-from fedstill.engines.at_client import AtClient
+from fedstill.engines.client_measures import AtClient
 from fedstill.measures.base import Measure, Numbers, RoundReports, are_counts
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.local_models import (

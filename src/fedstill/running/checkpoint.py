@@ -23,7 +23,7 @@ from fedstill.core.errors import BadPayload, ConfigError, CorruptFile
 from fedstill.core.extensions import Event, Fields, StageKeeper, StageResult
 from fedstill.core.files import digest, make_folder, remove, write_together
 from fedstill.core.records import NOTHING, SERVER, ModelSpec, Payload, Stage, State
-from fedstill.engines.client_memory import Memory, Version
+from fedstill.engines.serial import Memory, Version
 from fedstill.running.journal import Mark, read_journal
 
 log = logging.getLogger("fedstill.checkpoint")

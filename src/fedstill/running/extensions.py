@@ -33,8 +33,7 @@ from fedstill.core.label_counts import CensusChecks, TotalsAtClient, TotalsAtSer
 from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Group, Payload, Reply, Stage, World
 from fedstill.core.rounds import RunContext
-from fedstill.engines.at_client import HeldOutTests, OwnTestSets
-from fedstill.engines.client_measures import ClientMeasures
+from fedstill.engines.client_measures import ClientMeasures, HeldOutTests, OwnTestSets
 from fedstill.metrics.classification import RunMetrics
 from fedstill.running.checkpoint import update_keepers
 from fedstill.running.selection import stages_of_held_out_tests

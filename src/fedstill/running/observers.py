@@ -19,7 +19,7 @@ from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.records import SERVER, Payload, World
 from fedstill.core.rounds import extended_world
 from fedstill.core.user_code import reason
-from fedstill.engines.client_memory import Memory
+from fedstill.engines.serial import Memory
 from fedstill.engines.user_functions import MutationGuard, journal_fields
 from fedstill.measures.base import Measure, Numbers, RoundReports
 from fedstill.measures.choice import looks_last, measures

@@ -28,12 +28,11 @@ from fedstill.data.inputs import Inputs
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import Arrival, SiteViews
 from fedstill.engines.client_measures import ClientMeasures
-from fedstill.engines.client_memory import Memory
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.precision import check_machine, steady
 from fedstill.engines.reply_cache import StoredReplies
-from fedstill.engines.serial import SerialEngine
+from fedstill.engines.serial import Memory, SerialEngine
 from fedstill.measures.base import at_clients
 from fedstill.measures.choice import measures
 from fedstill.measures.context import EvaluationContext

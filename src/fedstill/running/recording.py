@@ -19,7 +19,7 @@ from fedstill.core.extensions import Event, Fields, Observer, RoundResult, Stage
 from fedstill.core.records import State
 from fedstill.core.reports import event_fields
 from fedstill.data.dataset import examples_digest
-from fedstill.engines.client_memory import Memory
+from fedstill.engines.serial import Memory
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.evaluation import Evaluation, OwnAnswers, OwnTests, SiteTests, tests_by_class
 from fedstill.running.extensions import Extensions

@@ -18,7 +18,7 @@ from fedstill.core.files import write_whole
 from fedstill.core.records import Payload
 from fedstill.core.rounds import RunContext
 from fedstill.data.dataset import Dataset
-from fedstill.engines.client_memory import Memory, Version
+from fedstill.engines.serial import Memory, Version
 from fedstill.running.checkpoint import StoredMemory
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.recording import OnRound, Progress

@@ -19,9 +19,8 @@ from fedstill.core.process_settings import process_settings, torch_threads
 from fedstill.core.records import Stage, State, World
 from fedstill.core.rounds import extended_world, run_round
 from fedstill.data.dataset import Dataset
-from fedstill.engines.client_memory import Memory
 from fedstill.engines.precision import steady
-from fedstill.engines.serial import SerialEngine
+from fedstill.engines.serial import Memory, SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Position, Restored, StoredMemory
 from fedstill.running.directory import settings_of
 from fedstill.running.extensions import Extensions, run_context, run_extensions
