@@ -71,6 +71,8 @@ def ready(name: str, weights: object, engine: str = "serial", **plan: Any) -> Pr
     method: Method = registry.lookup("method", name).build()
     if method.topology == "sequential":
         changes["topology"] = {"clients": 4}
+    if name == "fedgen":  # from the second round on clients learn from the generator
+        changes["rounds"] = 2
     if method.schedule.get("task_end"):  # it needs tasks, and the second has what it keeps
         changes |= {"rounds": 2, "stream": {"kind": "classes", "tasks": 2}}
     asked = stacking.experiment(name, engine, **changes)
@@ -130,6 +132,8 @@ def test_the_loss_of_labels_is_linear_in_the_weights(name: str) -> None:
         weighted.add(key)
         assert part[key] + rest[key] == one_value, key
     assert bool(weighted) == (name not in TRAINED_WITHOUT_LABELS)
+    if name == "fedgen":
+        assert "generated" in {key[-1] for key in weighted}
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - TRAINED_WITHOUT_LABELS))

@@ -16,7 +16,7 @@ from fedstill.core.registry import lookup
 from fedstill.core.trees import same_bits
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
-from fedstill.methods.fedtgp import Apart, all_prototypes, table_of
+from fedstill.methods.fedtgp import TrainPrototypes, all_prototypes, table_of
 from fedstill.models import contract
 from fedstill.running.preparation import prepare
 
@@ -148,13 +148,13 @@ def test_without_a_margin_and_with_one_pair_a_class_the_loss_falls_in_every_epoc
     down, table = one_pair_a_class()
     stage = Stage(1, 1, "prototypes", (SERVER,), "public")
     view = ready.sites.view(SERVER, stage)
-    start = Apart().begin(down, Payload(), view, ready.world)
+    start = TrainPrototypes().begin(down, Payload(), view, ready.world)
     assert start.examples.labels.tolist() == [0, 1, 3, 4], "a class without examples never enters"
     losses = []
     for epochs in range(1, 6):
         plan = Plan(epochs=epochs, batch=10, lr=0.01)
         setup = TrainingSetup(plan=plan, stage=stage, inputs=ready.sites.inputs, seed=7)
-        losses.append(train(Apart(), start, view, setup).losses["apart"])
+        losses.append(train(TrainPrototypes(), start, view, setup).losses["apart"])
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > losses[-1]
     distances = torch.cdist(

@@ -24,6 +24,7 @@ from fedstill.core.records import (
     ModelSpec,
     Payload,
     Plan,
+    Reply,
     Stage,
     State,
     Step,
@@ -92,6 +93,15 @@ class ClassValues(Method):
         return Payload(
             means=self.blank(client, world), counts=torch.zeros(world.classes, dtype=torch.int64)
         )
+
+
+def client_groups(replies: Sequence[Reply]) -> dict[str, Tensor]:
+    """The means and counts that clients sent, as groups ``means.CLIENT`` and ``counts.CLIENT``."""
+    groups = {}
+    for reply in replies:
+        groups[f"means.{reply.client}"] = reply.content.tensor("means")
+        groups[f"counts.{reply.client}"] = reply.content.tensor("counts")
+    return groups
 
 
 @dataclass(frozen=True)

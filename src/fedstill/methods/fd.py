@@ -46,7 +46,7 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.losses import kd
-from fedstill.methods.class_values import ClassValues, TowardsValues
+from fedstill.methods.class_values import ClassValues, TowardsValues, client_groups
 
 
 @method("fd")
@@ -120,15 +120,6 @@ class FD(ClassValues):
         return emptied.next(
             params=params, groups=client_groups(replies), sums=sums, holders=holders
         )
-
-
-def client_groups(replies: Sequence[Reply]) -> dict[str, Tensor]:
-    """The means and counts that clients sent, as groups ``means.CLIENT`` and ``counts.CLIENT``."""
-    groups = {}
-    for reply in replies:
-        groups[f"means.{reply.client}"] = reply.content.tensor("means")
-        groups[f"counts.{reply.client}"] = reply.content.tensor("counts")
-    return groups
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ Reading: a and b are 10 on MNIST and 1 on EMNIST, at 0.01 without momentum; here
 makes steps longer.
 Reading: the code's clients take 20 batches a round; here they train as in the other methods'
 tables.
+Reading: the code has no class weights; here they weigh the cross-entropy of generated features,
+too, as it is a loss of labels.
 """
 
 from __future__ import annotations
@@ -68,8 +70,8 @@ GENERATE = "generate"
 HEAD = ("head.weight", "head.bias")
 POOL = 100
 """Features of each class that a client draws in a round."""
-LEAST = 1e-5
-"""The least that is left of the weights of what clients learn from the generator."""
+LEAST_DECAY = 1e-5
+"""The least factor by which rounds reduce the weights a and b."""
 
 
 @method("fedgen")
@@ -93,11 +95,11 @@ class FedGen(FedAvg):
     weight: NonNegative = 1.0
     """Weight of the cross-entropy of generated features (a)."""
     match: NonNegative = 1.0
-    """Weight of the divergence from what the head says of generated features of the same class
+    """Weight of the divergence from the head's logits for generated features of the same class
     (b).
     """
     decay: PositiveShare = 0.98
-    """What both weights are multiplied by after every round."""
+    """Factor by which both weights are multiplied after every round."""
     diversity: NonNegative = 1.0
     """Weight of the generator's penalty on features that do not differ where their noise does
     (eta).
@@ -110,11 +112,12 @@ class FedGen(FedAvg):
     """How many pairs of noise and class the generator is trained on in a round."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        unmet = (
+        if any(stage.name == GENERATE for stage in stages):
+            return no_linear_head(world)
+        return (
             "it needs its server's stage; set topology.kind = 'parallel' and topology.server = "
             f"{GENERATE!r}"
         )
-        return no_linear_head(world) if GENERATE in {s.name for s in stages} else unmet
 
     def spec(self, world: World) -> ModelSpec:
         """The network G: from noise beside a one-hot class, to features."""
@@ -124,33 +127,29 @@ class FedGen(FedAvg):
         )
 
     def initial_state(self, world: World) -> State:
+        start = super().initial_state(world)
         drawn = contract.initial(self.spec(world), seed_for(world.seed, 0, 0, SERVER, GENERATE))
-        kind = dtype_of(world.initial(SERVER))
-        return (
-            super().initial_state(world).next(generator={k: v.to(kind) for k, v in drawn.items()})
-        )
+        dtype = dtype_of(start.params)
+        return start.next(generator={k: v.to(dtype) for k, v in drawn.items()})
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        made = {"generator": state.extra["generator"]}
+        generator_params = state.extra["generator"]
         if stage.name == GENERATE:
             heads = state.extra.many("head")
-            return Payload(
-                {
-                    **made,
-                    **many("head", heads),
-                    "counts": state.extra.tensor("labels")[sorted(heads)],
-                }
-            )
+            counts = state.extra.tensor("labels")[sorted(heads)]  # (K, C)
+            groups = {"generator": generator_params, **many("head", heads)}
+            return Payload(groups, counts=counts)
         if stage.round == 1:
-            return Payload(params=state.params)
-        return Payload(
-            {"params": state.params, **made, "counts": state.extra.tensor("labels").sum(0)}
-        )
+            return Payload(params=state.params)  # nothing has trained the generator yet
+        counts = state.extra.tensor("labels").sum(0)  # (C,)
+        return Payload(params=state.params, generator=generator_params, counts=counts)
 
     def work(self, stage: Stage) -> ClientWork:
         if stage.name == GENERATE:
             return TrainGenerator(self, stage.round)
-        return FromGenerator(self, stage.round) if stage.round > 1 else ClientWork()
+        if stage.round == 1:
+            return ClientWork()
+        return FromGenerator(self, stage.round)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name == GENERATE:
@@ -165,8 +164,8 @@ class FedGen(FedAvg):
         heads = many("head", {r.client: only(r.content.params, HEAD) for r in replies})
         return super().aggregate(state.without("head."), replies, stage, world).next(groups=heads)
 
-    def asked(self, labels: Tensor, classes: int, draw: torch.Generator) -> Tensor:
-        """Inputs of G for some classes: noise, uniform in [0, 1), beside one-hot classes; (n,
+    def inputs(self, labels: Tensor, classes: int, draw: torch.Generator) -> Tensor:
+        """Inputs of G for labels (n,): noise, uniform in [0, 1), beside one-hot classes; (n,
         noise + C) float64.
         """
         eps = torch.rand(len(labels), self.noise, generator=draw, dtype=torch.float64)
@@ -179,10 +178,10 @@ def diversity_loss(noise: Tensor, features: Tensor, mask: Tensor) -> Tensor:
     ``exp(-mean over pairs of mean (e_i - e_j)² * mean |h_i - h_j|)``. noise: (B, d); features: (B,
     D); mask: (B,), 1 for real examples.
     """
-    far = (noise.unsqueeze(0) - noise.unsqueeze(1)).square().mean(2)  # (B, B)
-    apart = (features.unsqueeze(0) - features.unsqueeze(1)).abs().mean(2)
+    noise_distance = (noise.unsqueeze(0) - noise.unsqueeze(1)).square().mean(2)  # (B, B)
+    feature_distance = (features.unsqueeze(0) - features.unsqueeze(1)).abs().mean(2)  # (B, B)
     pairs = mask.unsqueeze(0) * mask.unsqueeze(1)
-    return torch.exp(-(pairs * far * apart).sum() / pairs.sum())
+    return torch.exp(-(pairs * noise_distance * feature_distance).sum() / pairs.sum())
 
 
 @dataclass(frozen=True)
@@ -197,26 +196,36 @@ class TrainGenerator(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        made, counts = payload.tensors("generator"), payload.tensor("counts").double()  # (K, C)
+        params = payload.tensors("generator")
+        dtype = dtype_of(params)
+        counts = payload.tensor("counts").double()  # (K, C)
         omega = counts / counts.sum(0).clamp(min=1)
-        there = counts.sum(0).nonzero().squeeze(1)
+
         draw = generator(seed_for(world.seed, self.round, 0, SERVER, GENERATE))
-        labels = there[torch.randint(len(there), (self.method.samples,), generator=draw)]
-        points = Examples(self.method.asked(labels, world.classes, draw).to(dtype_of(made)), labels)
+        classes = counts.sum(0).nonzero().squeeze(1)
+        labels = classes[torch.randint(len(classes), (self.method.samples,), generator=draw)]
+        inputs = self.method.inputs(labels, world.classes, draw)
+
         heads = payload.many("head").values()
-        weight, bias = (torch.stack([h[name] for h in heads]) for name in HEAD)  # (K, C, D), (K, C)
-        constants = {"omega": omega.to(dtype_of(made)), "weight": weight, "bias": bias}
+        constants = {
+            "omega": omega.to(dtype),
+            "weight": torch.stack([head["head.weight"] for head in heads]),  # (K, C, D)
+            "bias": torch.stack([head["head.bias"] for head in heads]),  # (K, C)
+        }
         return TrainingStart(
-            made, constants=constants, model=self.method.spec(world), examples=points
+            params,
+            constants=constants,
+            model=self.method.spec(world),
+            examples=Examples(inputs.to(dtype), labels),
         )
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         features = step.logits()  # (B, D)
-        heads = torch.einsum("bd,kcd->kbc", features, start["weight"]) + start["bias"].unsqueeze(1)
-        each = torch.stack([cross_entropy(z, step.y) for z in heads])  # (K, B)
+        logits = torch.einsum("bd,kcd->kbc", features, start["weight"]) + start["bias"].unsqueeze(1)
+        losses = torch.stack([cross_entropy(z, step.y) for z in logits])  # (K, B)
         noise = step.x[:, : self.method.noise]
         return {
-            "known": step.weighted((start["omega"][:, step.y] * each).sum(0)),
+            "known": step.weighted((start["omega"][:, step.y] * losses).sum(0)),
             "diverse": self.method.diversity * diversity_loss(noise, features, step.mask),
         }
 
@@ -233,7 +242,9 @@ class TrainGenerator(ClientWork):
 
 @dataclass(frozen=True)
 class FromGenerator(ClientWork):
-    """Cross-entropy of the client's examples, and what its head is to say of generated features."""
+    """Cross-entropy of the client's examples and of generated features, and the divergence from the
+    head's logits for generated features of the same class.
+    """
 
     method: FedGen
     round: int
@@ -241,35 +252,49 @@ class FromGenerator(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        made, draw = (
-            payload.tensors("generator"),
-            generator(seed_for(world.seed, self.round, 0, view.client, GENERATE)),
-        )
+        params = payload.tensors("generator")
+        draw = generator(seed_for(world.seed, self.round, 0, view.client, GENERATE))
         labels = torch.arange(world.classes).repeat_interleave(POOL)
-        asked = Examples(self.method.asked(labels, world.classes, draw).to(dtype_of(made)), labels)
-        pool = view.passes.logits(made, asked, self.method.spec(world)).cpu()  # (C * POOL, D)
-        there = (payload.tensor("counts") > 0)[labels].nonzero().squeeze(1)
-        mixed = there[torch.randperm(len(there), generator=draw)]
+        inputs = self.method.inputs(labels, world.classes, draw).to(dtype_of(params))
+        network = self.method.spec(world)
+        features = view.passes.logits(
+            params, Examples(inputs, labels), network
+        ).cpu()  # (C*POOL, D)
+
+        # Features of the classes that some client has, in an order of their own.
+        trained = (payload.tensor("counts") > 0)[labels].nonzero().squeeze(1)
+        shuffled = trained[torch.randperm(len(trained), generator=draw)]
         constants = {
-            "same": pool.view(world.classes, POOL, -1),
-            "any": pool[mixed],
-            "labels": labels[mixed],
+            "by_class": features.view(world.classes, POOL, -1),
+            "shuffled": features[shuffled],
+            "labels": labels[shuffled],
         }
         return TrainingStart(payload.params, constants=constants)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        weight, bias = (step.params[name] for name in HEAD)
-        turn = step.index + step.epoch  # in each epoch other features
-        # (B,), (B, D)
-        other, same = turn % len(start["labels"]), start["same"][step.y, turn % POOL]
-        labels = start["labels"][other]
-        said = cross_entropy(step.on(start["any"][other] @ weight.T + bias), labels)
-        if start.head is not None:  # others may have classes that take no part here
-            said = torch.where(start.head[labels], said, 0.0)
-        far = kd(step.logits(), step.on((same @ weight.T + bias).detach()))
-        left, m = max(LEAST, self.method.decay ** (self.round - 1)), self.method
+        m = self.method
+        weight = step.params["head.weight"]
+        bias = step.params["head.bias"]
+        turn = step.index + step.epoch  # so that every epoch has other features
+
+        # The cross-entropy of a feature of any class, one for each example of the batch.
+        position = turn % len(start["labels"])
+        labels = start["labels"][position]
+        logits = step.on(start["shuffled"][position] @ weight.T + bias)
+        losses = cross_entropy(logits, labels)  # (B,)
+        if start.class_weights is not None:
+            losses = losses * start.class_weights.to(losses.dtype)[labels]
+        if start.head is not None:  # other clients may have classes that take no part here
+            losses = torch.where(start.head[labels], losses, 0.0)
+
+        # The divergence from the head's logits for a feature of the example's class.
+        same_class = start["by_class"][step.y, turn % POOL]  # (B, D)
+        target = step.on((same_class @ weight.T + bias).detach())
+        divergence = kd(step.logits(), target)  # (B,)
+
+        decay = max(LEAST_DECAY, m.decay ** (self.round - 1))
         return {
             **super().terms(step, start),
-            "generated": left * m.weight * said,
-            "match": left * m.match * far,
+            "generated": decay * m.weight * losses,
+            "match": decay * m.match * divergence,
         }

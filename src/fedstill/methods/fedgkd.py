@@ -76,9 +76,9 @@ class FedGKD(FedAvg):
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         """The teacher of a round: fixed when it begins, and the same for every client."""
-        teachers = self.teachers(state)
+        teachers = list(self.teachers(state).values())
         if len(teachers) > 1 and state.round >= self.from_round:
-            state = state.next(teacher=trees.mean(list(teachers.values()), [1.0] * len(teachers)))
+            state = state.next(teacher=trees.mean(teachers, [1.0] * len(teachers)))
         return self.remember(state)
 
     def teachers(self, state: State) -> dict[int, Tensors]:
@@ -86,22 +86,20 @@ class FedGKD(FedAvg):
         return {**state.extra.many("past"), state.round: state.params}
 
     def remember(self, state: State) -> State:
-        """The state with the model that its round begins with among the past ones, of which the
-        oldest goes.
-        """
-        past = {
-            r: p
-            for r, p in self.teachers(state).items()
-            if r > max(1, state.round + 1 - self.models)
-        }
+        """The state with the round's first model among the past ones, and without the oldest."""
+        oldest = max(1, state.round + 1 - self.models)
+        past = {round: params for round, params in self.teachers(state).items() if round > oldest}
         return state.without("past.").next(groups=many("past", past))
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        teacher = {"teacher": state.extra.tensors("teacher")} if "teacher" in state.extra else {}
-        return Payload({"params": state.params, **teacher})
+        if "teacher" not in state.extra:
+            return Payload(params=state.params)
+        return Payload(params=state.params, teacher=state.extra.tensors("teacher"))
 
     def work(self, stage: Stage) -> ClientWork:
-        return FromPast(self) if stage.round >= self.from_round else ClientWork()
+        if stage.round < self.from_round:
+            return ClientWork()
+        return FromPast(self)
 
 
 @method("fedgkd_vote")
@@ -121,17 +119,21 @@ class FedGKDVote(FedGKD):
     """Temperature of the votes (T_v): the larger, the more alike they are."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        unmet = (
+        if any(stage.name == WEIGH for stage in stages):
+            return ""
+        return (
             "it needs its server's stage; set topology.kind = 'parallel' and topology.server = "
             f"{WEIGH!r}"
         )
-        return "" if WEIGH in {s.name for s in stages} else unmet
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         if state.round < self.from_round:
             return state
-        losses = [float(state.extra.get(f"loss.{r}", 0.0)) for r in sorted(self.teachers(state))]
-        votes = torch.softmax(-torch.tensor(losses, dtype=torch.float64) / self.vote_temperature, 0)
+        rounds = sorted(self.teachers(state))
+        losses = torch.tensor(
+            [float(state.extra.get(f"loss.{round}", 0.0)) for round in rounds], dtype=torch.float64
+        )
+        votes = torch.softmax(-losses / self.vote_temperature, 0)
         return state.next(votes=votes.to(dtype_of(state.params)))
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
@@ -142,25 +144,26 @@ class FedGKDVote(FedGKD):
 
     def work(self, stage: Stage) -> ClientWork:
         if stage.name == WEIGH:
-            return Weighed()
-        return FromVoters(self) if stage.round >= self.from_round else ClientWork()
+            return PublicLoss()
+        if stage.round < self.from_round:
+            return ClientWork()
+        return FromVoters(self)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
-        return (
-            Payload(loss=0.0)
-            if stage.name == WEIGH
-            else super().expected_reply(client, stage, world)
-        )
+        if stage.name == WEIGH:
+            return Payload(loss=0.0)
+        return super().expected_reply(client, stage, world)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        if stage.name == WEIGH:
-            kept = {f"loss.{r}": state.extra[f"loss.{r}"] for r in state.extra.many("past")}
-            return state.without("loss.").next(
-                groups={**kept, f"loss.{state.round + 1}": replies[0].content["loss"]}
-            )
-        return super().aggregate(self.remember(state), replies, stage, world)
+        if stage.name != WEIGH:
+            return super().aggregate(self.remember(state), replies, stage, world)
+        losses = {
+            f"loss.{round}": state.extra[f"loss.{round}"] for round in state.extra.many("past")
+        }
+        losses[f"loss.{state.round + 1}"] = replies[0].content["loss"]
+        return state.without("loss.").next(groups=losses)
 
 
 @dataclass(frozen=True)
@@ -179,8 +182,8 @@ class FromPast(ClientWork):
         )
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        far = kd(step.logits(), step.teacher("global"), self.method.temperature)  # (B,)
-        return {**super().terms(step, start), "past": self.method.weight * far}
+        divergence = kd(step.logits(), step.teacher("global"), self.method.temperature)  # (B,)
+        return {**super().terms(step, start), "past": self.method.weight * divergence}
 
 
 @dataclass(frozen=True)
@@ -202,18 +205,16 @@ class FromVoters(ClientWork):
         )
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        student, m = step.logits(), self.method
-        # (M, B)
-        far = torch.stack(
+        m = self.method
+        student = step.logits()  # (B, C)
+        divergences = torch.stack(
             [kd(student, step.teacher(name), m.temperature) for name in start.teachers]
-        )
-        return {
-            **super().terms(step, start),
-            "past": m.weight * (start["votes"].unsqueeze(1) * far).sum(0),
-        }
+        )  # (M, B)
+        weighted = (start["votes"].unsqueeze(1) * divergences).sum(0)  # (B,)
+        return {**super().terms(step, start), "past": m.weight * weighted}
 
 
-class Weighed(ClientWork):
+class PublicLoss(ClientWork):
     """The server's loss of its new model on labelled public data; nothing is trained."""
 
     def begin(

@@ -62,8 +62,8 @@ class FedLMDTeacherFree(FedLMD):
 
 @dataclass(frozen=True)
 class MaskedUniform(ClientWork):
-    """Cross-entropy and beta times the divergence from a teacher that knows no minority class from
-    another.
+    """Cross-entropy and beta times the divergence from a teacher that is uniform over the minority
+    classes.
     """
 
     method: FedLMD
@@ -77,20 +77,23 @@ class MaskedUniform(ClientWork):
         )
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        student, m = step.logits(), self.method
-        # (B,)
-        far = minority_kd(
-            student, self.target(step), step.y, self.not_distilled(start), m.temperature
-        )
-        return {**super().terms(step, start), "minority": m.beta * far}
+        m = self.method
+        excluded = self.not_distilled(start)
+        divergence = minority_kd(
+            step.logits(), self.target(step), step.y, excluded, m.temperature
+        )  # (B,)
+        return {**super().terms(step, start), "minority": m.beta * divergence}
 
     def not_distilled(self, start: TrainingStart) -> Tensor:
-        """The majority classes (C,), of those that take part in training, and all that take no
-        part.
+        """The classes (C,) that are not distilled: majority classes, and classes that take no part
+        in training.
         """
-        on, counts = start.head, start["counts"]
-        majority: Tensor = start["majority"]
-        return majority if on is None else ~on | (counts * on.sum() > counts.sum())
+        active = start.head
+        if active is None:
+            majority: Tensor = start["majority"]
+            return majority
+        counts: Tensor = start["counts"]
+        return ~active | (counts * active.sum() > counts.sum())
 
     def target(self, step: Step) -> Tensor:
         """The teacher's logits (B, C)."""

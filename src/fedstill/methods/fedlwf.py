@@ -56,8 +56,10 @@ class FedLwF(FedAvg):
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
-        old = "old" in state.extra and world.stream.task(stage.round, client) > 0
-        return Payload(params=state.params, **({"old": state.extra.tensors("old")} if old else {}))
+        in_first_task = world.stream.task(stage.round, client) == 0
+        if in_first_task or "old" not in state.extra:
+            return Payload(params=state.params)
+        return Payload(params=state.params, old=state.extra.tensors("old"))
 
     def work(self, stage: Stage) -> ClientWork:
         return Remembered(self, stage.round)
@@ -65,7 +67,7 @@ class FedLwF(FedAvg):
 
 @dataclass(frozen=True)
 class Remembered(ClientWork):
-    """Cross-entropy, and lambda times the divergence over the classes of before."""
+    """Cross-entropy, and lambda times the divergence over the classes of earlier tasks."""
 
     method: FedLwF
     round: int
@@ -75,19 +77,19 @@ class Remembered(ClientWork):
     ) -> TrainingStart:
         if "old" not in payload or not self.method.weight:
             return TrainingStart(params=payload.params)
-        before = torch.tensor(world.stream.seen(world.stream.task(self.round, view.client) - 1))
+        task = world.stream.task(self.round, view.client)
+        old_classes = torch.tensor(world.stream.seen(task - 1))
         return TrainingStart(
             params=payload.params,
             teachers={"old": payload.tensors("old")},
-            constants={"before": before},
+            constants={"old_classes": old_classes},
         )
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         if not start.teachers:
             return super().terms(step, start)
-        both = step.logits(raw=True), step.teacher("old", raw=True)
-        student, teacher = (z.index_select(1, start["before"]) for z in both)  # (B, |O|) each
-        return {
-            **super().terms(step, start),
-            "old": self.method.weight * kd(student, teacher, self.method.temperature),
-        }
+        old_classes = start["old_classes"]
+        student = step.logits(raw=True).index_select(1, old_classes)  # (B, |O|)
+        teacher = step.teacher("old", raw=True).index_select(1, old_classes)  # (B, |O|)
+        divergence = kd(student, teacher, self.method.temperature)  # (B,)
+        return {**super().terms(step, start), "old": self.method.weight * divergence}

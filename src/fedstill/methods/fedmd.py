@@ -54,7 +54,15 @@ from fedstill.methods.public_logits import (
     own_model,
 )
 
-PRETRAIN, TRANSFER, REVISIT = "pretrain", "transfer", "revisit"
+PRETRAIN = "pretrain"
+"""The stage before round 1, in which clients train on the labelled public images."""
+
+TRANSFER = "transfer"
+"""The stage after it, in which clients train on their own data."""
+
+REVISIT = "revisit"
+"""The stage after the last round, in which clients train on their own data once more."""
+
 NO_UPLOAD = (PRETRAIN, REVISIT)
 """The stages in which a client sends nothing."""
 
@@ -85,24 +93,28 @@ class FedMD(LogitExchange):
     }
 
     def work(self, stage: Stage) -> ClientWork:
-        return TrainWithoutUpload(self) if stage.name in NO_UPLOAD else super().work(stage)
+        if stage.name in NO_UPLOAD:
+            return TrainWithoutUpload(self)
+        return super().work(stage)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
-        return NOTHING if stage.name in NO_UPLOAD else super().expected_reply(client, stage, world)
+        if stage.name in NO_UPLOAD:
+            return NOTHING
+        return super().expected_reply(client, stage, world)
 
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
-        return (
-            NOTHING
-            if stage.name in NO_UPLOAD
-            else super().payload_for_client(state, client, stage, world)
-        )
+        if stage.name in NO_UPLOAD:
+            return NOTHING
+        return super().payload_for_client(state, client, stage, world)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        return state if stage.name in NO_UPLOAD else super().aggregate(state, replies, stage, world)
+        if stage.name in NO_UPLOAD:
+            return state
+        return super().aggregate(state, replies, stage, world)
 
     def sent_logits(self, logits: Tensor) -> Tensor:
         return logits

@@ -46,7 +46,7 @@ from fedstill.core.registry import method
 from fedstill.core.topology import has_links
 from fedstill.core.trees import add, only, scale, sub, zeros_like
 from fedstill.methods.fedavg import FedAvg
-from fedstill.models.contract import trainable_names
+from fedstill.models.contract import trainable_entries
 
 
 @method("fednova")
@@ -68,21 +68,19 @@ class FedNova(FedAvg):
         return self.needs
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
+        if not has_links(stages):
+            return ""
         return (
-            "it evens out steps between clients whose changes are averaged, and in a chain none "
-            "are; "
+            "it normalises changes that are averaged over clients, and a chain averages none; "
             "choose method fedseq, or scaffold for control variates, or topology.kind = 'parallel'"
-            if has_links(stages)
-            else ""
         )
 
     def initial_state(self, world: World) -> State:
         start = super().initial_state(world)
         if self.ccvr == "off":
             return start
-        return start.next(
-            direction=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
-        )
+        trained = trainable_entries(world.model(SERVER), start.params)
+        return start.next(direction=zeros_like(trained))
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         if self.ccvr == "off":
@@ -90,7 +88,9 @@ class FedNova(FedAvg):
         return Payload(params=state.params, direction=state.extra.tensors("direction"))
 
     def work(self, stage: Stage) -> ClientWork:
-        return Counted(stage.name) if self.ccvr == "off" else Corrected(stage.name)
+        if self.ccvr == "off":
+            return Counted(stage.name)
+        return Corrected(stage.name)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return Payload(super().expected_reply(client, stage, world), steps=0.0)
@@ -98,36 +98,41 @@ class FedNova(FedAvg):
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        sent = only(state.params, sorted(trainable_names(world.model(SERVER))))
-        steps = [max(r.content.number("steps"), 0.0) for r in replies]
+        sent = trainable_entries(world.model(SERVER), state.params)
+        steps = [max(reply.content.number("steps"), 0.0) for reply in replies]
         mean = super().aggregate(state, replies, stage, world).params  # for buffers
-        moved = state.next(
-            params={**mean, **normalised_mean(sent, replies, steps, self.aggregation)}
-        )
+        normalised = normalised_mean(sent, replies, steps, self.aggregation)
+        moved = state.next(params={**mean, **normalised})
         if self.ccvr != "full":
             return moved
+
+        # The global direction: each client's last one, weighted by its share of all examples.
         lr = world.plans[stage.name].lr_at(world.stream.within(stage.round))
-        everyone = float(state.extra.tensor("labels").sum())
-        direction = scale(
-            state.extra.tensors("direction"), 1 - sum(r.examples for r in replies) / everyone
-        )
-        for reply, a in zip(replies, steps, strict=True):
-            own = direction_of(sent, reply.content.params, lr, a)
-            direction = add(direction, scale(own, reply.examples / everyone))
+        total = float(state.extra.tensor("labels").sum())
+        absent_share = 1 - sum(reply.examples for reply in replies) / total
+        direction = scale(state.extra.tensors("direction"), absent_share)
+        for reply, client_steps in zip(replies, steps, strict=True):
+            client_direction = direction_of(sent, reply.content.params, lr, client_steps)
+            direction = add(direction, scale(client_direction, reply.examples / total))
         return moved.next(direction=direction)
 
 
 def reach(result: TrainingResult, plan: Plan) -> float:
     """a_i: the effective steps of a run under its plan; steps of Adam are counted plainly."""
-    return effective_steps(result.steps, plan.momentum if plan.optimiser == "sgd" else 0.0)
+    momentum = 0.0
+    if plan.optimiser == "sgd":
+        momentum = plan.momentum
+    return effective_steps(result.steps, momentum)
 
 
-def direction_of(sent: Tensors, got: Tensors, lr: float, steps: float) -> dict[str, Tensor]:
-    """d_i: the mean gradient that leads from ``sent`` to ``got`` in so many effective steps; zeros
-    for none.
+def direction_of(sent: Tensors, trained: Tensors, lr: float, steps: float) -> dict[str, Tensor]:
+    """d_i: the mean gradient that leads from ``sent`` to ``trained`` in so many effective steps;
+    zeros for none.
     """
-    change = sub(sent, only(got, sent))
-    return scale(change, 1 / (lr * steps)) if steps > 0 else zeros_like(change)
+    change = sub(sent, only(trained, sent))
+    if steps > 0:
+        return scale(change, 1 / (lr * steps))
+    return zeros_like(change)
 
 
 @dataclass(frozen=True)
@@ -154,8 +159,9 @@ class Corrected(Counted):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        everyone = payload.tensors("direction")
-        correction = sub(everyone, client_state.tensors("direction")) if client_state else everyone
+        correction: Tensors = payload.tensors("direction")
+        if client_state:
+            correction = sub(correction, client_state.tensors("direction"))
         return TrainingStart(
             payload.params, constants={"sent": payload.params, "correction": correction}
         )
@@ -171,6 +177,7 @@ class Corrected(Counted):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        up, _ = super().end(params, start, result, view, world)
+        content, _ = super().end(params, start, result, view, world)
         sent = only(start["sent"], start["correction"])
-        return up, Payload(direction=direction_of(sent, params, result.lr, up.number("steps")))
+        direction = direction_of(sent, params, result.lr, content.number("steps"))
+        return content, Payload(direction=direction)

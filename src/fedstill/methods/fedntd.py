@@ -74,24 +74,26 @@ class KDToNTD(FedAvg):
     """Temperature of both (tau)."""
 
     def setting_warnings(self, world: World) -> str:
-        return no_other_classes(world) if self.mix == 1 else ""
+        if self.mix < 1:
+            return ""
+        return no_other_classes(world)
 
     def work(self, stage: Stage) -> ClientWork:
         return Mixed(self)
 
 
 def no_other_classes(world: World) -> str:
-    """Why a divergence over the not-true classes is nothing on a run: where two classes take part,
-    one is not true.
+    """Returns a warning if the divergence over the not-true classes is always 0: of two classes,
+    only one is not true. Empty if there are more.
     """
     stream = world.stream
     if max(len(stream.outputs(task, world.classes)) for task in range(stream.tasks)) > 2:
         return ""
-    when = (
-        "" if world.classes == 2 else f", as stream.head = {stream.head!r} leaves two in each task"
-    )
+    reason = ""
+    if world.classes > 2:
+        reason = f", as stream.head = {stream.head!r} leaves two in each task"
     return (
-        f"of two classes one is not the true one{when}; nothing is distilled, and this trains as "
+        f"of two classes one is not the true one{reason}; nothing is distilled, and this trains as "
         "fedavg; choose kd"
     )
 
@@ -112,8 +114,9 @@ class NotTrue(FromGlobal):
     method: FedNTD
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        far = nckd(step.logits(), step.teacher("global"), step.y, self.method.temperature)  # (B,)
-        return {**super().terms(step, start), "not_true": self.method.beta * far}
+        m = self.method
+        divergence = nckd(step.logits(), step.teacher("global"), step.y, m.temperature)  # (B,)
+        return {**super().terms(step, start), "not_true": m.beta * divergence}
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,9 @@ class NotTrueSquared(FromGlobal):
     method: FedNTDSquared
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        # (B,)
-        far = other_mse(step.logits(), step.teacher("global"), step.y, self.method.reduction)
-        return {**super().terms(step, start), "not_true": self.method.beta * far}
+        m = self.method
+        error = other_mse(step.logits(), step.teacher("global"), step.y, m.reduction)  # (B,)
+        return {**super().terms(step, start), "not_true": m.beta * error}
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,9 @@ class Mixed(FromGlobal):
     method: KDToNTD
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        student, teacher, m = step.logits(), step.teacher("global"), self.method  # (B, C) each
+        m = self.method
+        student = step.logits()  # (B, C)
+        teacher = step.teacher("global")  # (B, C)
         return {
             **super().terms(step, start),
             "all_classes": (1 - m.mix) * kd(student, teacher, m.temperature),

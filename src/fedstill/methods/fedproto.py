@@ -50,8 +50,8 @@ from fedstill.models.contract import width
 
 @dataclass(frozen=True)
 class WithPrototypes(ClassValues):
-    """The server's half of methods whose values are features; each says how it comes by the
-    prototypes.
+    """The server's part of methods whose values are features. A method defines how the server makes
+    the prototypes.
     """
 
     needs: ClassVar[Need] = Need.SAME_FEATURES
@@ -81,15 +81,14 @@ class FedProto(WithPrototypes):
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        values, seen = mean_by_class(replies, state.extra.tensor("values"), self.aggregation)
-        return state.next(
-            values=values, seen=torch.maximum(state.extra.tensor("seen"), seen.float())
-        )
+        values, has_mean = mean_by_class(replies, state.extra.tensor("values"), self.aggregation)
+        has_prototype = torch.maximum(state.extra.tensor("seen"), has_mean.float())
+        return state.next(values=values, seen=has_prototype)
 
 
 class TowardsPrototypes(TowardsValues):
-    """Training towards prototypes; on a test set of the client's own it says what the nearest one
-    would answer.
+    """Training towards prototypes; on a client's own test set, it reports the accuracy of the
+    nearest prototype.
     """
 
     def report(
@@ -98,9 +97,12 @@ class TowardsPrototypes(TowardsValues):
         """``nearest_prototype``: accuracy in [0, 1] of the nearest prototype received, of all
         classes that have one.
         """
-        seen, test = start["seen"] > 0, view.test
-        if test is None or len(test) == 0 or not bool(seen.any()):
+        test = view.test
+        has_prototype = start["seen"] > 0
+        if test is None or len(test) == 0 or not bool(has_prototype.any()):
             return {}
-        far = torch.cdist(view.passes.features(params, test).cpu(), start["values"])  # (n, C)
-        said = far.masked_fill(~seen, torch.inf).argmin(1)
-        return {"nearest_prototype": float((said == test.labels.cpu()).double().mean())}
+        features = view.passes.features(params, test).cpu()
+        distances = torch.cdist(features, start["values"])  # (n, C)
+        predicted = distances.masked_fill(~has_prototype, torch.inf).argmin(1)
+        accuracy = (predicted == test.labels.cpu()).double().mean()
+        return {"nearest_prototype": float(accuracy)}

@@ -20,7 +20,7 @@ from fedstill.core.registry import method
 from fedstill.core.trees import only
 from fedstill.losses import proximal
 from fedstill.methods.fedavg import FedAvg
-from fedstill.models.contract import trainable_names
+from fedstill.models.contract import trainable_entries
 
 
 @method("fedprox")
@@ -44,9 +44,10 @@ class LocalTraining(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        anchor = only(payload.params, sorted(trainable_names(view.model)))
+        anchor = trainable_entries(view.model, payload.params)
         return TrainingStart(params=payload.params, constants={"anchor": anchor})
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        now = only(step.params, start["anchor"])
-        return {**super().terms(step, start), "proximal": proximal(now, start["anchor"], self.mu)}
+        params = only(step.params, start["anchor"])
+        penalty = proximal(params, start["anchor"], self.mu)
+        return {**super().terms(step, start), "proximal": penalty}

@@ -52,11 +52,12 @@ class FedRep(PartlyShared):
     aggregation: Aggregation = "examples"
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        unmet = (
+        if any(stage.name == HEAD for stage in stages):
+            return ""
+        return (
             "clients fit their heads first; set topology.kind = 'parallel' and topology.before = "
             f"{HEAD!r}"
         )
-        return "" if HEAD in {s.name for s in stages} else unmet
 
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
         return [name for name in entries if not in_head(name)]

@@ -66,11 +66,16 @@ class FedROD(PartlyShared):
     """Power of the label counts in the balanced softmax; 0: plain cross-entropy."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        entries, own = world.initial(SERVER), ADDED["own_head"]
-        heads = [f"head.{name.removeprefix(own)}" for name in entries if name.startswith(own)]
-        kept = [name for name in heads if name not in entries]
-        todo = "and the second head adds to the first as it is trained; add 'head.' to train_only"
-        return f"train_only keeps {kept[0]} as it is, {todo}" if kept else ""
+        entries = world.initial(SERVER)
+        prefix = ADDED["own_head"]
+        for name in entries:
+            first_head = f"head.{name.removeprefix(prefix)}"
+            if name.startswith(prefix) and first_head not in entries:
+                return (
+                    f"train_only keeps {first_head} as it is, and the second head adds to the "
+                    "first as it is trained; add 'head.' to train_only"
+                )
+        return ""
 
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
         return [name for name in entries if not name.startswith(ADDED["own_head"])]
@@ -101,11 +106,11 @@ class BothHeads(KeepsItsOwn):
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         h = step.features()  # (B, D)
         z = step.logits()  # (B, C)
-        own = z.detach() + own_logits(step.params, h.detach())
+        personal = z.detach() + own_logits(step.params, h.detach())  # (B, C)
         balanced = adjusted_cross_entropy(z, step.y, shift=start["shift"])
         return {
             "balanced": step.weighted(balanced),
-            "own": step.weighted(cross_entropy(own, step.y)),
+            "own": step.weighted(cross_entropy(personal, step.y)),
         }
 
     def answer(self, params: Tensors, model: ModelSpec) -> Teacher:

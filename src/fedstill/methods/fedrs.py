@@ -62,21 +62,21 @@ class Restricted(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        counts, alpha = view.counts.double(), self.method.alpha
-        share = (
-            (counts > 0).double()
-            if self.method.scaling == "missing"
-            else counts / counts.max().clamp(min=1)
-        )
+        alpha = self.method.alpha
+        counts = view.counts.double()  # (C,)
+        if self.method.scaling == "missing":
+            share = (counts > 0).double()
+        else:
+            share = counts / counts.max().clamp(min=1)
         scale = torch.where(share < 1, alpha + (1 - alpha) * share, 1.0)  # (C,)
         return TrainingStart(
             payload.params, constants={"scale": scale.to(dtype_of(payload.params))}
         )
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        # 0 * OFF is on
-        scale = (
-            start["scale"] if start.head is None else torch.where(start.head, start["scale"], 1.0)
-        )
+        scale = start["scale"]  # (C,)
+        if start.head is not None:
+            # Outputs that take no part have very low logits; times 0 they would take part again.
+            scale = torch.where(start.head, scale, 1.0)
         losses = adjusted_cross_entropy(step.logits(), step.y, scale=scale)  # (B,)
         return {"restricted": step.weighted(losses)}

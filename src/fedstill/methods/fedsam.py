@@ -52,8 +52,8 @@ class Sharp(ClientWork):
         return super().terms(step, start)
 
     def perturb(self, params: Tensors, grads: Tensors, start: TrainingStart) -> Tensors:
-        far = unit(grads)
-        return {k: w + self.rho * far[k] for k, w in params.items()}
+        direction = unit(grads)
+        return {k: w + self.rho * direction[k] for k, w in params.items()}
 
 
 def unit(grads: Tensors) -> dict[str, Tensor]:

@@ -34,8 +34,6 @@ class FedSeq(Method):
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDSEQ_PLAN}
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        return (
-            ""
-            if has_links(stages)
-            else "side by side it is method fedavg; choose that, or leave topology.kind out"
-        )
+        if has_links(stages):
+            return ""
+        return "side by side it is method fedavg; choose that, or leave topology.kind out"

@@ -87,11 +87,26 @@ class Orthogonal(FromGlobal):
         return {"divergence": kd(step.logits(), step.teacher("global"), tau) / tau**2}
 
     def perturb(self, params: Tensors, grads: Tensors, start: TrainingStart) -> Tensors:
-        far, received, m = unit(grads), start["received"], self.method
-        if m.scale == "adaptive":
-            far = {k: g * normalize((params[k] - received[k]).abs(), dim=0) for k, g in far.items()}
+        received = start["received"]
+        direction = unit(grads)
+        if self.method.scale == "adaptive":
+            direction = {
+                k: g * normalize((params[k] - received[k]).abs(), dim=0)
+                for k, g in direction.items()
+            }
         else:
-            left = torch.stack([(w != received[k]).any() for k, w in params.items()]).any()
-            far = {k: g * left for k, g in far.items()}
-        moved = {"all": (True, False), "head": (True,), "body": (False,)}[m.part]
-        return {k: w + m.rho * far[k] if in_head(k) in moved else w for k, w in params.items()}
+            # At the received parameters the divergence is 0, and has no direction.
+            moved = torch.stack([(w != received[k]).any() for k, w in params.items()]).any()
+            direction = {k: g * moved for k, g in direction.items()}
+
+        perturbed = dict(params)
+        for k, w in params.items():
+            if self.is_moved(k):
+                perturbed[k] = w + self.method.rho * direction[k]
+        return perturbed
+
+    def is_moved(self, name: str) -> bool:
+        """Whether an entry is moved."""
+        if self.method.part == "all":
+            return True
+        return in_head(name) == (self.method.part == "head")

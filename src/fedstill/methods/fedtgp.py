@@ -55,6 +55,7 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.losses import cross_entropy
+from fedstill.methods.class_values import client_groups
 from fedstill.methods.fedproto import WithPrototypes
 from fedstill.models import contract
 
@@ -82,39 +83,46 @@ class FedTGP(WithPrototypes):
     """The most by which the server pushes prototypes apart (tau)."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        unmet = f"it needs its server's stage; set topology.server = {PROTOTYPES!r}"
-        return super().incompatibility(stages, world) or (
-            "" if PROTOTYPES in {s.name for s in stages} else unmet
-        )
+        incompatibility = super().incompatibility(stages, world)
+        if incompatibility or any(stage.name == PROTOTYPES for stage in stages):
+            return incompatibility
+        return f"it needs its server's stage; set topology.server = {PROTOTYPES!r}"
 
     def initial_state(self, world: World) -> State:
-        start, spec = super().initial_state(world), table_of(self.blank(SERVER, world))
+        spec = table_of(self.blank(SERVER, world))
         drawn = contract.initial(spec, seed_for(world.seed, 0, 0, SERVER, "prototypes"))
-        return start.next(
-            table={k: v.to(dtype_of(world.initial(SERVER))) for k, v in drawn.items()}
-        )
+        dtype = dtype_of(world.initial(SERVER))
+        table = {k: v.to(dtype) for k, v in drawn.items()}
+        return super().initial_state(world).next(table=table)
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != PROTOTYPES:
             return super().payload_for_client(state, client, stage, world)
-        said = {g: v for g, v in state.extra.items() if g.startswith(("means.", "counts."))}
-        return Payload({**said, "table": state.extra["table"], "margin": self.margin(state)})
+        sent = {
+            name: group
+            for name, group in state.extra.items()
+            if name.startswith(("means.", "counts."))
+        }
+        return Payload(sent, table=state.extra["table"], margin=self.margin(state))
 
     def margin(self, state: State) -> float:
         """The largest distance of a class's mean to the next class's, at most
         ``largest_margin``.
         """
-        replies = [Reply(c, Payload(means=m, counts=n), 0) for c, m, n in said_of(state.extra)]
-        means, seen = mean_by_class(replies, state.extra.tensor("values"), "uniform")
-        apart = torch.cdist(means[seen], means[seen]).fill_diagonal_(torch.inf)
-        return (
-            min(float(apart.min(1).values.max()), self.largest_margin)
-            if int(seen.sum()) > 1
-            else 0.0
-        )
+        replies = [
+            Reply(sent.client, Payload(means=sent.means, counts=sent.counts), 0)
+            for sent in class_means(state.extra)
+        ]
+        means, has_mean = mean_by_class(replies, state.extra.tensor("values"), "uniform")
+        if int(has_mean.sum()) < 2:
+            return 0.0
+        distances = torch.cdist(means[has_mean], means[has_mean]).fill_diagonal_(torch.inf)
+        return min(float(distances.min(1).values.max()), self.largest_margin)
 
     def work(self, stage: Stage) -> ClientWork:
-        return Apart() if stage.name == PROTOTYPES else super().work(stage)
+        if stage.name == PROTOTYPES:
+            return TrainPrototypes()
+        return super().work(stage)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != PROTOTYPES:
@@ -128,16 +136,9 @@ class FedTGP(WithPrototypes):
             table = replies[0].content.tensors("table")
             values = all_prototypes(table_of(state.extra.tensor("values")), table)
             return state.without("means.", "counts.").next(table=table, values=values)
-        seen = torch.stack(
-            [
-                state.extra.tensor("seen"),
-                *((r.content.tensor("counts") > 0).float() for r in replies),
-            ]
-        )
-        said = {
-            f"{g}.{r.client}": r.content.tensor(g) for r in replies for g in ("means", "counts")
-        }
-        return state.next(groups=said, seen=seen.amax(0))
+        has_class = [(reply.content.tensor("counts") > 0).float() for reply in replies]
+        has_prototype = torch.stack([state.extra.tensor("seen"), *has_class]).amax(0)
+        return state.next(groups=client_groups(replies), seen=has_prototype)
 
 
 def table_of(values: Tensor) -> ModelSpec:
@@ -148,44 +149,56 @@ def table_of(values: Tensor) -> ModelSpec:
 
 def all_prototypes(spec: ModelSpec, table: Tensors) -> Tensor:
     """G of every class, (C, D)."""
-    one_hot = torch.eye(
-        spec.input_shape[0], dtype=dtype_of(table), device=table["head.weight"].device
-    )
+    classes = spec.input_shape[0]
+    device = table["head.weight"].device
+    one_hot = torch.eye(classes, dtype=dtype_of(table), device=device)
     return contract.forward(contract.module(spec, "frozen"), table, one_hot)
 
 
-def said_of(groups: Payload) -> list[tuple[int, Tensor, Tensor]]:
-    """What each client sent: its id, means (C, D), counts (C,)."""
-    ids = sorted(int(g.removeprefix("means.")) for g in groups if g.startswith("means."))
-    return [(c, groups.tensor(f"means.{c}"), groups.tensor(f"counts.{c}")) for c in ids]
+@dataclass(frozen=True)
+class ClassMeans:
+    """What a client sent: the means (C, D) of its features by class, and its label counts (C,)."""
+
+    client: int
+    means: Tensor
+    counts: Tensor
 
 
-class Apart(ClientWork):
-    """The server trains G so that each mean that a client sent is nearest its own class's
-    prototype, by a margin.
+def class_means(groups: Payload) -> list[ClassMeans]:
+    """What clients sent, in the order of their ids."""
+    ids = sorted(int(name.removeprefix("means.")) for name in groups if name.startswith("means."))
+    return [
+        ClassMeans(client, groups.tensor(f"means.{client}"), groups.tensor(f"counts.{client}"))
+        for client in ids
+    ]
+
+
+class TrainPrototypes(ClientWork):
+    """The server trains G so that each mean that a client sent is nearest to the prototype of its
+    class, by a margin.
     """
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        pairs = [(means[n > 0], (n > 0).nonzero().squeeze(1)) for _, means, n in said_of(payload)]
-        points = Examples(torch.cat([m for m, _ in pairs]), torch.cat([y for _, y in pairs]))
-        table = payload.tensors("table")
-        spec = contract.spec_for(
-            "mlp", (world.classes,), points.values.shape[1], {"hidden": (points.values.shape[1],)}
-        )
+        sent = class_means(payload)
+        means = torch.cat([s.means[s.counts > 0] for s in sent])
+        labels = torch.cat([(s.counts > 0).nonzero().squeeze(1) for s in sent])
+        spec = table_of(sent[0].means)
         return TrainingStart(
-            table,
+            payload.tensors("table"),
             constants={"margin": payload.number("margin"), "spec": spec},
             model=spec,
-            examples=points,
+            examples=Examples(means, labels),
         )
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         prototypes = all_prototypes(start["spec"], step.params)  # (C, D)
-        apart = (step.x.unsqueeze(1) - prototypes).square().sum(2).clamp(min=1e-12).sqrt()  # (B, C)
-        own = step.y.unsqueeze(1) == torch.arange(len(prototypes), device=step.y.device)
-        losses = cross_entropy(-(apart + start["margin"] * own.to(apart.dtype)), step.y)
+        squares = (step.x.unsqueeze(1) - prototypes).square().sum(2)  # (B, C)
+        distances = squares.clamp(min=1e-12).sqrt()
+        classes = torch.arange(len(prototypes), device=step.y.device)
+        is_label = (step.y.unsqueeze(1) == classes).to(distances.dtype)  # (B, C)
+        losses = cross_entropy(-(distances + start["margin"] * is_label), step.y)
         return {"apart": step.weighted(losses)}
 
     def end(

@@ -102,9 +102,10 @@ def probed(spec: ModelSpec, params: Tensors, world: World, samples: int = SAMPLE
     """What a model predicts on the noise that all models of a run are shown: (C,), its mean
     softmax.
     """
-    predict, kind = predictor(spec, params), dtype_of(params)
+    predict = predictor(spec, params)
+    dtype = dtype_of(params)
     return noise_probe(
-        lambda x: predict(as_inputs(x, kind)),
+        lambda x: predict(as_inputs(x, dtype)),
         spec.input_shape,
         samples,
         probe_seed(world),
@@ -124,10 +125,10 @@ class Fit(ClientWork):
     ) -> TrainingStart:
         if GOES_ON not in payload:
             return TrainingStart(params=payload.params)
-        return TrainingStart(
-            params=client_state.params if "params" in client_state else payload.params,
-            constants={GOES_ON: 1},
-        )
+        params = payload.params
+        if "params" in client_state:
+            params = client_state.params
+        return TrainingStart(params=params, constants={GOES_ON: 1})
 
     def end(
         self,
@@ -138,7 +139,9 @@ class Fit(ClientWork):
         world: World,
     ) -> tuple[Payload, Payload | Keep]:
         content = Payload(params=params)
-        return content, content if GOES_ON in start.constants else KEEP
+        if GOES_ON in start.constants:
+            return content, content
+        return content, KEEP
 
     def report(
         self, params: Tensors, start: TrainingStart, view: View, world: World
@@ -146,7 +149,8 @@ class Fit(ClientWork):
         """``probe``: (C,) mean softmax on Gaussian noise, by which a peer estimates what this model
         knows.
         """
-        return {PROBE: [round(p, 6) for p in probed(view.model, params, world).double().tolist()]}
+        probe = probed(view.model, params, world).double()
+        return {PROBE: [round(p, 6) for p in probe.tolist()]}
 
 
 def with_students(state: State, replies: Sequence[Reply]) -> State:

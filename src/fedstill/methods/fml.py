@@ -62,16 +62,15 @@ class FML(PartlyShared):
     """
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        models = {world.model(c): world.initial(c) for stage in stages for c in stage.clients}
+        clients = {client for stage in stages for client in stage.clients}
+        models = {world.model(client): world.initial(client) for client in sorted(clients)}
         shapes = {
-            tuple((k, v.shape) for k, v in self.shared(params).items())
+            tuple((name, value.shape) for name, value in self.shared(params).items())
             for params in models.values()
         }
-        return (
-            ""
-            if len(shapes) == 1
-            else "all share one network; set the same model.shared in clients.models"
-        )
+        if len(shapes) == 1:
+            return ""
+        return "all share one network; set the same model.shared in clients.models"
 
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
         return [name for name in entries if name.startswith("shared.")]
@@ -92,13 +91,13 @@ class Mutual(KeepsItsOwn):
     beta: float
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        own = step.on(step.run(run_part, "own"))  # (B, C)
+        private = step.on(step.run(run_part, "own"))  # (B, C)
         shared = step.logits()  # (B, C)
         return {
-            "own": self.alpha * step.weighted(cross_entropy(own, step.y)),
-            "own_kd": (1 - self.alpha) * kd(own, shared.detach()),
+            "own": self.alpha * step.weighted(cross_entropy(private, step.y)),
+            "own_kd": (1 - self.alpha) * kd(private, shared.detach()),
             "shared": self.beta * step.weighted(cross_entropy(shared, step.y)),
-            "shared_kd": (1 - self.beta) * kd(shared, own.detach()),
+            "shared_kd": (1 - self.beta) * kd(shared, private.detach()),
         }
 
     def answer(self, params: Tensors, model: ModelSpec) -> Teacher:
