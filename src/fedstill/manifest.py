@@ -214,7 +214,7 @@ PACKAGES = (
             Part(
                 "privacy",
                 "Sums of clipped values, with noise.",
-                "fedstill.privacy.noised_sums:noised_sums",
+                "fedstill.privacy.extensions:noised_sums",
             ),
         ),
         run_extensions=(
@@ -240,12 +240,12 @@ PACKAGES = (
             Part(
                 "privacy",
                 "A site's own count of its noise.",
-                "fedstill.privacy.site_guards:site_guards",
+                "fedstill.privacy.site_guards:noise_guards",
             ),
             Part(
                 "secure sums",
                 "A site's answers in secure sums.",
-                "fedstill.privacy.site_sums:site_guards",
+                "fedstill.privacy.site_guards:sum_guards",
             ),
         ),
     ),
@@ -263,7 +263,7 @@ PACKAGES = (
             PlacedPart(
                 "query",
                 "Which classes clients ask for, and when.",
-                "fedstill.querying.table:QueryTable",
+                "fedstill.querying.queries:QueryTable",
                 follows="flower",
             ),
         ),
@@ -271,7 +271,7 @@ PACKAGES = (
             Part(
                 "query",
                 "Refuses rounds, topologies and methods with which clients cannot ask again.",
-                "fedstill.querying.table:check_config",
+                "fedstill.querying.queries:check_config",
             ),
         ),
         compatibility_rules=(
@@ -327,14 +327,14 @@ PACKAGES = (
             Part(
                 "queries",
                 "Who asks for what, and what clients gain and lose by it.",
-                "fedstill.querying.events:run_extensions",
+                "fedstill.querying.hooks:run_extensions",
             ),
         ),
         client_extensions=(
             Part(
                 "queries",
                 "A client raises its query, and sees it later.",
-                "fedstill.querying.events:client_extensions",
+                "fedstill.querying.hooks:client_extensions",
             ),
         ),
     ),

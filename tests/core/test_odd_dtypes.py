@@ -18,7 +18,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import Payload, Reply, Stage, State, World
 from fedstill.core.rounds import RunContext, Schedule, run_round
 from fedstill.core.screen import Refusal, Rules, screen
-from fedstill.privacy.noised_sums import NoisedSums
+from fedstill.privacy.extensions import NoisedSums
 from loops import Collecting
 
 ODD = [

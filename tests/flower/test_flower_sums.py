@@ -30,8 +30,7 @@ from fedstill.flower.site_settings import Site
 from fedstill.privacy.masking import Masking
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.primitives import KEY
-from fedstill.privacy.protocol import SEALED, unmasked
-from fedstill.privacy.sum_steps import STEPS, as_bytes, byte_tensors, question
+from fedstill.privacy.protocol import SEALED, STEPS, as_bytes, byte_tensors, question, unmasked
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run

@@ -15,8 +15,8 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.records import Payload, Reply
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_clients
+from fedstill.privacy.extensions import LEAST_SPREAD, NoisedSums
 from fedstill.privacy.noise import SUMS_GROUP, Privacy
-from fedstill.privacy.noised_sums import LEAST_SPREAD, NoisedSums
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 from fedstill.running.standardisation import SumsWork

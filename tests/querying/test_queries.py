@@ -14,6 +14,7 @@ from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.methods.fit import Queries, anyone_asks, queries_of
 from fedstill.querying.queries import (
     Asking,
+    QueryTable,
     Standing,
     because,
     check_queries,
@@ -23,7 +24,6 @@ from fedstill.querying.queries import (
     picked,
     reasons,
 )
-from fedstill.querying.table import QueryTable
 from fedstill.running.preparation import prepare
 
 COUNTS = torch.tensor([[90, 0, 0, 49, 0], [0, 60, 50, 10, 0], [100, 100, 100, 100, 0]])

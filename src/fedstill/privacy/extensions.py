@@ -1,18 +1,28 @@
-"""What privacy adds to a run: secure sums, private training, noise on logits, and budgets.
+"""What privacy adds to a run: secure sums, private training, noise on logits and on sums, and
+budgets.
 
 Each is imported by the runs that have it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from fedstill.config.settings import Settings
+from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import ClientHook, Middleware
-from fedstill.core.records import World
-from fedstill.privacy.noise import NoisedLogits, Privacy
+from fedstill.core.records import Payload, Reply, World
+from fedstill.data.dataset import DatasetInfo
+from fedstill.privacy.noise import SUMS_GROUP, NoisedLogits, Privacy
 from fedstill.running.extensions import Extensions
 from fedstill.running.preparation import Prepared
+from fedstill.running.standardisation import ROUNDING, Moments, SumsWork
 
 
 def secure_sums(prepared: Prepared, folder: Path | None) -> Extensions:
@@ -57,3 +67,132 @@ def client_extensions(
     if privacy.protects_logits:
         hooks.append(NoisedLogits(privacy, is_real_site))
     return tuple(hooks)
+
+
+# ---- sums with noise -----------------------------------------------------------------------------
+#
+# Means of clipped values and of their squares, protected as rows of logits are (``privacy.noise``).
+#
+# A column's values are clipped to its limits, ``data.limits``, and scaled to [-1, 1]. A client
+# sends for each column the row (m, 2 q - 1) / sqrt(2), times ``privacy.clip``: m is the mean of its
+# values, q that of their squares. Whatever the client's data, the row's norm is at most
+# ``privacy.clip``. So K columns cost as much as K rows of logits, with noise of the same spread,
+# and are counted as such. Columns of 0 and 1 are not standardised, and nothing is sent of them. The
+# number of a client's examples, by which its row counts, has no noise, as in a weighted mean of
+# models.
+
+
+FAR = 40.0
+"""Nothing that a client sends is further than this times the noise's spread from what it may
+be without: of normal numbers one in 10^349 is.
+"""
+LEAST_SPREAD = 0.1
+"""The least spread that noise may leave, as a share of half the width of a column's limits."""
+
+
+@dataclass(frozen=True)
+class NoisedSums(SumsWork):
+    """Send means of clipped values and squares, on which the engine puts noise.
+
+    ``places``: the columns that are standardised; ``low``, ``high``: their limits; ``clip``: the
+    largest norm of a row;
+    ``noise``: the spread of the noise on every number, in units of it.
+    """
+
+    places: tuple[int, ...] = ()
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    clip: float = 1.0
+    noise: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        return len(self.places)
+
+    @property
+    def expected(self) -> Payload:
+        return Payload({SUMS_GROUP: torch.zeros(self.rows, 2, dtype=torch.float64)})
+
+    def sent(self, values: Tensor) -> Payload:
+        by_column = values.double().transpose(0, 1).flatten(1)[list(self.places)]
+        centre, half = self._scale
+        scaled = ((by_column - centre[:, None]) / half[:, None]).clamp(-1, 1)
+        means, squares = scaled.nanmean(1), (scaled * scaled).nanmean(1)
+        means, squares = means.nan_to_num(0.0), squares.nan_to_num(1 / 3)  # of unknown columns
+        rows = torch.stack([means, 2 * squares - 1], 1) / math.sqrt(2)
+        return Payload({SUMS_GROUP: self.clip * rows})
+
+    def simulated(self, values: Tensor, seed: int) -> Payload:
+        return Privacy(clip=self.clip, noise=self.noise).protect(self.sent(values), seed)
+
+    def moments(self, replies: Sequence[Reply]) -> Moments:
+        weights = torch.tensor([float(reply.examples) for reply in replies], dtype=torch.float64)
+        rows = torch.stack([reply.content.tensor(SUMS_GROUP) for reply in replies])
+        rows = rows * math.sqrt(2) / self.clip
+        weighted = (rows * weights[:, None, None]).sum(0) / weights.sum().clamp(min=1)
+        # A client sends the mean of its scaled values, and twice the mean of their squares less 1.
+        mean, shifted_squares = weighted.unbind(1)
+        mean = mean.clamp(-1, 1)
+        squares = ((shifted_squares + 1) / 2).clamp(0, 1)
+        spread = (squares - mean * mean).clamp(min=LEAST_SPREAD**2).sqrt()
+
+        centre, half = self._scale
+        means = torch.zeros(self.shape[0], dtype=torch.float64)
+        stds = torch.ones(self.shape[0], dtype=torch.float64)
+        places = list(self.places)
+        means[places] = centre + half * mean
+        stds[places] = half * spread
+        return Moments(tuple(means.tolist()), tuple(stds.tolist()))
+
+    def refuses(self, reply: Reply) -> str:
+        """Why clipped rows with noise cannot be these: a number is too large; empty if they can be,
+        or if they have another form than expected.
+        """
+        rows = reply.content.get(SUMS_GROUP)
+        if not isinstance(rows, Tensor) or rows.dtype != torch.float64:
+            return ""
+        bound = self.clip * (1 + FAR * self.noise) * (1 + ROUNDING)
+        largest = rows.abs().max()
+        if bool((rows.abs() > bound).any()):
+            return (
+                f"its sums hold {float(largest):.3g}, and with noise they are at most {bound:.3g}"
+            )
+        return ""
+
+    @property
+    def _scale(self) -> tuple[Tensor, Tensor]:
+        """The middle and half the width of each column's limits, (K,) float64."""
+        low, high = (torch.tensor(one, dtype=torch.float64) for one in (self.low, self.high))
+        return (low + high) / 2, (high - low) / 2
+
+
+def noised_sums(
+    settings: Settings, about: DatasetInfo, shape: tuple[int, ...]
+) -> NoisedSums | None:
+    """What clients send of their sums where ``[privacy]`` protects uploads; None where it does not.
+
+    Raises ConfigError for a column without limits: then nothing bounds what its sums may show.
+    """
+    privacy: Privacy = settings.table(Privacy)
+    if not privacy.protects_logits:
+        return None
+    limits = settings.data.limits or {}
+    names = about.features or tuple(f"channel {i}" for i in range(shape[0]))
+    places = [i for i in range(shape[0]) if i not in about.binary_features]
+    lacking = [names[i] for i in places if names[i] not in limits]
+    if lacking:
+        raise ConfigError(
+            "data.standardise = 'summed' with [privacy] needs limits of each column, and "
+            f"{lacking[0]!r} has none: "
+            f'write data.limits = {{ "{lacking[0]}" = [LOW, HIGH], ... }}, or data.mean and '
+            "data.std"
+        )
+    return NoisedSums(
+        shape,
+        about.binary_features,
+        places=tuple(places),
+        low=tuple(float(limits[names[i]][0]) for i in places),
+        high=tuple(float(limits[names[i]][1]) for i in places),
+        clip=privacy.clip,
+        noise=privacy.noise,
+    )

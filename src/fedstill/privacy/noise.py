@@ -19,7 +19,7 @@ what the same run on real sites would cost.
 
 Sums of which mean and spread are made before round 1 are rows of norm at most ``clip`` too, one a
 column, and are protected and counted as rows of logits are
-(``privacy/noised_sums.py``).
+(``privacy/extensions.py``).
 
 What is not protected: label counts (a census), numbers of examples, losses and accuracies that are
 reported, whole models (the stage ``fit`` of a method that has none), whether a client answers at

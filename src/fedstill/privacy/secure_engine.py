@@ -32,8 +32,18 @@ from fedstill.core.screen import of_other_stage
 from fedstill.privacy.masking import TIMES, Masking
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.primitives import KEY, SEED, Masks, demand_key
-from fedstill.privacy.protocol import PUBLIC, SEALED, Sum, Summand, unmasked
-from fedstill.privacy.sum_steps import PREFIX, UNREAD, as_bytes, byte_tensors, question
+from fedstill.privacy.protocol import (
+    PREFIX,
+    PUBLIC,
+    SEALED,
+    UNREAD,
+    Sum,
+    Summand,
+    as_bytes,
+    byte_tensors,
+    question,
+    unmasked,
+)
 
 BYTES_OF_ENTRY = 8
 """Of an entry of a masked vector."""
@@ -431,7 +441,7 @@ def revealed_reader(
 # The clients in each sum, noted in the run's directory before shares are asked for.
 #
 # Sites that have revealed shares take part in another sum of the same stage only with the same
-# clients (``site_sums``). So if a run stops between that and the next checkpoint, its resume must
+# clients (``site_guards``). So if a run stops between that and the next checkpoint, its resume must
 # have the same clients in the sum.
 
 

@@ -32,9 +32,8 @@ from fedstill.metrics import class_accuracy
 from fedstill.models.contract import predictor
 from fedstill.models.model_file import read_model
 from fedstill.querying.hooks import why_asked
-from fedstill.querying.queries import Why, picked
+from fedstill.querying.queries import QueryTable, Why, picked
 from fedstill.querying.rules import rule_of, with_known_queries
-from fedstill.querying.table import QueryTable
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.directory import settings_of
 from fedstill.running.extensions import Extensions, run_context

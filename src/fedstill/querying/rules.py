@@ -18,6 +18,7 @@ from fedstill.methods.fit import FIT, Fit, Queries, anyone_asks, queries_of
 from fedstill.querying.queries import (
     Asking,
     ClassesByClient,
+    QueryTable,
     Standing,
     Why,
     check_queries,
@@ -26,7 +27,6 @@ from fedstill.querying.queries import (
     offers,
     reasons,
 )
-from fedstill.querying.table import QueryTable
 from fedstill.running.compatibility import PlannedRun, Rule, needs
 from fedstill.running.world import RunWorld
 

@@ -24,9 +24,8 @@ from fedstill.metrics import (
     uniform_accuracy,
 )
 from fedstill.querying.answers import Answer
-from fedstill.querying.queries import Asking, because
+from fedstill.querying.queries import Asking, QueryTable, because
 from fedstill.querying.rules import reasons_before
-from fedstill.querying.table import QueryTable
 from fedstill.report.summary import NONE
 from fedstill.report.terminal import SHADES, table, tell
 from fedstill.running.preparation import Prepared
