@@ -434,26 +434,26 @@ def test_extended_dirichlet_lowers_the_minimum_only_when_asked():
 def test_slow_splits_are_read_from_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
     fields = {"clients": 20, "alpha": 0.5, "seed": 3}
-    first = p.cached(p.dirichlet, BALANCED, slow_seconds=0, **fields)
+    first = p.cached_split(p.dirichlet, BALANCED, slow_seconds=0, **fields)
     (file,) = (tmp_path / "partitions").iterdir()
     stamp = file.stat().st_mtime_ns
-    assert same(first, p.cached(p.dirichlet, BALANCED, slow_seconds=0, **fields))
+    assert same(first, p.cached_split(p.dirichlet, BALANCED, slow_seconds=0, **fields))
     assert same(first, p.dirichlet(BALANCED, **fields))
     assert file.stat().st_mtime_ns == stamp
-    p.cached(p.dirichlet, BALANCED, slow_seconds=0, **{**fields, "seed": 4})
-    p.cached(p.dirichlet, BALANCED[1:], slow_seconds=0, **fields)
+    p.cached_split(p.dirichlet, BALANCED, slow_seconds=0, **{**fields, "seed": 4})
+    p.cached_split(p.dirichlet, BALANCED[1:], slow_seconds=0, **fields)
     assert len(list((tmp_path / "partitions").iterdir())) == 3
 
 
 def test_a_damaged_or_missing_cache_is_as_none(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
-    first = p.cached(p.iid, BALANCED, slow_seconds=0, clients=7, seed=1)
+    first = p.cached_split(p.iid, BALANCED, slow_seconds=0, clients=7, seed=1)
     (file,) = (tmp_path / "partitions").iterdir()
     file.write_bytes(file.read_bytes()[:100])
-    assert same(first, p.cached(p.iid, BALANCED, slow_seconds=0, clients=7, seed=1))
+    assert same(first, p.cached_split(p.iid, BALANCED, slow_seconds=0, clients=7, seed=1))
     (tmp_path / "file").touch()
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "file" / "below"))
-    assert same(first, p.cached(p.iid, BALANCED, slow_seconds=0, clients=7, seed=1))
+    assert same(first, p.cached_split(p.iid, BALANCED, slow_seconds=0, clients=7, seed=1))
 
 
 @pytest.mark.parametrize(
@@ -473,11 +473,11 @@ def test_what_is_no_split_is_not_kept(parts, tmp_path, monkeypatch):
     def slow(labels, clients):
         return parts
 
-    assert p.cached(slow, BALANCED, slow_seconds=0, clients=2) is parts
+    assert p.cached_split(slow, BALANCED, slow_seconds=0, clients=2) is parts
     assert not (tmp_path / "partitions").exists()
 
 
 def test_quick_splits_are_not_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
-    p.cached(p.iid, BALANCED, clients=7, seed=1)
+    p.cached_split(p.iid, BALANCED, clients=7, seed=1)
     assert not (tmp_path / "partitions").exists()

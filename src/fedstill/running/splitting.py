@@ -23,7 +23,7 @@ from fedstill.core.records import SERVER, Examples
 from fedstill.core.stream import Cut, Stream
 from fedstill.core.user_code import definition, of_kind, reason
 from fedstill.data.client_split import ClientSplit, Positions
-from fedstill.data.partition import cached
+from fedstill.data.partition import cached_split
 from fedstill.data.partition.column import column
 from fedstill.data.views import TaskData
 
@@ -50,7 +50,7 @@ def draw_split(settings: Settings, train: Examples, seed: int | None = None) -> 
             # A function that was handed over in Python has no file to know it by.
             parts = function(**arguments)
         else:
-            parts = cached(function, **arguments)
+            parts = cached_split(function, **arguments)
         if not isinstance(parts, ClientSplit):
             parts = _as_arrays(label, parts, function)
     except FedstillError:

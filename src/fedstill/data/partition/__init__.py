@@ -13,14 +13,14 @@ from fedstill.data.partition.dirichlet import (
     hybrid,
     public_split,
 )
-from fedstill.data.partition.rules import Draw, Parts, cached
+from fedstill.data.partition.rules import Draw, Parts, cached_split
 from fedstill.data.partition.sharding import iid, pathological, shard_rows, sharding
 
 __all__ = [
     "ClientSplit",
     "Draw",
     "Parts",
-    "cached",
+    "cached_split",
     "column",
     "dirichlet",
     "dirichlet_draw",

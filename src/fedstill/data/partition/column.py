@@ -15,14 +15,17 @@ from fedstill.core.fields import Count, Positive, Seed
 from fedstill.core.keys import numpy_generator
 from fedstill.core.registry import register
 from fedstill.data.client_split import ClientSplit
-from fedstill.data.partition.rules import Parts
+from fedstill.data.partition.rules import Labels, Parts
 
 
+# It is not registered by @partition, which checks that no client is empty: a task may have no
+# examples of a client.
 @register("partition", "column")
 def column(
     labels: ArrayLike,
     clients: int,
     groups: ArrayLike | None,
+    *,
     column: str = "",
     own_test: Literal["column"] | Annotated[float, Interval(gt=0, lt=1)] | None = None,
     own_test_take: Literal["random", "last"] = "random",
@@ -49,36 +52,46 @@ def column(
     labels: (n,); groups: (n,) the number of each example's value. Raises DataError for data without
     owners.
     """
+    # These are keys of [partition], which code that prepares a run reads from its settings.
+    del clients, column, own_test, own_test_take, pool
     if groups is None:
         raise DataError(
             "partition.kind = 'column' needs data with such a column; set partition.column to its "
             "name"
         )
-    codes = np.asarray(groups)
-    counts = np.bincount(codes) if len(codes) else np.zeros(0, dtype=np.int64)
-    # what preparing does with them, it reads from the config
-    del clients, own_test, own_test_take, pool
-    client = np.cumsum(counts >= least) - 1
-    theirs = np.flatnonzero(counts[codes] >= least)
-    clients_with_enough = int(np.count_nonzero(counts >= least))
-    parts = ClientSplit.of_owners(theirs, client[codes[theirs]], clients_with_enough)
+    group_of_example = np.asarray(groups)
+    group_sizes = np.zeros(0, dtype=np.int64)
+    if len(group_of_example):
+        group_sizes = np.bincount(group_of_example)
+
+    is_client = group_sizes >= least
+    client_of_group = np.cumsum(is_client) - 1
+    examples = np.flatnonzero(is_client[group_of_example])
+    owners = client_of_group[group_of_example[examples]]
+    split = ClientSplit.of_owners(examples, owners, int(np.count_nonzero(is_client)))
     if alpha is None:
-        return parts
-    draw = numpy_generator(seed)
-    return ClientSplit.of_parts([_mixed(np.asarray(labels), part, alpha, draw) for part in parts])
+        return split
+
+    stream = numpy_generator(seed)
+    all_labels = np.asarray(labels)
+    return ClientSplit.of_parts([_with_mix(all_labels, part, alpha, stream) for part in split])
 
 
-def _mixed(
-    labels: NDArray[np.int64], part: NDArray[np.int64], alpha: float, draw: np.random.Generator
-) -> NDArray[np.int64]:
-    """The most of a client's examples whose mix of classes is a draw of Dir(alpha) over those that
-    it has.
+def _with_mix(
+    labels: NDArray[np.int64], examples: Labels, alpha: float, stream: np.random.Generator
+) -> Labels:
+    """As many of a client's examples as have a mix of classes that is drawn by Dir(alpha).
+
+    The mix is scaled until it uses up one class. Its largest class keeps one example at least, so
+    that no client is empty.
     """
-    classes, counts = np.unique(labels[part], return_counts=True)
-    shares = draw.dirichlet(np.repeat(alpha, len(classes)))
-    wanted = shares * (counts / np.maximum(shares, np.finfo(float).tiny)).min()
-    kept = [
-        draw.permutation(part[labels[part] == of])[: max(round(size), int(share == shares.max()))]
-        for of, size, share in zip(classes, wanted, shares, strict=True)
-    ]
+    classes, counts = np.unique(labels[examples], return_counts=True)
+    mix = stream.dirichlet(np.repeat(alpha, len(classes)))
+    # A share that underflowed to 0 uses up no class.
+    scale = (counts / np.maximum(mix, np.finfo(float).tiny)).min()
+    least_counts = (mix == mix.max()).astype(int)
+    kept = []
+    for label, share, least_count in zip(classes, mix, least_counts, strict=True):
+        of_class = stream.permutation(examples[labels[examples] == label])
+        kept.append(of_class[: max(round(share * scale), least_count)])
     return np.sort(np.concatenate(kept))

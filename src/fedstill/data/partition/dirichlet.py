@@ -4,8 +4,9 @@ number of classes), ``hybrid`` (some clients hold an even share), ``hiper`` (one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,16 +20,102 @@ from fedstill.data.partition.rules import (
     Draw,
     Labels,
     Parts,
+    check_enough_examples,
     class_indices,
     legacy_stream,
     partition,
     random_classes,
-    refuse_too_many,
 )
 
 Stream = Literal["official", "fast"]
+
 DRAWS_AT_ONCE = 64
 """Draws of sizes that the fast stream makes at once."""
+
+
+# A class and the pieces of it that clients get.
+
+
+@dataclass(frozen=True)
+class ClassPieces:
+    """The examples of a class, and how many of them each client gets, one client after another."""
+
+    examples: Labels
+    sizes: Labels
+    """(clients,)"""
+
+
+def cuts(shares: NDArray[np.float64], size: int) -> NDArray[np.int64]:
+    """The positions at which ``size`` examples of a class are cut for shares (..., clients).
+
+    There are clients - 1 positions, in ascending order.
+    """
+    return (np.cumsum(shares, axis=-1) * size).astype(np.int64)[..., :-1]
+
+
+def piece_sizes(cut_positions: Labels, size: int) -> Labels:
+    """How many of a class's ``size`` examples each client gets (..., clients)."""
+    return np.diff(np.minimum(cut_positions, size), prepend=0, append=size)
+
+
+def _draw_pieces(
+    examples_of_class: Parts,
+    clients: int,
+    alpha: float,
+    stream: np.random.RandomState,
+    holders: Sequence[Labels] | None = None,
+) -> list[ClassPieces] | None:
+    """One draw of shares for all classes, one class after another, or None if it is no split.
+
+    A client that has its even share of all examples gets no more. holders: the clients that may
+    have examples of each class; None for all clients. The draw is no split if the shares of all
+    clients that may get examples of a class are 0.
+    """
+    even_share = sum(map(len, examples_of_class)) / clients
+    sizes = np.zeros(clients, dtype=np.int64)
+    pieces = []
+    for position, examples in enumerate(examples_of_class):
+        shuffled = examples.copy()
+        stream.shuffle(shuffled)
+        may_receive = sizes < even_share
+        if holders is not None:
+            may_receive &= np.isin(np.arange(clients), holders[position])
+        shares = stream.dirichlet(np.repeat(alpha, clients)) * may_receive
+        total = shares.sum()
+        if not total > 0:
+            return None
+        cut_positions = cuts(shares / total, len(examples))
+        if holders is not None and len(cut_positions) and cut_positions[-1] != len(examples):
+            # Rounding leaves examples over. The last holder takes them, not the last client.
+            cut_positions[holders[position][-1] :] = len(examples)
+        piece = ClassPieces(shuffled, piece_sizes(cut_positions, len(examples)))
+        sizes += piece.sizes
+        pieces.append(piece)
+    return pieces
+
+
+def _client_sizes(pieces: Sequence[ClassPieces] | None, clients: int) -> Labels:
+    """The number of examples of each client (clients,); 0 for all where there is no split."""
+    if pieces is None:
+        return np.zeros(clients, dtype=np.int64)
+    sizes: Labels = np.sum([piece.sizes for piece in pieces], axis=0, dtype=np.int64)
+    return sizes
+
+
+def _shuffled_split(
+    pieces: Sequence[ClassPieces], stream: np.random.RandomState | np.random.Generator
+) -> ClientSplit:
+    """The split that gives each client its pieces of all classes, in random order."""
+    clients = np.arange(len(pieces[0].sizes))
+    owners = np.concatenate([np.repeat(clients, piece.sizes) for piece in pieces])
+    examples = np.concatenate([piece.examples for piece in pieces])
+    split = ClientSplit.of_owners(examples, owners, len(clients))
+    for client in np.flatnonzero(split.sizes > 1).tolist():  # to shuffle one example draws nothing
+        stream.shuffle(split[client])  # a view: in place
+    return split
+
+
+# dirichlet: all clients may get examples of all classes.
 
 
 @partition("dirichlet")
@@ -37,6 +124,7 @@ def dirichlet(
     clients: Count,
     alpha: Positive,
     seed: Seed,
+    *,
     min_size: Count = 10,
     max_tries: Count = 20_000,
     stream: Stream = "official",
@@ -59,7 +147,10 @@ def dirichlet(
     Reading: not a pure Dirichlet: a client that holds n / clients examples gets no more (the codes'
     balance rule).
     """
-    return dirichlet_draw(labels, clients, alpha, seed, min_size, max_tries, stream).parts
+    draw = dirichlet_draw(
+        labels, clients, alpha, seed, min_size=min_size, max_tries=max_tries, stream=stream
+    )
+    return draw.parts
 
 
 def dirichlet_draw(
@@ -67,6 +158,7 @@ def dirichlet_draw(
     clients: int,
     alpha: float,
     seed: int,
+    *,
     min_size: int = 10,
     max_tries: int = 20_000,
     stream: Stream = "official",
@@ -74,117 +166,84 @@ def dirichlet_draw(
     """The split of ``dirichlet`` with the number of draws it took. Raises InfeasiblePartition where
     no draw fits.
     """
-    refuse_too_many("dirichlet", len(labels), clients, min_size)
-    owned = class_indices(labels)
-    draw = _official if stream == "official" else _fast
-    drawn = draw(owned, clients, alpha, seed, min_size, max_tries)
-    if drawn is None:
+    check_enough_examples("dirichlet", len(labels), clients, min_size)
+    settings = _DrawSettings(class_indices(labels), clients, alpha, min_size)
+    accepted: Draw | None
+    if stream == "official":
+        accepted = _official_draw(settings, legacy_stream(seed), max_tries)
+    else:
+        accepted = _fast_draw(settings, numpy_generator(seed), max_tries)
+    if accepted is None:
+        classes = len(settings.examples_of_class)
         raise InfeasiblePartition(
             f"dirichlet: none of {max_tries:,} draws gave each of {clients} clients {min_size} "
-            "examples "
-            f"(alpha {alpha:g}, {len(owned)} classes, {len(labels):,} examples); "
-            "raise alpha or max_tries, lower min_size or clients, or try another seed"
+            f"examples (alpha {alpha:g}, {classes} classes, {len(labels):,} examples); raise alpha "
+            "or max_tries, lower min_size or clients, or try another seed"
         )
-    return drawn
+    return accepted
 
 
-def cuts(shares: NDArray[np.float64], size: int) -> NDArray[np.int64]:
-    """Where a class of ``size`` examples is cut for shares (..., clients): clients - 1 ascending
-    positions.
-    """
-    return (np.cumsum(shares, axis=-1) * size).astype(np.int64)[..., :-1]
+@dataclass(frozen=True)
+class _DrawSettings:
+    """The examples of each class, and the settings of their division over clients."""
+
+    examples_of_class: Parts
+    clients: int
+    alpha: float
+    min_size: int
 
 
-def pieces_of(ends: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """How many of a class's ``size`` examples each client gets (clients,), given where it is cut
-    (clients - 1,).
-    """
-    return np.diff(np.minimum(ends, size), prepend=0, append=size)
-
-
-def _official(
-    owned: Parts, clients: int, alpha: float, seed: int, min_size: int, max_tries: int
+def _official_draw(
+    settings: _DrawSettings, stream: np.random.RandomState, max_tries: int
 ) -> Draw | None:
-    stream = legacy_stream(seed)
-    full = sum(map(len, owned)) / clients
-    for tried in range(1, max_tries + 1):
-        sizes = np.zeros(clients, dtype=np.int64)
-        drawn: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-        for indices in owned:
-            shuffled = indices.copy()
-            stream.shuffle(shuffled)
-            shares = stream.dirichlet(np.repeat(alpha, clients)) * (sizes < full)
-            total = shares.sum()
-            # every open client drew a share that underflowed to 0: no split, draw again
-            if not total > 0:
-                sizes[:] = 0
-                break
-            drawn.append((shuffled, pieces_of(cuts(shares / total, len(indices)), len(indices))))
-            sizes += drawn[-1][1]
-        if sizes.min() >= min_size:
-            return Draw(shuffled_parts(drawn, stream), tried, min_size)
+    """The first accepted draw in the order of FedNTD's code: shuffles and shares in turn."""
+    for tries in range(1, max_tries + 1):
+        pieces = _draw_pieces(settings.examples_of_class, settings.clients, settings.alpha, stream)
+        smallest = _client_sizes(pieces, settings.clients).min()
+        if pieces is not None and smallest >= settings.min_size:
+            return Draw(_shuffled_split(pieces, stream), tries, settings.min_size)
     return None
 
 
-def shuffled_parts(
-    drawn: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]],
-    stream: np.random.RandomState | np.random.Generator,
-) -> ClientSplit:
-    """Each client's pieces of all classes, shuffled; drawn: of a class, its examples and the sizes
-    of all pieces.
-    """
-    clients = len(drawn[0][1])
-    owners = np.concatenate([np.repeat(np.arange(clients), sizes) for _, sizes in drawn])
-    examples = np.concatenate([of_class for of_class, _ in drawn])
-    parts = ClientSplit.of_owners(examples, owners, clients)
-    for client in np.flatnonzero(parts.sizes > 1).tolist():  # to shuffle one example draws nothing
-        stream.shuffle(parts[client])  # a view: in place
-    return parts
-
-
-def _fast(
-    owned: Parts, clients: int, alpha: float, seed: int, min_size: int, max_tries: int
-) -> Draw | None:
-    rng = numpy_generator(seed)
+def _fast_draw(settings: _DrawSettings, stream: np.random.Generator, max_tries: int) -> Draw | None:
+    """The first accepted draw of sizes. Only its examples are shuffled."""
     for start in range(0, max_tries, DRAWS_AT_ONCE):
-        counts = _sizes(
-            rng,
-            [len(indices) for indices in owned],
-            clients,
-            alpha,
-            min(DRAWS_AT_ONCE, max_tries - start),
-        )
-        accepted = np.flatnonzero(counts.sum(1).min(1) >= min_size)
-        if len(accepted):
-            first = int(accepted[0])
-            drawn = [
-                (rng.permutation(i), sizes) for i, sizes in zip(owned, counts[first], strict=True)
-            ]
-            return Draw(shuffled_parts(drawn, rng), start + first + 1, min_size)
+        counts = _class_counts(settings, stream, min(DRAWS_AT_ONCE, max_tries - start))
+        accepted = np.flatnonzero(counts.sum(1).min(1) >= settings.min_size)
+        if not len(accepted):
+            continue
+        first = int(accepted[0])
+        pieces = [
+            ClassPieces(stream.permutation(examples), sizes)
+            for examples, sizes in zip(settings.examples_of_class, counts[first], strict=True)
+        ]
+        return Draw(_shuffled_split(pieces, stream), start + first + 1, settings.min_size)
     return None
 
 
-def _sizes(
-    rng: np.random.Generator, class_sizes: list[int], clients: int, alpha: float, tries: int
-) -> NDArray[np.int64]:
-    """Class counts of ``tries`` draws at once: (tries, classes, clients)."""
-    counts = np.zeros((tries, len(class_sizes), clients), dtype=np.int64)
-    held = np.zeros((tries, clients), dtype=np.int64)
-    alive = np.ones(tries, dtype=bool)
-    full = sum(class_sizes) / clients
-    for k, size in enumerate(class_sizes):
-        shares = rng.dirichlet(np.repeat(alpha, clients), tries) * (held < full)
-        total = shares.sum(1, keepdims=True)
-        alive &= total[:, 0] > 0
-        ends = cuts(shares / np.where(total > 0, total, 1), size)
-        counts[:, k] = np.diff(ends, prepend=0, append=size, axis=1)
-        held += counts[:, k]
-    counts[~alive] = 0  # shares that all underflowed to 0 are no split: too small for any min_size
+def _class_counts(settings: _DrawSettings, stream: np.random.Generator, tries: int) -> Labels:
+    """How many examples of each class each client gets in several draws: (tries, classes, clients).
+
+    The rule is that of ``_draw_pieces``. A draw that is no split has counts of 0.
+    """
+    class_sizes = [len(examples) for examples in settings.examples_of_class]
+    even_share = sum(class_sizes) / settings.clients
+    counts = np.zeros((tries, len(class_sizes), settings.clients), dtype=np.int64)
+    sizes = np.zeros((tries, settings.clients), dtype=np.int64)
+    is_split = np.ones(tries, dtype=bool)
+    for position, class_size in enumerate(class_sizes):
+        drawn = stream.dirichlet(np.repeat(settings.alpha, settings.clients), tries)
+        drawn *= sizes < even_share
+        totals = drawn.sum(1, keepdims=True)
+        is_split &= totals[:, 0] > 0
+        divisors = np.where(totals > 0, totals, 1)
+        counts[:, position] = piece_sizes(cuts(drawn / divisors, class_size), class_size)
+        sizes += counts[:, position]
+    counts[~is_split] = 0
     return counts
 
 
-# Extended Dirichlet: every client holds a fixed number of classes; Dirichlet draws share a class
-# among its clients.
+# extended_dirichlet: each client gets examples of a fixed number of classes.
 
 
 @partition("extended_dirichlet")
@@ -194,6 +253,7 @@ def extended_dirichlet(
     classes_per_client: Count,
     alpha: Positive,
     seed: Seed,
+    *,
     min_size: Count = 10,
     max_tries: Count = 200,
     allocations: Count = 5,
@@ -221,17 +281,18 @@ def extended_dirichlet(
     Reading: the official code never redraws the allocation, and so never ends where that one is
     infeasible.
     """
-    return extended_dirichlet_draw(
+    draw = extended_dirichlet_draw(
         labels,
         clients,
         classes_per_client,
         alpha,
         seed,
-        min_size,
-        max_tries,
-        allocations,
-        lower_min_size,
-    ).parts
+        min_size=min_size,
+        max_tries=max_tries,
+        allocations=allocations,
+        lower_min_size=lower_min_size,
+    )
+    return draw.parts
 
 
 def extended_dirichlet_draw(
@@ -240,6 +301,7 @@ def extended_dirichlet_draw(
     classes_per_client: int,
     alpha: float,
     seed: int,
+    *,
     min_size: int = 10,
     max_tries: int = 200,
     allocations: int = 5,
@@ -249,26 +311,73 @@ def extended_dirichlet_draw(
 
     Raises InfeasiblePartition where no draw fits.
     """
-    refuse_too_many("extended_dirichlet", len(labels), clients, min_size)
-    owned = class_indices(labels)
+    check_enough_examples("extended_dirichlet", len(labels), clients, min_size)
+    settings = _DrawSettings(class_indices(labels), clients, alpha, min_size)
     stream = legacy_stream(seed)
-    tries, best, why = 0, -1, ""
-    for wanted in range(min_size, 0 if lower_min_size else min_size - 1, -1):
+    accepted_sizes = [min_size]
+    if lower_min_size:
+        accepted_sizes = list(range(min_size, 0, -1))
+
+    tries = 0
+    best: _Attempt | None = None
+    for accepted_size in accepted_sizes:
         for _ in range(allocations):
-            holders = allocate_classes(clients, len(owned), classes_per_client, stream)
-            for _ in range(max_tries):
+            for attempt in _attempts(settings, classes_per_client, stream, max_tries):
                 tries += 1
-                drawn, sizes = _share(owned, holders, clients, alpha, stream)
-                if sizes.min() >= wanted:
-                    return Draw(shuffled_parts(drawn, stream), tries, wanted)
-                if sizes.min() > best:
-                    best, why = int(sizes.min()), _smallest(labels, owned, holders, sizes)
+                if attempt.pieces is not None and attempt.smallest >= accepted_size:
+                    return Draw(_shuffled_split(attempt.pieces, stream), tries, accepted_size)
+                if best is None or attempt.smallest > best.smallest:
+                    best = attempt
+    assert best is not None
     raise InfeasiblePartition(
         f"extended_dirichlet: none of {tries:,} draws gave each of {clients} clients {min_size} "
-        "examples; "
-        f"the best gave {why}; lower min_size, set lower_min_size = true, raise alpha, or take "
-        "fewer clients"
+        f"examples; the best gave {best.shortage(labels, settings.examples_of_class)}; lower "
+        "min_size, set lower_min_size = true, raise alpha, or take fewer clients"
     )
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A draw of shares for an allocation of classes."""
+
+    holders: Sequence[Labels]
+    """The clients that hold each class."""
+    pieces: Sequence[ClassPieces] | None
+    sizes: Labels
+    """The number of examples of each client (clients,)."""
+
+    @property
+    def smallest(self) -> int:
+        """The number of examples of the smallest client."""
+        return int(self.sizes.min())
+
+    def shortage(self, labels: Labels, examples_of_class: Parts) -> str:
+        """The smallest client, and the scarcest of its classes, for a message."""
+        client = int(self.sizes.argmin())
+        per_holder = {
+            position: len(examples) / len(self.holders[position])
+            for position, examples in enumerate(examples_of_class)
+            if client in self.holders[position]
+        }
+        scarcest = min(per_holder, key=lambda position: per_holder[position])
+        return (
+            f"client {client} only {self.sizes[client]} (class {np.unique(labels)[scarcest]}: "
+            f"{len(examples_of_class[scarcest])} examples for {len(self.holders[scarcest])} "
+            "clients)"
+        )
+
+
+def _attempts(
+    settings: _DrawSettings, classes_per_client: int, stream: np.random.RandomState, max_tries: int
+) -> Iterator[_Attempt]:
+    """Draws of shares for one allocation of classes."""
+    classes = len(settings.examples_of_class)
+    holders = allocate_classes(settings.clients, classes, classes_per_client, stream)
+    for _ in range(max_tries):
+        pieces = _draw_pieces(
+            settings.examples_of_class, settings.clients, settings.alpha, stream, holders
+        )
+        yield _Attempt(holders, pieces, _client_sizes(pieces, settings.clients))
 
 
 def allocate_classes(
@@ -278,11 +387,11 @@ def allocate_classes(
     stream: np.random.RandomState,
     max_tries: int = 10_000,
 ) -> list[Labels]:
-    """The clients of every class, ascending: each draws its classes uniformly, until no class has
-    too few clients.
+    """The clients of every class, in ascending order.
 
-    Too few: less than a fifth of an even deal (at least 1). Raises InfeasiblePartition if no
-    assignment is possible.
+    Each client draws its classes uniformly. All draw again until each class has at least a fifth of
+    the clients of an even allocation, and at least one. Raises InfeasiblePartition if that is
+    impossible, or does not happen in ``max_tries`` draws.
     """
     if classes_per_client > classes:
         raise InfeasiblePartition(
@@ -292,69 +401,21 @@ def allocate_classes(
     if clients * classes_per_client < classes:
         raise InfeasiblePartition(
             f"extended_dirichlet: {clients} clients × {classes_per_client} classes cannot hold "
-            f"{classes} classes; "
-            "take more clients or more classes per client"
+            f"{classes} classes; take more clients or more classes per client"
         )
-    needed = max(classes_per_client * clients // classes // 5, 1)
+    least_holders = max(classes_per_client * clients // classes // 5, 1)
     for _ in range(max_tries):
         holders = random_classes(clients, classes_per_client, classes, stream)
-        if min(map(len, holders)) >= needed:
+        if min(map(len, holders)) >= least_holders:
             return holders
     raise InfeasiblePartition(
-        f"extended_dirichlet: none of {max_tries:,} deals gave every class {needed} client(s) "
-        f"({clients} clients × {classes_per_client} of {classes} classes); take more classes per "
-        "client or clients"
+        f"extended_dirichlet: none of {max_tries:,} draws gave every class {least_holders} "
+        f"client(s) ({clients} clients × {classes_per_client} of {classes} classes); take more "
+        "classes per client or clients"
     )
 
 
-def _share(
-    owned: Parts,
-    holders: Sequence[Labels],
-    clients: int,
-    alpha: float,
-    stream: np.random.RandomState,
-) -> tuple[list[tuple[Labels, Labels]], NDArray[np.int64]]:
-    """One draw of shares: of each class its examples and how many each client gets; and the
-    clients' sizes.
-
-    The sizes are all 0 where the draw is no split.
-    """
-    full = sum(map(len, owned)) / clients
-    sizes = np.zeros(clients, dtype=np.int64)
-    drawn = []
-    for indices, held_by in zip(owned, holders, strict=True):
-        shuffled = indices.copy()
-        stream.shuffle(shuffled)
-        allowed = np.zeros(clients, dtype=bool)
-        allowed[held_by] = True
-        shares = stream.dirichlet(np.repeat(alpha, clients)) * (allowed & (sizes < full))
-        total = shares.sum()
-        if not total > 0:  # all clients of this class are full already
-            return [], np.zeros(clients, dtype=np.int64)
-        ends = cuts(shares / total, len(indices))
-        # rounding left some over: the class's last client takes them
-        if len(ends) and ends[-1] != len(indices):
-            ends[held_by[-1] :] = len(indices)
-        drawn.append((shuffled, pieces_of(ends, len(indices))))
-        sizes += drawn[-1][1]
-    return drawn, sizes
-
-
-def _smallest(
-    labels: Labels, owned: Parts, holders: Sequence[Labels], sizes: NDArray[np.int64]
-) -> str:
-    """The reason in words: the smallest client, and the scarcest of its classes."""
-    client = int(sizes.argmin())
-    mine = [c for c, held_by in enumerate(holders) if client in held_by]
-    scarce = min(mine, key=lambda c: len(owned[c]) / len(holders[c]))
-    name = int(np.unique(labels)[scarce])
-    return (
-        f"client {client} only {sizes[client]} (class {name}: {len(owned[scarce])} examples "
-        f"for {len(holders[scarce])} clients)"
-    )
-
-
-# Hybrid: some clients hold an even share of every class, the others a skewed share of the rest.
+# hybrid: some clients get an even share of every class, the others a skewed share of the rest.
 
 
 @partition("hybrid")
@@ -363,6 +424,7 @@ def hybrid(
     clients: Count,
     iid_share: Share,
     seed: Seed,
+    *,
     alpha: Positive = 0.05,
     min_size: Count = 1,
     max_tries: Count = 20_000,
@@ -387,84 +449,117 @@ def hybrid(
     Reading: the paper does not say how the data divide between the groups. Dirichlet 0.05 with a
     minimum of 10 almost never succeeds for 90 or 50 clients, hence min_size 1.
     """
-    refuse_too_many("hybrid", len(labels), clients, min_size)
-    even = round(iid_share * clients)
+    check_enough_examples("hybrid", len(labels), clients, min_size)
+    iid_clients = round(iid_share * clients)
+    skewed_clients = clients - iid_clients
     stream = legacy_stream(seed)
-    first, rest = _stratified(labels, even, clients, stream)
-    if even == clients:
-        return first
+    even = _stratified_parts(labels, iid_clients, clients, stream)
+    if not skewed_clients:
+        return even.split
+
+    remaining = even.remaining
+    parts: Parts
     if hybrid_share == "equal_per_client":
-        others = ClientSplit.of_parts(_equal_sizes(labels, rest, clients - even, alpha, stream))
+        parts = _equal_parts(labels[remaining], skewed_clients, alpha, stream)
     else:
-        drawn = ClientSplit.of_parts(
-            dirichlet_draw(labels[rest], clients - even, alpha, seed, min_size, max_tries).parts
-        )
-        others = ClientSplit(rest[drawn.positions], drawn.ends)
-    positions = np.concatenate([first.positions, others.positions])
-    ends = np.concatenate([first.ends, others.ends + len(first.positions)])
+        parts = dirichlet_draw(
+            labels[remaining], skewed_clients, alpha, seed, min_size=min_size, max_tries=max_tries
+        ).parts
+    skewed = ClientSplit.of_parts(parts)
+    positions = np.concatenate([even.split.positions, remaining[skewed.positions]])
+    ends = np.concatenate([even.split.ends, skewed.ends + len(even.split.positions)])
     return ClientSplit(positions, ends)
 
 
-def _stratified(
-    labels: Labels, even: int, clients: int, stream: np.random.RandomState
-) -> tuple[ClientSplit, Labels]:
-    """``even`` parts that each hold a ``clients``-th of every class, and the examples left, in
-    data-set order.
-    """
-    given, owners, rest = [], [], []
-    # the odd examples of a class go to the next clients in turn, so that sizes stay equal
-    spare = 0
-    for indices in class_indices(labels):
-        shuffled = stream.permutation(indices)
-        size, odd = divmod(round(len(indices) * even / clients), even) if even else (0, 0)
-        takes = size + ((np.arange(even) - spare) % max(even, 1) < odd)
-        owners.append(np.repeat(np.arange(even), takes))
-        spare = (spare + odd) % even if even else 0
-        given.append(shuffled[: len(owners[-1])])
-        rest.append(shuffled[len(owners[-1]) :])
-    first = ClientSplit.of_owners(np.concatenate(given), np.concatenate(owners), even)
-    return first, np.sort(np.concatenate(rest))
+class _StratifiedParts(NamedTuple):
+    """The split of the clients with an even share, and the positions of all other examples."""
+
+    split: ClientSplit
+    remaining: Labels
 
 
-def _equal_sizes(
-    labels: Labels, rest: Labels, clients: int, alpha: float, stream: np.random.RandomState
-) -> Parts:
-    """Parts of equal size whose class mixes are Dir(alpha) as long as examples of the classes
-    remain.
+def _stratified_parts(
+    labels: Labels, iid_clients: int, clients: int, stream: np.random.RandomState
+) -> _StratifiedParts:
+    """Give each of ``iid_clients`` clients a ``clients``-th of every class.
+
+    The examples that are left over after an even division go to one client more each. Where one
+    class ends with that, the next one goes on, so that the clients' sizes stay equal.
     """
-    if len(rest) < clients:
+    owners = []
+    examples = []
+    remaining = []
+    next_client = 0
+    for members in class_indices(labels):
+        shuffled = stream.permutation(members)
+        count = round(len(members) * iid_clients / clients)
+        sizes = np.zeros(iid_clients, dtype=np.int64)
+        if iid_clients:
+            size, left_over = divmod(count, iid_clients)
+            turn = (np.arange(iid_clients) - next_client) % iid_clients
+            sizes = size + (turn < left_over)
+            next_client = (next_client + left_over) % iid_clients
+        owners.append(np.repeat(np.arange(iid_clients), sizes))
+        examples.append(shuffled[:count])
+        remaining.append(shuffled[count:])
+    split = ClientSplit.of_owners(np.concatenate(examples), np.concatenate(owners), iid_clients)
+    return _StratifiedParts(split, np.sort(np.concatenate(remaining)))
+
+
+def _equal_parts(
+    labels: Labels, clients: int, alpha: float, stream: np.random.RandomState
+) -> list[Labels]:
+    """Positions in ``labels`` for each client: parts of equal size, with classes by Dir(alpha).
+
+    Each client draws its examples' classes, but no more of a class than there are. It draws the
+    classes of the missing ones again, until its part is full.
+    """
+    if len(labels) < clients:
         raise InfeasiblePartition(
-            f"hybrid: {len(rest)} examples are left for {clients} skewed clients; take fewer "
+            f"hybrid: {len(labels)} examples are left for {clients} skewed clients; take fewer "
             "clients"
         )
-    stock = [list(stream.permutation(rest[i])) for i in class_indices(labels[rest])]
+    stock = [list(stream.permutation(members)) for members in class_indices(labels)]
     parts = []
-    for quota in map(len, np.array_split(rest, clients)):
+    for part_size in map(len, np.array_split(labels, clients)):
         mix = stream.dirichlet(np.repeat(alpha, len(stock)))
-        mine: list[int] = []
-        while len(mine) < quota:
-            left = np.array([len(pile) for pile in stock])
-            shares = mix * (left > 0)
-            # A client whose classes are used up takes from all that is left, in proportion.
-            shares = shares / shares.sum() if shares.sum() > 0 else left / left.sum()
-            counts = np.minimum(stream.multinomial(quota - len(mine), shares), left)
-            for pile, count in zip(stock, counts, strict=True):
-                mine += [pile.pop() for _ in range(count)]
-        parts.append(np.array(mine, dtype=np.int64))
+        part: list[int] = []
+        while len(part) < part_size:
+            available = np.array([len(members) for members in stock])
+            counts = _drawn_classes(part_size - len(part), mix, available, stream)
+            for members, count in zip(stock, counts, strict=True):
+                part += [members.pop() for _ in range(count)]
+        parts.append(np.array(part, dtype=np.int64))
     return parts
 
 
-# HiPer-FedKD's split: a public set apart, the rest by one Dirichlet matrix, a validation set for
-# each client.
+def _drawn_classes(
+    size: int, mix: NDArray[np.float64], available: Labels, stream: np.random.RandomState
+) -> Labels:
+    """How many examples of each class are drawn, up to ``size`` in all and to those available."""
+    shares = mix * (available > 0)
+    if not shares.sum() > 0:
+        # The classes of the mix are used up: draw from all that is left, in proportion.
+        shares = available.astype(np.float64)
+    shares = shares / shares.sum()
+    return np.minimum(stream.multinomial(size, shares), available)
 
 
-def public_split(
-    examples: int, public: int, seed: int = 42
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(pool, public): the positions that the clients share, and the public ones that all see.
+# hiper: HiPer-FedKD's split.
 
-    Both keep the order of the draw. Raises InfeasiblePartition where nothing would be left for the
-    clients.
+
+class PublicSplit(NamedTuple):
+    """The positions of the examples that clients share, and of the public ones, which all see."""
+
+    pool: Labels
+    public: Labels
+
+
+def public_split(examples: int, public: int, seed: int = 42) -> PublicSplit:
+    """Set ``public`` of the examples apart. Both parts keep the order of the draw.
+
+    Raises InfeasiblePartition where nothing would be left for the clients.
+
     Source: HiPer-FedKD's notebooks: torch's random_split with seed 42; 45,000 and 5,000 of
     CIFAR-10.
     """
@@ -473,7 +568,7 @@ def public_split(
             f"public set of {public:,} from {examples:,} examples: choose 0 to {examples - 1:,}"
         )
     order = torch.randperm(examples, generator=generator(seed)).numpy()
-    return order[: examples - public], order[examples - public :]
+    return PublicSplit(order[: examples - public], order[examples - public :])
 
 
 @partition("hiper")
@@ -493,13 +588,16 @@ def hiper(labels: Labels, clients: Count, alpha: Positive, seed: Seed = 42) -> P
 
     Source: HiPer-FedKD's notebooks, seed 42, 4 clients, alpha 1 and 0.1.
     """
-    owned = class_indices(labels)
-    matrix = legacy_stream(seed).dirichlet(np.repeat(alpha, clients), size=len(owned))
+    examples_of_class = class_indices(labels)
+    matrix = legacy_stream(seed).dirichlet(np.repeat(alpha, clients), size=len(examples_of_class))
     owners = []
-    for indices, shares in zip(owned, matrix, strict=True):
-        ends = np.cumsum((shares * len(indices)).astype(np.int64)[:-1])
-        owners.append(np.repeat(np.arange(clients), pieces_of(ends, len(indices))))
-    parts = ClientSplit.of_owners(np.concatenate(owned), np.concatenate(owners), clients)
-    for client in np.flatnonzero(parts.sizes > 1).tolist():  # to shuffle one example draws nothing
-        legacy_stream(seed + client).shuffle(parts[client])  # a view: in place
-    return parts
+    for examples, shares in zip(examples_of_class, matrix, strict=True):
+        # The notebooks round each share down. ``cuts`` would round their sums down.
+        cut_positions = np.cumsum((shares * len(examples)).astype(np.int64)[:-1])
+        owners.append(np.repeat(np.arange(clients), piece_sizes(cut_positions, len(examples))))
+    split = ClientSplit.of_owners(
+        np.concatenate(examples_of_class), np.concatenate(owners), clients
+    )
+    for client in np.flatnonzero(split.sizes > 1).tolist():  # to shuffle one example draws nothing
+        legacy_stream(seed + client).shuffle(split[client])  # a view: in place
+    return split

@@ -1,7 +1,5 @@
-"""Rules for every split: labels and parameters are checked first, no client is empty, no example is
-given twice.
-
-Slow splits are cached on disk: a Dirichlet 0.05 split takes minutes to draw and an instant to read.
+"""What all partitions share: checks of labels, parameters and results; the official codes' random
+generator; and a cache of slow splits.
 """
 
 from __future__ import annotations
@@ -38,17 +36,16 @@ Arguments = ParamSpec("Arguments")
 
 @dataclass(frozen=True)
 class Draw:
-    """An accepted split and what it took.
-
-    parts: one int64 index array a client, all of them views of one; tries: draws made, the accepted
-    one included;
-    min_size: the smallest client asked for in the end (lower than the caller's only where the
-    caller allowed that).
-    """
+    """An accepted split, and how many draws it took."""
 
     parts: Parts
+    """The int64 positions of each client's examples, all of them views of one array."""
     tries: int
+    """The number of draws, with the accepted one."""
     min_size: int
+    """The examples that each client had to have. It is lower than the caller's only if the caller
+    allowed that.
+    """
 
 
 def partition(name: str) -> Callable[[Callable[Arguments, Parts]], Callable[Arguments, Parts]]:
@@ -66,16 +63,23 @@ def partition(name: str) -> Callable[[Callable[Arguments, Parts]], Callable[Argu
         def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Parts:
             bound = signature.bind(*args, **kwargs)
             bound.arguments["labels"] = checked_labels(bound.arguments["labels"])
-            for key in bound.arguments.keys() & hints.keys() - {"labels"}:
-                if why := problem(hints[key], bound.arguments[key]):
-                    raise ConfigError(f"partition {name!r}: {key} = {why}")
+            for key, value in bound.arguments.items():
+                if key in hints and key != "labels":
+                    _check_range(name, key, hints[key], value)
             parts = ClientSplit.of_parts(split(*bound.args, **bound.kwargs))
-            refuse_empty(name, parts.sizes)
+            check_no_client_empty(name, parts.sizes)
             return parts
 
         return register("partition", name)(checked)
 
     return decorate
+
+
+def _check_range(name: str, key: str, hint: Any, value: Any) -> None:
+    """Raise ConfigError for a parameter whose value its annotation rules out."""
+    fault = problem(hint, value)
+    if fault:
+        raise ConfigError(f"partition {name!r}: {key} = {fault}")
 
 
 def checked_labels(labels: Any) -> Labels:
@@ -94,33 +98,38 @@ def checked_labels(labels: Any) -> Labels:
 
 
 def class_indices(labels: Labels) -> list[Labels]:
-    """The examples of every class that occurs, in data-set order; classes in ascending order."""
-    return [np.flatnonzero(labels == c) for c in np.unique(labels)]
+    """The positions of the examples of every class that occurs, in ascending order of classes."""
+    return [np.flatnonzero(labels == label) for label in np.unique(labels)]
 
 
-def refuse_empty(name: str, sizes: NDArray[np.int64]) -> None:
-    """Raise InfeasiblePartition naming the first client that got nothing."""
-    for client in np.flatnonzero(sizes == 0)[:1]:
+def check_no_client_empty(name: str, sizes: NDArray[np.int64]) -> None:
+    """Raise InfeasiblePartition for the first client that got nothing."""
+    empty = np.flatnonzero(sizes == 0)
+    if len(empty):
         raise InfeasiblePartition(
-            f"partition {name!r} leaves client {client} of {len(sizes)} without examples; "
+            f"partition {name!r} leaves client {empty[0]} of {len(sizes)} without examples; "
             "take fewer clients, a larger alpha or another seed"
         )
 
 
-def refuse_too_many(name: str, examples: int, clients: int, min_size: int = 1) -> None:
+def check_enough_examples(name: str, examples: int, clients: int, min_size: int = 1) -> None:
     """Raise InfeasiblePartition where the examples cannot give every client ``min_size``."""
-    if clients * min_size > examples:
-        raise InfeasiblePartition(
-            f"partition {name!r}: {clients} clients × {min_size} example(s) need "
-            f"{clients * min_size:,}, "
-            f"the data have {examples:,}; take fewer "
-            f"clients{' or a smaller min_size' if min_size > 1 else ''}"
-        )
+    needed = clients * min_size
+    if needed <= examples:
+        return
+    remedy = "take fewer clients"
+    if min_size > 1:
+        remedy += " or a smaller min_size"
+    raise InfeasiblePartition(
+        f"partition {name!r}: {clients} clients × {min_size} example(s) need {needed:,}, the data "
+        f"have {examples:,}; {remedy}"
+    )
 
 
 def legacy_stream(seed: int) -> np.random.RandomState:
-    """NumPy's frozen legacy stream, which the official codes draw from; ``seed`` may be any in [0,
-    2**63).
+    """NumPy's legacy generator, which never changes and from which the official codes draw.
+
+    seed: any whole number in [0, 2**63).
     """
     if seed < 2**32:
         return np.random.RandomState(seed)
@@ -130,84 +139,92 @@ def legacy_stream(seed: int) -> np.random.RandomState:
 def random_classes(
     clients: int, per_client: int, classes: int, stream: np.random.RandomState
 ) -> list[Labels]:
-    """Each client draws ``per_client`` distinct classes uniformly: the clients of every class,
-    ascending.
-    """
-    everyone = np.arange(classes)
-    taken = np.zeros((clients, classes), dtype=bool)
-    order = everyone.copy()
+    """The clients of every class, in ascending order. Each client draws ``per_client`` classes."""
+    all_classes = np.arange(classes)
+    is_drawn = np.zeros((clients, classes), dtype=bool)
+    order = all_classes.copy()
     for client in range(clients):
-        order[:] = everyone
-        stream.shuffle(order)  # what RandomState.choice(classes, per_client, replace=False) draws
-        taken[client, order[:per_client]] = True
-    return [np.flatnonzero(taken[:, c]) for c in range(classes)]
+        order[:] = all_classes
+        # RandomState.choice(classes, per_client, replace=False) draws the same, but slower.
+        stream.shuffle(order)
+        is_drawn[client, order[:per_client]] = True
+    return [np.flatnonzero(is_drawn[:, label]) for label in range(classes)]
 
 
-def cached(
+# Slow splits are stored in the cache folder: a Dirichlet 0.05 split takes minutes to draw.
+
+
+def cached_split(
     split: Callable[..., Parts], labels: Labels, slow_seconds: float = 1.0, **fields: Any
 ) -> Parts:
-    """``split(labels=labels, **fields)``, read from the cache folder if an earlier call took over
-    ``slow_seconds``.
+    """``split(labels=labels, **fields)``, from the cache folder if an earlier call was slow.
 
-    The key covers the labels, the fields and the source of the split's module, so that an edited
-    split is drawn again; a split without readable source is never kept. A damaged or unwritable
-    cache counts as none.
+    The key covers the labels, the fields and the source of the split's module, so that a split
+    whose code changes is drawn again. A split without a source file, and one that took at most
+    ``slow_seconds``, is not stored. A damaged entry is drawn again.
     """
-    path = _path(split, labels, fields)
-    if path is not None and (parts := _read(path, len(labels))) is not None:
-        return parts
-    started = time.perf_counter()
+    path = _cache_path(split, labels, fields)
+    if path is not None:
+        stored = _read_split(path, len(labels))
+        if stored is not None:
+            return stored
+    start = time.perf_counter()
     parts = split(labels=labels, **fields)
-    if path is not None and time.perf_counter() - started > slow_seconds and _are_positions(parts):
+    is_slow = time.perf_counter() - start > slow_seconds
+    if path is not None and is_slow and _are_positions(parts):
         with contextlib.suppress(OSError):
-            _write(path, parts)
+            _write_split(path, parts)
     return parts
 
 
 def _are_positions(parts: Any) -> bool:
-    """Whether these are arrays of whole numbers; all else of a user's is checked, and refused, each
-    time anew.
+    """Whether parts are arrays of whole numbers. A user's split may return anything; a split that
+    is wrong is not stored, so that the next run reports it, too.
     """
     if isinstance(parts, ClientSplit):
         return True
-    return isinstance(parts, (Sequence, np.ndarray)) and all(
-        np.asarray(part).dtype.kind in "iu" for part in parts
-    )
+    if not isinstance(parts, (Sequence, np.ndarray)):
+        return False
+    return all(np.asarray(part).dtype.kind in "iu" for part in parts)
 
 
-def _path(split: Callable[..., Parts], labels: Labels, fields: dict[str, Any]) -> Path | None:
-    bare = inspect.unwrap(split)
+def _cache_path(split: Callable[..., Parts], labels: Labels, fields: dict[str, Any]) -> Path | None:
+    """The file in which a split is stored; None if its source cannot be read."""
+    function = inspect.unwrap(split)
     try:
-        source = b"".join(path.read_bytes() for path in files_of(Path(inspect.getfile(bare))))
+        files = files_of(Path(inspect.getfile(function)))
+        source = b"".join(path.read_bytes() for path in files)
     except (TypeError, OSError):
         return None
-    name = getattr(bare, "__name__", type(bare).__name__)
+    name = getattr(function, "__name__", type(function).__name__)
     key = hashlib.sha256(source)
     key.update(np.ascontiguousarray(labels, dtype=np.int64).tobytes())
     key.update(json.dumps([name, sorted(fields.items())], default=repr).encode())
     return cache_folder() / "partitions" / f"{name}-{key.hexdigest()[:24]}.safetensors"
 
 
-def _read(path: Path, examples: int) -> Parts | None:
+def _read_split(path: Path, examples: int) -> ClientSplit | None:
+    """The split in a file; None if there is none, or if it is damaged."""
     try:
         arrays = load_file(path)
-        order, ends = arrays["order"], arrays["ends"]
+        order = arrays["order"]
+        ends = arrays["ends"]
     except (OSError, SafetensorError, KeyError):
         return None
-    inside = len(order) == ends[-1] and (
-        len(order) == 0 or (order.min() >= 0 and order.max() < examples)
-    )
-    return ClientSplit(order, ends) if inside else None
+    if len(order) != ends[-1]:
+        return None
+    if len(order) and (order.min() < 0 or order.max() >= examples):
+        return None
+    return ClientSplit(order, ends)
 
 
-def _write(path: Path, parts: Parts) -> None:
+def _write_split(path: Path, parts: Parts) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = ClientSplit.of_parts(parts)
-    arrays = {"order": drawn.positions, "ends": drawn.ends}
-    handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    split = ClientSplit.of_parts(parts)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
     os.close(handle)
     try:
-        save_file(arrays, aside)
-        Path(aside).replace(path)
+        save_file({"order": split.positions, "ends": split.ends}, temporary)
+        Path(temporary).replace(path)
     finally:
-        Path(aside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from fedstill.core.errors import InfeasiblePartition
 from fedstill.core.fields import Count, Seed
 from fedstill.data.client_split import ClientSplit, ends_of
-from fedstill.data.partition.dirichlet import pieces_of
+from fedstill.data.partition.dirichlet import piece_sizes
 from fedstill.data.partition.rules import (
     Labels,
     Parts,
+    check_enough_examples,
     class_indices,
     legacy_stream,
     partition,
     random_classes,
-    refuse_too_many,
 )
 
 
@@ -37,10 +37,13 @@ def iid(labels: Labels, clients: Count, seed: Seed) -> Parts:
 
     Reading: FedNTD's code drops the n mod N examples left over; here they are dealt out.
     """
-    refuse_too_many("iid", len(labels), clients)
-    size, more = divmod(len(labels), clients)
-    sizes = size + (np.arange(clients) < more)
+    check_enough_examples("iid", len(labels), clients)
+    size, left_over = divmod(len(labels), clients)
+    sizes = size + (np.arange(clients) < left_over)
     return ClientSplit(legacy_stream(seed).permutation(len(labels)), ends_of(sizes))
+
+
+# sharding: each client gets equal blocks of classes.
 
 
 @partition("sharding")
@@ -61,21 +64,26 @@ def sharding(labels: Labels, clients: Count, shards: Count, seed: Seed) -> Parts
     Reading: a client may draw one class twice, so it holds *at most* ``shards`` classes; sizes are
     equal in blocks, not in examples, where classes are unbalanced.
     """
-    owned = class_indices(labels)
-    per_class = _blocks_per_class(len(owned), clients, shards)
-    for c, indices in zip(np.unique(labels), owned, strict=True):
-        if len(indices) < per_class:
+    examples_of_class = class_indices(labels)
+    block_count = _blocks_per_class(len(examples_of_class), clients, shards)
+    for label, examples in zip(np.unique(labels), examples_of_class, strict=True):
+        if len(examples) < block_count:
             raise InfeasiblePartition(
-                f"sharding: class {c} has {len(indices)} examples for {per_class} shards; "
+                f"sharding: class {label} has {len(examples)} examples for {block_count} shards; "
                 f"take fewer shards ({shards}) or fewer clients ({clients})"
             )
-    rows = shard_rows(clients, len(owned), shards, seed)
-    blocks = [_blocks(indices, per_class) for indices in owned]
+    blocks = [_blocks(examples, block_count) for examples in examples_of_class]
+    # Two generators with the same seed, as in the official code: Python's for the classes of the
+    # shards, NumPy's for the blocks.
+    class_rows = shard_rows(clients, len(examples_of_class), shards, seed)
     stream = legacy_stream(seed)
     parts = []
-    for row in rows:
-        drawn = [blocks[c].pop(int(stream.choice(len(blocks[c]), replace=False))) for c in row]
-        parts.append(np.concatenate(drawn))
+    for class_row in class_rows:
+        client_blocks = []
+        for position in class_row:
+            choice = int(stream.choice(len(blocks[position]), replace=False))
+            client_blocks.append(blocks[position].pop(choice))
+        parts.append(np.concatenate(client_blocks))
     return parts
 
 
@@ -84,8 +92,7 @@ def shard_rows(clients: int, classes: int, shards: int, seed: int) -> NDArray[np
 
     Raises InfeasiblePartition where shards × clients is no multiple of ``classes``.
     """
-    per_class = _blocks_per_class(classes, clients, shards)
-    deck = list(range(classes)) * per_class
+    deck = list(range(classes)) * _blocks_per_class(classes, clients, shards)
     random.Random(seed).shuffle(deck)
     return np.array(deck, dtype=np.int64).reshape(clients, shards)
 
@@ -94,24 +101,24 @@ def _blocks_per_class(classes: int, clients: int, shards: int) -> int:
     if clients * shards % classes:
         raise InfeasiblePartition(
             f"sharding: {clients} clients × {shards} shards = {clients * shards} shards cannot be "
-            "dealt evenly from "
-            f"{classes} classes; choose clients × shards as a multiple of {classes}"
+            f"dealt evenly from {classes} classes; choose clients × shards as a multiple of "
+            f"{classes}"
         )
     return clients * shards // classes
 
 
-def _blocks(indices: NDArray[np.int64], count: int) -> Parts:
-    """``count`` equal runs of a class; what is left over at its end goes to the first runs, one
-    each.
+def _blocks(examples: Labels, count: int) -> list[Labels]:
+    """``count`` equal blocks of a class in order. Each example that is left over at the end of the
+    class goes to one of the first blocks.
     """
-    size, left = divmod(len(indices), count)
-    runs = list(indices[: size * count].reshape(count, size))
-    for k, extra in enumerate(indices[len(indices) - left :]):
-        runs[k] = np.append(runs[k], extra)
-    return runs
+    size, left_over = divmod(len(examples), count)
+    blocks = list(examples[: size * count].reshape(count, size))
+    for block, example in enumerate(examples[len(examples) - left_over :]):
+        blocks[block] = np.append(blocks[block], example)
+    return blocks
 
 
-# Pathological: every client holds a few classes only, of each a random number of examples.
+# pathological: each client gets a few classes only, and a random number of examples of each.
 
 
 @partition("pathological")
@@ -121,6 +128,7 @@ def pathological(
     classes_per_client: Count,
     seed: Seed,
     path_rule: Literal["random", "pfllib"] = "random",
+    *,
     max_tries: Count = 10_000,
 ) -> Parts:
     """Give every client ``classes_per_client`` classes and cut each class among its owners at
@@ -143,28 +151,35 @@ def pathological(
     only these classes. The published constant-predictor rows show that class sets are drawn per
     client, not dealt out evenly.
     """
-    owned = class_indices(labels)
+    examples_of_class = class_indices(labels)
+    classes = len(examples_of_class)
+    _check_all_can_be_owned(clients, classes_per_client, classes)
     stream = legacy_stream(seed)
-    _refuse_impossible(clients, classes_per_client, len(owned))
     if path_rule == "random":
-        owners = _random_owners(clients, classes_per_client, len(owned), stream, max_tries)
+        owners_of_class = _random_owners(clients, classes_per_client, classes, stream, max_tries)
     else:
-        owners = _even_owners(clients, classes_per_client, len(owned), stream)
-    examples, takers = [], []
-    for c, indices, mine in zip(np.unique(labels), owned, owners, strict=True):
-        if len(indices) < len(mine):
+        owners_of_class = _even_owners(clients, classes_per_client, classes, stream)
+
+    positions = []
+    owner_of_position = []
+    for label, examples, owners in zip(
+        np.unique(labels), examples_of_class, owners_of_class, strict=True
+    ):
+        if len(examples) < len(owners):
             raise InfeasiblePartition(
-                f"pathological: class {c} has {len(indices)} examples for {len(mine)} clients; "
-                "take fewer clients"
+                f"pathological: class {label} has {len(examples)} examples for {len(owners)} "
+                "clients; take fewer clients"
             )
-        examples.append(stream.permutation(indices))
-        takers.append(
-            np.repeat(mine, pieces_of(_random_cuts(len(indices), len(mine), stream), len(indices)))
-        )
-    return ClientSplit.of_owners(np.concatenate(examples), np.concatenate(takers), clients)
+        positions.append(stream.permutation(examples))
+        cut_positions = _random_cuts(len(examples), len(owners), stream)
+        sizes = piece_sizes(cut_positions, len(examples))
+        owner_of_position.append(np.repeat(owners, sizes))
+    return ClientSplit.of_owners(
+        np.concatenate(positions), np.concatenate(owner_of_position), clients
+    )
 
 
-def _refuse_impossible(clients: int, per_client: int, classes: int) -> None:
+def _check_all_can_be_owned(clients: int, per_client: int, classes: int) -> None:
     if per_client > classes:
         raise InfeasiblePartition(
             f"pathological: classes_per_client = {per_client}, the data have {classes} classes"
@@ -180,41 +195,46 @@ def _random_owners(
     clients: int, per_client: int, classes: int, stream: np.random.RandomState, max_tries: int
 ) -> list[Labels]:
     for _ in range(max_tries):
-        owners = random_classes(clients, per_client, classes, stream)
-        if all(map(len, owners)):
-            return owners
+        owners_of_class = random_classes(clients, per_client, classes, stream)
+        if all(map(len, owners_of_class)):
+            return owners_of_class
     raise InfeasiblePartition(
         f"pathological: none of {max_tries:,} draws gave each of {classes} classes an owner "
-        f"({clients} clients × "
-        f"{per_client} classes); take more clients, more classes per client or path_rule = 'pfllib'"
+        f"({clients} clients × {per_client} classes); take more clients, more classes per client "
+        "or path_rule = 'pfllib'"
     )
 
 
 def _even_owners(
     clients: int, per_client: int, classes: int, stream: np.random.RandomState
 ) -> list[Labels]:
-    """Owners of every class: those that still need most classes, in random order among equals, so
-    that none is left.
+    """The owners of every class, about as many for each. All clients get ``per_client`` classes.
+
+    A class gets the clients that still need most classes, in random order among equals. They are as
+    many as use up all needs if the later classes get as many; clients that need each of the classes
+    that remain are always among them, so that no client lacks a class at the end.
     """
-    needs = np.full(clients, per_client)
-    owners = []
-    for left in range(classes, 0, -1):
+    needed = np.full(clients, per_client)
+    owners_of_class = []
+    for remaining in range(classes, 0, -1):
         order = stream.permutation(clients)
-        order = order[np.argsort(-needs[order], kind="stable")]
-        wanted = math.ceil(needs.sum() / left)
-        must = int((needs >= left).sum())  # these need every class that is left
-        mine = order[: max(wanted, must)]
-        mine = np.sort(mine[needs[mine] > 0])
-        needs[mine] -= 1
-        owners.append(mine)
-    return owners
+        order = order[np.argsort(-needed[order], kind="stable")]
+        fair_count = math.ceil(needed.sum() / remaining)
+        forced_count = int((needed >= remaining).sum())
+        owners = order[: max(fair_count, forced_count)]
+        owners = np.sort(owners[needed[owners] > 0])
+        needed[owners] -= 1
+        owners_of_class.append(owners)
+    return owners_of_class
 
 
 def _random_cuts(size: int, owners: int, stream: np.random.RandomState) -> Labels:
-    """Where a class is cut: all pieces but the last are uniform in [a/10, a), a the even size, and
-    at least 1.
+    """The positions at which a class is cut.
+
+    All pieces but the last have a uniform size in [a/10, a), where a is the even size, and at least
+    1.
     """
-    even = size / owners
-    low = max(1, math.ceil(even / 10))
-    high = max(low + 1, math.ceil(even))
+    even_size = size / owners
+    low = max(1, math.ceil(even_size / 10))
+    high = max(low + 1, math.ceil(even_size))
     return np.cumsum(stream.randint(low, high, owners - 1), dtype=np.int64)
