@@ -82,7 +82,7 @@ def _share(value: Any) -> bool:
 
 def _list_of(check: Callable[[Any], bool], most: int = MAX_NUMBERS) -> Callable[[Any], bool]:
     return lambda value: (
-        isinstance(value, (list, tuple)) and len(value) <= most and all(check(v) for v in value)
+        isinstance(value, (list, tuple)) and len(value) <= most and all(map(check, value))
     )
 
 

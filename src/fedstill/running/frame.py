@@ -8,7 +8,7 @@ after another and only the chosen numbers are kept, so that hundreds of runs fit
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,9 @@ from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.files import RUN_TABLE, as_named, named_path, refuse_other_kind, write_over
 from fedstill.metrics.values import Values
 from fedstill.running.archive import readable
-from fedstill.running.journal import Event, read_journal
-from fedstill.running.numbers import BY_CLASS, Numbers
-from fedstill.running.runs import Run, alike, read_run, run_folders
+from fedstill.running.journal import Event, read_journal, without_garbage_collection
+from fedstill.running.numbers import BY_CLASS, Numbers, is_chosen
+from fedstill.running.runs import Run, RunFolder, alike, read_run, run_folders
 from fedstill.running.same_run import check_journal
 
 if TYPE_CHECKING:
@@ -65,9 +65,11 @@ def load_runs(
     if isinstance(metrics, str):
         metrics = [metrics]
     folders = run_folders([named_path(path) for path in paths])
-    runs = [_loaded(read_run(folder.path, folder.named), metrics) for folder in folders]
-    if metrics is not None:
-        _check_metrics(metrics, runs)
+    with without_garbage_collection():
+        runs = [_loaded(read_run(folder.path, folder.named), metrics) for folder in folders]
+    for metric in metrics or ():
+        if not any(is_chosen(c.metric, [metric]) for run in runs for c in run.numbers):
+            _check_metric(metric, folders)
     return _frame(runs)
 
 
@@ -76,7 +78,7 @@ def load_runs(
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRun:
-    """What the frame needs of a run. ``numbers``: those that are loaded; ``metrics``: all names."""
+    """What the frame needs of a run. ``numbers``: those of the metrics that are loaded."""
 
     name: str
     seed: int
@@ -84,42 +86,40 @@ class LoadedRun:
     start: Event
     classes: Sequence[str]
     numbers: Sequence[Numbers]
-    metrics: Sequence[str]
 
 
 def _loaded(run: Run, metrics: Collection[str] | None) -> LoadedRun:
     """A run without its events."""
-    numbers = [*run.numbers, *_summary(run)]
     return LoadedRun(
         name=str(run.named),
         seed=run.seed,
         settings=run.settings,
         start=run.start,
         classes=run.classes,
-        numbers=[column for column in numbers if _is_chosen(column.metric, metrics)],
-        metrics=list(dict.fromkeys(column.metric for column in numbers)),
+        numbers=[*run.numbers.columns(metrics), *_summary(run, metrics)],
     )
 
 
-def _summary(run: Run) -> list[Numbers]:
-    summary = run.numbers.summary
-    return [Numbers(f"{SUMMARY}/{name}", np.array([v]), {}) for name, v in summary.items()]
+def _summary(run: Run, metrics: Collection[str] | None = None) -> list[Numbers]:
+    """The numbers of a whole run."""
+    if metrics is not None and not any(metric.startswith(SUMMARY) for metric in metrics):
+        return []
+    numbers = {f"{SUMMARY}/{name}": value for name, value in run.numbers.summary.items()}
+    return [
+        Numbers(name, np.array([value]), {})
+        for name, value in numbers.items()
+        if is_chosen(name, metrics)
+    ]
 
 
-def _is_chosen(metric: str, chosen: Collection[str] | None) -> bool:
-    """Whether a metric, or a name above it, is among the chosen ones."""
-    if chosen is None or metric in chosen:
-        return True
-    above = metric.rpartition("/")[0]
-    return bool(above) and _is_chosen(above, chosen)
-
-
-def _check_metrics(chosen: Iterable[str], runs: Sequence[LoadedRun]) -> None:
+def _check_metric(name: str, folders: Sequence[RunFolder]) -> None:
     """Raises UnknownName for a metric that no run has, unless none has done a round."""
-    known = dict.fromkeys(metric for run in runs for metric in run.metrics)
-    for name in chosen:
-        if known and not any(_is_chosen(metric, [name]) for metric in known):
-            raise UnknownName("metric", name, known, where="load_runs")
+    known: dict[str, None] = {}
+    for folder in folders:
+        run = read_run(folder.path, folder.named)
+        known.update((c.metric, None) for c in (*run.numbers.columns(), *_summary(run)))
+    if known and not any(is_chosen(metric, [name]) for metric in known):
+        raise UnknownName("metric", name, known, where="load_runs")
 
 
 # The columns of all runs.

@@ -6,14 +6,14 @@ What is measured after a run has ended, looks at its rounds, is kept beside the 
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import itertools
 import json
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,12 @@ from fedstill.core.files import as_named, digest, sync_folder, write_whole
 from fedstill.core.reports import json_value
 from fedstill.data.dataset import nfc
 from fedstill.running.journal_schema import Event as Event
-from fedstill.running.journal_schema import JournalChecker, structure_problem, without_malformed
+from fedstill.running.journal_schema import (
+    JournalChecker,
+    malformed_events,
+    structure_problem,
+    without_malformed,
+)
 
 # The journal of a run: one JSON object a line, in the order of events; times are only in fields
 # named ``seconds…``.
@@ -44,10 +49,9 @@ CONFIG_SEAL = "config_sha256"
 DIGITS = 19
 """The most characters of a whole number that a reader can compute with."""
 
-LONG = re.compile(rb"[-:,\[ \t\r]\d{%d}" % DIGITS)
-"""Found in a line that may have a longer one, behind what may stand before a number: all others are
-read at once.
-"""
+_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_LONG = b"0" * DIGITS
+"""Found in a line with zeros in place of its digits if it may have a longer whole number."""
 
 Mark = tuple[int, str]
 """A place in a journal: its length in bytes there, and the SHA-256 of all before it."""
@@ -139,29 +143,42 @@ def read_journal(path: Path, most: int | None = None) -> list[Event]:
     wrote it. The file stays as it is. Raises CorruptFile naming the line that is no event of a run
     (``running.journal_schema``).
     """
-    checker = JournalChecker()
-    return [_checked(path, line, checker) for line in _lines(path, most) if line.is_whole]
+    lines = _lines(path, most)
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    with without_garbage_collection():
+        events = _parsed_lines(path, lines)
+        malformed = malformed_events(events)
+        checker = JournalChecker()
+        for position, event in enumerate(events):
+            problem = malformed.get(position) or checker.problem(event)
+            if problem:
+                events[position] = _repaired(path, position + 1, event, problem, checker)
+    return events
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a file, and its number from 1."""
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Suspends Python's search for circular references.
 
-    number: int
-    text: bytes
+    Events have no circles. The search starts again and again while events are read, since they are
+    many, and takes longer than reading them.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it was written to its end."""
-        return self.text.endswith(b"\n")
 
-
-def _lines(path: Path, most: int | None = None) -> Iterator[Line]:
+def _lines(path: Path, most: int | None = None) -> list[bytes]:
     """The lines of a file, or the first of them."""
     try:
         with path.open("rb") as file:
-            for number, text in enumerate(itertools.islice(file, most), 1):
-                yield Line(number, text)
+            return list(itertools.islice(file, most))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptFile(
             f"there is no journal at {path}: {error.strerror}; is this a run's directory?"
@@ -170,30 +187,33 @@ def _lines(path: Path, most: int | None = None) -> Iterator[Line]:
         raise CorruptFile(f"cannot read {path}: {error.strerror}") from error
 
 
-def _checked(path: Path, line: Line, checker: JournalChecker) -> Event:
-    """The event in a line; raises CorruptFile unless it may follow those before it."""
-    event = _parsed(path, line)
-    problem = checker.problem(event)
-    if problem and isinstance(event, dict) and event.get("event") == "client":
-        event, left_out = without_malformed(event, checker.classes)
-        problem = checker.problem(event)
+def _parsed_lines(path: Path, lines: Sequence[bytes]) -> list[Any]:
+    """The JSON in each line; a whole number that no reader could compute with is null."""
+    events = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if _LONG not in line.translate(_ZEROS):
+                # It takes a quarter of the time of the standard library's parser.
+                events.append(pydantic_core.from_json(line, allow_inf_nan=False))
+            else:
+                events.append(json.loads(line, parse_int=_whole_number))
+        except (ValueError, RecursionError) as error:
+            raise CorruptFile(f"{path}, line {number}, is not JSON: {error}") from error
+    return events
+
+
+def _repaired(path: Path, line: int, event: Any, problem: str, checker: JournalChecker) -> Event:
+    """An event with a problem, without what a client should not have reported.
+
+    Raises CorruptFile if that is not the problem.
+    """
+    if isinstance(event, dict) and event.get("event") == "client":
+        repaired, left_out = without_malformed(event, checker.classes)
+        problem = structure_problem(repaired) or checker.problem(repaired)
         if not problem:
-            _warn(path, line.number, str(event.get("client")), tuple(left_out))
-    if problem:
-        raise CorruptFile(f"{path}, line {line.number}: {problem}; restore the file")
-    checked: Event = event
-    return checked
-
-
-def _parsed(path: Path, line: Line) -> Any:
-    """The JSON in a line; a whole number that no reader could compute with is null."""
-    try:
-        if LONG.search(line.text) is None:
-            # It takes a quarter of the time of the standard library's parser.
-            return pydantic_core.from_json(line.text, allow_inf_nan=False)
-        return json.loads(line.text, parse_int=_whole_number)
-    except (ValueError, RecursionError) as error:
-        raise CorruptFile(f"{path}, line {line.number}, is not JSON: {error}") from error
+            _warn(path, line, str(event.get("client")), tuple(left_out))
+            return repaired
+    raise CorruptFile(f"{path}, line {line}: {problem}; restore the file")
 
 
 def class_numbers(folder: Path, names: Sequence[str]) -> list[int]:
@@ -316,14 +336,11 @@ def _added(folder: Path) -> list[Look]:
     if not path.is_file():
         return []
     looks = []
-    for line in _lines(path):
-        look = _parsed(path, line)
+    for number, look in enumerate(_parsed_lines(path, _lines(path)), 1):
         problem = structure_problem(look)
         if not problem and look["event"] != "measure":
             problem = "is not an event of a measure"
         if problem:
-            raise CorruptFile(
-                f"{path}, line {line.number}: {problem}; delete the file, and ask again"
-            )
+            raise CorruptFile(f"{path}, line {number}: {problem}; delete the file, and ask again")
         looks.append(look)
     return looks

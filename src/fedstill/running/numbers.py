@@ -16,9 +16,9 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -107,15 +107,24 @@ class Numbers:
 class RunNumbers:
     """The numbers of one run, by metric.
 
-    ``rounds``: those that are done. ``classes``: how many the run has.
+    ``rounds``: those that are done. ``classes``: how many the run has. ``clients``: the events of
+    clients, of which numbers are made when they are asked for. They are most of a run's numbers,
+    and few readers need them.
     """
 
-    def __init__(self, columns: Iterable[Numbers], rounds: Sequence[int], classes: int) -> None:
+    def __init__(
+        self,
+        federation: Iterable[Numbers],
+        rounds: Sequence[int],
+        classes: int,
+        clients: Sequence[Event] = (),
+    ) -> None:
         self.rounds = rounds
         self.classes = classes
-        self._by_metric: dict[str, list[Numbers]] = {}
-        for column in columns:
-            self._by_metric.setdefault(column.metric, []).append(column)
+        self.clients = clients
+        self._federation = list(federation)
+        self._derived: list[Numbers] = []
+        self._by_metric = _by_metric(self._federation)
 
     @staticmethod
     def of(events: Sequence[Event], classes: int | None = None) -> RunNumbers:
@@ -125,11 +134,22 @@ class RunNumbers:
         if classes is None:
             starts = [event for event in events if event["event"] == "start"]
             classes = len(starts[0]["classes"]) if starts else 0
-        rounds = [event["round"] for event in events if event["event"] == "round"]
-        return RunNumbers(numbers_of(events, classes), rounds, classes)
+        by_name = _by_name(events)
+        rounds = [event["round"] for event in by_name.get("round", ())]
+        federation = _of_federation(by_name, classes)
+        return RunNumbers(federation, rounds, classes, by_name.get("client", ()))
 
-    def __iter__(self) -> Iterator[Numbers]:
-        return chain.from_iterable(self._by_metric.values())
+    def add(self, derived: Iterable[Numbers]) -> None:
+        """Add numbers that follow from those of the journal."""
+        self._derived += derived
+        self._by_metric = _by_metric([*self._federation, *self._derived])
+
+    def columns(self, metrics: Collection[str] | None = None) -> Iterator[Numbers]:
+        """All numbers, or those of some metrics (``is_chosen``), metric by metric."""
+        of_clients = _of_events(self.clients, self.classes, metrics=metrics)
+        columns = chain(self._federation, of_clients, self._derived)
+        chosen = [column for column in columns if is_chosen(column.metric, metrics)]
+        return chain.from_iterable(_by_metric(chosen).values())
 
     def by_round(self, metric: str) -> dict[int, float]:
         """A metric of the whole federation by round; round 0 is before training."""
@@ -141,7 +161,9 @@ class RunNumbers:
 
     def sum_over_clients(self, metric: str) -> float:
         """What all clients have of a metric in all stages together."""
-        return sum(sum(c.values.tolist()) for c in self._about(metric, OF_CLIENT))
+        columns = _of_events(self.clients, self.classes, metrics=[metric])
+        of_client = [c for c in columns if c.metric == metric and c.about.keys() == OF_CLIENT]
+        return sum(sum(column.values.tolist()) for column in of_client)
 
     @functools.cached_property
     def class_accuracy(self) -> dict[int, list[float | None]]:
@@ -245,6 +267,18 @@ class RunNumbers:
         return dict(sorted(rows.items()))
 
 
+def is_chosen(metric: str, chosen: Collection[str] | None) -> bool:
+    """Whether a metric, or a name above it, is among the chosen ones; None stands for all.
+
+    >>> is_chosen("loss/ce", ["loss"]), is_chosen("loss/ce", ["loss/proximal"])
+    (True, False)
+    """
+    if chosen is None or metric in chosen:
+        return True
+    above = metric.rpartition("/")[0]
+    return bool(above) and is_chosen(above, chosen)
+
+
 def numbers_of(events: Sequence[Event], classes: int) -> list[Numbers]:
     """The numbers in some events of one run, with the means over clients and looks by round.
 
@@ -253,22 +287,31 @@ def numbers_of(events: Sequence[Event], classes: int) -> list[Numbers]:
     accepted clients, weighted by their examples; the mean over a measure's looks; and ``epsilon``,
     what the client that lost most privacy has spent.
     """
-    by_kind: dict[str, list[Event]] = {}
-    for event in events:
-        by_kind.setdefault(event["event"], []).append(event)
+    return list(RunNumbers.of(events, classes).columns())
 
-    rounds = [{**event, "round": 0} for event in by_kind.get("initial", ())]
-    rounds += map(_with_epsilon, by_kind.get("round", ()))
-    rounds = list(map(_with_confusion, rounds))
-    clients = by_kind.get("client", [])
-    task_ends = [_task_end(event) for event in by_kind.get("task", ())]
-    return [
-        *_of_events(rounds, classes),
-        *_mean_losses(clients),
-        *_of_measures(by_kind.get("measure", ()), classes),
-        *_of_events(task_ends, classes),
-        *_of_events(clients, classes),
-    ]
+
+def _by_metric(columns: Iterable[Numbers]) -> dict[str, list[Numbers]]:
+    by_metric: dict[str, list[Numbers]] = {}
+    for column in columns:
+        by_metric.setdefault(column.metric, []).append(column)
+    return by_metric
+
+
+def _by_name(events: Iterable[Event]) -> dict[str, list[Event]]:
+    by_name: dict[str, list[Event]] = {}
+    for event in events:
+        by_name.setdefault(event["event"], []).append(event)
+    return by_name
+
+
+def _of_federation(by_name: Mapping[str, Sequence[Event]], classes: int) -> Iterator[Numbers]:
+    """All numbers in the events of a run but those in the events of clients."""
+    rounds = [{**event, "round": 0} for event in by_name.get("initial", ())]
+    rounds += map(_with_epsilon, by_name.get("round", ()))
+    yield from _of_events(list(map(_with_confusion, rounds)), classes)
+    yield from _mean_losses(by_name.get("client", ()))
+    yield from _of_measures(by_name.get("measure", ()), classes)
+    yield from _of_events([_task_end(event) for event in by_name.get("task", ())], classes)
 
 
 # The learning rates of rounds.
@@ -322,18 +365,29 @@ class LearningRates:
 # Fields of events as numbers.
 
 
-def _of_events(events: Sequence[Event], classes: int, prefix: str = "") -> Iterator[Numbers]:
-    """The numbers in the fields of some events of one kind, which have a round each."""
-    if not events:
-        return
+def _of_events(
+    events: Sequence[Event],
+    classes: int,
+    prefix: str = "",
+    metrics: Collection[str] | None = None,
+) -> Iterator[Numbers]:
+    """The numbers in the fields of some events of one kind, which have a round each.
+
+    metrics: fields that cannot hold any of these are left out; None: all are read.
+    """
     reader = _Fields(classes)
+    fields = None
+    if metrics is not None:
+        fields = {metric.partition("/")[0] for metric in metrics}
+        events = [event for event in events if not fields.isdisjoint(event)]
     for keys, alike in _by_place(events).items():
         about = {key: np.array([event[key] for event in alike], np.int64) for key in keys}
         names = dict.fromkeys(chain.from_iterable(alike))
         for name in names:
-            if name not in NOT_NUMBERS:
-                metric = f"{prefix}/{name}" if prefix else name
-                yield from reader.numbers(metric, [event.get(name) for event in alike], about)
+            if name in NOT_NUMBERS or (fields is not None and name not in fields):
+                continue
+            metric = f"{prefix}/{name}" if prefix else name
+            yield from reader.numbers(metric, [event.get(name) for event in alike], about)
 
 
 def _of_measures(events: Iterable[Event], classes: int) -> Iterator[Numbers]:
@@ -351,11 +405,12 @@ def _of_measures(events: Iterable[Event], classes: int) -> Iterator[Numbers]:
 
 def _by_place(events: Sequence[Event]) -> dict[tuple[str, ...], list[Event]]:
     """Events by the axes that they name."""
-    by_place: dict[tuple[str, ...], list[Event]] = {}
+    by_place: dict[tuple[bool, ...], list[Event]] = {}
     for event in events:
-        keys = tuple(key for key in ("round", "stage", "client") if key in event)
-        by_place.setdefault(keys, []).append(event)
-    return by_place
+        is_named = ("round" in event, "stage" in event, "client" in event)
+        by_place.setdefault(is_named, []).append(event)
+    axes = ("round", "stage", "client")
+    return {tuple(compress(axes, is_named)): alike for is_named, alike in by_place.items()}
 
 
 @dataclass(frozen=True)
@@ -374,16 +429,15 @@ class _Fields:
         """
         kinds = set(map(type, cells))
         if kinds & {int, float}:
-            at = [i for i, cell in enumerate(cells) if type(cell) in (int, float)]
-            values = np.array([cells[i] for i in at], np.float64)
-            yield Numbers(metric, values, _taken(about, at))
+            selected = _of_kinds({int, float}, cells, kinds, about)
+            yield Numbers(metric, np.array(selected.cells, np.float64), selected.about)
         if dict in kinds:
-            at = [i for i, cell in enumerate(cells) if type(cell) is dict]
-            yield from self._of_tables(metric, [cells[i] for i in at], _taken(about, at))
+            selected = _of_kinds({dict}, cells, kinds, about)
+            yield from self._of_tables(metric, selected.cells, selected.about)
         if list in kinds:
-            at = [i for i, cell in enumerate(cells) if type(cell) is list]
+            selected = _of_kinds({list}, cells, kinds, about)
             axes = self._axes(metric) if axes is None else axes
-            yield from self._of_lists(metric, [cells[i] for i in at], _taken(about, at), axes)
+            yield from self._of_lists(metric, selected.cells, selected.about, axes)
 
     def _of_tables(
         self, metric: str, tables: Sequence[Mapping[str, Any]], about: About
@@ -404,14 +458,17 @@ class _Fields:
     ) -> Iterator[Numbers]:
         """The numbers of lists over an axis; none of lists over anything else."""
         cells = list(chain.from_iterable(lists))
+        is_of_clients = bool(cells) and all(type(c) is dict and "client" in c for c in cells)
+        if not axes and not is_of_clients:
+            return
         lengths = list(map(len, lists))
         repeated = _repeated(about, lengths)
-        if cells and all(type(cell) is dict and "client" in cell for cell in cells):
+        if is_of_clients:
             clients = np.array([cell["client"] for cell in cells])
             tables = [{k: v for k, v in cell.items() if k != "client"} for cell in cells]
             yield from self._of_tables(metric, tables, {**repeated, "client": clients})
             return
-        if not axes or (axes[0] == "class" and set(lengths) != {self.classes}):
+        if axes[0] == "class" and set(lengths) != {self.classes}:
             return
         indices = np.concatenate([np.arange(length) for length in lengths])
         if axes[0] == "task":
@@ -426,11 +483,20 @@ class _Fields:
         return LIST_AXES.get(metric.rpartition("/")[2], ())
 
 
-def _taken(about: About, at: Sequence[int]) -> About:
-    """What the numbers at some positions are about."""
-    if all(len(at) == len(indices) for indices in about.values()):
-        return about
-    return {axis: indices[at] for axis, indices in about.items()}
+@dataclass(frozen=True)
+class _Cells:
+    """Values of some events, and what each of them is about."""
+
+    cells: Sequence[Any]
+    about: About
+
+
+def _of_kinds(kinds: Set[type], cells: Sequence[Any], present: Set[type], about: About) -> _Cells:
+    """The cells of some types, of cells that are of the types ``present``."""
+    if present <= kinds:
+        return _Cells(cells, about)
+    at = [i for i, cell in enumerate(cells) if type(cell) in kinds]
+    return _Cells([cells[i] for i in at], {axis: indices[at] for axis, indices in about.items()})
 
 
 def _repeated(about: About, lengths: Sequence[int]) -> About:

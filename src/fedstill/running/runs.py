@@ -118,10 +118,10 @@ class Run:
         """
         events = [self.start, self.initial, *self.rounds, *self.clients, *self.measures]
         numbers = RunNumbers.of([event for event in (*events, *self.task_ends) if event])
-        further = list(LearningRates.of(self.settings, self.start).numbers(self.clients))
+        numbers.add(LearningRates.of(self.settings, self.start).numbers(self.clients))
         if not self.own_models:
-            further.append(_worth_to_clients(numbers.class_accuracy, self.label_counts))
-        return RunNumbers([*numbers, *further], numbers.rounds, numbers.classes)
+            numbers.add([_worth_to_clients(numbers.class_accuracy, self.label_counts)])
+        return numbers
 
     @property
     def own_metrics(self) -> list[str]:
