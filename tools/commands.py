@@ -48,7 +48,7 @@ TARGET = re.compile(r"make ([a-z][a-z-]*)")
 PLACEHOLDER = re.compile(r"[A-Z]+|\.\.\.")
 """What stands for a name of the reader's own."""
 
-FRONT_PAGE = "docs/index.md"
+FRONT_PAGE = "docs/start.md"
 """The page that shows ``my.toml``, which other pages take."""
 
 FRONT_CONFIG = "my.toml"

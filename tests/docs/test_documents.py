@@ -102,6 +102,21 @@ def passing(path: Path) -> int:
     return passed.count
 
 
+def test_a_beginner_follows_the_start_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, *others = [
+        text for kind, title, text in blocks("start.md") if kind == "python" and not title
+    ]
+    exec(compile(first, "start.md", "exec"), {})
+    follow("start.md", tmp_path, capsys, smaller=("rounds = 20", "rounds = 2"))
+    for text in others:
+        exec(compile(text, "start.md", "exec"), {})
+    assert "calm.py" in capsys.readouterr().out
+    assert (tmp_path / "tables" / "differences.csv").is_file()
+
+
 def test_a_method_is_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -357,11 +372,11 @@ def test_runs_are_tracked_as_the_page_says(
     assert said.endswith("finished\n")
 
 
-@pytest.mark.parametrize("page", ["../README.md", "index.md"])
+@pytest.mark.parametrize("page", ["../README.md", "start.md"])
 def test_the_first_config_of_the_front_pages_is_the_one_that_their_commands_take(
     page: str, tmp_path: Path
 ) -> None:
-    (text,) = (text for kind, _, text in blocks(page) if kind == "toml")
+    text = next(text for kind, _, text in blocks(page) if kind == "toml")
     (tmp_path / "my.toml").write_text(text)
     what = load(tmp_path / "my.toml")
     settle(what)
