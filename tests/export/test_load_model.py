@@ -17,14 +17,12 @@ import torch
 from torch import nn
 
 import toys
-from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest
 from fedstill.core.method import Method
 from fedstill.core.records import Reply, Stage, State, World
 from fedstill.core.registry import method, register
 from fedstill.data.dataset import Dataset
-from fedstill.data.sources import load_dataset
 from fedstill.engines.passes import shards
 from fedstill.export.loading import load_model
 from fedstill.export.trained_model import TrainedModel
@@ -63,7 +61,6 @@ class Kept(Method):
         return with_students(state, replies)
 
 
-BEFORE = Path(__file__).parents[1] / "running" / "begun_before"
 FOUR = ["mlp", "logistic", "toy_batchnorm", "qkt_cnn"]
 """Networks that differ, one with running statistics."""
 ASKS = pytest.mark.uses("querying")
@@ -323,40 +320,6 @@ def test_a_pack_has_no_models(own: Path, tmp_path: Path, monkeypatch: pytest.Mon
     for path in (packed, own):
         with pytest.raises(ConfigError, match="packed"):
             load_model(path)
-
-
-def test_a_run_of_before_has_its_inputs_from_the_catalogue_or_the_data(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "parallel"
-    shutil.copytree(BEFORE / "parallel", folder)
-    with pytest.raises(ConfigError, match=r"load_model\(run, data=...\)"):
-        load_model(folder)
-    assert load_model(folder, data=toys.blobs()).input_shape == (1, 4, 4)
-    where = Experiment(
-        rounds=1,
-        data={"name": "digits", "train_size": 100, "test_size": 50, "std": (0.25,)},
-        topology={"clients": 2},
-        plan={"epochs": 1},
-        measure=(),
-    )
-    run(where, tmp_path / "digits")
-    stored = load_model(tmp_path / "digits")
-    lines = (tmp_path / "digits" / "journal.jsonl").read_text().splitlines()
-    start = json.loads(lines[0])
-    assert start.pop("inputs") == {
-        "shape": [1, 8, 8],
-        "pixels": "uint8",
-        "mean": [0.5],
-        "std": [0.25],
-    }
-    (tmp_path / "digits" / "journal.jsonl").write_text(
-        "\n".join([json.dumps(start), *lines[1:]]) + "\n"
-    )
-    older = load_model(tmp_path / "digits")
-    images = load_dataset("digits").test.values
-    with torch.no_grad():
-        assert torch.equal(older(images), stored(images))
 
 
 @pytest.mark.parametrize(

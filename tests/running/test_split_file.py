@@ -31,7 +31,7 @@ from fedstill.report.data_split import (
     split_maps,
     splits,
 )
-from fedstill.report.page import Report, page
+from fedstill.report.page import Report
 from fedstill.running import archive
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
@@ -42,7 +42,6 @@ from fedstill.running.split_file import SPLIT, networks_of, read_label_counts, r
 from pages import as_html
 from run_bits import assert_same_bits, bits, stopped
 
-BEFORE = Path(__file__).parent / "begun_before" / "parallel"
 TOY = toys.toy(
     "fedavg", rounds=2, topology={"clients": 5, "sampled": 2}, partition="iid", measure=()
 )
@@ -158,31 +157,6 @@ def test_other_data_than_it_began_with_are_refused(tmp_path: Path) -> None:
     other = replace(data, train=Examples(data.train.values, data.train.labels.flip(0)))
     with pytest.raises(DataError, match="training data"):
         resume(begun(tmp_path), other)
-
-
-def test_a_journal_of_before_has_its_split_in_the_first_line(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(BEFORE, tmp_path / "run"))
-    start = start_of(folder)
-    counts = start["label_counts"]
-    assert [*read_label_counts(folder, start)] == counts
-    (group,) = groups([folder])
-    assert [*group.runs[0].label_counts] == counts
-    assert "How the data are split" in page([group])
-    done = resume(folder, toys.blobs())
-    assert not (folder / SPLIT).exists(), (
-        "the file of a run that began without one would not be sealed"
-    )
-    assert done.label_counts().tolist() == counts
-
-
-def test_a_damaged_first_line_of_before_is_named(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(BEFORE, tmp_path / "run"))
-    text = (folder / "journal.jsonl").read_text()
-    (folder / "journal.jsonl").write_text(
-        text.replace('"label_counts":[[', '"label_counts":[[3],[', 1)
-    )
-    with pytest.raises(CorruptFile, match="label_counts"):
-        groups([folder])
 
 
 def test_a_pack_has_the_split(whole: Path, tmp_path: Path) -> None:

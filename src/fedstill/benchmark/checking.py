@@ -27,7 +27,6 @@ from fedstill.benchmark.scoring import Do, completed, events_of, matrix_of, scor
 from fedstill.benchmark.suites import TEST_SEEDS, Suite, load_suite
 from fedstill.config.experiment import from_tree
 from fedstill.config.overrides import flat
-from fedstill.config.settings import with_old_behaviour
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, on_one_line
 from fedstill.core.files import digest
 from fedstill.core.keys import numpy_generator, seed_for
@@ -162,12 +161,12 @@ def _check_run(entry: Entered, run: Variant) -> None:
 
 
 def _check_settings(entry: Entered, run: Variant, config: str) -> None:
-    """A run's config has the suite's settings; keys that came after it was made are not in it."""
+    """Raise CorruptFile unless a run's config has the suite's settings."""
     if entry.file:
         check_settings_of_file(config, run, entry.file, entry.fields)
         return
     expected = flat(tomllib.loads(portable(run.settings.toml)))
-    _compare_settings(flat(with_old_behaviour(tomllib.loads(config))), expected)
+    _compare_settings(flat(tomllib.loads(config)), expected)
 
 
 def check_settings_of_file(config: str, run: Variant, file: str, fields: Mapping[str, Any]) -> None:
@@ -177,7 +176,7 @@ def check_settings_of_file(config: str, run: Variant, file: str, fields: Mapping
     stages the method has, so the chosen ``fields`` are checked, and every stage has the plan of
     FedAvg's one stage. Raises CorruptFile.
     """
-    found = flat(with_old_behaviour(tomllib.loads(config)))
+    found = flat(tomllib.loads(config))
     chosen = {key: fields[key] for key in fields if key.startswith("method.")}
     chosen["method.name"] = file
     found["method.name"] = Path(found["method.name"].partition(":")[0]).name

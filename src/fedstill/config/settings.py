@@ -13,7 +13,7 @@ import tomli_w
 
 from fedstill import manifest
 from fedstill.config.named_tables import ClientNetwork, Named
-from fedstill.config.overrides import Origins, flat
+from fedstill.config.overrides import Origins
 from fedstill.config.tables import (
     NO_STREAM,
     SITES,
@@ -338,18 +338,12 @@ def _check_selection(settings: Settings) -> None:
         )
 
 
-# The keys of a run's config.toml, which depend on the version that wrote it.
+# The keys of a run's config.toml.
 #
 # A resumed run must have the config.toml that it began with, and sites accept configs by their
-# SHA-256. So a key that a later version adds must not change the file of a run that does not use
-# the key. There are three cases:
-#
-# 1. An optional key, whose default is None or a value that changes nothing. It is written only if
-#    it has another value (OPTIONAL_KEYS, OPTIONAL_PLAN_KEYS, OPTIONAL_CLIENT_KEYS; keys of tables
-#    that are None are never written).
-# 2. A key whose default is what earlier versions did. All runs that begin now write it.
-# 3. A key whose default is *not* what earlier versions did. All runs that begin now write it, and
-#    a config without it is read with the old behaviour (OLD_BEHAVIOUR, OLD_METHOD_FIELDS).
+# SHA-256. So a new key must not change the file of a run that does not use it: it is optional, and
+# written only if it has another value than its default. Keys of tables that are None are never
+# written.
 
 
 # Keys that are written only if they are used.
@@ -414,53 +408,3 @@ def written_plan(plan: Plan) -> dict[str, Any]:
 
 def _not_default(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value != defaults[key]}
-
-
-# Keys that earlier versions lacked, and whose defaults are not what these versions did.
-
-
-OLD_BEHAVIOUR: Mapping[str, Any] = {"clients.failures": "tolerate"}
-"""What runs did before there was a key, by dotted key."""
-
-OLD_METHOD_FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "naive_kd": {"over_teachers": "sum"},
-    "qkt_light": {"phase1_over": "same"},
-    "qkt_light_volunteer": {"phase1_over": "same"},
-    "qkt_light_server": {"phase1_over": "same"},
-}
-"""What methods did before they had a field, by method."""
-
-DROPPED_KEYS = ("stacked_seeds",)
-"""Keys of version 0.1.0 that are read and ignored. ``stacked_seeds`` trained the runs of several
-seeds as one stack; such a run is resumed alone, with the same numbers up to rounding.
-"""
-
-
-def with_old_behaviour(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a run, with what its version did for keys that it lacks.
-
-    >>> with_old_behaviour({"method": {"name": "naive_kd", "alpha": 1.0}})["method"]
-    {'over_teachers': 'sum', 'name': 'naive_kd', 'alpha': 1.0}
-    >>> with_old_behaviour({"clients": {"quorum": 0.5}, "stacked_seeds": True})
-    {'clients': {'failures': 'tolerate', 'quorum': 0.5}}
-    """
-    values = {key: value for key, value in tree.items() if key not in DROPPED_KEYS}
-    method = values.get("method")
-    if isinstance(method, Mapping) and isinstance(method.get("name"), str):
-        values["method"] = {**OLD_METHOD_FIELDS.get(method["name"], {}), **method}
-    for dotted_key, old_value in OLD_BEHAVIOUR.items():
-        name, _, key = dotted_key.partition(".")
-        table = values.get(name, {})
-        if isinstance(table, Mapping):
-            values[name] = {key: old_value, **table}
-    return values
-
-
-def absent_keys(tree: Mapping[str, Any]) -> set[str]:
-    """The dotted keys of ``OLD_BEHAVIOUR`` that a run's config lacks, since it is older than they
-    are.
-
-    >>> absent_keys({"clients": {"quorum": 0.5}}), absent_keys({"clients": {"failures": "stop"}})
-    ({'clients.failures'}, set())
-    """
-    return OLD_BEHAVIOUR.keys() - flat(tree).keys()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedstill.config.settings import Settings
 from fedstill.core.checks import in_hook
-from fedstill.core.errors import ConfigError, CorruptFile, DataError, UnknownName
+from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.extensions import of_some_clients
 from fedstill.core.fields import plain_value
 from fedstill.core.files import digest, in_shell, named_path
@@ -25,8 +25,7 @@ from fedstill.core.process_settings import process_settings
 from fedstill.core.records import NOTHING, SERVER, Payload, State
 from fedstill.core.reports import json_value
 from fedstill.core.trees import same_bits
-from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, PLURALS, Dataset, DatasetInfo
-from fedstill.data.sources.catalog import KNOWN, KnownData
+from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, PLURALS, DatasetInfo
 from fedstill.engines.step import frozen
 from fedstill.export.trained_model import TrainedModel, network_of
 from fedstill.methods.fit import Queries, fitted_models, student_models
@@ -37,7 +36,6 @@ from fedstill.running import journal as journals
 from fedstill.running.archive import SUFFIX, readable
 from fedstill.running.checkpoint import Checkpoints, StoredMemory
 from fedstill.running.directory import settings_of
-from fedstill.running.preparation import read_data, with_pixels
 from fedstill.running.remote import remote_engine
 from fedstill.running.result import Result
 from fedstill.running.same_run import RunIdentity
@@ -45,8 +43,7 @@ from fedstill.running.selection import SELECTION, STOP_REASON, best_round
 from fedstill.running.start_weights import body_of
 from fedstill.running.world import RunWorld, started, world_of
 
-# What a run's model takes, and what normalises it: as its journal says; of older runs, the
-# catalogue or the data.
+# What a run's model takes, and what normalises it.
 
 
 Shape = tuple[int, ...]
@@ -67,40 +64,6 @@ class StoredInputs:
     type: str = "uint8"
     about: DatasetInfo = IMAGE_INFO
     standardise: str = ""
-
-
-def inputs_of(
-    folder: Path,
-    settings: Settings,
-    start: Mapping[str, Any],
-    data: Dataset | None = None,
-    client: int | None = None,
-) -> StoredInputs:
-    """What a run's examples are, as its event ``start`` says; where clients have their own mean and
-    spread, a client's.
-
-    Versions before 0.1.0 was released did not write it down. Then it is that of ``data``, or of the
-    catalogue's data set of that name, or of the data set that the run names, if it is here. Raises
-    ConfigError where none of them is; CorruptFile for a malformed event.
-    """
-    if (stored := start.get("inputs")) is not None:
-        return stored_inputs(folder, stored, client)
-    if data is None and (known := _known(settings)) is not None:
-        own = settings.data
-        mean, std = (
-            _each(v, u, known.shape[0]) for v, u in ((own.mean, known.mean), (own.std, known.std))
-        )
-        return StoredInputs(known.shape, mean, std)
-    try:
-        dataset = with_pixels(data or read_data(settings), settings.data)
-    except (DataError, UnknownName) as error:
-        raise ConfigError(
-            f"{folder} was begun by an earlier version, which did not store what normalises its "
-            "images, and its data "
-            f"are not here; give them: load_model(run, data=...) ({error})"
-        ) from error
-    kind = str(dataset.train.values.dtype).removeprefix("torch.")
-    return StoredInputs(dataset.input_shape, dataset.mean, dataset.std, kind, dataset.about)
 
 
 def stored_inputs(folder: Path, stored: Any, client: int | None = None) -> StoredInputs:
@@ -131,22 +94,6 @@ def stored_inputs(folder: Path, stored: Any, client: int | None = None) -> Store
         ) from error
 
 
-def _known(settings: Settings) -> KnownData | None:
-    """The catalogue's entry of the run's data set; None for another, or one that was read by its
-    columns' names.
-    """
-    if settings.data.image_column or settings.data.label_column:
-        return None
-    return KNOWN.get(settings.data.name)
-
-
-def _each(
-    own: tuple[float, ...] | None, known: tuple[float, ...], channels: int
-) -> tuple[float, ...]:
-    values = known if own is None else own
-    return tuple(values) * (channels if len(values) == 1 else 1)
-
-
 log = logging.getLogger("fedstill.trained")
 
 Versions = Mapping[int, tuple[str, str]]
@@ -157,7 +104,6 @@ Versions = Mapping[int, tuple[str, str]]
 def load_model(
     run: Result | Path | str,
     client: int | str | None = None,
-    data: Dataset | None = None,
     round: int | Literal["best"] | None = None,
 ) -> TrainedModel:
     """The model that a run trained, with its normalisation or standardisation inside, in evaluation
@@ -166,8 +112,7 @@ def load_model(
     run: a result, or the run's directory; of a run that was stopped, the model of its last
     checkpoint. client: of a method that answers with a model for each client, whose, by number or
     by name; of one that groups clients, which, "cluster 1", as its predictors are named; else left
-    out. data: the run's data set, for a run that an earlier version began and did not write down
-    what normalises the images. round: the round after which the model is taken: "best", or the
+    out. round: the round after which the model is taken: "best", or the
     number of a round whose checkpoint the run kept (``keep_checkpoints_every``); by default the
     last one.
 
@@ -195,7 +140,7 @@ def load_model(
         client = client if number is None else number
     _warn_of_changes(settings, start[0])
     one_client = client if isinstance(client, int) else None
-    inputs = inputs_of(folder, settings, start[0], data, one_client)
+    inputs = stored_inputs(folder, start[0].get("inputs"), one_client)
     world = _world(settings, start[0], inputs)
     if round is None:
         state, versions = _last(folder)
@@ -433,10 +378,7 @@ def _networks(predict: Callable[[Tensor], Tensor]) -> str:
 
 def _counted(start: Mapping[str, Any]) -> dict[str, int]:
     """How many examples clients had, and how many the test set, as far as the run knew."""
-    if "split" in start:
-        train = start["split"]["examples"]
-    else:  # a run of an earlier version
-        train = sum(sum(counts) for counts in start.get("label_counts", []))
+    train = start["split"]["examples"] if "split" in start else 0
     counted = {"train_examples": train, "test_examples": sum(start.get("test_counts", []))}
     return {name: count for name, count in counted.items() if count}
 

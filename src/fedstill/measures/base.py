@@ -166,16 +166,12 @@ def are_counts(report: Mapping[str, Any], fields: Sequence[str], classes: int) -
 def seconds_at_clients(
     events: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> dict[str, float]:
-    """Seconds that each measure of these names took at clients, from their events; only those that
-    took any.
+    """Seconds that each of these measures took at clients; measures that took no time are left
+    out.
 
-    Journals of version 0.1.0 have no ``seconds_local``: what no other measure took was its.
+    events: those of clients.
     """
     spent = {name: sum(e.get(f"seconds_{name}") or 0.0 for e in events) for name in names}
-    if "local" in spent and not any("seconds_local" in e for e in events):
-        spent["local"] = sum(e.get("seconds_measuring") or 0.0 for e in events) - sum(
-            spent.values()
-        )
     return {name: seconds for name, seconds in spent.items() if seconds > 0}
 
 

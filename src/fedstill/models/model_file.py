@@ -22,7 +22,7 @@ FINAL = "model.safetensors"
 """The file's name."""
 
 MODEL_SEAL = "model_sha256"
-"""What ``summary.json`` calls the file's SHA-256; summaries of earlier versions have none."""
+"""What ``summary.json`` calls the file's SHA-256."""
 
 
 def read_final(path: Path) -> bytes:

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from fedstill.config.experiment import OBJECT_TABLES, bind, from_tree
 from fedstill.config.named_tables import NAME_KEYS
 from fedstill.config.resolve import settle
-from fedstill.config.settings import Settings, with_old_behaviour
+from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, CorruptFile, NoRun, RunBusy, RunExists
 from fedstill.core.files import RUN_TABLE, in_shell, is_leftover, read_toml, remove
 from fedstill.core.method import Method
@@ -48,7 +48,7 @@ def settings_of(folder: Path, **live: Any) -> Settings:
         if not name.startswith(LIVE):
             raise ConfigError(f"{folder} finds its {table} {name!r} itself; leave {table} out")
         bind(table, name, type(thing) if isinstance(thing, Method) else thing)
-    return settle(from_tree(with_old_behaviour(tree), {}, folder), check_device=False)
+    return settle(from_tree(tree, {}, folder), check_device=False)
 
 
 def runs_below(folder: Path) -> list[Path]:

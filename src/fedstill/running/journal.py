@@ -5,7 +5,6 @@ What is measured after a run has ended, looks at its rounds, is kept beside the 
 
 from __future__ import annotations
 
-import functools
 import gc
 import hashlib
 import itertools
@@ -19,7 +18,7 @@ from typing import Any
 
 import pydantic_core
 
-from fedstill.core.errors import CorruptFile, UnknownName, cut_reason
+from fedstill.core.errors import CorruptFile, UnknownName
 from fedstill.core.files import as_named, digest, sync_folder, write_whole
 from fedstill.core.reports import json_value
 from fedstill.data.dataset import nfc
@@ -28,7 +27,6 @@ from fedstill.running.journal_schema import (
     JournalChecker,
     malformed_events,
     structure_problem,
-    without_malformed,
 )
 
 # The journal of a run: one JSON object a line, in the order of events; times are only in fields
@@ -138,10 +136,8 @@ class Journal:
 def read_journal(path: Path, most: int | None = None) -> list[Event]:
     """The events in a journal, whole lines only (a run that was killed may have left half a line).
 
-    ``most``: how many, from the start; all if it is left out. What a client reported and no version
-    would write now is left out, and a warning names the line: versions before reports were checked
-    wrote it. The file stays as it is. Raises CorruptFile naming the line that is no event of a run
-    (``running.journal_schema``).
+    most: how many, from the start; all if it is left out. Raises CorruptFile, naming the line, for
+    a line that is no event of a run (``running.journal_schema``).
     """
     lines = _lines(path, most)
     if lines and not lines[-1].endswith(b"\n"):
@@ -153,7 +149,7 @@ def read_journal(path: Path, most: int | None = None) -> list[Event]:
         for position, event in enumerate(events):
             problem = malformed.get(position) or checker.problem(event)
             if problem:
-                events[position] = _repaired(path, position + 1, event, problem, checker)
+                raise CorruptFile(f"{path}, line {position + 1}: {problem}; restore the file")
     return events
 
 
@@ -202,20 +198,6 @@ def _parsed_lines(path: Path, lines: Sequence[bytes]) -> list[Any]:
     return events
 
 
-def _repaired(path: Path, line: int, event: Any, problem: str, checker: JournalChecker) -> Event:
-    """An event with a problem, without what a client should not have reported.
-
-    Raises CorruptFile if that is not the problem.
-    """
-    if isinstance(event, dict) and event.get("event") == "client":
-        repaired, left_out = without_malformed(event, checker.classes)
-        problem = structure_problem(repaired) or checker.problem(repaired)
-        if not problem:
-            _warn(path, line, str(event.get("client")), tuple(left_out))
-            return repaired
-    raise CorruptFile(f"{path}, line {line}: {problem}; restore the file")
-
-
 def class_numbers(folder: Path, names: Sequence[str]) -> list[int]:
     """Classes by number or by name, as numbers; raises UnknownName for one that the run does not
     have.
@@ -258,20 +240,6 @@ def _number(kind: str, name: str, known: Sequence[str]) -> int:
 def _whole_number(text: str) -> int | None:
     """A whole number, or None for one that no reader could compute with."""
     return int(text) if len(text) <= DIGITS else None
-
-
-@functools.cache
-def _warn(path: Path, line: int, client: str, left_out: tuple[str, ...]) -> None:
-    """Say, once, what of a client's event is not used."""
-    if left_out:
-        names = cut_reason(", ".join(map(repr, left_out)))
-        log.warning(
-            "%s, line %d: what client %s reported as %s is malformed, and not used",
-            path,
-            line,
-            client,
-            names,
-        )
 
 
 def without_times(value: Any) -> Any:

@@ -22,9 +22,7 @@ from fedstill.core.reports import (
     COUNTED,
     MAX_COUNT,
     MAX_SECONDS,
-    TAKEN,
     has_valid_form,
-    is_count,
     is_number,
     wrong_table,
 )
@@ -102,7 +100,6 @@ class Start(TypedDict, total=False):
     event: Required[Literal["start"]]
     classes: Required[list[str]]
     seconds_since_1970: float | None
-    label_counts: list[list[Count]]
     test_counts: list[Count]
     split: SplitOfRun | None
     stream: StreamOfRun | None
@@ -211,8 +208,7 @@ class Round(Evaluated, total=False):
     answers: list[Answer]
     privacy: PrivacyOfRound | None
     seconds: Seconds | None
-    # Negative where an earlier version subtracted the times of a census before round 1.
-    seconds_training: float | None
+    seconds_training: Seconds | None
     seconds_measuring: Seconds | None
     seconds_saving: Seconds | None
     seconds_clients: Seconds | None
@@ -391,8 +387,6 @@ class JournalChecker:
     def _begin(self, start: Event) -> str:
         self.classes = len(start["classes"])
         self._tasks = start.get("stream", {}).get("classes", [])
-        if any(len(row) != self.classes for row in start.get("label_counts", ())):
-            return f"label_counts does not have {self.classes} classes for each client"
         if len(start.get("test_counts", ())) not in (0, self.classes):
             return f"test_counts does not have {self.classes} classes"
         named = [*self._tasks, *start.get("queries", {}).values()]
@@ -489,27 +483,6 @@ def _is_by_epoch(stage: Any) -> bool:
 
 KNOWN_OF_CLIENT = frozenset(ClientOfStage.__annotations__)
 """The fields of a client's event that its schema checks."""
-
-
-def without_malformed(event: Event, classes: int) -> tuple[Event, list[str]]:
-    """A client's event without its malformed fields, and the names of what was left out.
-
-    Before reports were checked, a client could write anything into the journals of its runs.
-    """
-    malformed = {
-        name
-        for name, value in event.items()
-        if name not in TAKEN and not is_readable_report(name, value, classes)
-    }
-    # These fields are read together.
-    if malformed & COUNTED.keys():
-        malformed |= COUNTED.keys() & event.keys()
-    if not is_count(event.get("noised_rows", 0)):
-        malformed.add("noised_rows")
-    if not is_count(event.get("private_steps", 0)) or not 0 <= event.get("private_rate", 0.0) <= 1:
-        malformed |= {"private_steps", "private_rate"}
-    fields = {name: value for name, value in event.items() if name not in malformed}
-    return fields, sorted(malformed)
 
 
 def is_readable_report(name: str, value: Any, classes: int) -> bool:

@@ -15,7 +15,6 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from fedstill.config.overrides import flat
-from fedstill.config.settings import OLD_BEHAVIOUR
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import read_toml
 from fedstill.core.registry import short_name
@@ -431,22 +430,19 @@ class Alike(Generic[R]):
     runs: Sequence[R]
 
 
+def _shared_settings(run: Configured) -> dict[str, Any]:
+    """The settings that runs of one group share."""
+    return settings_but_seed(run.settings, run.start)
+
+
 def alike(runs: Sequence[R]) -> list[Alike[R]]:
-    """Runs by everything but their seed, and but keys that one of them lacks because it began
-    before there were any.
-    """
-    absent = {k for k in OLD_BEHAVIOUR if any(k not in run.settings for run in runs)}
-
-    def telling(run: R) -> dict[str, Any]:
-        shared = settings_but_seed(run.settings, run.start)
-        return {key: value for key, value in shared.items() if key not in absent}
-
+    """The runs, grouped by everything but their seed."""
     by_settings: dict[str, list[R]] = {}
     for run in runs:
-        settings = json.dumps(telling(run), sort_keys=True, default=str)
+        settings = json.dumps(_shared_settings(run), sort_keys=True, default=str)
         by_settings.setdefault(settings, []).append(run)
     lists = list(by_settings.values())
-    labels = group_labels([telling(members[0]) for members in lists])
+    labels = group_labels([_shared_settings(members[0]) for members in lists])
     return [Alike(label, members) for label, members in zip(labels, lists, strict=True)]
 
 

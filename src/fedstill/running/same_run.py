@@ -33,10 +33,10 @@ import torch
 from fedstill.config.experiment import fingerprint
 from fedstill.config.named_tables import texts_in
 from fedstill.config.overrides import flat
-from fedstill.config.settings import Settings, absent_keys
+from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, CorruptFile
-from fedstill.core.files import digest, in_shell, read_toml
+from fedstill.core.files import digest, in_shell
 from fedstill.core.records import State
 from fedstill.core.registry import LIVE
 from fedstill.core.reports import json_value
@@ -169,7 +169,7 @@ class RunIdentity:
     """By what a run is known again, its settings apart: the notes in its event ``start``.
 
     code: as ``code_digests``. models: SHA-256 by config key. data: the ``DATA_FIELDS`` that the
-    event has; earlier versions noted fewer. Empty for a run that has not begun, or is damaged.
+    event has. Empty for a run that has not begun, or is damaged.
     """
 
     code: Mapping[str, str]
@@ -189,7 +189,7 @@ class RunIdentity:
     def changed_code(self, settings: Settings) -> list[str]:
         """The user's files, by path, that are not what they were when the run began."""
         digests = code_digests(settings)
-        # Earlier versions noted the files that the config names, and no modules beside them.
+        # A module that was put beside these files later is no part of the run.
         named = code_digests(settings, modules=False)
         return [
             path
@@ -216,8 +216,7 @@ class RunIdentity:
     def has_other_examples(self, digests: Mapping[str, str]) -> bool:
         """Whether the examples, given by the SHA-256 of each split, are not what they were.
 
-        Never where the run noted none: of real sites, of features that a backbone gives, and of
-        runs of earlier versions.
+        Never where the run noted none: of real sites, and of features that a backbone gives.
         """
         examples = self.data.get("examples_sha256")
         if not isinstance(examples, Mapping):
@@ -253,7 +252,7 @@ def comparable_start(start: Event) -> Event:
     """An event ``start`` without times and without what says by whom and with what a run was made.
 
     Two runs of one config on different machines agree in it. The SHA-256 of the examples is left
-    out, since earlier versions did not note it.
+    out, since not every run notes it.
     """
     left_out = {*VERSIONS, "sources", "examples_sha256"}
     return {key: value for key, value in without_times(start).items() if key not in left_out}
@@ -368,7 +367,7 @@ def other_settings(settings: Settings, folder: Path) -> list[str]:
     other = {key for key in values.keys() | found.keys() if values.get(key) != found.get(key)}
     if is_finished(folder) and _has_known_examples(settings.data):
         other.discard("data.folder")
-    return sorted(other - _unknown_keys(config))
+    return sorted(other)
 
 
 def other_files(settings: Settings, folder: Path) -> list[str]:
@@ -389,10 +388,8 @@ def other_files(settings: Settings, folder: Path) -> list[str]:
 
 
 def settings_by_key(folder: Path) -> dict[str, Any]:
-    """Every value of an existing run by dotted key, except keys that came after it began."""
-    unknown = _unknown_keys(folder / "config.toml")
-    values = flat(settings_of(folder).tree)
-    return {key: value for key, value in values.items() if key not in unknown}
+    """Every value of an existing run, by dotted key."""
+    return flat(settings_of(folder).tree)
 
 
 def settings_but_seed(settings: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
@@ -445,11 +442,6 @@ def _has_known_examples(data: DataTable) -> bool:
     return data.public_from in (TRAIN, NOISE)
 
 
-def _unknown_keys(config: Path) -> set[str]:
-    """The dotted keys of which a config says nothing, since they came after its run began."""
-    return absent_keys(read_toml(config))
-
-
 def _without_seed(place: str) -> str:
     """The run in a path to its model, without the file and the folder of its seed."""
     parts = [
@@ -466,8 +458,7 @@ def _without_seed(place: str) -> str:
 def check_config(folder: Path) -> None:
     """Raise CorruptFile for a config.toml that is not the one with which the run began.
 
-    Its SHA-256 is in the journal's first event; of runs of earlier versions, in the newest
-    checkpoint.
+    Its SHA-256 is in the journal's first event.
     """
     path = folder / "config.toml"
     try:
@@ -539,10 +530,7 @@ def _noted_config(folder: Path) -> str:
     events = read_journal(journal, 1) if journal.is_file() else []
     if events and CONFIG_SEAL in events[0]:
         return str(events[0][CONFIG_SEAL])
-    newest = max((folder / "checkpoints").glob("*.json"), default=None)
-    if newest is None:
-        return ""
-    return str(json.loads(newest.read_bytes())["manifest"]["config"])
+    return ""
 
 
 def _gap(events: Sequence[Event]) -> str:

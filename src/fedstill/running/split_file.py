@@ -1,8 +1,4 @@
-"""The split of a run in a file beside its journal, which has the file's SHA-256.
-
-Reading: earlier versions wrote the label counts of all clients into the journal's first line; that
-is read, too.
-"""
+"""The split of a run in a file beside its journal, which has the file's SHA-256."""
 
 from __future__ import annotations
 
@@ -150,7 +146,7 @@ def stored_split(folder: Path) -> StoredSplit | None:
 
 def read_split(folder: Path, start: Mapping[str, Any]) -> StoredSplit | None:
     """The split that the event ``start`` of a run's journal names; None where it names none, as for
-    real sites and old runs.
+    real sites.
 
     Raises CorruptFile, naming the file, if it is gone or is not what was written.
     """
@@ -182,8 +178,7 @@ def read_split(folder: Path, start: Mapping[str, Any]) -> StoredSplit | None:
 
 
 def read_label_counts(folder: Path, start: Mapping[str, Any]) -> LabelCounts:
-    """Label counts by client of a run, from its file or an old journal's line; of no client where
-    nobody knows them.
+    """Label counts by client of a run; of no client where nobody knows them.
 
     Raises CorruptFile, naming the file, as ``read_split``.
     """
@@ -194,7 +189,7 @@ def label_counts_of(split: StoredSplit | None, start: Mapping[str, Any]) -> Labe
     """Label counts by client, given what ``read_split`` returned and the event ``start``."""
     classes = len(start.get("classes", []))
     if split is None:
-        return LabelCounts.of_table(start.get("label_counts", []), classes)
+        return LabelCounts.of_table([], classes)
     return split.label_counts(classes)
 
 

@@ -338,7 +338,6 @@ def _features(
         seal(place),
         repr(passes.model),
         repr(passes.inputs),
-        "one thread",  # earlier versions used as many as the process had, with other last bits
         str(torch.__version__),
     ]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]
