@@ -93,7 +93,9 @@ def test_what_is_held_out_once_is_never_trained_on() -> None:
         for round in (1, 2, 3, 4):
             for name in ("fit", "transfer", "refine"):
                 share = ready.settings.plans[name].validation
-                train, kept = ready.sites.division(client, share, round)
+                division = ready.sites.division(client, share, round)
+                train = division.train
+                kept = division.held_out
                 own |= set(marks[train].tolist())
                 held |= set(marks[kept].tolist())
         assert not own & held

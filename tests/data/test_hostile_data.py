@@ -28,7 +28,7 @@ from fedstill.data.sources import images as pictures
 from fedstill.data.sources import limits, load_dataset
 from fedstill.data.sources.image_sets import read_unlabelled
 from fedstill.data.sources.images import FORMATS, Pictures
-from fedstill.data.sources.limits import file_errors, memory_bytes, most_bytes, refuse_large
+from fedstill.data.sources.limits import check_size, file_errors, memory_bytes, most_bytes
 
 MEGABYTE = 1_000_000
 
@@ -74,16 +74,16 @@ def refused(text: str, place: Path, **fields: Any) -> str:
 
 def test_the_memory_that_there_is_is_known() -> None:
     assert 1 << 28 < memory_bytes() < 1 << 50
-    refuse_large("CIFAR-100", 60_000 * 3 * 32 * 32)
+    check_size("CIFAR-100", 60_000 * 3 * 32 * 32)
     with pytest.raises(DataError, match="640 TB"):
-        refuse_large("x", 582 << 40)
+        check_size("x", 582 << 40)
 
 
 def test_ten_gigabytes_pass_on_a_machine_of_64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "memory_bytes", lambda: 64 << 30)
-    refuse_large("x", 10 << 30, 5 << 30)
+    check_size("x", 10 << 30, 5 << 30)
     with pytest.raises(DataError, match="200 times"):
-        refuse_large("x", 10 << 30, 5 << 20)
+        check_size("x", 10 << 30, 5 << 20)
 
 
 def test_a_machine_that_does_not_say_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,8 @@ def halves(prepared: Prepared, client: int) -> list[tuple[list[int], list[int]]]
     for stage in prepared.settings.schedule(1, prepared.world):
         if client in stage.clients:
             share = prepared.settings.plans[stage.name].validation
-            found.append(tuple(part.tolist() for part in prepared.sites.division(client, share)))
+            division = prepared.sites.division(client, share)
+            found.append((division.train.tolist(), division.held_out.tolist()))
     return found
 
 
@@ -163,9 +164,10 @@ def test_a_client_keeps_one_example_and_holds_one_out(tmp_path: Path) -> None:
     split = ClientSplit.of_parts([np.arange(2), np.arange(1)])
     sites = replace(ready(held_out="last").sites, split=split)
     for share, kept in ((0.1, 1), (0.5, 1), (0.9, 1), (0.0, 2)):
-        assert [len(part) for part in sites.division(0, share)] == [kept, 2 - kept]
+        division = sites.division(0, share)
+        assert [len(division.train), len(division.held_out)] == [kept, 2 - kept]
     one = sites.division(1, 0.5)
-    assert [len(part) for part in one] == [1, 0], "of one example none is held out"
+    assert [len(one.train), len(one.held_out)] == [1, 0], "of one example none is held out"
 
 
 def test_hipers_recipe_has_the_notebooks_pixels_and_their_split_for_every_seed(

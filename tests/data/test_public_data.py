@@ -109,6 +109,26 @@ def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
         public(public_from=str(folder))
 
 
+def test_broken_public_images_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = images(tmp_path / "mine")
+    (folder / "004.png").write_bytes(b"not a picture")
+    assert len(public(public_from=str(folder), broken="skip")) == 11
+    assert "004.png" in caplog.text
+
+
+def test_public_images_have_the_mode_of_the_run(tmp_path: Path) -> None:
+    folder = images(tmp_path / "mine", mode="RGB")
+    found = public(public_from=str(folder), mode="grey")
+    assert found.values.shape == (12, 1, toys.SIDE, toys.SIDE)
+    by_class = tmp_path / "classes"
+    images(by_class / "train" / "a", mode="RGB")
+    images(by_class / "test" / "a", mode="RGB")
+    found = public(public_from=str(by_class), mode="grey", public_labels=False)
+    assert found.values.shape == (12, 1, toys.SIDE, toys.SIDE)
+
+
 def test_another_data_set_must_have_the_classes_or_give_no_labels() -> None:
     with pytest.raises(DataError, match=r"shape \(1, 8, 8\), the run's \(1, 4, 4\)"):
         public(public_from="digits")

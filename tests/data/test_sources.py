@@ -556,15 +556,15 @@ def test_images_of_different_sizes_and_kinds(root):
 
 
 def test_labels_out_of_range(root):
-    images, _ = pictures(4, 2, (8, 8))
+    images, _ = pictures(5, 2, (8, 8))
     for name, labels, text in [
-        ("minus", [0, 1, -1, 0], "label -1, outside"),
-        ("huge", [0, 1, 70000, 0], "label 70000 among 4 examples"),
-        ("none", [0, 1, None, 0], "example 2 has no label"),
+        ("minus", [0, 1, -1, 0, 0], "label -1, outside"),
+        ("huge", [0, 1, 70000, 0, 0], "label 70000 among 5 examples"),
+        ("none", [0, 1, None, 0, 0], "example 2 has no label"),
     ]:
         write_parquet(root / name / "train-0.parquet", images, labels)
         refused(text, name)
-    write_parquet(root / "test-only/test-0.parquet", images, [0, 1, 0, 1])
+    write_parquet(root / "test-only/test-0.parquet", images, [0, 1, 0, 1, 0])
     refused("no train split", "test-only")
 
 
@@ -630,11 +630,18 @@ def test_two_processes_fill_the_cache_at_once(tmp_path):
 
 def test_held_out_examples_are_stratified_and_kept_in_order():
     labels = np.repeat(np.arange(3), [50, 10, 1])
-    data = hold_out(Decoded({"train": Split(np.arange(61), labels)}, None))
+    data = hold_out("x", Decoded({"train": Split(np.arange(61), labels)}, None))
     train, test = data.splits["train"], data.splits["test"]
     assert np.bincount(test.labels).tolist() == [10, 2]
     assert np.array_equal(np.sort(np.concatenate([train.values, test.values])), np.arange(61))
     assert bool((np.diff(train.values) > 0).all())
+    assert "example of 2, " in data.about.cautions[0]
+
+
+def test_nothing_can_be_held_out_of_classes_of_one_or_two():
+    labels = np.array([0, 0, 1, 2, 2])
+    with pytest.raises(DataError, match="x has no test split"):
+        hold_out("x", Decoded({"train": Split(np.arange(5), labels)}, None))
 
 
 def test_registry_lists_every_name_with_a_line():

@@ -417,3 +417,17 @@ def test_the_hub_gives_what_files_of_the_same_columns_give(
     assert here.about == there.about
     assert torch.equal(here.train.values, there.train.values)
     assert torch.equal(here.test.labels, there.test.labels)
+
+
+def test_splits_of_the_hub_that_mean_the_same_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    stream = datasets.Dataset.from_dict({"text": ["a b"] * 10, "label": [0, 1] * 5})
+    splits = {"train": stream, "valid": stream, "dev": stream}
+    monkeypatch.setattr(load, "_check_hub_has", lambda name, remedy: None)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, streaming: splits)
+    with pytest.raises(DataError, match=r"'valid' and 'dev'"):
+        load_dataset("somebody/data")
+    del splits["train"], splits["dev"]
+    with pytest.raises(DataError, match="no split train among valid"):
+        load_dataset("somebody/data")

@@ -318,7 +318,9 @@ def test_what_a_later_query_holds_out_is_new(local: Path) -> None:
     prepared = with_new_data(prepare(settings_of(local)), 0, new)
     total = len(prepared.sites.train) - 30
     for client in (0, 1):
-        own, held = prepared.sites.division(client, 0.1)
+        division = prepared.sites.division(client, 0.1)
+        own = division.train
+        held = division.held_out
         assert (held.min() >= total) == (client == 0)
         assert not set(own.tolist()) & set(held.tolist())
     assert len(prepared.sites.view(0, Stage(1, 1, "transfer", (0,))).data) == len(

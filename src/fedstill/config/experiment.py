@@ -23,11 +23,11 @@ from fedstill.config.overrides import (
     COMMAND_LINE,
     Origin,
     Origins,
+    check_set_once,
     invalid_file,
     is_name,
     leaf_keys,
     parse_overrides,
-    refuse_set_twice,
     with_other_name,
     with_working_directory_paths,
 )
@@ -123,7 +123,7 @@ class Experiment(TopKeys):
         an option, and another option has set the key.
         """
         source = Origin(origin)
-        refuse_set_twice(values, self.origins, source)
+        check_set_once(values, self.origins, source)
         tree = self.tree
         for key in sorted(values, key=lambda key: not is_name(key)):
             # [data] is the exception: its other keys, such as sizes, are for any data set.
@@ -182,7 +182,7 @@ def from_tree(tree: Mapping[str, Any], origins: Origins, base: Path | None) -> E
     return Experiment(**known, origins=origins, base=base, unknown=unknown)
 
 
-def refuse_no_experiment(value: object) -> None:
+def check_is_experiment(value: object) -> None:
     """Raise ConfigError for a value that is no experiment, such as a config's path or its tree."""
     if isinstance(value, Experiment):
         return

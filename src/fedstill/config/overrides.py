@@ -284,7 +284,7 @@ def overriding_fields(table: str, origins: Origins) -> set[str]:
     return {parts[1] for parts in key_parts if parts[0] == table and len(parts) > 1}
 
 
-def refuse_set_twice(values: Mapping[str, Any], origins: Origins, origin: Origin) -> None:
+def check_set_once(values: Mapping[str, Any], origins: Origins, origin: Origin) -> None:
     """Raise ConfigError if an option of a command sets a value that another option has set.
 
     A table that is set replaces all of its keys. In Python, the last value counts, and nothing is

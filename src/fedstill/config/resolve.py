@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from fedstill.config.data_table import absolute_path, default_model, read_data
-from fedstill.config.experiment import Experiment, refuse_no_experiment
+from fedstill.config.experiment import Experiment, check_is_experiment
 from fedstill.config.named_tables import (
     Assignment,
     ClientNetwork,
@@ -26,7 +26,7 @@ from fedstill.config.named_tables import (
     read_named,
 )
 from fedstill.config.overrides import place_of
-from fedstill.config.settings import NamedTables, Settings, refuse_contradictions
+from fedstill.config.settings import NamedTables, Settings, check_contradictions
 from fedstill.config.stages import (
     PlanTable,
     ReadMethod,
@@ -84,7 +84,7 @@ def settle(experiment: Experiment, check_device: bool = True) -> Settings:
     have had another one. Raises ConfigError with one line that names all wrong keys and what to
     write.
     """
-    refuse_no_experiment(experiment)
+    check_is_experiment(experiment)
     parts = Parts(experiment)
     try:
         settings = _settled(parts)
@@ -120,7 +120,7 @@ def _settled(parts: Parts) -> Settings:
         schedule=parts.schedule,
         origins=parts.experiment.origins,
     )
-    refuse_contradictions(settings, parts.experiment.device)
+    check_contradictions(settings, parts.experiment.device)
     return settings
 
 

@@ -199,7 +199,7 @@ PEERS = "peer_to_peer"
 """The topology in which clients exchange models once, without a server."""
 
 
-def refuse_contradictions(settings: Settings, device: str) -> None:
+def check_contradictions(settings: Settings, device: str) -> None:
     """Raise WrongConfig for values that exclude each other.
 
     ``device``: the value of the config, which may be "auto"; that of the settings is resolved.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -61,8 +61,9 @@ class Arrival:
         order = torch.randperm(len(labels), generator=draw)
         if self.order == "by_class":
             ids = labels.cpu()[order]
-            classes = torch.randperm(int(ids.max()) + 1 if len(ids) else 0, generator=draw)
-            order = order[classes[ids].argsort(stable=True)]
+            class_count = int(ids.max()) + 1 if len(ids) else 0
+            class_ranks = torch.randperm(class_count, generator=draw)
+            order = order[class_ranks[ids].argsort(stable=True)]
         return order.argsort()
 
     def arrived(self, ranks: Tensor, indices: Tensor, round: int) -> Tensor:
@@ -113,7 +114,9 @@ class TaskData:
 
     def transformed(self, examples: Examples, task: int) -> Examples:
         """Examples with the images that a task makes of them."""
-        transform = self.transforms[task] if self.transforms else None
+        if not self.transforms:
+            return examples
+        transform = self.transforms[task]
         if transform is None:
             return examples
         return Examples(transform(examples.values), examples.labels, examples.owners)
@@ -133,27 +136,15 @@ def concatenated(pieces: Sequence[Examples]) -> Examples:
     return Examples(values, labels, torch.cat(owners))
 
 
-class Division(NamedTuple):
-    """The positions in the training set of examples to train on, and of those held out."""
-
-    train: Tensor
-    held_out: Tensor
+Part = TypeVar("Part", Tensor, Examples)
 
 
 @dataclass(frozen=True, eq=False)
-class DividedIndices:
-    """The indices, within some examples of a client, of those to train on and of those held out."""
+class Division(Generic[Part]):
+    """What a client trains on, and what it holds out: examples, or their positions."""
 
-    train: Tensor
-    held_out: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class _DividedExamples:
-    """Examples to train on, and examples held out."""
-
-    train: Examples
-    held_out: Examples
+    train: Part
+    held_out: Part
 
 
 @dataclass(frozen=True)
@@ -221,11 +212,11 @@ class SiteViews:
         if self.split is None:
             return None
         clients: list[int] = np.flatnonzero(self.split.sizes < size).tolist()
-        return clients[0] if clients else None
+        return next(iter(clients), None)
 
     def trains_on(self, client: int, stage: str) -> int:
         """The number of a site's own examples that it does not hold out in a stage."""
-        indices = self._divided(client, self.size(client), self._held_out_share(stage))
+        indices = self.divided_indices(client, self.size(client), self._held_out_share(stage))
         return len(indices.train)
 
     def counts(self, client: int, round: int | None = None) -> Tensor:
@@ -243,22 +234,22 @@ class SiteViews:
             return torch.zeros(0, self.classes, dtype=torch.int64)
         changes = self.tasks is not None or self.arrival is not None
         if round is not None and changes:
-            clients = range(len(split))
-            split = ClientSplit.of_parts([self._positions_in(c, round).numpy() for c in clients])
+            parts = [self._positions_in(client, round).numpy() for client in range(len(split))]
+            split = ClientSplit.of_parts(parts)
         return split.label_table(self.train.labels, self.classes)
 
     def label_shares(self, client: int) -> list[float]:
-        """What shares of a client's own data the classes (C,) have."""
+        """The share of each class (C,) in a client's own data."""
         counts = self.counts(client)
         shares: list[float] = (counts / counts.sum()).tolist()
         return shares
 
-    def division(self, client: int, share: float, round: int | None = None) -> Division:
-        """The positions of a client's examples, of which it holds out a share: of those that have
-        arrived in a round, or of all.
+    def division(self, client: int, share: float, round: int | None = None) -> Division[Tensor]:
+        """The positions in ``train`` of a client's examples, of which it holds out a share: of
+        those that have arrived in a round, or of all.
         """
         part = self.positions(client)
-        indices = self._divided(client, len(part), share)
+        indices = self.divided_indices(client, len(part), share)
         train = indices.train
         held_out = indices.held_out
         if round is not None and self.arrival is not None:
@@ -274,9 +265,10 @@ class SiteViews:
         spec = self.model(client)
         divided = self._examples(client, self._held_out_share(stage.name), stage.round)
         data = divided.train
-        held_out = divided.held_out
         counts = self._counts(data.labels)
-        if len(held_out):
+        validation = None
+        if len(divided.held_out):
+            validation = divided.held_out
             counts = self.counts(client, stage.round)
         if client in self.flipped:
             data = replace(data, labels=self.classes - 1 - data.labels)
@@ -290,7 +282,7 @@ class SiteViews:
             data=data,
             counts=counts,
             public=self._public(stage),
-            validation=held_out if len(held_out) else None,
+            validation=validation,
             test=self.own_tests.get(client),
             passes=self.passes(spec),
             query=self.queries.get(client, ()),
@@ -313,8 +305,9 @@ class SiteViews:
         )
 
     def _held_out_share(self, stage: str) -> float:
-        plan = self.plans.get(stage)
-        return 0.0 if plan is None else plan.validation
+        if stage not in self.plans:
+            return 0.0
+        return self.plans[stage].validation
 
     def _positions_in(self, client: int, round: int | None) -> Tensor:
         """The positions of a client's examples in a round, or of all its examples."""
@@ -331,49 +324,53 @@ class SiteViews:
             return part[self.arrival.arrived(ranks, torch.arange(len(part)), round)]
         return part
 
-    def _examples(self, client: int, share: float, round: int) -> _DividedExamples:
+    def _examples(self, client: int, share: float, round: int) -> Division[Examples]:
         """A client's examples in a round, of which it holds out a share."""
         if self.tasks is not None:
             return self._examples_of_tasks(self.tasks, client, share, round)
         division = self.division(client, share, round)
-        return _DividedExamples(self.train.take(division.train), self.train.take(division.held_out))
+        return Division(self.train.take(division.train), self.train.take(division.held_out))
 
     def _examples_of_tasks(
         self, tasks: TaskData, client: int, share: float, round: int
-    ) -> _DividedExamples:
+    ) -> Division[Examples]:
         """The same of each task that a client has, one task's examples below another's."""
         part = self.positions(client)
         train: list[Examples] = []
         held_out: list[Examples] = []
         for task in tasks.tasks_in(client, round):
             positions = part[tasks.of_task(part, task)]
-            indices = self._divided(client, len(positions), share, task)
+            indices = self.divided_indices(client, len(positions), share, task)
             train.append(tasks.transformed(self.train.take(positions[indices.train]), task))
             held_out.append(tasks.transformed(self.train.take(positions[indices.held_out]), task))
         nothing = self.train.take(part[:0])
-        return _DividedExamples(
-            concatenated(train or [nothing]), concatenated(held_out or [nothing])
-        )
+        return Division(concatenated(train or [nothing]), concatenated(held_out or [nothing]))
 
-    def _divided(self, client: int, size: int, share: float, task: int = 0) -> DividedIndices:
-        """The indices from 0 to ``size`` of a client's examples, of which it holds out a share."""
+    def divided_indices(
+        self, client: int, size: int, share: float, task: int = 0
+    ) -> Division[Tensor]:
+        """The indices from 0 to ``size`` of a client's examples of a task, of which it holds out a
+        share. A subclass may hold out others.
+        """
         indices = torch.arange(size)
         if share == 0 or size < 2:
-            return DividedIndices(indices, indices[:0])
+            return Division(indices, indices[:0])
         if self.held_out == "last":
             rounded = int((1 - share) * size)  # down, as in HiPer-FedKD's notebooks
             trained = min(max(1, rounded), size - 1)
-            return DividedIndices(indices[:trained], indices[trained:])
+            return Division(indices[:trained], indices[trained:])
         draw = generator(seed_for(self.seed, task, 0, client, "validation"))
         order = torch.randperm(size, generator=draw)
         count = max(1, round(share * size))
-        return DividedIndices(order[count:].sort().values, order[:count].sort().values)
+        return Division(order[count:].sort().values, order[:count].sort().values)
 
     def _counts(self, labels: Tensor) -> Tensor:
         return torch.bincount(labels.cpu(), minlength=self.classes)
 
     def _public(self, stage: Stage) -> Examples | None:
-        return self.public if stage.name in self.labelled else self._unlabelled
+        if stage.name in self.labelled:
+            return self.public
+        return self._unlabelled
 
     @cached_property
     def _unlabelled(self) -> Examples | None:

@@ -24,7 +24,7 @@ from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Examples, ModelSpec, Payload, Stage, State, Tensors, many
 from fedstill.core.rounds import run_round
 from fedstill.data.dataset import Dataset
-from fedstill.data.views import DividedIndices, SiteViews
+from fedstill.data.views import Division, SiteViews
 from fedstill.engines.passes import correct_by_class
 from fedstill.methods.fit import FIT, probed, queries_of
 from fedstill.methods.qkt import QKT
@@ -100,12 +100,14 @@ class WithNewData(SiteViews):
     asker: int = 0
     new: int = 0
 
-    def _divided(self, client: int, size: int, share: float, task: int = 0) -> DividedIndices:
+    def divided_indices(
+        self, client: int, size: int, share: float, task: int = 0
+    ) -> Division[Tensor]:
         if client != self.asker:
-            return super()._divided(client, size, share, task)
+            return super().divided_indices(client, size, share, task)
         old = torch.arange(size - self.new)
-        new = super()._divided(client, self.new, share)
-        return DividedIndices(torch.cat([old, len(old) + new.train]), len(old) + new.held_out)
+        new = super().divided_indices(client, self.new, share)
+        return Division(torch.cat([old, len(old) + new.train]), len(old) + new.held_out)
 
 
 def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:

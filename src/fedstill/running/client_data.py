@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from fedstill.data.dataset import (
     Dataset,
     DatasetInfo,
     ReadingOptions,
+    ReadRequest,
     stratified_positions,
 )
 from fedstill.data.encoding import TableInputs
@@ -33,12 +35,14 @@ from fedstill.data.partition import public_split
 from fedstill.data.sources import load_dataset
 from fedstill.data.sources.catalog import KNOWN_FOLDERS
 from fedstill.data.sources.image_sets import images_in, read_unlabelled
-from fedstill.data.sources.limits import refuse_large
+from fedstill.data.sources.limits import check_size
 from fedstill.data.sources.splits import TEST_SHARE
 from fedstill.data.views import concatenated
 from fedstill.running.split_file import StoredSplit
 from fedstill.running.splitting import cut_into_tasks, draw_split, draw_split_by_task
 from fedstill.running.standardisation import UNSCALED, Moments, Scaler, fit_scaler
+
+log = logging.getLogger("fedstill.run")
 
 TRAIN = "train"
 """``data.public_from`` of a share of the training set."""
@@ -205,17 +209,24 @@ def _from_elsewhere(settings: Settings, form: ExampleForm, source: str, folder: 
     if form.are_images and images_in(Path(source)):
         is_square = form.shape[1] == form.shape[2]
         side = form.shape[1] if data.public_resize and is_square else None
-        public = _unlabelled(read_unlabelled(Path(source), side))
+        request = ReadRequest(size=side, mode=data.mode, broken=data.broken or "refuse")
+        unlabelled = read_unlabelled(Path(source), request)
+        public = _unlabelled(unlabelled.images)
+        for caution in unlabelled.cautions:
+            log.warning("data.public_from: %s", caution)
     else:
+        image_options: dict[str, Any] = {}
+        if form.are_images and Path(source).is_dir():
+            image_options = {"mode": data.mode, "broken": data.broken or "refuse"}
         with _naming_the_key(data.public_from == source):
-            dataset = load_dataset(source, folder=folder or None, **form.reading)
+            dataset = load_dataset(source, folder=folder or None, **form.reading, **image_options)
         _check_kind(form, source, dataset)
         public = dataset.train
         classes = len(dataset.classes)
 
     if data.public_resize:
         bytes_resized = len(public) * math.prod(form.shape)
-        refuse_large(f"data.public_from = {source!r}, resized,", bytes_resized)
+        check_size(f"data.public_from = {source!r}, resized,", bytes_resized)
         public = Examples(_resized(public.values, form.shape), public.labels)
     _check_examples(settings, form, source, public, classes)
     return _drawn(settings, form, source, public)

@@ -25,9 +25,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from fedstill.config.experiment import Experiment, refuse_no_experiment
+from fedstill.config.experiment import Experiment, check_is_experiment
 from fedstill.config.named_tables import read_named, schema_of_name
-from fedstill.config.overrides import Origin, overriding_fields, refuse_set_twice
+from fedstill.config.overrides import Origin, check_set_once, overriding_fields
 from fedstill.config.resolve import read_package_tables, read_stream, settle
 from fedstill.config.settings import PEERS, Settings
 from fedstill.config.stages import read_method
@@ -91,7 +91,7 @@ def variants(
 
     Raises ConfigError for a grid without values, and where two runs are the same.
     """
-    refuse_no_experiment(experiment)
+    check_is_experiment(experiment)
     if bare := [key for key, values in (grid or {}).items() if not len(values)]:
         raise ConfigError(f"the grid names no values of {bare[0]}, e.g. --grid {bare[0]}=0.1,1")
     runs = []
@@ -251,7 +251,7 @@ def with_seed(experiment: Experiment, seed: int) -> Experiment:
     """The experiment with one of the seeds of a command; raises ConfigError if an option has set
     it.
     """
-    refuse_set_twice({"seed": seed}, experiment.origins, Origin("--seeds"))
+    check_set_once({"seed": seed}, experiment.origins, Origin("--seeds"))
     return replace(experiment, seed=seed)
 
 

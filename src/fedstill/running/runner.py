@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstill.config.data_table import DEFAULT_MODELS
-from fedstill.config.experiment import Experiment, refuse_no_experiment
+from fedstill.config.experiment import Experiment, check_is_experiment
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
@@ -62,7 +62,7 @@ def dataset_of(experiment: Experiment, data: object) -> Dataset:
     """
     if isinstance(data, Dataset):
         return data
-    refuse_no_experiment(experiment)
+    check_is_experiment(experiment)
     name = experiment.table("data").get("name", UNNAMED)
     return read_in_memory(settle(experiment.with_values({"data.name": name}, "Python")), data)
 
@@ -82,7 +82,7 @@ def with_data(experiment: Experiment, data: Dataset) -> Experiment:
     """The experiment with the data's name; if unset, a model for their kind, and their owners as
     clients.
     """
-    refuse_no_experiment(experiment)
+    check_is_experiment(experiment)
     said: dict[str, Any] = {"data.name": data.name}
     if data.about.kind != "image" and "name" not in experiment.table("model"):
         said["model.name"] = DEFAULT_MODELS[data.about.kind]

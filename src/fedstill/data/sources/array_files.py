@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError, on_one_line
 from fedstill.data.dataset import Decoded, Split
-from fedstill.data.sources.limits import EXAMPLE_BYTES, file_errors, refuse_large
+from fedstill.data.sources.limits import EXAMPLE_BYTES, check_size, file_errors
 from fedstill.data.sources.verify import class_ids
 
 # IDX: the format of MNIST and Fashion-MNIST, and of Debian's package dataset-fashion-mnist.
@@ -75,7 +75,7 @@ def _unpacked(path: Path, dimensions: int) -> NDArray[np.uint8] | None:
         if min(shape) <= 0:
             return None
         count = math.prod(shape)
-        refuse_large(path, count, path.stat().st_size)
+        check_size(path, count, path.stat().st_size)
         data = file.read(count + 1)
     return np.frombuffer(data, dtype=np.uint8).reshape(shape) if len(data) == count else None
 
@@ -150,19 +150,19 @@ def _checked_splits(path: Path, archive: zipfile.ZipFile) -> dict[str, str]:
         split: name for split, name in MEDMNIST_NAMES.items() if f"{name}_images.npy" in members
     }
     arrays = [f"{name}_{part}.npy" for name, part in product(names.values(), ("images", "labels"))]
-    _refuse_other_names(path, members, arrays)
+    _check_array_names(path, members, arrays)
     infos = {array: archive.getinfo(array) for array in arrays}
-    refuse_large(path, sum(info.file_size for info in infos.values()), path.stat().st_size)
+    check_size(path, sum(info.file_size for info in infos.values()), path.stat().st_size)
     headers = {array: _header(archive, info) for array, info in infos.items()}
     count = 0
     for name in names.values():
         count += _count(path, headers[f"{name}_images.npy"], headers[f"{name}_labels.npy"])
     stored = sum(header.nbytes for header in headers.values())
-    refuse_large(path, stored + EXAMPLE_BYTES * count)
+    check_size(path, stored + EXAMPLE_BYTES * count)
     return names
 
 
-def _refuse_other_names(path: Path, names: Collection[str], members: Sequence[str]) -> None:
+def _check_array_names(path: Path, names: Collection[str], members: Sequence[str]) -> None:
     """Raise DataError for an archive of arrays that lacks one of them."""
     arrays = sorted(name.removesuffix(".npy") for name in names if name.endswith(".npy"))
     # Without training images, these are what to add first.

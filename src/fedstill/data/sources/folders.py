@@ -141,7 +141,7 @@ def _with_test_split(
 ) -> Decoded:
     """Verified data with a test split."""
     if "train" in data.splits:
-        data = hold_out(data, request.options, in_place=True)
+        data = hold_out(name, data, request.options, in_place=True)
     return verified(name, data, known)
 
 

@@ -554,11 +554,20 @@ def images_in(place: Path) -> list[Path]:
         )
 
 
-def read_unlabelled(place: Path, size: int | None = None) -> Tensor:
-    """All images of a folder as (n, C, H, W) uint8, in the order of their names.
+@dataclass(frozen=True, eq=False)
+class UnlabelledImages:
+    """The images of a folder, in the order of their names, and warnings about them."""
 
-    size: the side to resize all to; None: as they are. Raises DataError for a file that is no
-    image, or for one that differs from the first in size or kind.
+    images: Tensor
+    """(n, C, H, W) uint8."""
+    cautions: tuple[str, ...]
+
+
+def read_unlabelled(place: Path, request: ReadRequest) -> UnlabelledImages:
+    """All images of a folder.
+
+    Raises DataError for a file that is no image, unless such files are skipped, and for an image
+    that differs from the first in size or kind.
     """
     paths = images_in(place)
     if not paths:
@@ -566,13 +575,14 @@ def read_unlabelled(place: Path, size: int | None = None) -> Tensor:
         raise DataError(f"{place} holds no images ({kinds}); put some in, or name another folder")
     pictures = Pictures(
         what=str(place),
-        request=ReadRequest(size=size),
+        request=request,
         rows=len(paths),
         within=place,
         size_remedy="set data.public_resize = true to resize all",
-        mode_remedy="save all in one kind (grey or RGB)",
     )
     with file_errors(place):
         rows = read_rows(pictures, ((path, 0) for path in paths))
-    check_broken(str(place), rows.broken, can_skip=False)
-    return torch.from_numpy(rows.images)
+    if request.broken == "refuse":
+        check_broken(str(place), rows.broken, can_skip=True)
+    cautions = image_cautions(str(place), {"the public set": rows})
+    return UnlabelledImages(torch.from_numpy(rows.images), tuple(filter(None, cautions)))

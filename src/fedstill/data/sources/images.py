@@ -24,8 +24,8 @@ from fedstill.data.sources.limits import (
     EXAMPLE_BYTES,
     IMAGE_BYTES,
     PIXELS,
+    check_size,
     file_errors,
-    refuse_large,
     size_text,
 )
 
@@ -194,7 +194,7 @@ class Pictures:
 
     def check_total(self, count: int, image_bytes: int) -> None:
         """Raise DataError if images of this size are too large together."""
-        refuse_large(self.what, max(self.rows, count) * (image_bytes + EXAMPLE_BYTES))
+        check_size(self.what, max(self.rows, count) * (image_bytes + EXAMPLE_BYTES))
 
     def mismatch(self, name: str, shape: Shape, first: Shape) -> DataError:
         """The error for an image of another shape than the first one's."""
@@ -259,7 +259,7 @@ class Pictures:
             return _plain_file(name, cell)
         data = cell.get("bytes")
         if data is not None:
-            _refuse_heavy(name, len(data))
+            _check_file_size(name, len(data))
             return io.BytesIO(data)
         path = cell.get("path")
         if not isinstance(path, str) or not path:
@@ -294,18 +294,18 @@ def _hub_file(name: str, path: str) -> IO[bytes]:
 
     with fsspec.open(path, "rb") as file:
         data: bytes = file.read(IMAGE_BYTES + 1)
-    _refuse_heavy(name, len(data))
+    _check_file_size(name, len(data))
     return io.BytesIO(data)
 
 
 def _plain_file(name: str, path: Path) -> IO[bytes]:
     if not path.is_file():
         raise BrokenImage(name, f"has no image: there is no file {path}")
-    _refuse_heavy(name, path.stat().st_size)
+    _check_file_size(name, path.stat().st_size)
     return path.open("rb")
 
 
-def _refuse_heavy(name: str, size: int) -> None:
+def _check_file_size(name: str, size: int) -> None:
     if size > IMAGE_BYTES:
         raise DataError(
             f"{name} is {size_text(size)}; an image may have at most {size_text(IMAGE_BYTES)}; "

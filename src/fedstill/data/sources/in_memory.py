@@ -367,7 +367,7 @@ def _dataset_of_columns(python_data: _PythonData) -> Dataset:
         decoded = _with_clients(python_data, decoded)
     cautions = dict.fromkeys(python_data.cautions)
     decoded = replace(decoded, about=decoded.about.with_cautions(*cautions))
-    decoded = verified(name, hold_out(decoded, request.options))
+    decoded = verified(name, hold_out(name, decoded, request.options))
     fields = python_data.fields
     return as_dataset(name, decoded, fields.get("mean"), fields.get("std"))
 

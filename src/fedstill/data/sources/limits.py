@@ -61,7 +61,7 @@ def most_bytes() -> int:
     return memory_bytes() // SHARE
 
 
-def refuse_large(what: str | Path, claimed: int, stored: int | None = None) -> None:
+def check_size(what: str | Path, claimed: int, stored: int | None = None) -> None:
     """Raise DataError for data that claim more bytes than may be read.
 
     stored: the bytes of their file, if it is compressed.
@@ -73,10 +73,10 @@ def refuse_large(what: str | Path, claimed: int, stored: int | None = None) -> N
             f"{size_text(most)}, 1/{SHARE} of its memory; take a part of it, or a machine with more"
         )
     if stored is not None:
-        refuse_ratio(what, claimed, stored)
+        check_ratio(what, claimed, stored)
 
 
-def refuse_ratio(what: str | Path, claimed: int, stored: int) -> None:
+def check_ratio(what: str | Path, claimed: int, stored: int) -> None:
     """Raise DataError for a file that claims to unpack to far more than data do."""
     if claimed > max(FREE, RATIO * stored):
         raise DataError(

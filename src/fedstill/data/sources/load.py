@@ -48,7 +48,7 @@ from fedstill.data.sources.folders import (
     read_folder,
 )
 from fedstill.data.sources.image_sets import read_columns
-from fedstill.data.sources.limits import file_errors, memory_error, refuse_large
+from fedstill.data.sources.limits import check_size, file_errors, memory_error
 from fedstill.data.sources.splits import SPLITS, hold_out, split_named
 from fedstill.data.sources.tables import normalised, with_missing
 from fedstill.data.sources.verify import verified
@@ -275,7 +275,7 @@ def _file_or_hub(name: str, path: Path, folder: Folder, request: ReadRequest) ->
 
 def _from_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
     def decode() -> Decoded:
-        return verified(name, hold_out(read_hub(name, request, remedy), in_place=True))
+        return verified(name, hold_out(name, read_hub(name, request, remedy), in_place=True))
 
     return cached(name, {"hub": name, "request": asdict(request)}, decode)
 
@@ -327,7 +327,7 @@ def read_digits() -> Decoded:
     bunch = load_digits()
     images = np.round(bunch.images * (255 / 16)).astype(np.uint8)[:, None]
     train = Split(images, bunch.target.astype(np.int64))
-    return hold_out(Decoded({"train": train}, tuple(map(str, range(10)))))
+    return hold_out("digits", Decoded({"train": train}, tuple(map(str, range(10)))))
 
 
 @register("dataset", "digits")
@@ -487,7 +487,7 @@ class HubFrame:
         for batch in self.stream.select_columns(stored_names).iter(batch_size=ROWS_A_BATCH):
             tables.append(pa.Table.from_pydict(batch, schema=schema))
             size += tables[-1].nbytes
-            refuse_large(f"hub dataset {self.name!r}", size)
+            check_size(f"hub dataset {self.name!r}", size)
         table = pa.concat_tables(tables).combine_chunks()
         table = table.rename_columns([nfc(name) for name in stored_names])
         return with_missing(table.select(list(names)), self.options.missing_values)

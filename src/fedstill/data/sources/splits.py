@@ -218,20 +218,24 @@ def _by_split(files: Sequence[Path], splits: Mapping[Path, str]) -> dict[str, tu
 TEST_SHARE = 0.2
 SEED = 0
 
+NAMED_CLASSES = 5
+"""The number of classes that a warning names. It counts the others."""
+
 MOVED_BYTES = 1 << 24
 """The bytes that are moved at the same time where an array is changed in place."""
 
 
 def hold_out(
-    data: Decoded, options: ReadingOptions = DEFAULT_OPTIONS, *, in_place: bool = False
+    name: str, data: Decoded, options: ReadingOptions = DEFAULT_OPTIONS, *, in_place: bool = False
 ) -> Decoded:
     """``data`` with a test split: as it is if it has one, else with a stratified fifth of train.
 
     A class gives round(n / 5) examples, drawn by NumPy's legacy stream at seed 0, which never
-    changes. A class of a single example gives none. The order of examples stays.
+    changes. A class of one or two examples gives none, with a warning. The order of examples stays.
 
-    options: if they have cuts, a fifth of each task is held out, whatever the other tasks are.
-    in_place: whether the training array may be changed, which saves the memory of a second one.
+    name: of the data, for messages. options: if they have cuts, a fifth of each task is held out,
+    whatever the other tasks are. in_place: whether the training array may be changed, which saves
+    the memory of a second one. Raises DataError if no class gives an example.
     """
     if "test" in data.splits:
         return data
@@ -242,6 +246,11 @@ def hold_out(
         for label in np.unique(train.labels[part]):
             members = stream.permutation(part[train.labels[part] == label])
             held_out[members[: round(TEST_SHARE * len(members))]] = True
+    if not held_out.any():
+        raise DataError(
+            f"{name} has no test split, and a fifth cannot be held out, because no class has three "
+            "examples; give a test split"
+        )
 
     test = _selected(train, held_out, train.values[held_out])
     if in_place and train.values.flags.writeable:
@@ -250,13 +259,30 @@ def hold_out(
         train_values = train.values[~held_out]
     splits = {**data.splits, "train": _selected(train, ~held_out, train_values), "test": test}
 
-    caution = ""
+    cautions = [_untested_classes_caution(train.labels, test.labels, data.classes)]
     if "validation" in data.splits:
-        caution = (
+        cautions.append(
             "no test split: a fifth of the training split is held out; the split 'validation' is "
             "not used"
         )
-    return replace(data, splits=splits, about=data.about.with_cautions(caution))
+    return replace(data, splits=splits, about=data.about.with_cautions(*cautions))
+
+
+def _untested_classes_caution(
+    labels: NDArray[Any], test_labels: NDArray[Any], classes: Sequence[str] | None
+) -> str:
+    """A warning about classes that are too small to hold out a fifth of them, or ""."""
+    untested = np.setdiff1d(labels, test_labels).tolist()
+    if not untested:
+        return ""
+    names = [str(label) for label in untested]
+    if classes is not None:
+        names = [classes[label] for label in untested if 0 <= label < len(classes)]
+    more = f" and {len(names) - NAMED_CLASSES} more" if len(names) > NAMED_CLASSES else ""
+    return (
+        f"the held-out test set has no example of {', '.join(names[:NAMED_CLASSES])}{more}, as "
+        "such small classes have no fifth; give a test split to test them"
+    )
 
 
 def _parts_of_train(data: Decoded, options: ReadingOptions) -> list[NDArray[np.int64]]:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from fedstill.core.errors import DataError, on_one_line
 from fedstill.data.dataset import DEFAULT_OPTIONS, FILE, ReadingOptions, nfc
-from fedstill.data.sources.limits import EXAMPLE_BYTES, file_errors, refuse_large, refuse_ratio
+from fedstill.data.sources.limits import EXAMPLE_BYTES, check_ratio, check_size, file_errors
 from fedstill.data.sources.schema import holds_numbers, holds_text, type_conflict, with_strays
 
 
@@ -198,8 +198,8 @@ class _ColumnReader:
 
     def _count(self, count: int) -> None:
         self.bytes += count
-        refuse_large(self.path, self.bytes)
-        refuse_ratio(self.path, self.bytes, self.path.stat().st_size)
+        check_size(self.path, self.bytes)
+        check_ratio(self.path, self.bytes, self.path.stat().st_size)
 
     def _joined(
         self, batches: Sequence[pa.RecordBatch], schema: pa.Schema, names: Sequence[str]
@@ -251,7 +251,7 @@ def file_claims(path: Path) -> pq.FileMetaData:
             f"{path} says that it holds {claims.num_rows:,} rows, and its parts {groups}; write it "
             "again"
         )
-    refuse_large(path, claims.num_rows * EXAMPLE_BYTES)
+    check_size(path, claims.num_rows * EXAMPLE_BYTES)
     return claims
 
 
@@ -269,7 +269,7 @@ def check_claims(path: Path, claims: pq.FileMetaData, names: Sequence[str]) -> N
                 sizes.append(chunk.total_uncompressed_size)
     if min(sizes, default=0) < 0:
         raise DataError(f"{path} says that a column holds {min(sizes)} bytes; write it again")
-    refuse_ratio(path, sum(sizes), path.stat().st_size)
+    check_ratio(path, sum(sizes), path.stat().st_size)
 
 
 # Columns of encoded images, which are read a few rows at a time.
@@ -305,7 +305,7 @@ def _image_cells(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]
                 cell = _as_cell(value, image_type)
                 count += 1
                 unpacked += len((cell or {}).get("bytes") or b"")
-                refuse_ratio(path, unpacked, stored_bytes)
+                check_ratio(path, unpacked, stored_bytes)
                 yield cell, label_value
     if count != claims.num_rows:
         raise DataError(
@@ -464,7 +464,7 @@ def read_csv(path: Path, options: ReadingOptions = DEFAULT_OPTIONS) -> pa.Table:
     Raises DataError for a file that is none.
     """
     with file_errors(path):
-        refuse_large(path, 8 * path.stat().st_size)
+        check_size(path, 8 * path.stat().st_size)
         separator = _separator(path)
         try:
             table = _read_csv(path, separator, **_conversion(options))

@@ -255,12 +255,7 @@ def dataset_of_pairs(name: str, data: ClientPairs, fields: TensorFields) -> Data
     classes = None
     if fields.classes is not None and len(fields.classes):
         classes = tuple(map(str, fields.classes))
-    decoded = hold_out(Decoded(splits, classes, about=about))
-    if not len(decoded.splits["test"]):
-        raise DataError(
-            f"{name}: {len(train)} examples are too few to hold a fifth of each class out; give "
-            "test="
-        )
+    decoded = hold_out(name, Decoded(splits, classes, about=about))
     return as_dataset(name, verified(name, decoded), fields.mean, fields.std)
 
 
