@@ -48,7 +48,7 @@ def journal(runs: dict[str, Path], tmp_path: Path) -> Path:
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "start": {"classes": "ten", "split": {"file": 3}, "sources": ["a"], "label_counts": [[1]]},
+    "start": {"classes": "ten", "split": {"file": 3}, "sources": ["a"]},
     "initial": {"accuracy": "0.5", "class_accuracy": [0.5]},
     "round": {
         "round": "1",
