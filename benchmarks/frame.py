@@ -62,7 +62,9 @@ def make_runs(folder: Path) -> None:
         shutil.copytree(original, copy)
         config = copy / "config.toml"
         text = config.read_text(encoding="utf-8")
-        config.write_text(re.sub(r"^seed = \d+$", f"seed = {seed}", text, flags=re.M), "utf-8")
+        # the first seed is the run's; that of the partition stays
+        text = re.sub(r"^seed = \d+$", f"seed = {seed}", text, count=1, flags=re.M)
+        config.write_text(text, encoding="utf-8")
     shutil.rmtree(packed)
 
 

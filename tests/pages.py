@@ -6,10 +6,10 @@ import json
 import re
 from typing import Any
 
-from plotly.io.json import to_json_plotly
+import plotly.graph_objects as go
 
 from fedstill.report.blocks import Block
-from fedstill.report.figures import Figure
+from fedstill.report.figures import Figure, figures_json
 
 
 def as_html(block: Block | None) -> str:
@@ -20,8 +20,13 @@ def as_html(block: Block | None) -> str:
 
 def as_json(figure: Figure) -> dict[str, Any]:
     """A figure's traces, ``data``, and its ``layout``."""
-    drawn: dict[str, Any] = json.loads(to_json_plotly(figure, engine="json"))
-    return drawn
+    (drawn,) = json.loads(figures_json([figure]))
+    return dict(drawn)
+
+
+def as_plotly(figure: Figure) -> go.Figure:
+    """A figure as plotly's own object, which checks every setting and number."""
+    return go.Figure(as_json(figure))
 
 
 def charts_in(text: str) -> list[list[dict[str, Any]]]:

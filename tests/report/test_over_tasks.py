@@ -25,7 +25,7 @@ from fedstill.report.tasks import (
 )
 from fedstill.running.runner import run
 from fedstill.running.runs import Group, groups
-from pages import as_html, as_json
+from pages import as_html, as_json, as_plotly
 
 STREAM = {"kind": "classes", "tasks": 3, "order": [[0, 1], [2, 3], [4]], "rounds": [1, 2, 1]}
 
@@ -58,16 +58,17 @@ def test_the_map_has_the_mean_over_seeds_and_what_was_lost(runs: Path) -> None:
     assert trace["y"] == ["task 1", "task 2", "task 3"]
     rows = [[e["row"] for e in r.task_ends if e["task"]] for r in gone.runs]
     assert trace["z"][0][0] == pytest.approx(50 * (rows[0][0][0] + rows[1][0][0]), abs=0.06)
-    assert len(drawn.layout.shapes) == 3
-    lost = [note for note in drawn.layout.annotations if note.x == 3]
+    axes = as_plotly(drawn).layout
+    assert len(axes.shapes) == 3
+    lost = [note for note in axes.annotations if note.x == 3]
     assert [note.y for note in lost] == [0, 1], "the last task has nothing to lose yet"
 
 
 def test_curves_and_changes(runs: Path) -> None:
     group = groups([runs])[0]
-    drawn = task_curves(group)
-    assert [trace.name for trace in drawn.traces] == ["task 1", "task 2", "task 3"]
-    assert drawn.traces[0].x == (0, 1, 2, 3, 4)
+    drawn = as_plotly(task_curves(group))
+    assert [trace.name for trace in drawn.data] == ["task 1", "task 2", "task 3"]
+    assert drawn.data[0].x == (0, 1, 2, 3, 4)
     assert [line["x0"] for line in changes(group)] == [1.5, 3.5]
 
 
@@ -79,14 +80,16 @@ def test_curves_are_of_each_seeds_own_classes(tmp_path: Path) -> None:
     (group,) = groups([tmp_path])
     assert len({str(r.start["stream"]["classes"]) for r in group.runs}) == 3
     at_end = np.mean([run_rows(r)[-1] for r in group.runs], axis=0)
-    assert [curve.y[-1] for curve in task_curves(group).traces] == pytest.approx(at_end, abs=1e-5)
+    assert [curve["y"][-1] for curve in task_curves(group).traces] == pytest.approx(
+        at_end, abs=1e-5
+    )
 
 
 def test_what_was_lost_is_the_mean_of_what_each_seed_lost() -> None:
     first, other = (
         SimpleNamespace(task_ends=[{"task": 1, "row": row} for row in rows]) for rows in TWO_PEAKS
     )
-    drawn = matrix_map(cast("Group", SimpleNamespace(started=[first, other])))
+    drawn = as_plotly(matrix_map(cast("Group", SimpleNamespace(started=[first, other]))))
     notes = drawn.layout.annotations
     assert [note.text for note in notes if note.x == 3] == ["50", "10"], (
         "40 and 60 of the first, 0 and 20"
@@ -95,7 +98,8 @@ def test_what_was_lost_is_the_mean_of_what_each_seed_lost() -> None:
 
 def test_methods_are_points_in_the_plane(runs: Path) -> None:
     compared = groups([runs])
-    points = [t for t in learned_and_kept(compared, Style(compared)).traces if t.mode == "markers"]
+    plane = as_plotly(learned_and_kept(compared, Style(compared)))
+    points = [trace for trace in plane.data if trace.mode == "markers"]
     assert [len(trace.x) for trace in points] == [2, 2]
     summary = json.loads((runs / "gone1" / "summary.json").read_text())
     gone = next(trace for trace in points if "gone" in trace.name)

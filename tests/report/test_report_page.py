@@ -22,7 +22,7 @@ from fedstill.report.page import section_parts, write_page
 from fedstill.report.series import Series
 from fedstill.running import runner
 from fedstill.running.runs import Spread, groups
-from pages import as_html, figures_in, sections_of
+from pages import as_html, as_plotly, figures_in, sections_of
 from run_bits import resealed
 
 NASTY = "<script>alert(1)</script>"
@@ -92,7 +92,7 @@ def test_an_axis_of_one_value_stays_near_it() -> None:
 def test_one_measured_round_has_such_an_axis(finished: Path) -> None:
     compared = groups([finished / "avg7"])
     alone = [Line(compared[0], Series([2], [Spread(0.4, 0.0, 1)]))]
-    drawn = curves(alone, Style(compared), "round", PERCENT)
+    drawn = as_plotly(curves(alone, Style(compared), "round", PERCENT))
     assert drawn.layout.yaxis.range == pytest.approx([0.35, 0.45])
 
 

@@ -27,6 +27,7 @@ from fedstill.report.page import write_page
 from fedstill.running.evaluation import OwnTests
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runs import groups
+from pages import as_plotly
 
 SIZES = ((20, 4), (30, 6), (10, 2))
 
@@ -157,9 +158,9 @@ def test_own_tests_are_in_every_round_the_summary_and_the_report(tmp_path: Path)
     assert "chur" in page
     (split,) = splits(groups([tmp_path / "one"]))
     assert split.client_names == ["bern", "chur", "genf"]
-    drawn = class_by_client(split)
+    drawn = as_plotly(class_by_client(split))
     assert drawn.layout.xaxis.ticktext == ("bern", "chur", "genf")
-    assert list(drawn.traces[0].customdata[0]) == ["bern", "chur", "genf"]
+    assert list(drawn.data[0].customdata[0]) == ["bern", "chur", "genf"]
     assert short("Universitätsklinikum <Heidelberg>") == "Universitätsklini…"
     assert short("A & <B>") == "A &amp; &lt;B&gt;"
 

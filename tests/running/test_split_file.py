@@ -257,12 +257,12 @@ def test_of_many_clients_the_page_draws_the_first_and_counts_all(tmp_path: Path)
     ):
         assert words in section
     (drawn,) = splits([group])
-    assert len(class_by_client(drawn).traces[0].x) == FIRST
+    assert len(class_by_client(drawn).traces[0]["x"]) == FIRST
     counts = Result.of(tmp_path / "run").label_counts()
     values, clients_with = np.unique((counts > 0).sum(1), return_counts=True)
     (bars,) = clients_by(drawn.counts.classes_held(), "classes").traces
-    assert list(bars.x) == [str(v) for v in values]
-    assert list(bars.y) == clients_with.tolist()
+    assert list(bars["x"]) == [str(v) for v in values]
+    assert list(bars["y"]) == clients_with.tolist()
 
 
 def test_a_map_of_many_classes_has_no_numbers() -> None:
@@ -274,11 +274,11 @@ def test_a_map_of_many_classes_has_no_numbers() -> None:
         names = [f"class {c}" for c in range(classes)]
         split = SimpleNamespace(drawn=[[3] * classes] * 5, classes=names, client_names=[])
         (trace,) = class_by_client(cast("Split", split), kind).traces
-        assert trace.texttemplate == text
+        assert trace["texttemplate"] == text
 
 
 def test_many_sizes_are_counted_in_ranges() -> None:
     (bars,) = clients_by(np.arange(1000), "examples").traces
-    assert sum(bars.y) == 1000
-    assert len(bars.x) == len(bars.y) == BINS
-    assert bars.x[0] == "0–25"
+    assert sum(bars["y"]) == 1000
+    assert len(bars["x"]) == len(bars["y"]) == BINS
+    assert bars["x"][0] == "0–25"

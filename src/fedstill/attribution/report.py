@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
@@ -33,11 +32,13 @@ from fedstill.report.figures import (
     PERCENT,
     Figure,
     Style,
+    Trace,
     absent_note,
     class_axis,
     class_names,
     height_of,
     layout,
+    new_trace,
     plain,
     rounded,
 )
@@ -520,10 +521,11 @@ def _in_points(value: float | None) -> float | None:
 
 def _contribution_map(
     clients: Sequence[str], classes: Sequence[str], rows: Sequence[Sequence[float | None]]
-) -> go.Heatmap:
+) -> Trace:
     sizes = [abs(value) for row in rows for value in row if value is not None]
     most = max(sizes, default=0.0) or 1.0
-    return go.Heatmap(
+    return new_trace(
+        "heatmap",
         x=clients,
         y=classes,
         z=rows,
@@ -561,7 +563,8 @@ def _fall(run: Run, moment: Moment) -> Figure:
     if told is None:
         return Figure([], layout(annotations=[absent_note(CALM)], showlegend=False, **NO_AXES))
     bars = _bars(run, told)
-    trace = go.Bar(
+    trace = new_trace(
+        "bar",
         x=[plain(bar.name) for bar in bars],
         y=[rounded(bar.height) for bar in bars],
         base=[rounded(bar.base) for bar in bars],

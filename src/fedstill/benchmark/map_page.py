@@ -9,12 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import plotly.graph_objects as go
-
 from fedstill.benchmark.maps import MAPPED, Grid, MapCell, map_text
 from fedstill.core.files import PAGE, make_folder, refuse_other_kind, write_whole
 from fedstill.report.blocks import Block, Chart, Folded, Gallery, Paragraph, Section, Table
-from fedstill.report.figures import Figure, layout
+from fedstill.report.figures import Figure, layout, new_trace
 from fedstill.report.page import document
 from fedstill.report.summary import NONE
 from fedstill.report.table_files import markdown
@@ -123,7 +121,8 @@ def _panel(one: Grid, cells: Sequence[MapCell]) -> Figure:
     most = max([0.01, *(abs(cell.gain) for cell in one.cells)])
     placed = {(cell.values[keys[0]], cell.values.get(column_key)): cell for cell in cells}
     laid_out = [[placed[row, column] for column in columns] for row in rows]
-    trace = go.Heatmap(
+    trace = new_trace(
+        "heatmap",
         x=[_shown(column) for column in columns],
         y=[str(row) for row in rows],
         z=[[round(100 * cell.gain, 1) for cell in line] for line in laid_out],

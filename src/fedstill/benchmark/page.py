@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import plotly.graph_objects as go
 import tomli_w
 
 from fedstill.benchmark import standings as agreement
@@ -35,7 +34,17 @@ from fedstill.report.blocks import (
     Section,
     Table,
 )
-from fedstill.report.figures import ACCURACY, COLOURS, PERCENT, Figure, layout, plain, rounded
+from fedstill.report.figures import (
+    ACCURACY,
+    COLOURS,
+    PERCENT,
+    Figure,
+    Trace,
+    layout,
+    new_trace,
+    plain,
+    rounded,
+)
 from fedstill.report.page import document
 from fedstill.report.tasks import equal_curves
 
@@ -107,7 +116,7 @@ def _row_points(one: Standings) -> list[RowPoint]:
     return [point for point in points if not math.isnan(point.kept)]
 
 
-def _row_trace(row: RowPoint, side: str, colour: str) -> go.Scatter:
+def _row_trace(row: RowPoint, side: str, colour: str) -> Trace:
     """A point, and its name on a side where there is room; no name where there is none."""
     text = ""
     if side:
@@ -115,7 +124,8 @@ def _row_trace(row: RowPoint, side: str, colour: str) -> go.Scatter:
     symbol = "circle"
     if row.is_bound:
         symbol = "diamond-open"
-    return go.Scatter(
+    return new_trace(
+        "scatter",
         mode="markers+text",
         name=plain(row.name),
         text=[text],
@@ -192,7 +202,8 @@ def rank_figure(one: Standings) -> Figure:
     cannot be told apart.
     """
     names = [plain(placed.row.name) for placed in one.placed]
-    ranks = go.Scatter(
+    ranks = new_trace(
+        "scatter",
         mode="markers",
         x=[rounded(placed.rank) for placed in one.placed],
         y=names,
@@ -221,8 +232,9 @@ def rank_figure(one: Standings) -> Figure:
     return Figure([ranks, *bars], axes)
 
 
-def _bar(x: float, group: Sequence[str]) -> go.Scatter:
-    return go.Scatter(
+def _bar(x: float, group: Sequence[str]) -> Trace:
+    return new_trace(
+        "scatter",
         mode="lines+markers",
         x=[x] * len(group),
         y=[plain(name) for name in group],
@@ -240,7 +252,8 @@ def task_matrix(row: RankedRow, column: str) -> Figure | None:
         return None
     mean = np.mean(matrices, axis=0)
     ends, tasks = mean.shape
-    trace = go.Heatmap(
+    trace = new_trace(
+        "heatmap",
         x=[f"after {end + 1}" for end in range(ends)],
         y=[f"task {task + 1}" for task in range(tasks)],
         z=[[round(100 * value, 1) for value in mean[:, task]] for task in range(tasks)],

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import plotly.graph_objects as go
-
 from fedstill.core.errors import CorruptFile
 from fedstill.core.reports import WHY
 from fedstill.methods.fit import FIT
@@ -33,10 +31,12 @@ from fedstill.report.figures import (
     PERCENT,
     Figure,
     Style,
+    Trace,
     faint,
     layout,
     lines,
     named,
+    new_trace,
     plain,
     rounded,
 )
@@ -329,7 +329,7 @@ class Trade:
 
 
 def _trade(groups: Sequence[Group], style: Style) -> Figure:
-    traces: list[go.Scatter] = []
+    traces: list[Trace] = []
     for group in groups:
         trades = [trade for run in group.started for trade in _trades(run)]
         if trades:
@@ -351,10 +351,11 @@ def _trades(run: Run) -> list[Trade]:
         ]
 
 
-def _trade_points(trades: Sequence[Trade], group: Group, style: Style) -> list[go.Scatter]:
+def _trade_points(trades: Sequence[Trade], group: Group, style: Style) -> list[Trace]:
     """The clients as small points, and their mean as a large one."""
     colour = style.colour(group)
-    small = go.Scatter(
+    small = new_trace(
+        "scatter",
         mode="markers",
         legendgroup=group.label,
         name=named(group),
@@ -365,7 +366,8 @@ def _trade_points(trades: Sequence[Trade], group: Group, style: Style) -> list[g
         marker={"size": 6, "color": faint(colour, 0.35)},
         showlegend=False,
     )
-    large = go.Scatter(
+    large = new_trace(
+        "scatter",
         mode="markers",
         legendgroup=group.label,
         name=named(group),
@@ -436,7 +438,8 @@ def _client(run: Run, client: int) -> Figure:
     for index, event in enumerate(stages):
         correct = event["correct_by_class"]
         traces.append(
-            go.Bar(
+            new_trace(
+                "bar",
                 name=STAGE_TITLES.get(event["name"], event["name"]),
                 x=labels,
                 y=[_share(correct[c], totals[c]) for c in order],
@@ -464,7 +467,7 @@ def _share(correct: float, total: int) -> float | None:
 
 def _epochs(run: Run) -> Figure:
     """A line for each client that asked, and its accuracy before as a dotted one."""
-    traces: list[go.Scatter] = []
+    traces: list[Trace] = []
     with reading_queries(run):
         answers = _last(run).get("answers") or []
         alone = {answer["client"]: answer["average_accuracy_before"] for answer in answers}
@@ -477,7 +480,7 @@ def _epochs(run: Run) -> Figure:
     return Figure(traces, axes)
 
 
-def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list[go.Scatter]:
+def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list[Trace]:
     scores: list[float] = []
     for event in _phases(run):
         if event["client"] == client:
@@ -488,7 +491,8 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
     turn, place = divmod(index, len(COLOURS))
     colour = COLOURS[place]
     name = f"client {client}"
-    after = go.Scatter(
+    after = new_trace(
+        "scatter",
         mode="lines",
         legendgroup=name,
         hovertemplate="%{y:.1%}",
@@ -497,7 +501,8 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
         y=[rounded(score) for score in scores],
         line={"color": colour, "dash": NOT_DOTTED[turn % len(NOT_DOTTED)]},
     )
-    before = go.Scatter(
+    before = new_trace(
+        "scatter",
         mode="lines",
         legendgroup=name,
         hovertemplate="%{y:.1%}",
@@ -512,7 +517,8 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
 
 def _map(rows: Sequence[Sequence[float]], names: Sequence[str], classes: Sequence[str]) -> Figure:
     """Shares by client and class."""
-    trace = go.Heatmap(
+    trace = new_trace(
+        "heatmap",
         x=[plain(name) for name in classes],
         y=list(names),
         z=[[rounded(value) for value in row] for row in rows],

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from plotly.io.json import to_json_plotly
 
-from fedstill.report.figures import MOST_IN_LEGEND, Figure, Style
+from fedstill.report.figures import MOST_IN_LEGEND, Figure, Style, figures_json
 from fedstill.running.runs import Group
 
 SVG_DASHES = {"solid": "none", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3"}
@@ -191,13 +190,12 @@ class Chart(Block):
     @property
     def height(self) -> int:
         """The height of the first variant, in pixels; it is reserved until the chart is drawn."""
-        return int(self.variants[0].layout.height)
+        return int(self.variants[0].layout["height"])
 
     @property
     def json(self) -> Markup:
         """All variants as Plotly's JSON, in which nothing ends a script element."""
-        # the encoder escapes what could be markup: <, > and /
-        return Markup(to_json_plotly(list(self.variants), engine="json"))
+        return Markup(figures_json(self.variants))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import plotly.graph_objects as go
-
 from fedstill.measures.features import STEPS
 from fedstill.report.blocks import (
     Block,
@@ -21,7 +19,7 @@ from fedstill.report.blocks import (
     Section,
     group_label,
 )
-from fedstill.report.figures import COUNTS, Figure, layout, plain, rounded
+from fedstill.report.figures import COUNTS, Figure, Trace, layout, new_trace, plain, rounded
 from fedstill.report.page import Report
 from fedstill.report.series import Look, last_looks, looks, matrix, reading
 from fedstill.running.runs import Group
@@ -104,7 +102,7 @@ def sphere(report: Report) -> Section | None:
 
 def _circles(look: Look) -> Figure:
     """A circle for each model, side by side."""
-    traces: list[go.Scatter] = []
+    traces: list[Trace] = []
     notes = []
     with reading(look) as event:
         models = [str(model) for model in event["models"]]
@@ -124,7 +122,7 @@ def _circles(look: Look) -> Figure:
     return Figure(traces, axes)
 
 
-def _circle(look: Look, counts: Sequence[Sequence[float]], centre: float) -> list[go.Scatter]:
+def _circle(look: Look, counts: Sequence[Sequence[float]], centre: float) -> list[Trace]:
     """The bare circle of a model, and the bumps of its classes; counts (C, bins)."""
     bins = len(counts[0])
     densities = [smoothed(row) for row in matrix(counts, len(look.group.classes), bins)]
@@ -144,7 +142,7 @@ def _radius(density: float, highest: float) -> float | None:
     return 1 + HIGHEST_BUMP * density / highest
 
 
-def _ring(centre: float, radii: Sequence[float | None], colour: str, name: str) -> go.Scatter:
+def _ring(centre: float, radii: Sequence[float | None], colour: str, name: str) -> Trace:
     """A closed line around a centre; one without a name is thin and silent."""
     x: list[float | None] = []
     y: list[float | None] = []
@@ -156,19 +154,20 @@ def _ring(centre: float, radii: Sequence[float | None], colour: str, name: str) 
         else:
             x.append(round(centre + radius * math.cos(angle), 4))
             y.append(round(radius * math.sin(angle), 4))
-    ring = go.Scatter(
+    hover: dict[str, Any] = {"hoverinfo": "skip"}
+    width = 1
+    if name:
+        hover = {"hovertemplate": f"{name}<extra></extra>"}
+        width = 2
+    return new_trace(
+        "scatter",
         mode="lines",
         name=name,
         x=[*x, x[0]],
         y=[*y, y[0]],
-        line={"color": colour, "width": 1},
-        hoverinfo="skip",
+        line={"color": colour, "width": width},
+        **hover,
     )
-    if name:
-        ring.line.width = 2
-        ring.hoverinfo = None
-        ring.hovertemplate = f"{name}<extra></extra>"
-    return ring
 
 
 def smoothed(counts: Sequence[float], bandwidth: float = BANDWIDTH) -> list[float]:
@@ -223,7 +222,8 @@ def _units(look: Look) -> Figure:
         order = sorted(range(len(classes[0])), key=lambda unit: classes[0][unit])
         rows = [[int(row[unit]) for unit in order] for row in classes]
         names = [[plain(class_name(look.group, number)) for number in row] for row in rows]
-    trace = go.Heatmap(
+    trace = new_trace(
+        "heatmap",
         y=[plain(model) for model in models],
         z=[[number % len(CLASSES) for number in row] for row in rows],
         customdata=names,
@@ -304,12 +304,13 @@ def _stage(look: Look) -> Chart:
     return Chart([Figure(traces, axes)], about, STAGE_TITLES.get(name, name))
 
 
-def _background(look: Look) -> go.Heatmap:
+def _background(look: Look) -> Trace:
     """The class that the head predicts at each place of the plane."""
     event = look.event
     names = [plain(name) for name in look.group.classes]
     plane = matrix(event["plane"], STEPS, STEPS)
-    return go.Heatmap(
+    return new_trace(
+        "heatmap",
         x=_steps(*event["x_range"]),
         y=_steps(*event["y_range"]),
         z=[[int(value) % len(CLASSES) for value in row] for row in plane],
@@ -327,7 +328,7 @@ def _steps(low: float, high: float) -> list[float]:
     return [rounded(low + (high - low) * step / (STEPS - 1)) for step in range(STEPS)]
 
 
-def _points(look: Look) -> list[go.Scatter]:
+def _points(look: Look) -> list[Trace]:
     """The test images of each class that the client asked for, or has."""
     event = look.event
     traces = []
@@ -338,7 +339,8 @@ def _points(look: Look) -> list[go.Scatter]:
             ring = {"width": 1.5, "color": "black"}
         images = [index for index, label in enumerate(event["labels"]) if label == number]
         traces.append(
-            go.Scatter(
+            new_trace(
+                "scatter",
                 mode="markers",
                 name=name,
                 x=[event["x"][index] for index in images],
@@ -350,7 +352,7 @@ def _points(look: Look) -> list[go.Scatter]:
     return traces
 
 
-def _accuracies(look: Look) -> go.Heatmap:
+def _accuracies(look: Look) -> Trace:
     """The accuracy of each class as a row of cells, on axes of its own below the plane."""
     event = look.event
     names = []
@@ -368,7 +370,8 @@ def _accuracies(look: Look) -> go.Heatmap:
         names.append(name)
         values.append(value)
         texts.append(text)
-    return go.Heatmap(
+    return new_trace(
+        "heatmap",
         xaxis="x2",
         yaxis="y2",
         x=names,

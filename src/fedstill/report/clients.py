@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-import plotly.graph_objects as go
-
 from fedstill.report.blocks import (
     Block,
     Cell,
@@ -30,6 +28,7 @@ from fedstill.report.figures import (
     flat_range,
     layout,
     named,
+    new_trace,
     plain,
     rounded,
     short,
@@ -242,7 +241,8 @@ def _bars(groups: Sequence[Group], style: Style, measure: ClientMeasure) -> Figu
         accuracies = _last(group, measure.key)
         if accuracies:
             traces.append(
-                go.Bar(
+                new_trace(
+                    "bar",
                     name=named(group),
                     x=[plain(name) for name in names],
                     y=[_rounded(accuracies.get(client)) for client in ids],
@@ -267,7 +267,8 @@ def _bar_name(groups: Sequence[Group], client: str) -> str:
 
 def _server_bars(groups: Sequence[Group], style: Style) -> Figure:
     groups = [group for group in groups if group.values("accuracy")]
-    trace = go.Bar(
+    trace = new_trace(
+        "bar",
         x=[named(group) for group in groups],
         y=[rounded(fmean(group.values("accuracy"))) for group in groups],
         marker={"color": [style.colour(group) for group in groups]},
@@ -338,7 +339,8 @@ def _course(group: Group, rounds: Sequence[LearningRound]) -> Figure:
             y.append(_rounded(measured_round.after.get(client)))
         dash = DASHES[index // len(COLOURS) % len(DASHES)]
         traces.append(
-            go.Scatter(
+            new_trace(
+                "scatter",
                 mode="lines+markers",
                 name=plain(f"client {client}, {_network([group], client)}"),
                 x=x,

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-import plotly.graph_objects as go
-
 from fedstill.report.blocks import (
     Block,
     Cell,
@@ -22,11 +20,14 @@ from fedstill.report.blocks import (
 from fedstill.report.figures import (
     HEIGHT,
     Figure,
+    Layout,
     Style,
+    Trace,
     faint,
     layout,
     measured,
     named,
+    new_trace,
     over_seconds,
     plain,
     rounded,
@@ -140,11 +141,12 @@ def _mean_megabytes(group: Group, key: str) -> float:
     return value.mean / 1e6
 
 
-def _bar(part: BarPart, groups: Sequence[Group], style: Style, unit: str) -> go.Bar:
+def _bar(part: BarPart, groups: Sequence[Group], style: Style, unit: str) -> Trace:
     texts = None
     if part.is_named:
         texts = [f"{part.name} {three_digits(value)} {unit}" for value in part.values]
-    return go.Bar(
+    return new_trace(
+        "bar",
         orientation="h",
         name=part.name,
         y=[named(group) for group in groups],
@@ -158,7 +160,7 @@ def _bar(part: BarPart, groups: Sequence[Group], style: Style, unit: str) -> go.
     )
 
 
-def _bar_layout(groups: int, title: str, mode: str) -> go.Layout:
+def _bar_layout(groups: int, title: str, mode: str) -> Layout:
     return layout(
         barmode=mode,
         height=max(HEIGHT, 90 + 30 * groups),
@@ -180,7 +182,8 @@ def measure_bars(groups: Sequence[Group], style: Style) -> Figure:
     traces = []
     for group, by_measure in zip(groups, by_group, strict=True):
         traces.append(
-            go.Bar(
+            new_trace(
+                "bar",
                 orientation="h",
                 name=named(group),
                 y=[plain(name) for name in names],

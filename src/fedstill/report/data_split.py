@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from fedstill.data.client_split import LabelCounts
@@ -23,6 +22,7 @@ from fedstill.report.figures import (
     class_names,
     height_of,
     layout,
+    new_trace,
     plain,
     short,
     whole_numbers,
@@ -148,7 +148,8 @@ def class_by_client(split: Split, kind: str = EXAMPLES) -> Figure:
     if split.client_names:
         client = "%{customdata}"
         names = [[plain(name) for name in split.client_names]] * len(split.classes)
-    trace = go.Heatmap(
+    trace = new_trace(
+        "heatmap",
         x=list(range(len(columns))),
         y=class_names(split.classes),
         z=[[value or None for value in row] for row in zip(*columns, strict=True)],
@@ -248,7 +249,8 @@ def clients_by(values: NDArray[Any], unit: str) -> Figure:
     if len(distinct) > BINS:
         clients, edges = np.histogram(values, BINS)
         names = [f"{low:,.0f}–{high:,.0f}" for low, high in pairwise(edges)]
-    bars = go.Bar(
+    bars = new_trace(
+        "bar",
         x=names,
         y=clients.tolist(),
         marker={"color": COLOURS[0]},

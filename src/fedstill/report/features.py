@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import plotly.graph_objects as go
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -20,7 +19,7 @@ from fedstill.measures.context import MEASURES_FOLDER
 from fedstill.measures.features import embedded
 from fedstill.report.blocks import Chart, Choice, Gallery, Paragraph, Section, group_label
 from fedstill.report.class_regions import HIDDEN_AXIS, class_colour, class_name
-from fedstill.report.figures import Figure, Style, layout, named, plain
+from fedstill.report.figures import Figure, Style, Trace, layout, named, new_trace, plain
 from fedstill.report.page import Report
 from fedstill.report.series import Look, last_looks, matrix, reading
 from fedstill.running.runs import Group
@@ -120,7 +119,7 @@ def _by_model(embedding: Embedding) -> Figure:
     return on_plane(traces)
 
 
-def on_plane(traces: Sequence[go.Scatter]) -> Figure:
+def on_plane(traces: Sequence[Trace]) -> Figure:
     """Points without axes, as t-SNE's have no units."""
     axes = layout(
         height=460,
@@ -128,13 +127,14 @@ def on_plane(traces: Sequence[go.Scatter]) -> Figure:
         xaxis=HIDDEN_AXIS,
         yaxis={**HIDDEN_AXIS, "scaleanchor": "x"},
     )
-    axes.legend.itemsizing = "constant"
+    axes["legend"] = {**axes["legend"], "itemsizing": "constant"}
     return Figure(traces, axes)
 
 
-def dots(name: str, points: Sequence[Point], colour: str, size: int) -> go.Scatter:
+def dots(name: str, points: Sequence[Point], colour: str, size: int) -> Trace:
     """Points of one kind."""
-    return go.Scatter(
+    return new_trace(
+        "scatter",
         mode="markers",
         name=name,
         x=[point.x for point in points],
@@ -275,7 +275,7 @@ def _joint_figures(family: Sequence[StoredFeatures], style: Style) -> list[Figur
         colour = style.colour(stored.group)
         run_traces.append(dots(named(stored.group), _points(own_places), colour, LOCAL_SIZE))
     # runs with few points lie above those with many
-    run_traces.sort(key=lambda trace: -len(trace.x))
+    run_traces.sort(key=lambda trace: -len(trace["x"]))
     run_traces.append(
         dots("the model received", _points(places[0]), GLOBALS[RECEIVED], GLOBAL_SIZE)
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import plotly.graph_objects as go
 
 from fedstill.report.series import ByRound, Series, mean_over_seeds, over_seeds
 from fedstill.running.runs import Group, Spread
@@ -44,20 +44,53 @@ LETTERS = 18
 """The most letters of a name on an axis."""
 
 
+Trace = dict[str, Any]
+"""A trace as plotly.js reads it: its type and its settings."""
+
+Layout = dict[str, Any]
+"""A layout as plotly.js reads it."""
+
+
 @dataclass(frozen=True)
 class Figure:
-    """Traces and their layout, all of them plotly's graph objects, which check what they are given.
+    """Traces and their layout, as plotly.js reads them; figures may share a layout.
 
-    A ``go.Figure`` would copy them and add plotly's default template: for the 243 figures of 100
-    runs that takes 0.26 s, more than all the traces. Figures may share a layout.
+    They are plain dictionaries: plotly's own classes check every number, which takes most of the
+    time of a page. Tests check the figures by these classes.
     """
 
-    traces: Sequence[Any]
-    layout: go.Layout
+    traces: Sequence[Trace]
+    layout: Layout
 
-    def to_plotly_json(self) -> dict[str, Any]:
-        """The figure as Plotly reads it; plotly's JSON encoder calls this."""
-        return {"data": list(self.traces), "layout": self.layout}
+
+def new_trace(kind: str, /, **settings: Any) -> Trace:
+    """A trace of a type of plotly.js, such as "scatter"; settings that are None are left out."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    return {"type": kind, **given}
+
+
+def figures_json(figures: Sequence[Figure]) -> str:
+    """Figures as the JSON that the page's script reads; numbers that are not finite become null.
+
+    No text in it can end a script element: < and > are escaped.
+    """
+    plain_figures = [{"data": figure.traces, "layout": figure.layout} for figure in figures]
+    try:
+        text = json.dumps(plain_figures, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_finite(plain_figures), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _finite(value: Any) -> Any:
+    """The same value with None for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 class Style:
@@ -82,7 +115,7 @@ class Style:
 # Layouts and axes
 
 
-def layout(**settings: Any) -> go.Layout:
+def layout(**settings: Any) -> Layout:
     """A layout with the settings that all figures share, and its own.
 
     The page sets the colours of text and grid, for they follow the reader's theme.
@@ -97,7 +130,7 @@ def layout(**settings: Any) -> go.Layout:
         "showlegend": True,
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
     }
-    return go.Layout(**{**shared, **settings})
+    return {**shared, **settings}
 
 
 def flat_range(values: Iterable[float | None], axis: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +156,7 @@ def flat_range(values: Iterable[float | None], axis: Mapping[str, Any]) -> dict[
 def y_values(traces: Iterable[Any]) -> Iterator[float | None]:
     """The numbers of all traces on the y axis."""
     for trace in traces:
-        yield from trace.y or ()
+        yield from trace.get("y", ())
 
 
 def whole_numbers(count: int) -> dict[str, Any]:
@@ -237,7 +270,7 @@ def curves(
 
     Between hops that were measured and do not follow one another there is a gap.
     """
-    traces: list[go.Scatter] = []
+    traces: list[Trace] = []
     last = 0
     for line in drawn:
         pen = _Pen(line.group, style, axis or {})
@@ -271,7 +304,8 @@ def over_seconds(
         seconds = clock(group)
         if accuracy:
             traces.append(
-                go.Scatter(
+                new_trace(
+                    "scatter",
                     mode=_mode(len(accuracy)),
                     name=named(group),
                     legendgroup=group.label,
@@ -301,10 +335,11 @@ class _Pen:
     style: Style
     axis: Mapping[str, Any]
 
-    def band(self, parts: Sequence[Series]) -> go.Scatter:
+    def band(self, parts: Sequence[Series]) -> Trace:
         """One standard deviation above and below the mean."""
         colour = self.style.colour(self.group)
-        return go.Scatter(
+        return new_trace(
+            "scatter",
             x=_joined([*part.rounds, *reversed(part.rounds)] for part in parts),
             y=_joined(_outline(part) for part in parts),
             mode="lines",
@@ -316,7 +351,7 @@ class _Pen:
             hoverinfo="skip",
         )
 
-    def mean(self, parts: Sequence[Series]) -> go.Scatter:
+    def mean(self, parts: Sequence[Series]) -> Trace:
         """The mean over seeds; its hover text has the standard deviation, too."""
         dash = self.style.dash(self.group)
         mode = _mode(sum(len(part.rounds) for part in parts))
@@ -329,7 +364,7 @@ class _Pen:
             line={"color": self.style.colour(self.group), "width": 2, "dash": dash},
         )
 
-    def reference(self, parts: Sequence[Series]) -> go.Scatter:
+    def reference(self, parts: Sequence[Series]) -> Trace:
         """The mean of what the group is compared with."""
         mode = "lines"
         if _has_lone_point(parts):
@@ -342,14 +377,15 @@ class _Pen:
             line={"color": self.style.colour(self.group), "width": 1.5, "dash": "dot"},
         )
 
-    def _line(self, parts: Sequence[Series], **settings: Any) -> go.Scatter:
+    def _line(self, parts: Sequence[Series], **settings: Any) -> Trace:
         is_percent = self.axis.get("tickformat") == PERCENT["tickformat"]
         number = ".2f"
         scale = 1
         if is_percent:
             number = ".2%"
             scale = 100
-        return go.Scatter(
+        return new_trace(
+            "scatter",
             legendgroup=self.group.label,
             x=_joined(part.rounds for part in parts),
             y=_joined([rounded(mean) for mean in part.mean] for part in parts),

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import plotly.graph_objects as go
-
 from fedstill.report.blocks import Chart, Gallery, Paragraph, Section
 from fedstill.report.figures import (
     COLOURS,
     PERCENT,
     Figure,
+    Trace,
     flat_range,
     layout,
+    new_trace,
     plain,
     rounded,
     y_values,
@@ -207,7 +207,7 @@ def _figure(
     return Figure(traces, layout(xaxis=across, yaxis=up))
 
 
-def _line(setting: VariedSetting, measure: str, index: int) -> go.Scatter:
+def _line(setting: VariedSetting, measure: str, index: int) -> Trace:
     """A measure over the number, with the spread over seeds."""
     x = []
     means = []
@@ -218,7 +218,8 @@ def _line(setting: VariedSetting, measure: str, index: int) -> go.Scatter:
             x.append(point.value)
             means.append(rounded(value.mean))
             deviations.append(rounded(value.std))
-    return go.Scatter(
+    return new_trace(
+        "scatter",
         mode="lines+markers",
         name=plain(setting.label),
         x=x,
@@ -230,7 +231,7 @@ def _line(setting: VariedSetting, measure: str, index: int) -> go.Scatter:
     )
 
 
-def _level(setting: VariedSetting, group: Group, measure: str, index: int) -> list[go.Scatter]:
+def _level(setting: VariedSetting, group: Group, measure: str, index: int) -> list[Trace]:
     """A level line for another method, in the colour of the line that it stands beside; none where
     it has no such number.
     """
@@ -238,7 +239,8 @@ def _level(setting: VariedSetting, group: Group, measure: str, index: int) -> li
     if value is None:
         return []
     ends = [point.value for point in setting.points]
-    line = go.Scatter(
+    line = new_trace(
+        "scatter",
         mode="lines",
         name=plain(group.label),
         hovertemplate="%{y:.2%}",

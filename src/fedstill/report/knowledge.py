@@ -11,8 +11,6 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
-import plotly.graph_objects as go
-
 from fedstill.metrics import consistency, forgetting
 from fedstill.report.blocks import (
     Block,
@@ -34,6 +32,7 @@ from fedstill.report.figures import (
     Figure,
     Line,
     Style,
+    Trace,
     curves,
     faint,
     flat_range,
@@ -41,6 +40,7 @@ from fedstill.report.figures import (
     lines,
     measured,
     named,
+    new_trace,
     rounded,
     whole_numbers,
     y_values,
@@ -184,7 +184,7 @@ def _bars(groups: Sequence[Group], style: Style, suffix: str) -> Figure:
     return Figure(traces, axes)
 
 
-def _bar_trace(bar: Bar, key: str, groups: Sequence[Group], style: Style) -> go.Bar:
+def _bar_trace(bar: Bar, key: str, groups: Sequence[Group], style: Style) -> Trace:
     names = []
     means = []
     deviations = []
@@ -200,7 +200,8 @@ def _bar_trace(bar: Bar, key: str, groups: Sequence[Group], style: Style) -> go.
     shade = "full"
     if bar.opacity < 1:
         shade = "faint"
-    return go.Bar(
+    return new_trace(
+        "bar",
         name=bar.name,
         x=names,
         y=means,
@@ -315,11 +316,12 @@ def _epoch_line(
     means: Sequence[float | None],
     deviations: Sequence[float | None],
     shift: float,
-) -> go.Scatter:
+) -> Trace:
     colour = style.colour(group)
     numbers = list(range(len(means)))
     error_bars: dict[str, Any] = {"type": "data", "array": deviations, "color": colour}
-    return go.Scatter(
+    return new_trace(
+        "scatter",
         mode="lines+markers",
         name=named(group),
         x=[rounded(number + shift) for number in numbers],

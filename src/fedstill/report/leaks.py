@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import plotly.graph_objects as go
-
 from fedstill.metrics.membership import GRID, RATES
 from fedstill.report.blocks import (
     Block,
@@ -27,10 +25,12 @@ from fedstill.report.figures import (
     SHARE,
     Figure,
     Style,
+    Trace,
     layout,
     lines,
     measured,
     named,
+    new_trace,
     rounded,
 )
 from fedstill.report.page import Report
@@ -183,7 +183,8 @@ def _last_look(group: Group, side: str) -> Look | None:
 
 
 def _curves(groups: Sequence[Group], style: Style, attack: str) -> Figure:
-    coin = go.Scatter(
+    coin = new_trace(
+        "scatter",
         mode="lines",
         x=[LOWEST, 1],
         y=[LOWEST, 1],
@@ -207,7 +208,7 @@ def _curves(groups: Sequence[Group], style: Style, attack: str) -> Figure:
     return Figure(traces, axes)
 
 
-def _curve(look: Look, style: Style, side: str, attack: str) -> go.Scatter:
+def _curve(look: Look, style: Style, side: str, attack: str) -> Trace:
     """The members found at each false rate: by what the server sees, or dotted, before privacy."""
     with reading(look) as event:
         rates = [float(value) for value in event[side][attack]["roc"]]
@@ -218,7 +219,8 @@ def _curve(look: Look, style: Style, side: str, attack: str) -> go.Scatter:
     if side == "raw":
         name = f"{name}, before privacy"
         line = {**line, "width": 1.5, "dash": "dot"}
-    return go.Scatter(
+    return new_trace(
+        "scatter",
         mode="lines",
         name=name,
         showlegend=side == "seen",

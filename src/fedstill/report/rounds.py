@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 
 from fedstill.metrics.classification import METRICS, Metric
 from fedstill.metrics.values import Values
@@ -29,6 +28,7 @@ from fedstill.report.figures import (
     MOST_CELLS,
     PERCENT,
     Figure,
+    Layout,
     absent_note,
     class_axis,
     class_names,
@@ -36,6 +36,7 @@ from fedstill.report.figures import (
     layout,
     lines,
     measured,
+    new_trace,
     whole_numbers,
 )
 from fedstill.report.page import Report
@@ -238,9 +239,9 @@ def shares_by_round(group: Group, view: str) -> Figure:
     columns = {number: _of_sum(row) for number, row in _of_view(group, view).items()}
     figure = class_map(columns, group.classes, "round", f"no run with {view}")
     for trace in figure.traces:
-        shares = [value for row in trace.z for value in row if value is not None]
+        shares = [value for row in trace["z"] for value in row if value is not None]
         # a map of zeros keeps the scale of percentages
-        trace.zmax = max(shares, default=0) or 100
+        trace["zmax"] = max(shares, default=0) or 100
     return figure
 
 
@@ -280,7 +281,8 @@ def class_map(
     if rows:
         text = ""
         traces.append(
-            go.Heatmap(
+            new_trace(
+                "heatmap",
                 x=list(columns),
                 y=names,
                 z=rows,
@@ -296,7 +298,7 @@ def class_map(
 
 
 @lru_cache
-def _map_layout(classes: int, unit: str, last: int, absent: str) -> go.Layout:
+def _map_layout(classes: int, unit: str, last: int, absent: str) -> Layout:
     """The layout of maps with so many classes and so many rounds or hops, which share it.
 
     absent: the text of a map without any column.
@@ -406,11 +408,12 @@ def _confusion_map(counts: Values, classes: Sequence[str]) -> Figure:
     names = class_names(classes)
     totals = counts.sum(1, keepdims=True)
     shares = np.divide(100 * counts, totals, out=np.full_like(counts, np.nan), where=totals > 0)
-    trace = go.Heatmap(
+    trace = new_trace(
+        "heatmap",
         x=names,
         y=names,
         z=[[None if np.isnan(share) else round(share, 1) for share in row] for row in shares],
-        customdata=counts,
+        customdata=counts.astype(int).tolist(),
         zmin=0,
         zmax=100,
         colorscale=ACCURACY,

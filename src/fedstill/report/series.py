@@ -4,6 +4,7 @@ what measures saw.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,22 +92,29 @@ def mean_over_seeds(group: Group, key: str) -> dict[int, float]:
 def class_means(runs: Sequence[Run]) -> dict[int, list[float | None]]:
     """Accuracy of each class by round, mean over the runs that have it: (C,) a round."""
     curves = [run.class_accuracy() for run in runs]
-    means = {}
-    for number in sorted({number for curve in curves for number in curve}):
-        rows = np.array([curve[number] for curve in curves if number in curve], np.float64)
-        counts = np.sum(~np.isnan(rows), axis=0)
-        sums = np.nansum(rows, axis=0)
-        means[number] = [
-            _ratio(total, count)
-            for total, count in zip(sums.tolist(), counts.tolist(), strict=True)
-        ]
-    return means
+    rounds = sorted({number for curve in curves for number in curve})
+    if not rounds:
+        return {}
+    blank = [None] * len(next(row for curve in curves for row in curve.values()))
+    by_run = [[curve.get(number, blank) for number in rounds] for curve in curves]
+    # (runs, rounds, C)
+    accuracies = np.array(by_run, dtype=np.float64)
+
+    counts = np.sum(~np.isnan(accuracies), axis=0)
+    sums = np.nansum(accuracies, axis=0)
+    unknown = np.full(sums.shape, np.nan)
+    means = np.divide(sums, counts, out=unknown, where=counts > 0)
+    return {
+        number: [_known(mean) for mean in row]
+        for number, row in zip(rounds, means.tolist(), strict=True)
+    }
 
 
-def _ratio(total: float, count: int) -> float | None:
-    if not count:
+def _known(mean: float) -> float | None:
+    """A mean, or None for one that no run has."""
+    if math.isnan(mean):
         return None
-    return total / count
+    return mean
 
 
 # The times of runs

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 
 from fedstill.metrics import tasks as task_metrics
 from fedstill.metrics.values import Values
@@ -20,11 +19,13 @@ from fedstill.report.figures import (
     PERCENT,
     Figure,
     Style,
+    Trace,
     flat_range,
     layout,
     lines,
     measured,
     named,
+    new_trace,
     rounded,
     y_values,
 )
@@ -86,7 +87,7 @@ def over_tasks(report: Report) -> Section | None:
 
 def _seen_classes(groups: Sequence[Group], style: Style) -> Chart:
     figure = lines(groups, style, "accuracy_seen", PERCENT)
-    figure.layout.shapes = changes(groups[0])
+    figure.layout["shapes"] = changes(groups[0])
     return Chart([figure], ABOUT_SEEN, "Accuracy on the classes seen so far")
 
 
@@ -132,7 +133,8 @@ def matrix_map(group: Group) -> Figure:
 
     # the last column has no colours: there stands what was lost
     rows = [[*(_percent(value) for value in mean[:, task]), None] for task in range(tasks)]
-    trace = go.Heatmap(
+    trace = new_trace(
+        "heatmap",
         x=[*(f"after {end + 1}" for end in range(ends)), "lost"],
         y=[f"task {task + 1}" for task in range(tasks)],
         z=rows,
@@ -219,7 +221,8 @@ def task_curves(group: Group) -> Figure:
         rounds = sorted(set.intersection(*(set(by_round) for by_round in by_run)))
         means = [float(np.mean([by_round[number] for by_round in by_run])) for number in rounds]
         traces.append(
-            go.Scatter(
+            new_trace(
+                "scatter",
                 mode="lines",
                 name=f"task {task + 1}",
                 x=rounds,
@@ -278,7 +281,8 @@ def learned_and_kept(groups: Sequence[Group], style: Style) -> Figure:
     for group in groups:
         matrices = [run_rows(run) for run in _ended(group)]
         traces.append(
-            go.Scatter(
+            new_trace(
+                "scatter",
                 mode="markers",
                 name=named(group),
                 legendgroup=group.label,
@@ -298,14 +302,15 @@ def learned_and_kept(groups: Sequence[Group], style: Style) -> Figure:
     return Figure(traces, axes)
 
 
-def equal_curves() -> list[go.Scatter]:
+def equal_curves() -> list[Trace]:
     """Curves of equal accuracy in the plane of learned and kept: 20, 40, 60 and 80 %."""
     steps = [0.02 * step for step in range(1, 51)]
     curves = []
     for level in (0.2, 0.4, 0.6, 0.8):
         x = [learned for learned in steps if learned >= level]
         curves.append(
-            go.Scatter(
+            new_trace(
+                "scatter",
                 mode="lines",
                 x=x,
                 y=[rounded(level / learned) for learned in x],

@@ -117,6 +117,7 @@ def _with_our_layout(drawn: go.Figure) -> Figure:
     """A figure of Optuna's with the layout of all our figures: the page gives it colours for light
     and dark.
     """
-    settings: dict[str, Any] = drawn.layout.to_plotly_json()
+    figure = json.loads(drawn.to_json())
+    settings: dict[str, Any] = figure["layout"]
     axes = {key: axis for key, axis in settings.items() if key.startswith(("xaxis", "yaxis"))}
-    return Figure(list(drawn.data), layout(hovermode="closest", **axes))
+    return Figure(figure["data"], layout(hovermode="closest", **axes))

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import plotly.graph_objects as go
-
 from fedstill.report.blocks import (
     Block,
     Chart,
@@ -25,11 +23,13 @@ from fedstill.report.figures import (
     PERCENT,
     Figure,
     Style,
+    Trace,
     faint,
     layout,
     lines,
     measured,
     named,
+    new_trace,
     plain,
     rounded,
 )
@@ -158,10 +158,11 @@ def _divergences(group: Group) -> list[Divergence]:
     return sorted(points, key=lambda point: -point.number)
 
 
-def _point_trace(points: Sequence[Divergence], last: int, group: Group, style: Style) -> go.Scatter:
+def _point_trace(points: Sequence[Divergence], last: int, group: Group, style: Style) -> Trace:
     opacities = [FAINTEST + (1 - FAINTEST) * (point.number / last) ** 2 for point in points]
     colours = [faint(style.colour(group), rounded(opacity)) for opacity in opacities]
-    return go.Scatter(
+    return new_trace(
+        "scatter",
         mode="markers",
         name=named(group),
         x=[rounded(point.distance) for point in points],
@@ -324,7 +325,8 @@ def _contour(look: Look, model: str, plane: str, losses_shown: LossRange) -> Fig
         curvature = [float(value) for value in event["models"][model]["eigenvalues"]]
     low, high = losses_shown.low, losses_shown.high
     titles = [_direction(index, value, plane) for index, value in enumerate(curvature)]
-    surface = go.Contour(
+    surface = new_trace(
+        "contour",
         x=axis,
         y=axis,
         z=losses,
@@ -337,7 +339,8 @@ def _contour(look: Look, model: str, plane: str, losses_shown: LossRange) -> Fig
         colorbar={"thickness": 10, "outlinewidth": 0, "title": {"text": "loss"}},
         hovertemplate="%{x}, %{y}: loss %{z:.4f}<extra></extra>",
     )
-    middle = go.Scatter(
+    middle = new_trace(
+        "scatter",
         mode="markers",
         x=[0],
         y=[0],
@@ -379,7 +382,7 @@ def _noise(found: Sequence[Look], style: Style) -> Figure:
 
 def _noise_line(
     look: Look, style: Style, model: str, scales: Sequence[float], losses: Sequence[float]
-) -> go.Scatter:
+) -> Trace:
     """The loss of a model by the noise; dotted for a local model."""
     is_global = model == "aggregated"
     name = named(look.group)
@@ -387,7 +390,8 @@ def _noise_line(
     if not is_global:
         name = f"{name}, {plain(model)}"
         dash = "dot"
-    return go.Scatter(
+    return new_trace(
+        "scatter",
         mode="lines+markers",
         name=name,
         showlegend=is_global,
