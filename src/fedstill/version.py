@@ -1,3 +1,3 @@
 """The version of this package; a server and its sites must have the same."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"

@@ -1,9 +1,9 @@
 """CWC: along a chain, hold each parameter near what the last client left, as firmly as it mattered
 so far.
 
-Source: Song, "Cyclical Weight Consolidation: Towards Solving Catastrophic Forgetting in Serial
-Federated Learning", and its code; the importance is that of Zenke et al., "Continual Learning
-Through Synaptic Intelligence" (2017).
+Source: Song, Wang and Wang, "Cyclical Weight Consolidation: Towards Solving Catastrophic Forgetting
+in Serial Federated Learning" (2024), and its code; the importance is that of Zenke et al.,
+"Continual Learning Through Synaptic Intelligence" (2017).
 Symbols: c = ``weight``; a = ``decay``; eps = ``epsilon``; Omega = importance, which travels with
 the model; omega = one client's share of it, W / ((w_end - w_start)^2 + eps) with the path integral
 W = -sum over steps of gradient * change.

@@ -1,9 +1,9 @@
 """HiPer-FedKD: learn from the mean of standardised logits; the more a client differs, the lower its
 temperature.
 
-Source: Malik, "Adaptive Curriculum Learning for Bidirectional Federated Knowledge Distillation"
-(HiPer-FedKD), Algorithm 1 and section 3, with the author's notebooks, which made the printed
-numbers. Four variants: ``hiper_baseline``; ``hiper_temperature`` (Improvement 1: personal
+Source: Malik and Nafees, "Adaptive Curriculum Learning for Bidirectional Federated Knowledge
+Distillation" (HiPer-FedKD), Algorithm 1 and section 3, with the authors' notebooks, which made the
+printed numbers. Four variants: ``hiper_baseline``; ``hiper_temperature`` (Improvement 1: personal
 temperatures); ``hiper_standardised`` (Improvement 2: z-scored logits too); ``hiper_fedkd``
 (Improvement 2.1: exponential temperatures).
 Symbols: s_k = heterogeneity score; T_k = temperature of client k's cross-entropy; T =
