@@ -24,7 +24,8 @@ def cross_entropy(
     where the probability is far below it, there is no gradient.
 
     Source: Malik and Nafees, "Adaptive Curriculum Learning for Bidirectional Federated
-    Knowledge Distillation" (HiPer-FedKD), sec. 3.1.2: local training at the client's own temperature.
+    Knowledge Distillation" (HiPer-FedKD), sec. 3.1.2: local training at the client's own
+    temperature.
     Reading: the paper's formula has no floor, its code 1e-8. Without one we stay in log space,
     which keeps the gradient where a probability underflows.
 
