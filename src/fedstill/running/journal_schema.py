@@ -21,7 +21,9 @@ from fedstill.core.records import SERVER
 from fedstill.core.reports import (
     COUNTED,
     MAX_COUNT,
+    MAX_NAMES,
     MAX_SECONDS,
+    MAX_WORD,
     has_valid_form,
     is_number,
     wrong_table,
@@ -51,6 +53,9 @@ Digits = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 """A whole number as the key of a JSON table."""
 
 Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
+
+Name = Annotated[str, Field(max_length=MAX_WORD, pattern=r"^[[^\p{C}\p{Z}] ]+$")]
+"""A text that can be printed on one line."""
 
 
 # The events.
@@ -234,6 +239,7 @@ class ClientOfStage(TypedDict, total=False):
     steps: Count
     epochs: Count
     loss: dict[str, float | None]
+    teachers: Annotated[list[Count | Name], Field(max_length=MAX_NAMES)]
     seconds: Seconds
     seconds_training: Seconds
     seconds_measuring: Seconds
