@@ -2,7 +2,7 @@
 refines its head.
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
-(2025), eq. 2 to 5 and Algorithm 1; selective weight masking from appendix A.5; var-E from appendix
+(2025), eq. 2 to 4; selective weight masking from appendix A.5; var-E from appendix
 A.6.4.
 Symbols: Q = the client's query; Y_S = its own classes; lambda = ``query_weight``; alpha, tau as in
 naive KD; T_Q = the teachers whose mean softmax on ``samples`` examples of noise reaches
