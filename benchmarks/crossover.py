@@ -1,7 +1,7 @@
 """Where stacking clients stops paying: stages of the vectorised and the pooled engine in turn,
 steps small to large.
 
-``python -m benchmarks.crossover`` prints what ``fedstill.running.engine_choice.CROSSOVER`` is taken
+``python -m benchmarks.crossover`` prints what ``fedstill.running.world.CROSSOVER`` is taken
 from; with ``--device cuda``, the same of a card.
 """
 
@@ -22,8 +22,8 @@ from fedstill.config.resolve import settle
 from fedstill.core.records import Payload
 from fedstill.engines.cores import cores
 from fedstill.engines.serial import SerialEngine
-from fedstill.running.engine_choice import work_of_stages
 from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.world import work_of_stages
 
 MODELS: tuple[tuple[str, tuple[int, int, int], dict[str, Any]], ...] = (
     ("MLP 200-200", (1, 8, 8), {"name": "mlp"}),

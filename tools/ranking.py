@@ -20,7 +20,7 @@ from fedstill.benchmark.suites import suite_names
 from fedstill.benchmark.tables import agreement_text, run_lines, tables_text
 from fedstill.benchmark.terminal import every_standing, rows_below
 from fedstill.report.table_files import csv_text, markdown
-from fedstill.running.archive import readable
+from fedstill.running.directory import readable
 
 ROOT = Path(__file__).parents[1]
 ENTRIES = ROOT / "results" / "rank"

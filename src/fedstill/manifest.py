@@ -72,7 +72,7 @@ class OuterPackage:
     clients (``core.extensions.ClientHook``).
     ``site_guards``: ``(prepared, folder)``, which return what protects a site
     (``core.extensions.SiteGuard``); ``folder`` is for the notes of the run's client.
-    ``engines``: for runs with this ``engine``, subclasses of ``running.remote.RemoteEngine``.
+    ``engines``: for runs with this ``engine``, subclasses of ``running.driver.RemoteEngine``.
     """
 
     name: str

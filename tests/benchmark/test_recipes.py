@@ -19,7 +19,7 @@ from fedstill.benchmark.reproduction import changes_of
 from fedstill.cli import call
 from fedstill.config.settings import Settings
 from fedstill.core.errors import UnknownName
-from fedstill.running import archive
+from fedstill.running import directory
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -208,7 +208,7 @@ def test_differences_to_a_row_are_paired_by_seed(
         for line in capsys.readouterr().out.splitlines()
         if line.startswith("FedADKD, CIFAR-10 .1")
     ]
-    with tarfile.open(archive.pack_of(kept)) as packed:
+    with tarfile.open(directory.pack_of(kept)) as packed:
         names = [n for n in packed.getnames() if n.endswith("summary.json")]
         read = {n: json.load(packed.extractfile(n) or io.BytesIO()) for n in names}
     one, other = (
@@ -259,7 +259,7 @@ def test_differences_to_other_runs_and_by_round_are_paired_by_seed(
 
     def last_ten(folder: Path, row: str, end: int) -> list[float]:
         journals = [
-            archive.readable(folder) / f"CIFAR-10_2-.5_{row}" / f"seed{s}" / "journal.jsonl"
+            directory.readable(folder) / f"CIFAR-10_2-.5_{row}" / f"seed{s}" / "journal.jsonl"
             for s in (1, 2, 3)
         ]
         events = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from tools.results_page import text_of_pages
 
 from fedstill.benchmark.recipes import load_recipe
-from fedstill.running.archive import readable
+from fedstill.running.directory import readable
 from fedstill.running.journal import read_journal
 
 ROOT = Path(__file__).parents[2]

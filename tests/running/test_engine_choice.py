@@ -14,12 +14,12 @@ from fedstill.config.resolve import settle
 from fedstill.core.records import Plan
 from fedstill.engines.footprint import forward_flops
 from fedstill.models import contract
-from fedstill.running import engine_choice
+from fedstill.running import world
 from fedstill.running.compare import make_way, variants
-from fedstill.running.engine_choice import StageWork, suited_engine
 from fedstill.running.explain import arithmetic
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
+from fedstill.running.world import StageWork, suited_engine
 from run_bits import stopped
 
 MLP = contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8,)})
@@ -37,9 +37,7 @@ def test_small_steps_of_many_clients_are_stacked() -> None:
     assert suited_engine([few], "cpu").engine == "vectorised"
     assert suited_engine([StageWork(Plan(batch=10), 1, {MLP}, 20.0)], "cpu").engine == "pooled"
     assert (
-        suited_engine(
-            [StageWork(Plan(batch=10), engine_choice.FEWEST - 1, {MLP}, 20.0)], "cpu"
-        ).engine
+        suited_engine([StageWork(Plan(batch=10), world.FEWEST - 1, {MLP}, 20.0)], "cpu").engine
         == "pooled"
     )
     assert (
@@ -65,7 +63,7 @@ def test_the_choice_stands_in_the_config_and_a_resume_keeps_it(
     run(auto(), tmp_path / "whole", data=toys.blobs())
     half = stopped(auto(), tmp_path / "half", stages=1)
     assert tomllib.loads((half / "config.toml").read_text())["engine"] == "vectorised"
-    monkeypatch.setitem(engine_choice.CROSSOVER, "cpu", 0.0)
+    monkeypatch.setitem(world.CROSSOVER, "cpu", 0.0)
     resume(half, data=toys.blobs())
     assert (half / "model.safetensors").read_bytes() == (
         tmp_path / "whole/model.safetensors"

@@ -18,7 +18,7 @@ import toys
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError, CorruptFile, RunExists
-from fedstill.running import archive as evidence
+from fedstill.running import directory as evidence
 from fedstill.running.runner import resume, run
 from fedstill.running.runs import find
 

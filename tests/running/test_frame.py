@@ -13,7 +13,7 @@ import pytest
 import fedstill
 import toys
 from fedstill.core.errors import ConfigError, UnknownName
-from fedstill.running.archive import pack
+from fedstill.running.directory import pack
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 from run_bits import stopped

@@ -16,9 +16,9 @@ from fedstill.data.sources import from_tensors
 from fedstill.models import contract
 from fedstill.models.contract import built_size
 from fedstill.running.cautions import cautions
-from fedstill.running.engine_choice import choose_engine
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
+from fedstill.running.world import choose_engine
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 

@@ -27,8 +27,8 @@ from fedstill.benchmark.scoring import Ended
 from fedstill.benchmark.suites import Choice, Suite, Try, read_choice, slug
 from fedstill.core.errors import ConfigError, CorruptFile, RunExists
 from fedstill.core.files import digest, make_folder, parse_toml, read_toml, write_whole
-from fedstill.running.archive import readable
 from fedstill.running.compare import Variant
+from fedstill.running.directory import readable
 from fedstill.running.journal import CONFIG_SEAL, without_times
 from fedstill.running.same_run import processor, software
 from fedstill.running.split_file import SPLIT

@@ -583,7 +583,7 @@ def reproduce(
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.report import terminal
-    from fedstill.running.archive import readable
+    from fedstill.running.directory import readable
 
     if not recipe:
         return _list_recipes()

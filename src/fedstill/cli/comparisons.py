@@ -130,7 +130,7 @@ def report(
     from fedstill.core.errors import ConfigError
     from fedstill.report.page import write_page
     from fedstill.report.table_files import export_tensorboard, write_tables
-    from fedstill.running.archive import folder_of
+    from fedstill.running.directory import folder_of
     from fedstill.running.runs import groups
 
     if not directories:
@@ -156,9 +156,9 @@ def pack_command(directory: Path) -> int:
     Args:
         directory: A directory with runs below it.
     """
-    from fedstill.running import archive
+    from fedstill.running import directory as run_directory
 
-    packed = archive.pack(directory)
+    packed = run_directory.pack(directory)
     size, unpack = f"{packed.stat().st_size / 1e3:,.0f} kB", f"`fedstill unpack {in_shell(packed)}`"
     print(
         f"{packed}: {size}; {unpack} restores configs, journals, splits and summaries, not models"
@@ -173,9 +173,9 @@ def unpack_command(file: Path) -> int:
     Args:
         file: A file NAME.runs.tar.xz.
     """
-    from fedstill.running import archive
+    from fedstill.running import directory as run_directory
 
-    print(archive.unpack(file))
+    print(run_directory.unpack(file))
     return 0
 
 
@@ -196,8 +196,7 @@ def carry_out(
     Raises RunBusy, before anything is done, if another comparison is under way in the folder.
     """
     from fedstill.report.comparison import begun_of, followed_outcomes
-    from fedstill.running.archive import pack_of, restored
-    from fedstill.running.directory import claimed
+    from fedstill.running.directory import claimed, pack_of, restored
 
     if restored(folder):
         print(f"{pack_of(folder)} is unpacked to {folder}, to go on there")

@@ -33,10 +33,9 @@ from fedstill.models.contract import Predictor, predictor
 from fedstill.models.ensemble import Joined
 from fedstill.models.model_file import FINAL, read_final
 from fedstill.running import journal as journals
-from fedstill.running.archive import SUFFIX, readable
 from fedstill.running.checkpoint import Checkpoints, StoredMemory
-from fedstill.running.directory import settings_of
-from fedstill.running.remote import remote_engine
+from fedstill.running.directory import SUFFIX, readable, settings_of
+from fedstill.running.driver import remote_engine
 from fedstill.running.result import Result
 from fedstill.running.same_run import RunIdentity
 from fedstill.running.selection import SELECTION, STOP_REASON, best_round

@@ -29,9 +29,9 @@ from fedstill.flower.site_data import Ready
 from fedstill.flower.site_settings import Site, code_in, files_in
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import StoredMemory
+from fedstill.running.driver import Driven, RunEngine
 from fedstill.running.preparation import Prepared
 from fedstill.running.recording import Progress
-from fedstill.running.remote import Driven, RunEngine
 from fedstill.running.result import Result
 from fedstill.running.same_run import name_for_clients
 from fedstill.version import VERSION
@@ -49,7 +49,7 @@ LOOK, ASK, START = 1.0, 60.0, 180.0
 
 
 class FlowerRuns:
-    """Runs with ``engine = "flower"``: a ``running.remote.RemoteEngine``."""
+    """Runs with ``engine = "flower"``: a ``running.driver.RemoteEngine``."""
 
     def require(self) -> None:
         """Raise ConfigError if Flower is not installed."""

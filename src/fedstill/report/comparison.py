@@ -26,7 +26,6 @@ from fedstill.report.page import write_page
 from fedstill.report.progress import followed_runs
 from fedstill.report.summary import COLUMNS, Column, own_columns
 from fedstill.report.table_files import write_tables
-from fedstill.running.archive import restored
 from fedstill.running.compare import (
     Outcome,
     Variant,
@@ -35,7 +34,7 @@ from fedstill.running.compare import (
     new_folder,
     variants,
 )
-from fedstill.running.directory import claimed
+from fedstill.running.directory import claimed, restored
 from fedstill.running.frame import data_frame
 from fedstill.running.result import (
     Result,

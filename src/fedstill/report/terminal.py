@@ -25,10 +25,10 @@ from fedstill.report.summary import (
     own_columns,
     rounds_note,
 )
+from fedstill.running.observers import task_label_counts
 from fedstill.running.preparation import Prepared
 from fedstill.running.runs import Group, differing_schedule, schedule_cells
 from fedstill.running.split_file import StoredSplit
-from fedstill.running.tasks import task_label_counts
 
 SHADES = " ░▒▓█"
 

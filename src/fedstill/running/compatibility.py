@@ -43,7 +43,6 @@ from fedstill.measures.choice import MeasuredRun, measures, misfit
 from fedstill.methods.fit import FIT
 from fedstill.methods.ridge import RIDGE, no_linear_head
 from fedstill.models import contract
-from fedstill.running import engine_choice
 from fedstill.running.network_checks import (
     batch_of_one,
     different_forward,
@@ -53,7 +52,7 @@ from fedstill.running.network_checks import (
     useless_network,
 )
 from fedstill.running.selection import selection_data
-from fedstill.running.world import RunWorld
+from fedstill.running.world import RunWorld, work_of_stages
 
 Subject = TypeVar("Subject")
 
@@ -570,7 +569,7 @@ def unknown_updates(run: PlannedRun) -> str:
 
 def unstackable_clients(run: PlannedRun) -> str:
     """Clients that the vectorised engine cannot train as one stack."""
-    stages = engine_choice.work_of_stages(run.settings, run.world, len(run.sites.train))
+    stages = work_of_stages(run.settings, run.world, len(run.sites.train))
     stacked = [stage for stage in stages if stage.clients > 1]
     if not stacked:
         return (

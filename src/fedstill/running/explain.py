@@ -25,9 +25,9 @@ from fedstill.core.stream import Stream
 from fedstill.data.dataset import examples_text
 from fedstill.measures.choice import measures
 from fedstill.models import contract
-from fedstill.running.engine_choice import choose_engine
 from fedstill.running.extensions import run_extensions
 from fedstill.running.preparation import Prepared
+from fedstill.running.world import choose_engine
 
 # What the clients of a round do: examples, steps of the optimiser, bytes. Nothing is trained to
 # know it.

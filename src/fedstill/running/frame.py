@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.files import RUN_TABLE, as_named, named_path, refuse_other_kind, write_over
 from fedstill.metrics.values import Values
-from fedstill.running.archive import readable
+from fedstill.running.directory import readable
 from fedstill.running.journal import Event, read_journal, without_garbage_collection
 from fedstill.running.numbers import BY_CLASS, Numbers, is_chosen
 from fedstill.running.runs import Run, RunFolder, alike, read_run, run_folders

@@ -41,14 +41,13 @@ from fedstill.methods.ridge import NO_TRAINING
 from fedstill.metrics.classification import NO_METRICS, RunMetrics
 from fedstill.running.client_data import ClientData, scale_data, split_data
 from fedstill.running.compatibility import check_data, check_run
-from fedstill.running.engine_choice import ENGINES, with_engine
 from fedstill.running.extensions import client_extensions, hostile_clients
 from fedstill.running.journal import read_journal
 from fedstill.running.split_file import StoredSplit, stored_split
 from fedstill.running.splitting import stream_of, task_data
 from fedstill.running.standardisation import UNSCALED, Moments, Scaler
 from fedstill.running.start_weights import as_features
-from fedstill.running.world import RunWorld, extended, started, world_of
+from fedstill.running.world import ENGINES, RunWorld, extended, started, with_engine, world_of
 
 LEAST_SPREAD = 1e-4
 """The least ``data.std`` of pixels in [0, 1]. With less, inputs are so large that networks

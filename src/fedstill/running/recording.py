@@ -24,12 +24,11 @@ from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.evaluation import Evaluation, OwnAnswers, OwnTests, SiteTests, tests_by_class
 from fedstill.running.extensions import Extensions
 from fedstill.running.journal import Journal
-from fedstill.running.observers import Forgetting, Measures, Traffic
+from fedstill.running.observers import Forgetting, Measures, TaskEnds, Traffic
 from fedstill.running.preparation import Prepared
 from fedstill.running.selection import Selection
 from fedstill.running.split_file import StoredSplit
 from fedstill.running.standardisation import Scaler
-from fedstill.running.tasks import TaskEnds
 
 OnRound = Callable[[dict[str, Any]], object]
 """Called in Python after each round, with the fields of the journal's event."""

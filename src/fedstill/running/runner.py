@@ -28,10 +28,9 @@ from fedstill.running.directory import (
     refuse_used,
     settings_of,
 )
-from fedstill.running.driver import Driver
+from fedstill.running.driver import Driver, check_calls, place_of, remote_engine
 from fedstill.running.preparation import prepare, prepare_again, reading_options
 from fedstill.running.recording import OnRound, Progress, Quiet
-from fedstill.running.remote import check_calls, place_of, remote_engine
 from fedstill.running.result import Result
 from fedstill.running.same_run import check_checkpoints, check_config
 from fedstill.running.selection import STOP_REASON

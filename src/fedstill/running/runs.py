@@ -21,7 +21,7 @@ from fedstill.core.registry import short_name
 from fedstill.data.client_split import LabelCounts
 from fedstill.metrics.classification import METRICS
 from fedstill.running import journal as journals
-from fedstill.running.archive import folder_of, packs_below, readable
+from fedstill.running.directory import folder_of, packs_below, readable
 from fedstill.running.journal import Event, with_later_looks
 from fedstill.running.numbers import LearningRates, Numbers, RunNumbers
 from fedstill.running.same_run import check_config, check_journal, settings_but_seed
