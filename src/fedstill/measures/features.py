@@ -72,7 +72,11 @@ def directions(features: Tensor, labels: Tensor, classes: int, bins: int = BINS)
     return torch.bincount(labels * bins + bin_, minlength=classes * bins).reshape(classes, bins)
 
 
-IMAGES, MODELS, DIGITS = 200, 10, 1
+IMAGES = 200
+"""Test images that are shown at most."""
+MODELS = 10
+"""Local models that are shown at most."""
+TSNE_DIGITS = 1
 PERPLEXITY = 30.0
 
 
@@ -107,8 +111,8 @@ class JointTSNE(Measure):
         return {
             "models": list(models),
             "labels": images.labels.tolist(),
-            "x": rounded_lists(x, DIGITS),
-            "y": rounded_lists(y, DIGITS),
+            "x": rounded_lists(x, TSNE_DIGITS),
+            "y": rounded_lists(y, TSNE_DIGITS),
             "features": context.keep(f"tsne-round{seen.stage.round}-stage{seen.stage.index}", each),
         }
 
@@ -129,7 +133,9 @@ def embedded(features: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.from_numpy(places)
 
 
-IMAGES, STEPS, DIGITS = 200, 48, 3
+STEPS = 48
+"""Places along each axis of the plane."""
+PLANE_DIGITS = 3
 MARGIN = 0.05
 """How far the plane reaches beyond the images, as a share of their extent."""
 FLAT = 0.2
@@ -195,9 +201,12 @@ class Boundaries(Measure):
             "query": list(query),
             "own": own,
             "labels": images.labels.tolist(),
-            **{name: rounded_lists(places[:, i], DIGITS) for i, name in enumerate(("x", "y"))},
             **{
-                f"{name}_range": rounded_lists(ends[i], DIGITS) for i, name in enumerate(("x", "y"))
+                name: rounded_lists(places[:, i], PLANE_DIGITS) for i, name in enumerate(("x", "y"))
+            },
+            **{
+                f"{name}_range": rounded_lists(ends[i], PLANE_DIGITS)
+                for i, name in enumerate(("x", "y"))
             },
             "plane": classes.reshape(STEPS, STEPS).tolist(),
             "accuracy": [None if a != a else a for a in each],

@@ -127,12 +127,14 @@ class Decoupled(FromGlobal):
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         student = step.logits()  # (B, C)
         teacher = step.teacher("global")  # (B, C)
+        # First, since the order of terms decides the last bits of gradients.
+        terms = super().terms(step, start)
         m = self.method
         alpha = start.constants.get("phi", 1.0) * start.constants.get("alpha", m.alpha)
         true_class = TCKD[m.tckd](student, teacher, step.y, m.temperature)  # (B,)
         other_classes = NCKD[m.nckd_mode](student, teacher, step.y, m.temperature)  # (B,)
         return {
-            **super().terms(step, start),
+            **terms,
             "true_class": alpha * true_class,
             "other_classes": m.beta * other_classes,
         }
