@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +18,7 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, TooFewReplies
 from fedstill.core.extensions import RoundResult
-from fedstill.core.records import Examples, Stage
+from fedstill.core.records import Stage
 from fedstill.core.registry import register
 from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.flower.loopback import LoopbackGrid
@@ -33,7 +32,7 @@ from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.result import Result
 from fedstill.running.runner import run
-from flowers import needs_flower
+from flowers import needs_flower, own_sites
 
 pytestmark = needs_flower
 
@@ -88,29 +87,6 @@ if toys.has("privacy"):
     }
 
 
-def saved(folder: Path, train: Examples, test: Examples) -> str:
-    """A folder with these images and labels."""
-    folder.mkdir(parents=True)
-    named = {f"{s}_images": e.values[:, 0].numpy() for s, e in (("train", train), ("test", test))}
-    labels = {
-        f"{s}_labels": e.labels.clamp(min=0).numpy() for s, e in (("train", train), ("test", test))
-    }
-    np.savez(folder / "data.npz", **named, **labels)
-    return str(folder)
-
-
-def sites(simulated: Prepared, folder: Path, public: bool = True) -> list[Site]:
-    """Every client of a simulation as a site with its part of the data in a folder of its own."""
-    made, shared, test = [], "", simulated.dataset.test
-    if public and simulated.sites.public is not None:
-        shared = saved(folder / "public", simulated.sites.public, test)
-    for client in range(CLIENTS):
-        part = simulated.sites.train.take(simulated.sites.positions(client))
-        own = saved(folder / f"own{client}", part, test)
-        made.append(Site(client, folder / f"memory{client}", data=own, public=shared))
-    return made
-
-
 def over(experiment: Experiment, there: Sequence[Site], out: Path) -> None:
     """The experiment with these sites on a loopback grid."""
     clerks = {site.client: Clerk(site) for site in there}
@@ -135,7 +111,7 @@ def test_sites_with_their_own_data_give_the_bits_of_the_simulation(
     what: str, tmp_path: Path
 ) -> None:
     run(replace(RUNS[what], engine="serial"), tmp_path / "serial", toys.blobs())
-    over(RUNS[what], sites(simulated(RUNS[what]), tmp_path / "sites"), tmp_path / "run")
+    over(RUNS[what], own_sites(simulated(RUNS[what]), tmp_path / "sites"), tmp_path / "run")
     events = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"]
     assert not [e for e in events if "refused" in e]
     assert (tmp_path / "run/model.safetensors").read_bytes() == (
@@ -154,13 +130,13 @@ def test_sites_with_their_own_data_give_the_bits_of_the_simulation(
 def test_a_run_with_a_public_set_needs_a_copy_at_every_site(tmp_path: Path) -> None:
     what = RUNS["queries, scored on public labels"]
     with pytest.raises(TooFewReplies, match="public"):
-        over(what, sites(simulated(what), tmp_path / "sites", public=False), tmp_path / "run")
+        over(what, own_sites(simulated(what), tmp_path / "sites", public=False), tmp_path / "run")
 
 
 @pytest.mark.uses("querying")
 def test_the_server_knows_of_a_query_what_its_site_says(tmp_path: Path) -> None:
     what = RUNS["queries that sites raise"]
-    over(what, sites(simulated(what), tmp_path / "sites"), tmp_path / "run")
+    over(what, own_sites(simulated(what), tmp_path / "sites"), tmp_path / "run")
     events = read_journal(tmp_path / "run/journal.jsonl")
     asked = {e["client"]: e["query"] for e in events if e.get("name") == "fit"}
     assert any(asked.values())
@@ -195,7 +171,7 @@ class Spread(Measure):
 @pytest.mark.uses("querying")
 def test_real_sites_take_the_measures_that_say_so_and_no_others(tmp_path: Path) -> None:
     what = replace(RUNS["queries"], measure=("local", "toy_spread"), measure_every=1)
-    over(what, sites(simulated(what), tmp_path / "sites"), tmp_path / "run")
+    over(what, own_sites(simulated(what), tmp_path / "sites"), tmp_path / "run")
     events = [
         e
         for e in read_journal(tmp_path / "run/journal.jsonl")
@@ -217,7 +193,7 @@ def test_rounds_are_compared_on_what_sites_hold_out_as_in_a_simulation(
         method, topology={"clients": CLIENTS}, stop={"patience": 2}, measure=(), data={}
     )
     whole = run(asked, tmp_path / "whole", toys.blobs())
-    there = sites(simulated(asked), tmp_path)
+    there = own_sites(simulated(asked), tmp_path)
     over(asked, there, tmp_path / "there")
     result = Result.of(tmp_path / "there")
     scores, expected = (
@@ -238,7 +214,7 @@ def test_with_secure_sums_sites_test_nothing_on_what_they_hold_out(tmp_path: Pat
         "moon", topology={"clients": CLIENTS}, measure=(), data={}, privacy={"secure_sum": True}
     )
     with pytest.raises(ConfigError, match="secure sums"):
-        over(asked, sites(simulated(asked), tmp_path), tmp_path / "there")
+        over(asked, own_sites(simulated(asked), tmp_path), tmp_path / "there")
 
 
 @pytest.mark.parametrize("by", ["auc", "log_loss", "f1"])
@@ -247,7 +223,7 @@ def test_rounds_are_compared_by_histograms_that_sites_send(by: str, tmp_path: Pa
         topology={"clients": CLIENTS}, rounds=4, measure=(), data={}, rank_by=by
     )
     whole = run(asked, tmp_path / "whole", toys.blobs())
-    over(asked, sites(simulated(asked), tmp_path), tmp_path / "there")
+    over(asked, own_sites(simulated(asked), tmp_path), tmp_path / "there")
     result = Result.of(tmp_path / "there")
     scores, expected = (
         [event["selection_score"] for event in events] for events in (result.history, whole.history)
@@ -273,7 +249,7 @@ def test_sites_send_histograms_from_which_the_server_computes_metrics(
         method, metrics=NAMES, topology={"clients": CLIENTS}, measure=(), data={}, rounds=2
     )
     whole = run(asked, tmp_path / "whole", toys.blobs())
-    over(asked, sites(simulated(asked), tmp_path), tmp_path / "there")
+    over(asked, own_sites(simulated(asked), tmp_path), tmp_path / "there")
     there = Result.of(tmp_path / "there")
     for event, expected in zip(there.history, whole.history, strict=True):
         assert event["auc"] == expected["auc"], "the server has a test set"
@@ -324,7 +300,7 @@ def site_predictions() -> list[Predictions]:
 
 def test_a_site_that_refuses_a_metric_takes_part_in_no_run_with_it(tmp_path: Path) -> None:
     asked = toys.toy(metrics=("auc",), topology={"clients": CLIENTS}, measure=(), data={})
-    there = [replace(site, refuse=("auc",)) for site in sites(simulated(asked), tmp_path)]
+    there = [replace(site, refuse=("auc",)) for site in own_sites(simulated(asked), tmp_path)]
     with pytest.raises(TooFewReplies, match="'auc'"):
         over(asked, there, tmp_path / "there")
 
@@ -339,6 +315,6 @@ def test_with_secure_sums_no_site_sends_histograms(tmp_path: Path) -> None:
         data={},
         privacy={"secure_sum": True},
     )
-    over(asked, sites(simulated(asked), tmp_path), tmp_path / "there")
+    over(asked, own_sites(simulated(asked), tmp_path), tmp_path / "there")
     journal = read_journal(tmp_path / "there/journal.jsonl")
     assert not any("site_scores" in event for event in journal)

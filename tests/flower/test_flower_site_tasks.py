@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_flower_own_data import saved
 
 import toys
 from fedstill.config.experiment import Experiment
@@ -33,7 +32,7 @@ from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
-from flowers import needs_flower
+from flowers import needs_flower, saved_data
 from run_bits import StopAfter
 
 pytestmark = needs_flower
@@ -70,7 +69,9 @@ def folders(of: Experiment, place: Path) -> list[Site]:
         for t in range(tasks.stream.tasks):
             own = torch.isin(test.labels, torch.tensor(tasks.stream.classes(t))).nonzero().flatten()
             mine = train.take(part[tasks.of_task(part, t)])
-            saved(place / f"own{client}" / f"task{t + 1}", mine, test.take(own[client::CLIENTS]))
+            saved_data(
+                place / f"own{client}" / f"task{t + 1}", mine, test.take(own[client::CLIENTS])
+            )
         made.append(
             Site(
                 client, place / f"memory{client}", data=str(place / f"own{client}"), tasks="folders"
