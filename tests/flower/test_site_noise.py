@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import kstest
-from test_flower_own_data import CLIENTS, simulated, sites
+from test_flower_own_data import CLIENTS, simulated
 
 import fedstill
 import toys
@@ -32,7 +32,7 @@ from fedstill.privacy.noise import Privacy, clip_rows, secret_normal
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
-from flowers import needs_flower
+from flowers import needs_flower, own_sites
 
 pytestmark = needs_flower
 
@@ -55,7 +55,7 @@ def setting(**privacy: float) -> Experiment:
 @pytest.fixture(scope="module")
 def there(tmp_path_factory: pytest.TempPathFactory) -> list[Site]:
     """Three sites, with data of their own."""
-    return sites(simulated(setting()), tmp_path_factory.mktemp("sites"))
+    return own_sites(simulated(setting()), tmp_path_factory.mktemp("sites"))
 
 
 def asked(experiment: Experiment, stage: Stage = FIRST, **down: Any) -> Request:
