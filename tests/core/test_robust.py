@@ -9,15 +9,9 @@ import pytest
 import torch
 
 from double import NEAR
-from fedstill.core.aggregation import (
-    ROBUST,
-    clipped_mean,
-    krum,
-    robust_mean,
-    trimmed_mean,
-    weighted_mean,
-)
+from fedstill.core.aggregation import ROBUST, weighted_mean
 from fedstill.core.records import Payload, Reply
+from fedstill.core.robust_means import clipped_mean, krum, robust_mean, trimmed_mean
 
 
 def trees_of(values: np.ndarray) -> list[dict[str, torch.Tensor]]:

@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
-FILES = 48
-LINES = 9_142
+FILES = 41
+LINES = 8_800
 """Ceilings, which may fall and not rise. The goal is 40 files and 6,500 lines."""
 
 NEEDED = [

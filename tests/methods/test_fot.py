@@ -18,9 +18,14 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import State
 from fedstill.data.sources import from_tensors
-from fedstill.methods.fot import orthogonal, summed_products, with_directions
+from fedstill.methods.fot import (
+    body_layers,
+    input_products,
+    orthogonal,
+    summed_products,
+    with_directions,
+)
 from fedstill.models import contract
-from fedstill.models.functional import body_layers, input_products
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
 from loops import context_of, states_after

@@ -1,7 +1,7 @@
 """The federated loop.
 
 - The loop: ``rounds``, ``extensions``, ``topology``, ``label_counts``.
-- Methods: ``method``, ``capabilities``, ``aggregation``, ``labels``.
+- Methods: ``method``, ``capabilities``, ``aggregation``, ``robust_means``, ``labels``.
 - Records: ``records``, ``payload``, ``stream``, ``trees``, ``codec``.
 - Checks of replies and of a user's code: ``screen``, ``reports``, ``checks``, ``user_code``.
 - Shared by all packages: ``errors``, ``fields``, ``files``, ``keys``, ``process_settings``,

@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedstill.core.aggregation import Weighting
 from fedstill.core.fields import NonNegative
 from fedstill.core.labels import means_by_class
 from fedstill.core.method import ClientWork, Method
@@ -134,3 +135,30 @@ class TowardsValues(ClientWork):
         values = self.method.values(params, view)  # (n, V)
         means, counts = means_by_class(values, view.data.labels.cpu(), world.classes)
         return Payload(means=means.to(dtype_of(params)), counts=counts), Payload(params=params)
+
+
+def mean_by_class(
+    replies: Sequence[Reply], old: Tensor, weighting: Weighting = "examples", group: str = "means"
+) -> tuple[Tensor, Tensor]:
+    """The mean of what the replies say of each class, over those that have it; and which classes
+    any has.
+
+    A reply has a group of values by class (C, V) and, as ``labels.means_by_class`` gives them,
+    ``counts`` (C,) int64.
+    weighting: each weighs by its number of examples of the class, or alike. Gives (C, V) of the
+    type of ``old``, summed in float64, in which a class that no reply has is as in ``old``, (C, V);
+    and (C,) bool.
+
+    Source: Tan et al. (2022), FedProto, eq. 6.
+    """
+    ordered = sorted(replies, key=lambda r: r.client)
+    counts = torch.stack(
+        [r.content.tensor("counts").clamp(min=0) for r in ordered]
+    ).double()  # (K, C)
+    weights = (counts > 0).double() if weighting == "uniform" else counts
+    sums = torch.zeros_like(old, dtype=torch.float64)
+    for reply, weight in zip(ordered, weights, strict=True):
+        sums += weight.unsqueeze(1) * reply.content.tensor(group)
+    total = weights.sum(0)  # whole numbers
+    mean = (sums / total.clamp(min=1).unsqueeze(1)).to(old.dtype)
+    return torch.where(total.unsqueeze(1) > 0, mean, old), total > 0

@@ -1,13 +1,9 @@
 """FedAvg: clients train the global model on their own data; the server averages what they send.
-FT-FedAvg: after the last round, every client trains the global model on its own data once more.
 
 Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data"
 (2017), Algorithm 1; training settings from Lee et al., "Preservation of the Global Knowledge by
-Not-True Distillation" (FedNTD, 2022), appendix B.3. FT-FedAvg: Alballa et al., "Query-based
-Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.2: 100 rounds of two
-epochs, then four; Adam as in local training.
-State: the global parameters; student.N = with FT-FedAvg, client N's fine-tuned model, after the
-last round.
+Not-True Distillation" (FedNTD, 2022), appendix B.3.
+State: the global parameters, nothing more.
 Memory: nothing.
 Reading: FedNTD's section 4.1 says an initial learning rate of 0.1, its appendix and code 0.01; we
 take 0.01.
@@ -18,8 +14,8 @@ by size by default.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 from annotated_types import Interval
 from torch import Tensor
@@ -29,7 +25,6 @@ from fedstill.core.capabilities import Permit
 from fedstill.core.method import Method
 from fedstill.core.records import Plan, Reply, Stage, State, Tensors, World
 from fedstill.core.registry import method
-from fedstill.methods.fit import FIT, FITTING, with_students
 
 FEDNTD_PLAN = Plan(epochs=5, batch=50, lr=0.01, lr_decay=0.99, momentum=0.9, weight_decay=1e-5)
 """FedNTD's settings: five epochs, batches of 50, momentum 0.9, the learning rate 1% smaller after
@@ -77,31 +72,3 @@ class FedAvg(Method):
         start: the entries that the clients received; None: the group is a change.
         """
         return weighted_mean(replies, group, weighting or self.aggregation, start, self.suspected)
-
-
-LAST = "finetune"
-"""The stage after the last round, in which clients fine-tune the global model."""
-
-PARALLEL = replace(FITTING, epochs=2, validation=0.0, patience=0, keep="last")
-"""QKT's settings for a client in a round of federated averaging."""
-
-
-@method("ft_fedavg")
-@dataclass(frozen=True)
-class FTFedAvg(FedAvg):
-    """FedAvg, and in the end every client fine-tunes the global model on its own data."""
-
-    schedule: ClassVar[Mapping[str, Any]] = {"last": LAST}
-    stages: ClassVar[frozenset[str]] = frozenset({"train", LAST})
-    # the fine-tuned models are each client's own
-    permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE
-    plans: ClassVar[Mapping[str, Plan]] = {"train": PARALLEL, LAST: replace(PARALLEL, epochs=4)}
-    personal: ClassVar[frozenset[str]] = frozenset({LAST})
-    reusable: ClassVar[frozenset[str]] = frozenset({FIT})
-
-    def aggregate(
-        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
-    ) -> State:
-        if stage.name == LAST:
-            return with_students(state, replies)
-        return super().aggregate(state, replies, stage, world)

@@ -34,7 +34,8 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.methods.fedavg import FEDNTD_PLAN, LAST, FedAvg
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.fit import LAST
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
 
 

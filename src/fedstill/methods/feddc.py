@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core import trees
-from fedstill.core.aggregation import ROBUST, Aggregation, alike
+from fedstill.core.aggregation import ROBUST, Aggregation, uniform_unless_robust
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import NonNegative
 from fedstill.core.method import ClientWork
@@ -108,7 +108,8 @@ class FedDC(FedAvg):
         drift = state.extra.tensors("drift")
         sent = only(state.params, drift)
         mean = self.averaged(replies, state.params)
-        uniform_mean = self.averaged(replies, state.params, weighting=alike(self.aggregation))
+        weighting = uniform_unless_robust(self.aggregation)
+        uniform_mean = self.averaged(replies, state.params, weighting=weighting)
         moved = sub(only(uniform_mean, sent), sent)
         drift = add(drift, scale(moved, len(replies) / world.clients))
 

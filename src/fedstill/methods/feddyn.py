@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedstill.core.aggregation import Aggregation, alike
+from fedstill.core.aggregation import Aggregation, uniform_unless_robust
 from fedstill.core.fields import Positive
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
@@ -75,7 +75,8 @@ class FedDyn(FedAvg):
     ) -> State:
         h = state.extra.tensors("h")
         mean = self.averaged(replies, state.params)
-        uniform_mean = self.averaged(replies, state.params, weighting=alike(self.aggregation))
+        weighting = uniform_unless_robust(self.aggregation)
+        uniform_mean = self.averaged(replies, state.params, weighting=weighting)
         moved = sub(only(uniform_mean, h), only(state.params, h))
         h = sub(h, scale(moved, self.alpha * len(replies) / world.clients))
         corrected = sub(only(mean, h), scale(h, 1 / self.alpha))

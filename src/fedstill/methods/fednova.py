@@ -25,7 +25,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedstill.core.aggregation import effective_steps, normalised_mean
+from fedstill.core import trees
+from fedstill.core.aggregation import Aggregation
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
@@ -181,3 +182,44 @@ class Corrected(Counted):
         sent = only(start["sent"], start["correction"])
         direction = direction_of(sent, params, result.lr, content.number("steps"))
         return content, Payload(direction=direction)
+
+
+def effective_steps(steps: int, momentum: float) -> float:
+    """How far a client's steps reach, momentum counted: a_i of FedNova; the steps themselves
+    without momentum.
+
+    steps: tau >= 0; momentum: rho in [0, 1). Source: Wang et al. (2020), FedNova, section 4.
+
+    >>> effective_steps(10, 0.0), round(effective_steps(2, 0.5), 3)
+    (10.0, 2.5)
+    """
+    if momentum == 0:
+        return float(steps)
+    return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
+
+
+def normalised_mean(
+    start: Tensors,
+    replies: Sequence[Reply],
+    steps: Sequence[float],
+    weighting: Aggregation = "examples",
+) -> dict[str, Tensor]:
+    """``start`` moved by the clients' changes, each divided by its effective steps, times their
+    mean steps.
+
+    start: trained entries as they were sent; steps: a_i >= 0 of each reply, in the replies' order;
+    a client without steps has moved nothing. With p_i its share:
+    ``w - (sum_j p_j a_j) sum_i p_i (w - w_i) / a_i``.
+
+    Source: Wang et al. (2020), FedNova, eq. 6.
+    """
+    total = sum(r.examples for r in replies)
+    by_size = weighting == "examples" and total > 0
+    shares = [r.examples / total if by_size else 1 / len(replies) for r in replies]
+    reach = sum(p * a for p, a in zip(shares, steps, strict=True))
+    out = dict(start)
+    for reply, p, a in zip(replies, shares, steps, strict=True):
+        if a > 0:
+            change = trees.sub(start, trees.only(reply.content.params, start))
+            out = trees.sub(out, trees.scale(change, reach * p / a))
+    return out

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.core.aggregation import Weighting, mean_by_class
+from fedstill.core.aggregation import Weighting
 from fedstill.core.capabilities import Need
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
@@ -43,7 +43,7 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.methods.class_values import ClassValues, TowardsValues
+from fedstill.methods.class_values import ClassValues, TowardsValues, mean_by_class
 from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.models.contract import width
 

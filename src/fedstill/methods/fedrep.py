@@ -24,7 +24,8 @@ from fedstill.core.capabilities import Need
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Plan, Stage, World
 from fedstill.core.registry import method
-from fedstill.methods.fedavg import FEDNTD_PLAN, LAST
+from fedstill.methods.fedavg import FEDNTD_PLAN
+from fedstill.methods.fit import LAST
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
 
 HEAD = "head"

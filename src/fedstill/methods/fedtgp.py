@@ -31,7 +31,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.core.aggregation import mean_by_class
 from fedstill.core.fields import NonNegative
 from fedstill.core.keys import seed_for
 from fedstill.core.method import ClientWork
@@ -55,7 +54,7 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.losses import cross_entropy
-from fedstill.methods.class_values import client_groups
+from fedstill.methods.class_values import client_groups, mean_by_class
 from fedstill.methods.fedproto import WithPrototypes
 from fedstill.models import contract
 

@@ -1,8 +1,12 @@
 """The stage ``fit``: every client trains a model alone, before it asks others or is averaged with
-them. Any method can have it.
+them. Any method can have it. And FT-FedAvg, which trains with the same settings: after the last
+round, every client trains the global model on its own data once more.
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
-(QKT), appendix A.2.
+(QKT), appendix A.2. FT-FedAvg: 100 rounds of two epochs, then four; Adam as in local training.
+State: of FT-FedAvg, the global parameters; student.N = client N's fine-tuned model, after the last
+round.
+Memory: of FT-FedAvg, nothing.
 Reading: early stopping "after 10 epochs without improvement" on a validation set, which A.6.4 says
 there is none of: a tenth of the client's own data is held out in this stage alone, and the best
 epoch's model is kept.
@@ -13,12 +17,13 @@ client ended with.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from fedstill.core.capabilities import Permit
 from fedstill.core.extensions import StageActor, StageProvider
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import ClientWork, Method
@@ -39,8 +44,10 @@ from fedstill.core.records import (
     World,
     many,
 )
+from fedstill.core.registry import method
 from fedstill.core.reports import PROBE
 from fedstill.core.trees import dtype_of
+from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import predictor
 
 FIT = "fit"
@@ -254,3 +261,31 @@ def noise_probe(
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+LAST = "finetune"
+"""The stage after the last round, in which clients fine-tune the global model."""
+
+PARALLEL = replace(FITTING, epochs=2, validation=0.0, patience=0, keep="last")
+"""QKT's settings for a client in a round of federated averaging."""
+
+
+@method("ft_fedavg")
+@dataclass(frozen=True)
+class FTFedAvg(FedAvg):
+    """FedAvg, and in the end every client fine-tunes the global model on its own data."""
+
+    schedule: ClassVar[Mapping[str, Any]] = {"last": LAST}
+    stages: ClassVar[frozenset[str]] = frozenset({"train", LAST})
+    # the fine-tuned models are each client's own
+    permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE
+    plans: ClassVar[Mapping[str, Plan]] = {"train": PARALLEL, LAST: replace(PARALLEL, epochs=4)}
+    personal: ClassVar[frozenset[str]] = frozenset({LAST})
+    reusable: ClassVar[frozenset[str]] = frozenset({FIT})
+
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        if stage.name == LAST:
+            return with_students(state, replies)
+        return super().aggregate(state, replies, stage, world)

@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedstill.core.aggregation import mean_by_class
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import CountOrZero, NonNegative
 from fedstill.core.keys import generator, seed_for
@@ -64,6 +63,7 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.losses import cross_entropy
+from fedstill.methods.class_values import mean_by_class
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import NO_TRAINING, no_linear_head
 from fedstill.models.contract import predictor, width

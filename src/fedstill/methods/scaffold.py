@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from fedstill.core.aggregation import alike
+from fedstill.core.aggregation import uniform_unless_robust
 from fedstill.core.capabilities import Permit
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
@@ -68,7 +68,7 @@ class Scaffold(FedAvg):
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        mean = self.averaged(replies, None, "change", alike(self.aggregation))
+        mean = self.averaged(replies, None, "change", uniform_unless_robust(self.aggregation))
         control = add(state.extra.tensors("control"), scale(mean, len(replies) / world.clients))
         return super().aggregate(state, replies, stage, world).next(control=control)
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.core.aggregation import part_of
 from fedstill.core.checks import place
 from fedstill.core.errors import BadPayload
 from fedstill.core.method import Method
 from fedstill.core.payload import Tensors
 from fedstill.core.records import Payload, Reply, Stage
+from fedstill.core.robust_means import rounded_down_share
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.primitives import Masks
 from fedstill.privacy.protocol import Sum
@@ -176,7 +176,7 @@ class Masking:
                 f"{place(stage)}: a secure sum needs {FEWEST_SUMMED} clients, and the stage has "
                 f"{len(clients)}"
             )
-        threshold = max(FEWEST_SUMMED, part_of(self.share, len(clients)) + 1)
+        threshold = max(FEWEST_SUMMED, rounded_down_share(self.share, len(clients)) + 1)
         return Sum(place(stage), tuple(sorted(clients)), min(threshold, len(clients)), word)
 
     def fixed(self, sum: Sum) -> FixedPoint:
