@@ -1,7 +1,8 @@
 """Checks the English of the documents: ``python tools/docs_lint.py``, part of ``make lint``.
 
 It reports unknown words, sentences of more than 30 words, and links that lead nowhere, and fails if
-there are any. It reads Markdown pages and the Markdown cells of notebooks; code is left out. The
+there are any. It reads Markdown pages and the Markdown cells of notebooks; code is left out, and
+the cells of tables may be long. The
 dictionary is pyspellchecker's; ``tools/docs_words.txt`` has the words of our subject.
 
 ``--count`` prints the number of words of each document instead.
@@ -97,11 +98,16 @@ def faults(root: Path) -> Iterator[str]:
             place = f"{name}, {unit} {passage.line}"
             for word in unknown_words(passage.text, dictionary):
                 yield f"{place}: unknown word {word!r}"
-            for sentence in sentences(passage.text):
-                length = words_of(sentence)
-                if length > LONGEST:
-                    yield f"{place}: a sentence of {length} words: {sentence}"
+            for sentence in long_sentences(passage):
+                yield f"{place}: a sentence of {words_of(sentence)} words: {sentence}"
     yield from broken_links()
+
+
+def long_sentences(passage: Passage) -> list[str]:
+    """The sentences of a passage that have too many words; the cells of tables may be long."""
+    if passage.in_table:
+        return []
+    return [one for one in sentences(passage.text) if words_of(one) > LONGEST]
 
 
 def words_of(text: str) -> int:
