@@ -1,5 +1,6 @@
-"""What docs/results says of the tables at the papers' own size, beside them, follows from their
-journals.
+"""The numbers in the text beside the tables at the papers' own size follow from their journals.
+
+The tests look for the numbers in the text of a section, whatever the words around them.
 """
 
 from __future__ import annotations
@@ -28,29 +29,25 @@ def test_the_leads_at_full_size_are_what_the_page_says_of_them() -> None:
             statistics.fmean(a - b for a, b in zip(x[-10:], y[-10:], strict=True))
             for x, y in each(one, other)
         ]
-        ends = "by {:.1f}, {:.1f} and {:.1f} points".format(*means)
-        assert f"on all seeds, {ends} in the mean of the last ten rounds" in text
+        assert min(means) > 0
+        assert "{:.1f}, {:.1f} and {:.1f} points".format(*means) in text
     leads = [[a - b for a, b in zip(x, y, strict=True)] for x, y in each(fedadkd, fedntd)]
     assert [sum(lead <= 0 for lead in of_seed[100:]) for of_seed in leads] == [0, 2, 0], (
         "rounds not above"
     )
-    first, second, third = map(by_fifties, leads)
-    assert f"{first} points on the first seed, {second} on the second, {third} on the third" in text
+    assert all(by_fifties(lead) in text for lead in leads)
     tens = [
         [accuracy for curve in row for accuracy in curve[-10:]] for row in (fedavg, fedntd, fedadkd)
     ]
-    said = [f"{min(ten):.0f} to {max(ten):.0f} %" for ten in tens]
-    assert "are {} for FedAvg, {} for FedNTD, {} for FedADKD".format(*said) in text
+    assert all(f"{min(ten):.0f} to {max(ten):.0f} %" in text for ten in tens)
 
 
 def test_fedprox_at_full_size_is_what_the_page_says_of_it() -> None:
     ((fedprox, fedavg),) = each(full_size("FedProx", seeds=(1,)), full_size("FedAvg", seeds=(1,)))
     lead = [a - b for a, b in zip(fedprox, fedavg, strict=True)]
-    said = (
-        f"by {statistics.fmean(lead[-10:]):.1f} points in the mean of the last ten rounds, and on "
-        "average over each"
-    )
-    assert f"{said} fifty rounds by {by_fifties(lead)}." in " ".join(PAGE.split())
+    text = " ".join(PAGE.split())
+    assert f"by {statistics.fmean(lead[-10:]):.1f} points in the mean of the last ten" in text
+    assert by_fifties(lead) in text
 
 
 def test_the_single_rows_of_table_1_at_full_size_are_what_the_page_says_of_them() -> None:
@@ -62,11 +59,9 @@ def test_the_single_rows_of_table_1_at_full_size_are_what_the_page_says_of_them(
     )
     leads = [[a - b for a, b in zip(one, fedavg, strict=True)] for one in (fedprox, scaffold)]
     tens = [statistics.fmean(lead[-10:]) for lead in leads]
-    assert f"by {tens[0]:.1f} points in the mean of the last ten rounds, and on average" in text
-    assert (
-        f"it ends at {scaffold[-1]:.1f} %, in the last ten {tens[1]:.1f} points above FedAvg"
-        in text
-    )
+    assert f"by {tens[0]:.1f} points in the mean of the last ten rounds" in text
+    assert f"{scaffold[-1]:.1f} %" in text
+    assert f"{tens[1]:.1f} points above FedAvg" in text
     for lead in leads:
         assert by_fifties(lead) in text
 
@@ -83,7 +78,7 @@ def test_table_1_at_full_size_is_what_the_page_says_of_it() -> None:
     )
     fedavg = full_size("FedAvg", (1, 2, 3), "table1", "s=2")
     fedntd, fedadkd = (full_size(m, (1, 2, 3), "table1", "s=2") for m in ("FedNTD", "FedADKD"))
-    assert "{:.1f}, {:.1f} and {:.1f} %, as".format(*(curve[-1] for curve in fedavg)) in text
+    assert "{:.1f}, {:.1f} and {:.1f} %".format(*(curve[-1] for curve in fedavg)) in text
     tens = [f"{min(curve[-10:]):.0f} to {max(curve[-10:]):.0f}" for curve in fedavg]
     assert "{} % on the first seed, {} on the second, {} on the third".format(*tens) in text
     assert (
@@ -100,12 +95,7 @@ def test_table_1_at_full_size_is_what_the_page_says_of_it() -> None:
             "{:.1f}, {:.1f} and {:.1f}".format(*(statistics.fmean(lead[-10:]) for lead in leads))
             in text
         )
-        assert (
-            "{} points on the first seed, {} on the second, {} on the third".format(
-                *map(by_fifties, leads)
-            )
-            in text
-        )
+        assert all(by_fifties(lead) in text for lead in leads)
     assert [sum(v <= 0 for v in lead[100:]) for lead in over_fedntd] == [0, 1, 0], (
         "rounds not above"
     )
@@ -129,20 +119,12 @@ def test_the_chain_at_full_size_is_what_the_page_says_of_it() -> None:
         [statistics.fmean(c[i : i + 100]) for i in range(0, 1000, 100)] for c in curves
     )
     over = [a - b for a, b in zip(fedseq, fedavg, strict=True)]
-    assert f"{min(over):.1f} to {max(over):.1f} in the mean of each hundred rounds" in text
+    assert f"{min(over):.1f} to {max(over):.1f}" in text
     both = [f"{a:.1f} and {b:.1f}" for a, b in zip(sfedkd, fedseq, strict=True)]
-    assert (
-        "{} in the first, {} in the second, {} in the sixth, {} in the last".format(
-            *(both[i] for i in (0, 1, 5, 9))
-        )
-        in text
-    )
+    assert all(both[i] in text for i in (0, 1, 5, 9))
     leads = [a - b for a, b in zip(sfedkd, fedseq, strict=True)]
     assert min(leads) > 0
-    assert (
-        f"above in each, by {leads[0]:.1f} points in the first and {leads[-1]:.1f} in the last"
-        in text
-    )
+    assert f"by {leads[0]:.1f} points in the first and {leads[-1]:.1f} in the last" in text
 
 
 def test_fedntds_own_table_is_as_far_from_both_papers_as_the_page_says() -> None:
