@@ -39,8 +39,13 @@ The pages are generated from the entries that ship (`results/rank/`) and the map
 
 ## How to read the tables
 
-The column *replayed* is the result of repeating one run of each entry: *bits* (identical), *tolerance* (within the
-rounding of another processor), *outliers* (identical except for single numbers), *disagrees*, or *not replayed*.
+The column *replayed* is the result of repeating one run of each entry:
+
+- *bits*: the repeated run is identical.
+- *tolerance*: it agrees within the rounding of another processor.
+- *outliers*: it is identical except for single numbers.
+- *disagrees* or *not replayed*.
+
 A replay proves nothing about the other runs: [what a replay proves](../enter_the_ranking.md#what-a-replay-proves).
 
 {MEANS}

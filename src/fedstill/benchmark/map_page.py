@@ -169,21 +169,18 @@ MAPS = "maps"
 TITLE = "Where a method helps"
 
 WHAT = (
-    "The gain over FedAvg on digits with a small network: four splits, three numbers of local "
-    "epochs, three numbers of"
-    " clients a round of 20, three seeds. Fields are those chosen in the track space, one setting "
-    "for all cells, or the"
-    " documented ones of a method that is not in it; the learning rate is FedAvg's. A method helps "
-    "or hurts in a cell"
-    f" if all three seeds say so. {CHANCE}: in 9 of 36."
+    "The gain over FedAvg on digits with a small network, for four splits, three numbers of local "
+    "epochs, three numbers of sampled clients (of 20), and three seeds. All cells of a method use "
+    "the fields that were chosen in the track space. A method that is not in the track uses its "
+    "documented fields. The learning rate is FedAvg's. A method helps or hurts in a cell if all "
+    f"three seeds agree. {CHANCE}: in 9 of 36."
 )
 
-TABLE = "Gains are in points, means over three seeds; ~: not all seeds say the same."
+TABLE = "Gains are in points, means over three seeds. ~: the seeds disagree."
 
 FLOOR = (
-    "FedAvg's own accuracy in %, means over three seeds. With ten classes 10 is chance: a large "
-    "gain over that says"
-    " more of FedAvg, which collapsed, than of the method."
+    "FedAvg's own accuracy in %, means over three seeds. Chance is 10 with ten classes. A large "
+    "gain over such an accuracy shows that FedAvg collapsed, more than what the method does."
 )
 
 COMMAND = "fedstill rank map METHOD"

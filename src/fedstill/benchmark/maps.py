@@ -173,8 +173,8 @@ class Grid:
         best = max(self.cells, key=lambda cell: cell.gain)
         many = len(self.cells)
         return (
-            f"{self.row} helps in {helps} of {many} cells and hurts in {hurts}, on all seeds; in "
-            f"{many - helps - hurts} they do not all say the same; most at {best.name}: "
+            f"{self.row} helps in {helps} of {many} cells and hurts in {hurts}, on all seeds. In "
+            f"{many - helps - hurts} cells the seeds disagree. It helps most at {best.name}: "
             f"{100 * best.gain:+.1f} points over {self.against} at {100 * best.floor:.1f} %"
         )
 

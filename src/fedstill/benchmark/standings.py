@@ -269,13 +269,11 @@ def _share(bare: Standings, ranked: Sequence[RankedRow], i: int) -> float:
 TITLE = "Do the tiers agree?"
 
 MEANS = (
-    "By track, over the methods that both tiers rank: Kendall's tau of their mean ranks, 1 for the "
-    "same order and -1"
-    " for the reverse; p is how often an order drawn by chance is as far from 0. Ranks that cannot "
-    "be told apart move"
-    " it too, so that the last columns count pairs: those that both tiers tell apart, in how many "
-    "of these the"
-    " same method is above, and the others by name, as the larger tier has them."
+    "For each track, the table compares the mean ranks of the methods in both tiers. Kendall's "
+    "tau is 1 for the same order and -1 for the reverse. p is the probability that a random order "
+    "is as far from 0. Ranks that cannot be told apart change tau, too. So the last columns count "
+    "the pairs that both tiers tell apart, and those in the same order. The other pairs are named "
+    "as the larger tier orders them."
 )
 
 PAIRS = ("pairs", "both tell apart", "same order", "other order")

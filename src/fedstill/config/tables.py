@@ -193,8 +193,9 @@ class TopKeys:
     positive_class: str = ""
     """With two classes, the name of the positive one; empty: the last."""
     select_on: SelectionData | None = None
-    """The data on which the best round is selected, and by which [stop] ends a run; unset: with
-    [stop] held_out if clients hold data out, or else public, and without [stop] no round is.
+    """The data on which the best round is selected, and by which [stop] ends a run. Unset: with
+    [stop], held_out if clients hold data out, or else public. Unset without [stop]: no round is
+    selected.
     """
 
 

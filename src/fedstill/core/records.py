@@ -204,8 +204,8 @@ class Plan:
     patience: CountOrZero = 0
     """Epochs without a better score after which training stops; 0: it never stops early."""
     keep: Literal["last", "best"] = "last"
-    """Which model a visit ends with: that of the last epoch, or of the best score; the last, too,
-    of a client with too few examples to hold one out, and of the server.
+    """Which model a visit ends with: that of the last epoch, or of the best score. The server, and
+    clients with too few examples to hold one out, end with the last.
     """
     lr_schedule: Literal["constant", "step", "cosine"] = "constant"
     """How the learning rate changes from round to round: only by lr_decay, by it in steps, or as
