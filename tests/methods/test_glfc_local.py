@@ -17,7 +17,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import TrainingStart
 from fedstill.engines.step import BatchStep, Networks, StepInputs
-from fedstill.methods.glfc_local import GLFCLocal, OfGLFC
+from fedstill.methods.glfc_local import GLFCLocal, LocalGLFC
 from fedstill.models.contract import initial, module, spec_for
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
@@ -37,14 +37,16 @@ def test_the_loss_by_hand(first: bool, class_weights: tuple[float, ...] | None) 
     new, before = initial(spec, 1), initial(spec, 2)
     old = torch.tensor([not first, False, False, False, False])
     on = torch.tensor([True, False, True, True, False])
-    carry = TrainingStart(new, {} if first else {"old": before}, constants={"old": old, "on": on})
+    carry = TrainingStart(
+        new, {} if first else {"old": before}, constants={"old": old, "active": on}
+    )
     of_labels = np.ones(6)
     if class_weights is not None:
         carry = replace(carry, class_weights=torch.tensor(class_weights))
         of_labels = np.array(class_weights)[y.numpy()]
     networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
     index = torch.arange(6)
-    terms = OfGLFC(GLFCLocal(), 2).terms(
+    terms = LocalGLFC(GLFCLocal(), 2).terms(
         BatchStep(networks, carry, new, StepInputs(x, y, index, index, None, 0)), carry
     )
 

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.records import ModelSpec
-from fedstill.methods.matching import MatchingSettings, match, match_models, matchable, widened
+from fedstill.methods.matching import (
+    FittedModels,
+    MatchingSettings,
+    match,
+    match_models,
+    matchable,
+    widened,
+)
 from fedstill.models import contract
 from fedstill.models.layer_chain import with_widths
 
@@ -81,7 +88,8 @@ def together(
     counts: Tensor | None = None,
 ):
     counts = torch.full((len(models), spec.classes), 10) if counts is None else counts
-    return match_models(spec, models, counts, [1.0] * len(models), setting, draw())
+    fitted = FittedModels(models, counts, [1.0] * len(models))
+    return match_models(spec, fitted, setting, draw())
 
 
 def plain(
@@ -269,9 +277,8 @@ def test_a_residual_networks_last_block_is_matched_and_the_rest_averaged(name: s
         outputs(spec, together(spec, [one, twin], replace(FREE, passes=1))), outputs(spec, one)
     )
     other = some(spec, 2)
-    found = match_models(
-        spec, [one, other], torch.ones(2, 5), [3.0, 1.0], MatchingSettings(passes=1), draw()
-    )
+    fitted = FittedModels([one, other], torch.ones(2, 5), [3.0, 1.0])
+    found = match_models(spec, fitted, MatchingSettings(passes=1), draw())
     stem = "body.stem.1.running_mean"
     torch.testing.assert_close(found[stem], 0.75 * one[stem] + 0.25 * other[stem])
     torch.testing.assert_close(

@@ -158,7 +158,7 @@ def test_where_all_do_and_lambda_is_0_clients_train_alone() -> None:
 def test_how_much_a_client_listens_in_the_last_stage(
     own: float, other: float, times: float
 ) -> None:
-    assert InRing(MetaFed(), "personalise").listens(own, other) == pytest.approx(times)
+    assert InRing(MetaFed(), "personalise").strength_factor(own, other) == pytest.approx(times)
 
 
 def test_normalisation_can_stay_each_clients_own() -> None:

@@ -150,12 +150,12 @@ def test_the_objective_by_hand(alpha: float) -> None:
     params, stored, own = initial(spec, 1), torch.randn(4, 5, generator=draw), 6
     seen = torch.tensor([True, False, True, True, True])
     known = {
-        "own": own,
-        "seen": seen,
-        "per_own": 9 / own,
-        "per_kept": 3.0,
+        "new": own,
+        "outputs": seen,
+        "new_factor": 9 / own,
+        "kept_factor": 3.0,
         "logits": stored,
-        "columns": seen,
+        "stored_outputs": seen,
     }
     carry = TrainingStart(
         params, constants=known, head=torch.tensor([False, False, False, True, True])

@@ -97,7 +97,7 @@ def test_a_measure_of_nothing_is_not_a_number(name: str) -> None:
 @every_measure
 def test_a_measure_refuses_shapes_that_do_not_fit(name: str) -> None:
     measure, inputs = MEASURES[name]
-    with pytest.raises(ConfigError, match="ax"):
+    with pytest.raises(ConfigError, match="shape"):
         measure(0.5, *inputs[1:])
     if len(inputs) > 1:
         with pytest.raises(ConfigError, match="number of classes"):
@@ -119,8 +119,8 @@ def test_out_local_shares_collapse_to_uniform_with_the_local_ones() -> None:
 
 
 def test_seen_and_unseen_classes() -> None:
-    assert metrics.in_local_accuracy(A, P, seen=True) == pytest.approx(A[:3].mean())
-    assert metrics.out_local_accuracy(A, P, seen=True) == pytest.approx(A[3:].mean())
+    assert metrics.in_local_accuracy(A, P, unweighted=True) == pytest.approx(A[:3].mean())
+    assert metrics.out_local_accuracy(A, P, unweighted=True) == pytest.approx(A[3:].mean())
 
 
 # papers.md 13.12

@@ -109,10 +109,10 @@ def test_local_training_and_averaging_are_the_whole_change() -> None:
     draw = torch.Generator().manual_seed(5)
     before, after, local = (torch.rand(*s, generator=draw).double() for s in ((3,), (3,), (4, 3)))
     weights = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-    by_training, by_averaging = rules.by_local_training_and_averaging(before, local, after, weights)
-    assert torch.allclose(by_training + by_averaging, after - before, atol=1e-15)
+    parts = rules.by_local_training_and_averaging(before, local, after, weights)
+    assert torch.allclose(parts.training + parts.averaging, after - before, atol=1e-15)
     by_hand = sum(w * (row - before) for w, row in zip(weights, local, strict=True))
-    assert torch.allclose(by_training, by_hand, atol=1e-15)
+    assert torch.allclose(parts.training, by_hand, atol=1e-15)
 
 
 def test_soft_accuracy_becomes_accuracy_where_it_is_cold() -> None:

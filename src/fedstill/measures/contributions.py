@@ -401,12 +401,10 @@ class Contributions(Measure):
                 [_by_class(context, client, p, data) for client, p in seen.local_models.items()]
             )
             weights = _weights(seen)
-            by_training, by_averaging = by_local_training_and_averaging(
-                before, local, after, weights
-            )
+            parts = by_local_training_and_averaging(before, local, after, weights)
             told["parts"] = {
-                "local training": _listed(by_training),
-                "averaging": _listed(by_averaging),
+                "local training": _listed(parts.training),
+                "averaging": _listed(parts.averaging),
             }
         else:
             told["parts"] = {seen.stage.name: _listed(after - before)}

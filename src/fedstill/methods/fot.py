@@ -60,13 +60,14 @@ from fedstill.models.contract import module, trainable_names
 from fedstill.models.functional import features
 
 INPUTS = "inputs"
+"""The stage after a task, in which clients send the products of their layers' inputs."""
 
 MOST_INPUTS = 5000
-"""The most inputs of a layer: of more, what a client sends would be over 200 MB for it."""
+"""The most inputs of a layer; with more, a client would send over 200 MB for the layer."""
 
 
 ROUNDING = 1e-12
-"""Of a layer's inputs so small a share, by their squares, is rounding."""
+"""A share of the energy of a layer's inputs that is due to rounding."""
 
 
 @method("fot")
@@ -91,40 +92,41 @@ class FOT(FedAvg):
         layers = body_layers(module(world.model(SERVER), "frozen"))
         wide = [name for name, d in layers.items() if d > MOST_INPUTS]
         if wide:
-            d = layers[wide[0]]
             layer = wide[0].removesuffix(".weight")
             return (
-                f"layer {layer} has {d} inputs, and at most {MOST_INPUTS} can be told of; choose a "
-                "smaller model"
+                f"layer {layer} has {layers[wide[0]]} inputs, and clients can send the products of "
+                f"at most {MOST_INPUTS}; choose a smaller model"
             )
-        return (
-            ""
-            if layers
-            else "the body of its model has no layer to protect; choose another model, mlp or cnn"
-        )
+        if not layers:
+            return "the body of its model has no layer to protect; choose another model, mlp or cnn"
+        return ""
 
     def setting_warnings(self, world: World) -> str:
         spec = world.model(SERVER)
-        free = [
-            name for name in beside_layers(module(spec, "frozen")) if name in trainable_names(spec)
-        ]
-        if world.stream.nothing_before or not free:
+        trained = trainable_names(spec)
+        unprotected = [name for name in beside_layers(module(spec, "frozen")) if name in trained]
+        if world.stream.nothing_before or not unprotected:
             return world.stream.nothing_before
+        names = ", ".join(unprotected[:3])
+        if len(unprotected) > 3:
+            names += ", …"
         return (
-            "only linear layers and convolutions are protected, and "
-            f"{', '.join(free[:3])}{', …' * (len(free) > 3)} of "
-            f"model {spec.label} trains as with fedavg; choose a model without it, or another "
-            "method"
+            f"only linear layers and convolutions are protected, and {names} of model {spec.label} "
+            "trains as with fedavg; choose a model without it, or another method"
         )
 
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
-        last = world.stream.task(stage.round) == world.stream.tasks - 1
-        return None if stage.name == INPUTS and last else Payload(params=state.params)
+        in_last_task = world.stream.task(stage.round) == world.stream.tasks - 1
+        if stage.name == INPUTS and in_last_task:
+            return None  # no later task needs the directions
+        return Payload(params=state.params)
 
     def work(self, stage: Stage) -> ClientWork:
-        return SendInputs() if stage.name == INPUTS else super().work(stage)
+        if stage.name == INPUTS:
+            return SendInputs()
+        return super().work(stage)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != INPUTS:
@@ -134,23 +136,30 @@ class FOT(FedAvg):
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        known = state.extra.tensors("basis") if "basis" in state.extra else {}
+        basis: Tensors = {}
+        if "basis" in state.extra:
+            basis = state.extra.tensors("basis")
         if stage.name != INPUTS:
-            after = super().aggregate(state, replies, stage, world)
-            moved = {k: orthogonal(after.params[k], state.params[k], u) for k, u in known.items()}
-            return after.next(params={**after.params, **moved})
+            averaged = super().aggregate(state, replies, stage, world)
+            params = dict(averaged.params)
+            for name, directions in basis.items():
+                params[name] = orthogonal(params[name], state.params[name], directions)
+            return averaged.next(params=params)
+
         share = min(1.0, self.keeps + self.grows * world.stream.task(stage.round))
-        names = replies[0].content.tensors("products")
-        sums = {
-            k: torch.stack([r.content.tensors("products")[k] for r in replies]).sum(0)
-            for k in names
-        }
-        grown = {k: with_directions(known.get(k, s[:, :0]), s, share) for k, s in sums.items()}
-        return state.next(basis={k: u for k, u in grown.items() if u.shape[1]})
+        products = [reply.content.tensors("products") for reply in replies]
+        grown = {}
+        for name in products[0]:
+            total = torch.stack([p[name] for p in products]).sum(0)  # (d, d)
+            no_directions = total[:, :0]
+            directions = with_directions(basis.get(name, no_directions), total, share)
+            if directions.shape[1]:
+                grown[name] = directions
+        return state.next(basis=grown)
 
 
 class SendInputs(ClientWork):
-    """The sums of what enters each layer of the model that was sent; nothing is trained."""
+    """The client sends the sums of the products of each layer's inputs; nothing is trained."""
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
@@ -184,42 +193,45 @@ def summed_products(view: View, params: Tensors) -> dict[str, Tensor]:
 
 
 def orthogonal(new: Tensor, old: Tensor, basis: Tensor) -> Tensor:
-    """Weights moved from ``old`` towards ``new`` by what of the change is orthogonal to U.
+    """Weights moved from ``old`` by the part of the change to ``new`` that is orthogonal to U.
 
     new, old: (out, ...) of d numbers for each output; basis: U (d, r), orthonormal. Gives weights
     of the same shape: with D their change, D U = 0.
     """
     change = (new.double() - old.double()).flatten(1)
-    rest = change - (change @ basis) @ basis.T
-    return (old.double() + rest.view_as(old)).to(old.dtype)
+    orthogonal_change = change - (change @ basis) @ basis.T
+    return (old.double() + orthogonal_change.view_as(old)).to(old.dtype)
 
 
 def with_directions(basis: Tensor, products: Tensor, share: float) -> Tensor:
-    """The directions U (d, r), with the fewest more so that at least a share of a layer's inputs
-    lies in their span.
+    """The directions U (d, r), extended by as few directions as possible so that at least a share
+    of a layer's inputs lies in their span.
 
     basis: U so far, orthonormal; products: the sum of a a^T over inputs a, (d, d) float64; share:
-    eps in [0, 1]. With q the norm of what of the inputs is outside of U over their norm, the
-    strongest directions of that are taken until they hold a share (q - (1 - eps)) / q of its
-    energy; none where q <= 1 - eps. Gives U with orthonormal columns.
+    eps in [0, 1]. Let q be the norm of the inputs' part outside of U over the inputs' norm. The
+    strongest directions of this part are taken until they hold a share (q - (1 - eps)) / q of its
+    energy; none if q <= 1 - eps. Gives U with orthonormal columns.
 
     Source: FOT's FedAVGAggregator.py.
     """
-    whole = products.diagonal().sum()
-    outside = torch.eye(len(products), dtype=products.dtype) - basis @ basis.T
-    rest = outside @ products @ outside
-    energy, directions = torch.linalg.eigh((rest + rest.T) / 2)
-    energy, directions = energy.flip(0).clamp(min=0), directions.flip(1)
-    # above 1 only by rounding
-    q = min(1.0, float((energy.sum() / whole).sqrt())) if whole > 0 else 0.0
+    total_energy = products.diagonal().sum()
+    if not total_energy > 0:
+        return basis
+    projection = torch.eye(len(products), dtype=products.dtype) - basis @ basis.T
+    outside = projection @ products @ projection
+    eigenvalues, eigenvectors = torch.linalg.eigh((outside + outside.T) / 2)
+    energy = eigenvalues.flip(0).clamp(min=0)
+    directions = eigenvectors.flip(1)
+
+    q = min(1.0, float((energy.sum() / total_energy).sqrt()))  # above 1 only by rounding
     if q <= max(1 - share, ROUNDING**0.5):
         return basis
-    wanted = (q - (1 - share)) / q
-    sums = energy.cumsum(0) / energy.sum()
-    count = min(1 + int((sums < wanted - ROUNDING).sum()), len(products) - basis.shape[1])
-    both, _ = torch.linalg.qr(torch.cat([basis, directions[:, :count]], dim=1))
-    # as it is read back from a checkpoint: products of it have the same bits then
-    grown: Tensor = both.contiguous()
+    needed_share = (q - (1 - share)) / q
+    shares = energy.cumsum(0) / energy.sum()
+    count = min(1 + int((shares < needed_share - ROUNDING).sum()), len(products) - basis.shape[1])
+    extended, _ = torch.linalg.qr(torch.cat([basis, directions[:, :count]], dim=1))
+    # Contiguous, as it is read back from a checkpoint: products of it then have the same bits.
+    grown: Tensor = extended.contiguous()
     return grown
 
 

@@ -77,62 +77,79 @@ class GLFCLocal(Replay):
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
-        given = super().payload_for_client(state, client, stage, world)
-        first = world.stream.task(stage.round, client) == 0
-        if given is None or stage.name == REMEMBER or first or "old" not in state.extra:
-            return given
-        return Payload(given, old=state.extra.tensors("old"))
+        payload = super().payload_for_client(state, client, stage, world)
+        if payload is None or stage.name == REMEMBER or "old" not in state.extra:
+            return payload
+        if world.stream.task(stage.round, client) == 0:
+            return payload
+        return Payload(payload, old=state.extra.tensors("old"))
 
     def work(self, stage: Stage) -> ClientWork:
-        return super().work(stage) if stage.name == REMEMBER else OfGLFC(self, stage.round)
+        if stage.name == REMEMBER:
+            return super().work(stage)
+        return LocalGLFC(self, stage.round)
 
 
 @dataclass(frozen=True)
-class OfGLFC(Rehearse):
-    """Half a loss weighed by class, half one to the old model's answers for old classes."""
+class LocalGLFC(Rehearse):
+    """Half the sum of a loss weighted by class, and of a loss whose targets for old classes are the
+    old model's outputs.
+    """
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        carry, task = (
-            super().begin(payload, client_state, view, world),
-            world.stream.task(self.round, view.client),
-        )
+        start = super().begin(payload, client_state, view, world)
+        task = world.stream.task(self.round, view.client)
         old = torch.zeros(world.classes, dtype=torch.bool)
-        old[list(world.stream.seen(task - 1) if task > 0 else ())] = True
-        teachers = {"old": payload.tensors("old")} if "old" in payload else {}
+        if task > 0:
+            old[list(world.stream.seen(task - 1))] = True
+
+        active = torch.ones(world.classes, dtype=torch.bool)
         mask = world.stream.mask(self.round, view.client, world.classes)
-        on = torch.ones(world.classes, dtype=torch.bool) if mask is None else mask | old
-        return replace(
-            carry, teachers=teachers, constants={**carry.constants, "old": old, "on": on}
-        )
+        if mask is not None:
+            active = mask | old
+
+        constants = {**start.constants, "old": old, "active": active}
+        if "old" not in payload:
+            return replace(start, constants=constants)
+        return replace(start, teachers={"old": payload.tensors("old")}, constants=constants)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        # (B, C), (C,), (C,)
-        z, old, on = step.logits(raw=True), start["old"], start["on"].to(step.mask.dtype)
-        y = torch.zeros_like(z).scatter(1, step.y.unsqueeze(1), 1.0)
-        far = (1 - z.gather(1, step.y.unsqueeze(1)).squeeze(1).sigmoid()).detach()  # (B,)
-        weight = by_group(far, old[step.y], step)
-        all_outputs = binary_cross_entropy_with_logits(z, y, reduction="none") * on  # (B, C)
-        now = step.weighted(weight * all_outputs.sum(1) / on.sum())
+        z = step.logits(raw=True)  # (B, C)
+        old = start["old"]  # (C,)
+        active = start["active"].to(step.mask.dtype)  # (C,)
+
+        # Cross-entropy of the labels, weighted by how badly the classes are known.
+        label = step.y.unsqueeze(1)
+        one_hot = torch.zeros_like(z).scatter(1, label, 1.0)  # (B, C)
+        error = (1 - z.gather(1, label).squeeze(1).sigmoid()).detach()  # (B,)
+        weight = relative_to_group(error, old[step.y], step)
+        losses = binary_cross_entropy_with_logits(z, one_hot, reduction="none") * active
+        label_loss = step.weighted(weight * losses.sum(1) / active.sum())
         if not start.teachers:
-            return {"bce": now}
-        target = torch.where(old, step.teacher("old", raw=True).sigmoid().to(z.dtype), y)
-        # The targets of new classes are labels, those of old classes are not.
-        of_labels = step.weighted(torch.ones_like(far)).unsqueeze(1)  # (B, 1)
-        weights = torch.where(old, 1.0, of_labels)  # (B, C)
-        losses = binary_cross_entropy_with_logits(z, target, reduction="none") * weights * on
-        kept = losses.sum(1) / on.sum()
-        return {"bce": 0.5 * now, "old": 0.5 * kept}
+            return {"bce": label_loss}
+
+        # The targets of new classes are labels, and have class weights. Targets of old classes are
+        # the old model's outputs.
+        old_outputs = step.teacher("old", raw=True).sigmoid().to(z.dtype)
+        target = torch.where(old, old_outputs, one_hot)
+        class_weight = step.weighted(torch.ones_like(error)).unsqueeze(1)  # (B, 1)
+        weights = torch.where(old, 1.0, class_weight)  # (B, C)
+        losses = binary_cross_entropy_with_logits(z, target, reduction="none") * weights * active
+        old_loss = losses.sum(1) / active.sum()
+        return {"bce": 0.5 * label_loss, "old": 0.5 * old_loss}
 
 
-def by_group(values: Tensor, group: Tensor, step: Step) -> Tensor:
-    """Values (B,) over the mean of those of their own group, of two, among a batch's real examples:
+def relative_to_group(values: Tensor, is_old: Tensor, step: Step) -> Tensor:
+    """Values (B,) divided by the mean over the batch's real examples of the same group, old or new:
     (B,).
     """
-    means = []
-    for one in (group, ~group):
-        here = one.to(values.dtype)
-        means.append(step.mean(values * here) / step.mean(here).clamp(min=1e-12))
-    mean = torch.where(group, means[0], means[1])  # (B,)
+    mean = torch.where(is_old, group_mean(values, is_old, step), group_mean(values, ~is_old, step))
     return values / mean.clamp(min=1e-12)
+
+
+def group_mean(values: Tensor, group: Tensor, step: Step) -> Tensor:
+    """The mean () of values (B,) over the real examples in a group (B,)."""
+    in_group = group.to(values.dtype)
+    return step.mean(values * in_group) / step.mean(in_group).clamp(min=1e-12)

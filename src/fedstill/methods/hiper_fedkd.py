@@ -126,15 +126,17 @@ class HiPerFedKD(LogitExchange):
         labels = state.extra.get("labels", torch.zeros(client + 1, 1))  # (clients, C)
         if not labels[client].any():
             return self.high
-        everybody = proportions(labels[labels.any(1)]).mean(0)
-        score = heterogeneity_score(proportions(labels[client]), everybody, self.count_absent)
+        mean_shares = proportions(labels[labels.any(1)]).mean(0)
+        score = heterogeneity_score(proportions(labels[client]), mean_shares, self.count_absent)
         return client_temperature(score, self.temperatures, self.low, self.high, self.decay)
 
     def from_labels(self, logits: Tensor, labels: Tensor, temperature: float | Tensor) -> Tensor:
         return cross_entropy(logits, labels, temperature, self.floor or 0.0)
 
     def sent_logits(self, logits: Tensor) -> Tensor:
-        return standardize(logits) if self.z_score else logits
+        if not self.z_score:
+            return logits
+        return standardize(logits)
 
     def distance(self, logits: Tensor, target: Tensor) -> Tensor:
         return kd(self.sent_logits(logits), target, self.temperature)
@@ -157,14 +159,12 @@ def heterogeneity_score(
     >>> heterogeneity_score([0.5, 0.5], [0.5, 0.5])
     0.0
     """
-    own, everybody = (
-        as_floats(proportions).to(torch.float64),
-        as_floats(global_proportions).to(torch.float64),
-    )
-    everybody = everybody.clamp(min=0.01)
-    deviation = (own / (everybody / everybody.sum()) - 1).abs()
-    present = torch.ones_like(own) if count_absent else (own > 0).to(own.dtype)
-    return min(1.0, float((deviation * present).sum()) / len(own))
+    client_shares = as_floats(proportions).to(torch.float64)
+    global_shares = as_floats(global_proportions).to(torch.float64).clamp(min=0.01)
+    deviation = (client_shares / (global_shares / global_shares.sum()) - 1).abs()
+    if not count_absent:
+        deviation = deviation * (client_shares > 0).to(deviation.dtype)
+    return min(1.0, float(deviation.sum()) / len(client_shares))
 
 
 def client_temperature(

@@ -31,7 +31,7 @@ from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage, State, Tensors, World, many
 from fedstill.core.registry import method
 from fedstill.methods.fedavg import Suspected
-from fedstill.methods.fit import FIT, FITTING, GOES_ON, Fit, fitted_models
+from fedstill.methods.fit import FIT, FITTING, GOES_ON, Fit, fitted_models, student_models
 from fedstill.models.contract import predictor
 from fedstill.models.ensemble import Joined, MeanOfProbabilities
 
@@ -56,8 +56,8 @@ class LocalOnly(Method):
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
         """In a later round a client goes on from the model that it ended with."""
-        before = state.extra.many("student").get(client) or fitted_models(state).get(client)
-        return Payload(params=before or world.initial(client))
+        trained = student_models(state).get(client) or fitted_models(state).get(client)
+        return Payload(params=trained or world.initial(client))
 
     def work(self, stage: Stage) -> ClientWork:
         return Fit()
@@ -65,10 +65,11 @@ class LocalOnly(Method):
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        sizes = {f"size.{r.client}": r.examples for r in replies}
-        models = many("model", {r.client: r.content.params for r in replies})
-        answered = state.without(*(f"student.{r.client}" for r in replies))  # of the round before
-        return answered.next(groups={**models, **sizes})
+        sizes = {f"size.{reply.client}": reply.examples for reply in replies}
+        models = many("model", {reply.client: reply.content.params for reply in replies})
+        # Students of the previous round are older than the new models.
+        without_students = state.without(*(f"student.{reply.client}" for reply in replies))
+        return without_students.next(groups={**models, **sizes})
 
 
 @method("fedavg_once")
@@ -83,8 +84,8 @@ class FedAvgOnce(LocalOnly):
     personal: ClassVar[frozenset[str]] = frozenset()
 
     aggregation: Aggregation = "examples"
-    """How models are averaged: by numbers of examples, all alike, or so that hostile clients cannot
-    move it far.
+    """How models are averaged: weighted by numbers of examples, uniformly, or by a robust rule that
+    limits the influence of hostile clients.
     """
     suspected: Suspected | None = field(default=None, kw_only=True)
     """The share of clients that may be hostile, for trimmed_mean and krum; unset: 0.3."""
@@ -98,14 +99,16 @@ class FedAvgOnce(LocalOnly):
         """In a later round a client goes on from its own model, which it keeps: the server may see
         the mean alone.
         """
-        return Payload(params=world.initial(client), **({GOES_ON: 1} if world.rounds > 1 else {}))
+        payload = Payload(params=world.initial(client))
+        if world.rounds == 1:
+            return payload
+        return Payload(payload, **{GOES_ON: 1})
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        return state.next(
-            params=weighted_mean(replies, "params", self.aggregation, state.params, self.suspected)
-        )
+        mean = weighted_mean(replies, "params", self.aggregation, state.params, self.suspected)
+        return state.next(params=mean)
 
 
 @method("ensemble")
@@ -122,32 +125,30 @@ class Ensemble(LocalOnly):
         models = fitted_models(state)
         if not models:
             return {}
-        everyone: dict[str, Callable[[Tensor], Tensor]] = {"ensemble": mixture(models, world)}
+        predictors: dict[str, Callable[[Tensor], Tensor]] = {"ensemble": mixture(models, world)}
         if not self.participants:
-            return everyone
-        groups = {c: asked_peers(c, self.participants, world) for c in range(world.clients)}
-        some = {
-            c: {m: models[m] for m in sorted((c, *peers)) if m in models}
-            for c, peers in groups.items()
-        }
-        return everyone | {f"client {c}": mixture(m, world) for c, m in some.items() if m}
+            return predictors
+        for client in range(world.clients):
+            peers = asked_peers(client, self.participants, world)
+            members = {c: models[c] for c in sorted((client, *peers)) if c in models}
+            if members:
+                predictors[f"client {client}"] = mixture(members, world)
+        return predictors
 
 
 def mixture(models: Mapping[int, Tensors], world: World) -> Joined:
     """x -> log of the mean probabilities (B, C) of some clients' models."""
-    return Joined(
-        [predictor(world.model(c), params) for c, params in models.items()], MeanOfProbabilities()
-    )
+    predictors = [predictor(world.model(client), params) for client, params in models.items()]
+    return Joined(predictors, MeanOfProbabilities())
 
 
 def asked_peers(client: int, participants: int, world: World) -> list[int]:
     """The other clients that a client asks, sorted: all, or ``participants`` - 1 of them, drawn by
     key.
     """
-    others = [c for c in range(world.clients) if c != client]
+    peers = [c for c in range(world.clients) if c != client]
     if not participants:
-        return others
-    order = torch.randperm(
-        len(others), generator=generator(seed_for(world.seed, 1, 0, client, "participants"))
-    )
-    return sorted(others[i] for i in order[: participants - 1].tolist())
+        return peers
+    draw = generator(seed_for(world.seed, 1, 0, client, "participants"))
+    order = torch.randperm(len(peers), generator=draw)
+    return sorted(peers[i] for i in order[: participants - 1].tolist())

@@ -24,6 +24,7 @@ from fedstill.models.layer_chain import last_block, plain_chain
 from fedstill.models.network import Attention
 
 __all__ = [
+    "FittedModels",
     "Matched",
     "MatchingSettings",
     "match",
@@ -50,8 +51,29 @@ POPULAR = 10
 
 
 @dataclass(frozen=True)
+class FittedModels:
+    """The J >= 1 models to match, the label counts (J, C) of the clients that trained them, and
+    these clients' numbers of examples (J,).
+    """
+
+    models: Sequence[Tensors]
+    counts: Tensor
+    sizes: Sequence[float]
+
+    @property
+    def class_shares(self) -> Array:
+        """Each network's share of each class, (J, C); equal shares for a class that no
+        network has.
+        """
+        numbers = self.counts.double().numpy()
+        total = numbers.sum(0)
+        shares: Array = np.where(total > 0, numbers / np.maximum(total, 1), 1 / len(numbers))
+        return shares
+
+
+@dataclass(frozen=True)
 class MatchingSettings:
-    """What PFNM assumes: variances above 0, ``gamma`` above 0, ``most`` >= 1, ``passes`` >= 0.
+    """The settings of PFNM: variances and ``gamma`` above 0, ``most`` >= 1, ``passes`` >= 0.
 
     ``variance``: sigma^2, of a network's weights about the global ones; ``prior_variance``:
     sigma_0^2, of the global ones about their prior mean; ``gamma``: how readily a unit becomes a
@@ -95,23 +117,24 @@ def match(
     """
     prior = np.full_like(prior_mean, 1 / setting.prior_variance)
     weighted = [u * p for u, p in zip(units, precisions, strict=True)]
-    known = _Known(weighted, list(precisions), prior_mean * prior, prior)
+    layer = _GlobalUnits(weighted, list(precisions), prior_mean * prior, prior)
     for j in sorted(range(len(units)), key=lambda j: -len(units[j])):
-        known.join(j, setting)
+        layer.join(j, setting)
     for _ in range(setting.passes):
         for j in draw.permutation(len(units)):
-            known.leave(int(j))
-            known.join(int(j), setting)
-    return Matched(known.places, known.sums / known.weights)
+            layer.leave(int(j))
+            layer.join(int(j), setting)
+    return Matched(layer.places, layer.sums / layer.weights)
 
 
 @dataclass
-class _Known:
-    """What is known of the global units while networks join and leave: S, P (L, D) each, and m
+class _GlobalUnits:
+    """The global units of a layer while networks join and leave: S and P, (L, D) each, and m
     (L,).
     """
 
-    weighted: list[Array]  # p v of each network's units
+    weighted: list[Array]
+    """p v of each network's units."""
     precisions: list[Array]
     prior_sum: Array
     prior: Array
@@ -123,71 +146,78 @@ class _Known:
         self.places = [np.zeros(0, dtype=np.int64) for _ in self.weighted]
 
     def join(self, j: int, setting: MatchingSettings) -> None:
-        """Match a network's units with the global ones, or make them new ones, so that the scores'
-        sum is greatest.
+        """Match each unit of a network with a global unit, or make it a new one, so that the sum of
+        the scores is greatest.
         """
         from scipy.optimize import linear_sum_assignment
 
-        own, precision, old = self.weighted[j], self.precisions[j], len(self.members)
-        if old == 0:
-            chosen = np.arange(len(own))
+        units = self.weighted[j]
+        precision = self.precisions[j]
+        count = len(self.members)
+        if count == 0:
+            chosen = np.arange(len(units))
         else:
-            _, chosen = linear_sum_assignment(self.scores(own, precision, setting), maximize=True)
-        fresh = chosen >= old
-        self.places[j] = np.where(fresh, old + np.cumsum(fresh) - 1, chosen)
-        grown = (int(fresh.sum()), 1)
-        self.sums = np.vstack([self.sums, np.tile(self.prior_sum, grown)])
-        self.weights = np.vstack([self.weights, np.tile(self.prior, grown)])
-        self.members = np.append(self.members, np.zeros(grown[0], dtype=np.int64))
-        self.sums[self.places[j]] += own
-        self.weights[self.places[j]] += precision
-        self.members[self.places[j]] += 1
+            scores = self.scores(units, precision, setting)
+            _, chosen = linear_sum_assignment(scores, maximize=True)
+
+        # New global units stand after the existing ones, without gaps.
+        is_new = chosen >= count
+        places = np.where(is_new, count + np.cumsum(is_new) - 1, chosen)
+        self.places[j] = places
+        self._append(int(is_new.sum()))
+        self.sums[places] += units
+        self.weights[places] += precision
+        self.members[places] += 1
+
+    def _append(self, count: int) -> None:
+        """Append global units without members."""
+        self.sums = np.vstack([self.sums, np.tile(self.prior_sum, (count, 1))])
+        self.weights = np.vstack([self.weights, np.tile(self.prior, (count, 1))])
+        self.members = np.append(self.members, np.zeros(count, dtype=np.int64))
 
     def leave(self, j: int) -> None:
         """Take a network's units out; a global unit without members is removed."""
-        mine = self.places[j]
-        self.sums[mine] -= self.weighted[j]
-        self.weights[mine] -= self.precisions[j]
-        self.members[mine] -= 1
-        stays = self.members > 0
-        moved = np.cumsum(stays) - 1
-        self.sums, self.weights, self.members = (
-            self.sums[stays],
-            self.weights[stays],
-            self.members[stays],
-        )
-        self.places = [moved[p] if k != j else p[:0] for k, p in enumerate(self.places)]
+        places = self.places[j]
+        self.sums[places] -= self.weighted[j]
+        self.weights[places] -= self.precisions[j]
+        self.members[places] -= 1
+        self.places[j] = places[:0]
 
-    def scores(self, own: Array, precision: Array, setting: MatchingSettings) -> Array:
-        """The score of each unit (L_j) with each global one (L), and with each place of a new
+        remains = self.members > 0
+        new_place = np.cumsum(remains) - 1
+        self.sums = self.sums[remains]
+        self.weights = self.weights[remains]
+        self.members = self.members[remains]
+        self.places = [new_place[p] for p in self.places]
+
+    def scores(self, units: Array, precision: Array, setting: MatchingSettings) -> Array:
+        """The score of each unit (L_j) with each global unit (L), and with each possible new
         one.
         """
+        networks = len(self.weighted)
         popular = np.minimum(self.members, POPULAR)
-        with_old = _gain(own, precision, self.sums, self.weights) + np.log(
-            popular / (len(self.weighted) - popular)
-        )
-        alone = _gain(own, precision, self.prior_sum[None], self.prior[None])  # (L_j, 1)
-        k = np.arange(1, self.places_for_new(len(own), setting) + 1)
-        return np.hstack(
-            [with_old, alone - 2 * np.log(k) + 2 * np.log(setting.gamma / len(self.weighted))]
-        )
+        popularity = np.log(popular / (networks - popular))
+        with_existing = _gain(units, precision, self.sums, self.weights) + popularity
 
-    def places_for_new(self, count: int, setting: MatchingSettings) -> int:
-        """How many of a network's units may become new global ones."""
+        alone = _gain(units, precision, self.prior_sum[None], self.prior[None])  # (L_j, 1)
+        k = np.arange(1, self.most_new(len(units), setting) + 1)
+        with_new = alone - 2 * np.log(k) + 2 * np.log(setting.gamma / networks)
+        return np.hstack([with_existing, with_new])
+
+    def most_new(self, count: int, setting: MatchingSettings) -> int:
+        """How many of a network's units may become new global units."""
         least = max(count - len(self.members), 0)
-        return (
-            max(least, min(count, max(setting.most - len(self.members), 1)))
-            if setting.grow
-            else least
-        )
+        if not setting.grow:
+            return least
+        return max(least, min(count, max(setting.most - len(self.members), 1)))
 
 
-def _gain(own: Array, precision: Array, sums: Array, weights: Array) -> Array:
+def _gain(units: Array, precision: Array, sums: Array, weights: Array) -> Array:
     """sum_d (p v + S)^2 / (p + P) - S^2 / P for every unit and every global one, (L_j, L)."""
     inverse = 1 / (precision + weights)
-    squares = own**2 @ inverse.T + 2 * own @ (sums * inverse).T
-    out: Array = squares + (sums**2 * inverse - sums**2 / weights).sum(1)
-    return out
+    squares = units**2 @ inverse.T + 2 * units @ (sums * inverse).T
+    gain: Array = squares + (sums**2 * inverse - sums**2 / weights).sum(1)
+    return gain
 
 
 # Whole networks by PFNM: layer after layer is matched, and several networks become one.
@@ -215,23 +245,20 @@ class Layer:
 
 
 def match_chains(
-    spec: ModelSpec,
-    models: Sequence[Tensors],
-    shares: Array,
-    setting: MatchingSettings,
-    draw: np.random.Generator,
+    spec: ModelSpec, fitted: FittedModels, setting: MatchingSettings, draw: np.random.Generator
 ) -> dict[str, Tensor]:
-    """One plain chain of several of a spec; its hidden layers may be wider.
-
-    models: J; shares: (J, C), what share of each class's examples each has seen.
-    """
+    """One plain chain of layers from several of a spec; its hidden layers may be wider."""
     names = plain_chain(module(spec)) or []
-    nets = [layers_of(names, params) for params in models]
-    convolved = any(models[0][f"{name}.weight"].dim() == 4 for name in names)
-    matched = (_from_below if convolved else _from_above)(nets, shares, setting, draw)
+    nets = [layers_of(names, params) for params in fitted.models]
+    like = fitted.models[0]
+    if any(like[f"{name}.weight"].dim() == 4 for name in names):
+        matched = _from_below(nets, fitted.class_shares, setting, draw)
+    else:
+        matched = _from_above(nets, fitted.class_shares, setting, draw)
+
     params: dict[str, Tensor] = {}
     for name, layer in zip(names, matched, strict=True):
-        params |= as_tensors(name, layer, models[0])
+        params |= as_tensors(name, layer, like)
     return params
 
 
@@ -240,96 +267,98 @@ def widened(spec: ModelSpec, params: Tensors) -> ModelSpec:
     spec itself.
     """
     names = plain_chain(module(spec))
-    return (
-        spec
-        if names is None
-        else replace(spec, widths=tuple(len(params[f"{n}.bias"]) for n in names[:-1]))
-    )
+    if names is None:
+        return spec
+    return replace(spec, widths=tuple(len(params[f"{name}.bias"]) for name in names[:-1]))
 
 
 def _from_above(
     nets: Sequence[list[Layer]], shares: Array, setting: MatchingSettings, draw: np.random.Generator
 ) -> list[Layer]:
-    """Fully connected. A unit is its bias and what goes out of it, in the first layer also what
-    comes in.
+    """Match fully connected networks. A unit's vector is its bias and its outgoing weights, in the
+    first layer also its incoming weights.
 
-    What goes to a class is as sure as the network's share of that class.
+    The precision of a weight to a class is in proportion to the network's share of the class.
     """
     head = len(nets[0]) - 1
     if head == 0:
         return [mean_by_share([net[0] for net in nets], shares)]
+
+    classes = shares.shape[1]
     weights: dict[int, Array] = {}
     biases = {head: _biases_of_classes([net[head].bias for net in nets], shares, setting)}
-    places, width = [np.arange(shares.shape[1]) for _ in nets], shares.shape[1]
+    # Where the units of the layer above stand among the global ones; classes are in one order.
+    places: Sequence[Places] = [np.arange(classes) for _ in nets]
+    width = classes
     for c in reversed(range(head)):
-        units = [_unit(net, c, at, width) for net, at in zip(nets, places, strict=True)]
-        into = units[0].shape[1] - width - 1
-        sure = [s if c + 1 == head else np.ones(width) for s in shares]
-        precisions = [np.concatenate([np.ones(into + 1), s]) / setting.variance for s in sure]
-        matched = match(units, precisions, _prior_mean(into, width), setting, draw)
-        weights[c + 1] = matched.units[:, into + 1 :].T
-        biases[c] = matched.units[:, into]
+        units = [_unit_vectors(net, c, p, width) for net, p in zip(nets, places, strict=True)]
+        incoming = units[0].shape[1] - width - 1
+        outgoing_precisions = [np.ones(width) for _ in nets]
+        if c + 1 == head:
+            outgoing_precisions = list(shares)
+        precisions = [
+            np.concatenate([np.ones(incoming + 1), p]) / setting.variance
+            for p in outgoing_precisions
+        ]
+        matched = match(units, precisions, _prior_mean(incoming, width), setting, draw)
+        weights[c + 1] = matched.units[:, incoming + 1 :].T
+        biases[c] = matched.units[:, incoming]
         if c == 0:
-            weights[0] = matched.units[:, :into]
-        places, width = matched.places, len(matched.units)
+            weights[0] = matched.units[:, :incoming]
+        places = matched.places
+        width = len(matched.units)
     return [Layer(weights[c][..., None], biases[c]) for c in range(head + 1)]
 
 
-def _unit(net: Sequence[Layer], c: int, places: Places, width: int) -> Array:
-    """A layer's units as vectors: what comes in (of the first layer), bias, what goes to the global
-    units above.
+def _unit_vectors(net: Sequence[Layer], c: int, places: Places, width: int) -> Array:
+    """The units of layer c as vectors: incoming weights (of the first layer), bias, and weights to
+    the global units of the layer above.
     """
     bias = net[c].bias
-    into = net[c].weight.reshape(len(bias), -1) if c == 0 else np.zeros((len(bias), 0))
-    return np.hstack(
-        [
-            into,
-            bias[:, None],
-            inputs_onto(net[c + 1].weight[..., 0].T[..., None], places, width)[..., 0],
-        ]
-    )
+    incoming = np.zeros((len(bias), 0))
+    if c == 0:
+        incoming = net[c].weight.reshape(len(bias), -1)
+    outgoing = net[c + 1].weight[..., 0].T[..., None]
+    return np.hstack([incoming, bias[:, None], inputs_onto(outgoing, places, width)[..., 0]])
 
 
 def _biases_of_classes(biases: Sequence[Array], shares: Array, setting: MatchingSettings) -> Array:
-    sums = BIAS_MEAN / setting.prior_variance + sum(
-        s * b / setting.variance for s, b in zip(shares, biases, strict=True)
-    )
-    out: Array = sums / (1 / setting.prior_variance + shares.sum(0) / setting.variance)
-    return out
+    """The posterior mean of the head's biases (C,)."""
+    weighted = sum(s * b / setting.variance for s, b in zip(shares, biases, strict=True))
+    sums = BIAS_MEAN / setting.prior_variance + weighted
+    means: Array = sums / (1 / setting.prior_variance + shares.sum(0) / setting.variance)
+    return means
 
 
 def _from_below(
     nets: Sequence[list[Layer]], shares: Array, setting: MatchingSettings, draw: np.random.Generator
 ) -> list[Layer]:
-    """With convolutions. A unit is what comes into it and its bias; the head is the mean by class
-    share.
+    """Match networks with convolutions. A unit's vector is its incoming weights and its bias; the
+    head is the mean by class share.
     """
     width = nets[0][0].weight.shape[1]
     places: Sequence[Places] = [np.arange(width) for _ in nets]
-    widened_layers = []
+    matched_layers = []
     for c in range(len(nets[0]) - 1):
-        layers = [
-            Layer(inputs_onto(n[c].weight, at, width), n[c].bias)
-            for n, at in zip(nets, places, strict=True)
-        ]
+        layers = [_on_global_inputs(net[c], p, width) for net, p in zip(nets, places, strict=True)]
         matched = match_inputs(layers, setting, draw)
-        widened_layers.append(
-            Layer(
-                matched.units[:, :-1].reshape(-1, *layers[0].weight.shape[1:]), matched.units[:, -1]
-            )
-        )
-        places, width = matched.places, len(matched.units)
-    heads = [
-        Layer(inputs_onto(n[-1].weight, at, width), n[-1].bias)
-        for n, at in zip(nets, places, strict=True)
-    ]
-    return [*widened_layers, mean_by_share(heads, shares)]
+        weight = matched.units[:, :-1].reshape(-1, *layers[0].weight.shape[1:])
+        matched_layers.append(Layer(weight, bias=matched.units[:, -1]))
+        places = matched.places
+        width = len(matched.units)
+    heads = [_on_global_inputs(net[-1], p, width) for net, p in zip(nets, places, strict=True)]
+    return [*matched_layers, mean_by_share(heads, shares)]
+
+
+def _on_global_inputs(layer: Layer, places: Places, width: int) -> Layer:
+    """A layer whose inputs are the global units of the layer before it."""
+    return Layer(inputs_onto(layer.weight, places, width), layer.bias)
 
 
 def match_inputs(
     layers: Sequence[Layer], setting: MatchingSettings, draw: np.random.Generator
 ) -> Matched:
-    """Match the units of a layer by what comes into them and their bias, the last number of a
+    """Match the units of a layer by their incoming weights and their bias, the last number of a
     vector.
     """
     units = [
@@ -341,17 +370,17 @@ def match_inputs(
     return match(units, precisions, _prior_mean(size - 1, 0), setting, draw)
 
 
-def _prior_mean(before: int, after: int) -> Array:
-    return np.concatenate([np.zeros(before), [BIAS_MEAN], np.zeros(after)])
+def _prior_mean(incoming: int, outgoing: int) -> Array:
+    return np.concatenate([np.zeros(incoming), [BIAS_MEAN], np.zeros(outgoing)])
 
 
 def inputs_onto(weight: Array, places: Places, width: int) -> Array:
-    """(units, inputs, places) with its inputs at their global units, of which there are ``width``;
-    0 at the others.
+    """Weights (units, inputs, places) with their inputs at their places among ``width`` global
+    units; 0 at the other units.
     """
-    out = np.zeros((weight.shape[0], width, weight.shape[2]))
-    out[:, places] = weight
-    return out
+    moved = np.zeros((weight.shape[0], width, weight.shape[2]))
+    moved[:, places] = weight
+    return moved
 
 
 def mean_by_share(heads: Sequence[Layer], shares: Array) -> Layer:
@@ -361,36 +390,31 @@ def mean_by_share(heads: Sequence[Layer], shares: Array) -> Layer:
     return Layer(np.asarray(weight), np.asarray(bias))
 
 
-def class_shares(counts: Tensor) -> Array:
-    """(J, C) label counts as each network's share of each class; equal shares for a class that no
-    network has.
-    """
-    numbers = counts.double().numpy()
-    total = numbers.sum(0)
-    out: Array = np.where(total > 0, numbers / np.maximum(total, 1), 1 / len(numbers))
-    return out
-
-
 def layers_of(names: Sequence[str], params: Tensors) -> list[Layer]:
     """The layers of a chain, from first to head."""
     layers: list[Layer] = []
     for name in names:
         weight = params[f"{name}.weight"].double().numpy()
-        inputs = weight.shape[1] if weight.ndim == 4 or not layers else len(layers[-1].bias)
-        layers.append(
-            Layer(weight.reshape(len(weight), inputs, -1), params[f"{name}.bias"].double().numpy())
-        )
+        bias = params[f"{name}.bias"].double().numpy()
+        inputs = weight.shape[1]
+        if layers and weight.ndim == 2:
+            # After a flattening, a linear layer has several inputs for each channel.
+            inputs = len(layers[-1].bias)
+        layers.append(Layer(weight.reshape(len(weight), inputs, -1), bias))
     return layers
 
 
 def as_tensors(name: str, layer: Layer, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A layer as entries of a model: shaped as those of another of its kind, of the same type."""
-    old = like[f"{name}.weight"]
-    kernel = (layer.weight.shape[1], *old.shape[2:]) if old.dim() == 4 else (-1,)
-    weight = torch.from_numpy(layer.weight.reshape(len(layer.weight), *kernel).copy())
+    """A layer as entries of a model, with the kernel size and the type of another model's layer."""
+    reference = like[f"{name}.weight"]
+    shape: tuple[int, ...] = (len(layer.weight), -1)
+    if reference.dim() == 4:
+        shape = (*layer.weight.shape[:2], *reference.shape[2:])
+    weight = torch.from_numpy(layer.weight.reshape(shape).copy())
+    bias = torch.from_numpy(layer.bias.copy())
     return {
-        f"{name}.weight": weight.to(old.dtype),
-        f"{name}.bias": torch.from_numpy(layer.bias.copy()).to(old.dtype),
+        f"{name}.weight": weight.to(reference.dtype),
+        f"{name}.bias": bias.to(reference.dtype),
     }
 
 
@@ -408,55 +432,55 @@ def as_tensors(name: str, layer: Layer, like: Mapping[str, Tensor]) -> dict[str,
 
 
 def match_residual(
-    spec: ModelSpec,
-    models: Sequence[Tensors],
-    shares: Array,
-    sizes: Sequence[float],
-    setting: MatchingSettings,
-    draw: np.random.Generator,
+    spec: ModelSpec, fitted: FittedModels, setting: MatchingSettings, draw: np.random.Generator
 ) -> dict[str, Tensor]:
-    """One residual network of several of a spec: their channels in one order, averaged.
-
-    models: J; shares: (J, C), what share of each class's examples each has seen; sizes: (J,)
-    numbers of examples.
-    """
-    ordered = list(models)
+    """One residual network from several of a spec: their channels in one order, averaged."""
+    models: list[Tensors] = list(fitted.models)
     for (convolution, norms), (following, _) in pairwise(last_block(module(spec)) or []):
-        layers = [_channels(convolution, norms, params) for params in ordered]
+        layers = [_channels(convolution, norms, params) for params in models]
         matched = match_inputs(layers, replace(setting, grow=False), draw)
-        ordered = [
-            _in_order(p, at, convolution, norms, following)
-            for p, at in zip(ordered, matched.places, strict=True)
+        models = [
+            _in_order(params, places, (convolution, *norms), following)
+            for params, places in zip(models, matched.places, strict=True)
         ]
-    mean = trees.mean(ordered, list(sizes) if sum(sizes) > 0 else [1.0] * len(ordered))
-    head = mean_by_share([layers_of(["head"], params)[0] for params in ordered], shares)
+
+    sizes = list(fitted.sizes)
+    if not sum(sizes) > 0:
+        sizes = [1.0] * len(models)
+    mean = trees.mean(models, sizes)
+    heads = [layers_of(["head"], params)[0] for params in models]
+    head = mean_by_share(heads, fitted.class_shares)
     return {**mean, **as_tensors("head", head, mean)}
 
 
 def _channels(convolution: str, norms: Sequence[str], params: Tensors) -> Layer:
+    """The channels of a convolution, with the shift of the normalisation after it as bias."""
     weight = params[f"{convolution}.weight"].double().numpy()
-    shifts = [params[f"{n}.bias"].double().numpy() for n in norms if f"{n}.bias" in params]
-    return Layer(
-        weight.reshape(*weight.shape[:2], -1), shifts[0] if shifts else np.zeros(len(weight))
-    )
+    shift = np.zeros(len(weight))
+    for norm in norms:
+        if f"{norm}.bias" in params:
+            shift = params[f"{norm}.bias"].double().numpy()
+            break
+    return Layer(weight.reshape(*weight.shape[:2], -1), bias=shift)
 
 
 def _in_order(
-    params: Tensors, places: Places, convolution: str, norms: Sequence[str], following: str
+    params: Tensors, places: Places, layers: Sequence[str], following: str
 ) -> dict[str, Tensor]:
-    """A model whose channels after a convolution stand at their places; what it computes is the
-    same.
+    """A model whose channels after a convolution stand at their places; the model computes the same
+    function.
+
+    layers: the convolution and the layers after it that act on its channels.
     """
     order = np.argsort(places)
-    own = {
-        k
-        for n in (convolution, *norms)
-        for k in params
-        if k.startswith(f"{n}.") and params[k].dim()
+    prefixes = tuple(f"{layer}." for layer in layers)
+    moved = {
+        name: value[order]
+        for name, value in params.items()
+        if name.startswith(prefixes) and value.dim()
     }
-    moved = {k: params[k][order] for k in own}
-    inputs = {f"{following}.weight": params[f"{following}.weight"][:, order]}
-    return {**params, **moved, **inputs}
+    inputs = params[f"{following}.weight"][:, order]
+    return {**params, **moved, f"{following}.weight": inputs}
 
 
 # Models by PFNM: exactly where they are plain chains of layers, approximately where they are
@@ -469,53 +493,46 @@ KNOWN_CHAINS = defaultdict(lambda: "mlp", {2: "series_cnn", 3: "qkt_cnn"})
 
 def matchable(spec: ModelSpec) -> Literal["exact", "approximate", ""]:
     """How models of a spec can be matched; empty if they cannot."""
-    m = module(spec)
-    if plain_chain(m) is not None:
+    network = module(spec)
+    if plain_chain(network) is not None:
         return "exact"
-    return (
-        "approximate" if last_block(m) and isinstance(getattr(m, "head", None), nn.Linear) else ""
-    )
+    if last_block(network) and isinstance(getattr(network, "head", None), nn.Linear):
+        return "approximate"
+    return ""
 
 
 def unmatched(spec: ModelSpec) -> str:
-    """What models of a spec have that cannot be matched, for people, and a model that can: for one
-    line of refusal.
-    """
+    """The end of an error: the layers of a spec that cannot be matched, and a model that can be."""
     layers = list(module(spec).modules())
-    others = [
-        "attention"
-        * any(isinstance(layer, (Attention, nn.MultiheadAttention)) for layer in layers),
-        "embeddings" * any(isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) for layer in layers),
-    ]
-    why = " and ".join(filter(None, others))
-    other = (
-        "choose another method"
-        if spec.vocabulary
-        else f"set model.name = {KNOWN_CHAINS[len(spec.input_shape)]!r}"
-    )
-    return f"{spec.label} {f'has {why}' if why else 'is neither'}; {other}"
+    obstacles = []
+    if any(isinstance(layer, (Attention, nn.MultiheadAttention)) for layer in layers):
+        obstacles.append("attention")
+    if any(isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) for layer in layers):
+        obstacles.append("embeddings")
+
+    reason = "is neither"
+    if obstacles:
+        reason = f"has {' and '.join(obstacles)}"
+    advice = f"set model.name = {KNOWN_CHAINS[len(spec.input_shape)]!r}"
+    if spec.vocabulary:
+        advice = "choose another method"
+    return f"{spec.label} {reason}; {advice}"
 
 
 def match_models(
-    spec: ModelSpec,
-    models: Sequence[Tensors],
-    counts: Tensor,
-    sizes: Sequence[float],
-    setting: MatchingSettings,
-    draw: np.random.Generator,
+    spec: ModelSpec, fitted: FittedModels, setting: MatchingSettings, draw: np.random.Generator
 ) -> dict[str, Tensor]:
-    """One model of several of a spec; its hidden layers may be wider (``widened`` gives its spec).
+    """One model from several of a spec; its hidden layers may be wider (``widened`` gives its
+    spec).
 
-    models: J of them, J >= 1; counts: (J, C) label counts of those who trained them; sizes: (J,)
-    their numbers of examples; draw: gives the order of the clients in each pass. Raises
-    IncompatibleMethod for a spec that cannot be matched.
+    draw: gives the order of the networks in each pass. Raises IncompatibleMethod for a spec that
+    cannot be matched.
     """
-    shares = class_shares(counts)
     match matchable(spec):
         case "exact":
-            return match_chains(spec, models, shares, setting, draw)
+            return match_chains(spec, fitted, setting, draw)
         case "approximate":
-            return match_residual(spec, models, shares, sizes, setting, draw)
+            return match_residual(spec, fitted, setting, draw)
     raise IncompatibleMethod(
         f"{spec.label} is neither a plain chain of layers nor a residual network"
     )

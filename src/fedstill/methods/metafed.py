@@ -49,7 +49,11 @@ from fedstill.core.trees import only
 from fedstill.methods.public_logits import own_model
 from fedstill.models import contract
 
-WARM_UP, LAST = "warm_up", "personalise"
+WARM_UP = "warm_up"
+"""The stage before round 1, in which every client trains a model alone."""
+
+LAST = "personalise"
+"""The stage after the last round, in which nothing is passed on."""
 
 METAFED_PLAN = Plan(epochs=1, batch=32, lr=0.01, validation=0.2)
 """The code's settings: one epoch a visit, batches of 32, a constant learning rate without
@@ -60,8 +64,8 @@ momentum.
 @method("metafed")
 @dataclass(frozen=True)
 class MetaFed(Method):
-    """Models of each client's own, along a ring: taken over from the client before, and later drawn
-    to its features.
+    """Clients in a ring have models of their own: taken over from the previous client at first, and
+    later drawn to its features.
     """
 
     topology: ClassVar[str] = "sequential"
@@ -76,14 +80,14 @@ class MetaFed(Method):
     personal: ClassVar[frozenset[str]] = frozenset({WARM_UP, "train", LAST})
 
     strength: NonNegative = 1.0
-    """Weight of the squared distance to the features of the model before (lambda)."""
+    """Weight of the squared distance to the features of the previous client's model (lambda)."""
     keeps_above: NonNegative = 0.6
-    """Held-out accuracy above which a client keeps its own model (theta_1); above 1: none ever
+    """Held-out accuracy above which a client keeps its own model (theta_1); above 1: no client ever
     does.
     """
     listens_below: NonNegative = 0.5
-    """Accuracy of the ring's model below which, in the last stage, a client as good learns nothing
-    of it (theta_2).
+    """Accuracy of the ring's model below which, in the last stage, a client that is at least as
+    good learns nothing from it (theta_2).
     """
     share_norms: bool = True
     """Whether layers that normalise by statistics are taken over with the rest."""
@@ -91,38 +95,36 @@ class MetaFed(Method):
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if not has_links(stages):
             return "side by side there is no client before; leave topology.kind out"
-        blind = [
-            s.name for s in stages if s.name in world.plans and not world.plans[s.name].validation
-        ]
-        return (
-            f"accuracy on held-out data decides; set plan.{blind[0]}.validation = 0.2"
-            if blind
-            else ""
-        )
+        for stage in stages:
+            if stage.name in world.plans and not world.plans[stage.name].validation:
+                return f"accuracy on held-out data decides; set plan.{stage.name}.validation = 0.2"
+        return ""
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        return (
-            Payload(params=state.params)
-            if "ring" in state.extra and stage.name != WARM_UP
-            else Payload()
-        )
+        if stage.name == WARM_UP or "ring" not in state.extra:
+            return Payload()
+        return Payload(params=state.params)
 
     def work(self, stage: Stage) -> ClientWork:
         return InRing(self, stage.name)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
-        return Payload(params=world.initial(client)) if stage.sequential else NOTHING
+        if not stage.sequential:
+            return NOTHING
+        return Payload(params=world.initial(client))
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        return state.next(params=replies[0].content.params, ring=1) if stage.sequential else state
+        if not stage.sequential:
+            return state
+        return state.next(params=replies[0].content.params, ring=1)
 
 
 @dataclass(frozen=True)
 class InRing(ClientWork):
-    """Training of the model before, or of the client's own near the other's features; of its own
-    alone without one.
+    """Training of the previous client's model, or of the client's own model near the other model's
+    features. The first client of the ring trains its own model alone.
     """
 
     method: MetaFed
@@ -131,40 +133,47 @@ class InRing(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        own, ready = (
-            own_model(client_state, view, world),
-            int(client_state.number("ready")) if client_state else 0,
-        )
+        params = own_model(client_state, view, world)
+        ready = 0
+        if client_state:
+            ready = int(client_state.number("ready"))
         if not payload:
-            return TrainingStart(own, constants={"ready": ready})
+            return TrainingStart(params, constants={"ready": ready})
         if not ready:
-            kept = () if self.method.share_norms else statistics(view.model)
-            return TrainingStart({**payload.params, **only(own, kept)}, constants={"ready": ready})
+            received = dict(payload.params)
+            if not self.method.share_norms:
+                received |= only(params, statistics(view.model))
+            return TrainingStart(received, constants={"ready": ready})
+
         strength = self.method.strength
         if self.stage == LAST:
-            strength *= self.listens(self.right(own, view), self.right(payload.params, view))
+            accuracy = self.held_out_accuracy(params, view)
+            strength *= self.strength_factor(accuracy, self.held_out_accuracy(payload.params, view))
         return TrainingStart(
-            own,
-            teachers={"before": payload.params},
+            params,
+            teachers={"previous": payload.params},
             constants={"ready": ready, "strength": strength},
         )
 
-    def listens(self, own: float, other: float) -> float:
-        """What lambda is multiplied by in the last stage, from held-out accuracies: 0, or from near
-        0 to 1.
+    def strength_factor(self, accuracy: float, previous_accuracy: float) -> float:
+        """The factor of lambda in the last stage, from the held-out accuracies of the client's
+        model and the previous client's: 0, or from near 0 to 1.
         """
-        worse = other <= own and other < self.method.listens_below
-        return 0.0 if worse else float(10 ** min(1.0, 5 * (other - own)) / 10)
+        gain = previous_accuracy - accuracy
+        if gain <= 0 and previous_accuracy < self.method.listens_below:
+            return 0.0
+        return float(10 ** min(1.0, 5 * gain) / 10)
 
-    def right(self, params: Tensors, view: View) -> float:
+    def held_out_accuracy(self, params: Tensors, view: View) -> float:
         """Accuracy on held-out data; 0 without any."""
         return self.validation_score(params, view) or 0.0
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        if "before" not in start.teachers:
+        if "previous" not in start.teachers:
             return super().terms(step, start)
-        apart = (step.features() - step.teacher_features("before")).square().mean(1)  # (B,)
-        return {**super().terms(step, start), "features": start["strength"] * apart}
+        distance = step.features() - step.teacher_features("previous")  # (B, D)
+        error = distance.square().mean(1)  # (B,)
+        return {**super().terms(step, start), "features": start["strength"] * error}
 
     def end(
         self,
@@ -174,17 +183,19 @@ class InRing(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        ready = int(start["ready"] or self.right(params, view) > self.method.keeps_above)
-        return Payload(params=params) if self.stage == "train" else NOTHING, Payload(
-            params=params, ready=ready
-        )
+        ready = start["ready"] or self.held_out_accuracy(params, view) > self.method.keeps_above
+        client_state = Payload(params=params, ready=int(ready))
+        if self.stage != "train":
+            return NOTHING, client_state
+        return Payload(params=params), client_state
 
 
 def statistics(spec: ModelSpec) -> list[str]:
     """The entries of layers that normalise by statistics."""
-    m = contract.module(spec)
-    return [
-        k
-        for k in m.state_dict()
-        if isinstance(m.get_submodule(k.rpartition(".")[0]), contract.NORMS)
-    ]
+    network = contract.module(spec)
+    names = []
+    for name in network.state_dict():
+        layer, _, _ = name.rpartition(".")
+        if isinstance(network.get_submodule(layer), contract.NORMS):
+            names.append(name)
+    return names

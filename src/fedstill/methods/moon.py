@@ -36,6 +36,7 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.losses import model_contrast
 from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.public_logits import own_model
 
 
 @method("moon")
@@ -63,15 +64,17 @@ class Contrasted(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        previous = client_state.params if client_state else world.initial(view.client)
+        previous = own_model(client_state, view, world)
         return TrainingStart(
             payload.params, teachers={"global": payload.params, "previous": previous}
         )
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        # (B, D) each
-        near, far = step.teacher_features("global"), step.teacher_features("previous")
-        contrast = model_contrast(step.features(), near, far, self.method.temperature)
+        global_features = step.teacher_features("global")  # (B, D)
+        previous_features = step.teacher_features("previous")  # (B, D)
+        contrast = model_contrast(
+            step.features(), global_features, previous_features, self.method.temperature
+        )
         return {**super().terms(step, start), "contrast": self.method.mu * contrast}
 
     def end(

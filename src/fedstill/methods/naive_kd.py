@@ -28,12 +28,14 @@ from torch import Tensor
 from fedstill.core.fields import CountOrZero, NonNegative, Positive
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
+    ModelSpec,
     Payload,
     Plan,
     Reply,
     Stage,
     State,
     Step,
+    Tensors,
     TrainingStart,
     View,
     World,
@@ -45,6 +47,7 @@ from fedstill.methods.fit import FIT, FITTING, Fit, fitted_models, queries_of, w
 from fedstill.methods.local_only import LocalOnly, asked_peers
 
 TRANSFER = "transfer"
+"""The stage in which clients learn from their peers."""
 
 TRANSFERRING = replace(FITTING, epochs=25, validation=0.0, patience=0, keep="last")
 """QKT's settings for learning from peers, each phase with an optimiser of its own."""
@@ -83,12 +86,16 @@ class NaiveKD(LocalOnly):
         """A client's own model and those of the peers it asks; None if it could not fit one."""
         return own_and_peers(state, client, self.participants, world)
 
-    def joined(self, each: Tensor) -> Tensor:
+    def joined(self, divergences: Tensor) -> Tensor:
         """The divergences (T, B) from all teachers as one value per example, (B,)."""
-        return each.mean(0) if self.over_teachers == "mean" else each.sum(0)
+        if self.over_teachers == "mean":
+            return divergences.mean(0)
+        return divergences.sum(0)
 
     def work(self, stage: Stage) -> ClientWork:
-        return Fit() if stage.name == FIT else Distilled(self)
+        if stage.name == FIT:
+            return Fit()
+        return Distilled(self)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
@@ -112,6 +119,14 @@ def own_and_peers(state: State, client: int, participants: int, world: World) ->
     return Payload({"params": models[client], **many("peer", peers)})
 
 
+def peer_teachers(payload: Payload, world: World) -> dict[str, tuple[ModelSpec, Tensors]]:
+    """The models of peers in a payload as teachers, by the client's id."""
+    return {
+        str(client): (world.model(client), params)
+        for client, params in payload.many("peer").items()
+    }
+
+
 @dataclass(frozen=True)
 class Distilled(ClientWork):
     """Cross-entropy, and alpha times the sum, or the mean, over teachers of their divergence."""
@@ -121,14 +136,12 @@ class Distilled(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        return TrainingStart(
-            payload.params, {str(c): (world.model(c), p) for c, p in payload.many("peer").items()}
-        )
+        return TrainingStart(payload.params, teachers=peer_teachers(payload, world))
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         terms = {"ce": step.weighted(cross_entropy(step.logits(), step.y))}
         if start.teachers:
             teachers = torch.stack([step.teacher(name) for name in start.teachers])  # (T, B, C)
-            each = kd(step.logits(), teachers, self.method.temperature)  # (T, B)
-            terms["teachers"] = self.method.alpha * self.method.joined(each)
+            divergences = kd(step.logits(), teachers, self.method.temperature)  # (T, B)
+            terms["teachers"] = self.method.alpha * self.method.joined(divergences)
         return terms

@@ -54,18 +54,19 @@ from fedstill.models.contract import trainable_names
 
 @dataclass(frozen=True)
 class PartlyShared(FedAvg):
-    """The server's half that all share; each method says which entries travel."""
+    """The server's part. A method defines which entries travel."""
 
-    permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE  # what is sent is no whole model
+    # Private training and secure sums are for whole models.
+    permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE
     personal: ClassVar[frozenset[str]] = frozenset({"train"})
     silent: ClassVar[frozenset[str]] = frozenset()
-    """The stages in which a client trains what is its own, and sends nothing."""
+    """The stages in which a client trains its own entries, and sends nothing."""
 
     aggregation: Aggregation = "uniform"
 
     @abstractmethod
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
-        """Which of a model's entries, named in its order, travel."""
+        """The names of the entries that travel, of all entries of a model in its order."""
 
     def shared(self, params: Tensors) -> dict[str, Tensor]:
         """The entries of a model that travel."""
@@ -78,11 +79,9 @@ class PartlyShared(FedAvg):
         return KeepsItsOwn(self, stage.name)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
-        return (
-            NOTHING
-            if stage.name in self.silent
-            else Payload(shared=self.shared(world.initial(client)))
-        )
+        if stage.name in self.silent:
+            return NOTHING
+        return Payload(shared=self.shared(world.initial(client)))
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
@@ -90,20 +89,20 @@ class PartlyShared(FedAvg):
         """Entries that do not travel keep their bits."""
         if stage.name in self.silent:
             return state
-        return state.next(
-            params={**state.params, **self.averaged(replies, self.shared(state.params), "shared")}
-        )
+        averaged = self.averaged(replies, self.shared(state.params), "shared")
+        return state.next(params={**state.params, **averaged})
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         """A global model, only if all that is trained travels."""
-        whole = trainable_names(world.model(SERVER)) <= set(self.shared(state.params))
-        return super().predictors(state, world) if whole else {}
+        if trainable_names(world.model(SERVER)) <= set(self.shared(state.params)):
+            return super().predictors(state, world)
+        return {}
 
 
 @dataclass(frozen=True)
 class KeepsItsOwn(ClientWork):
-    """Local training of the client's own model with the shared entries received; it remembers what
-    it ends with.
+    """Local training of the client's own model with the shared entries received. The client
+    remembers its model.
     """
 
     method: PartlyShared
@@ -112,8 +111,10 @@ class KeepsItsOwn(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        own = client_state.params if client_state else {}
-        return TrainingStart({**world.initial(view.client), **own, **payload.tensors("shared")})
+        params = dict(world.initial(view.client))
+        if client_state:
+            params |= client_state.params
+        return TrainingStart({**params, **payload.tensors("shared")})
 
     def end(
         self,
@@ -123,12 +124,10 @@ class KeepsItsOwn(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        up = (
-            NOTHING
-            if self.stage in self.method.silent
-            else Payload(shared=self.method.shared(params))
-        )
-        return up, Payload(params=params)
+        client_state = Payload(params=params)
+        if self.stage in self.method.silent:
+            return NOTHING, client_state
+        return Payload(shared=self.method.shared(params)), client_state
 
 
 def in_head(name: str) -> bool:
@@ -145,6 +144,7 @@ class LGFedAvg(PartlyShared):
     """How many layers are averaged, from the top; 0: none, clients train alone."""
 
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
-        every = list(dict.fromkeys(name.rpartition(".")[0] for name in entries))
-        top = set(every[max(0, len(every) - self.layers) :])
-        return [name for name in entries if name.rpartition(".")[0] in top]
+        layer_of = {name: name.rpartition(".")[0] for name in entries}
+        layers = list(dict.fromkeys(layer_of.values()))
+        top = layers[max(0, len(layers) - self.layers) :]
+        return [name for name in entries if layer_of[name] in top]

@@ -29,7 +29,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import Candidates, Count, CountOrZero
@@ -53,7 +52,14 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.methods.fit import FIT
 from fedstill.methods.local_only import FedAvgOnce
-from fedstill.methods.matching import MatchingSettings, match_models, matchable, unmatched, widened
+from fedstill.methods.matching import (
+    FittedModels,
+    MatchingSettings,
+    match_models,
+    matchable,
+    unmatched,
+    widened,
+)
 from fedstill.methods.naive_kd import TRANSFER
 
 
@@ -106,10 +112,14 @@ class PFNM(FedAvgOnce):
         if stage.name == FIT:
             return super().payload_for_client(state, client, stage, world)
         candidates = state.extra.many("candidate")
-        return Payload(many("candidate", candidates)) if candidates else None
+        if not candidates:
+            return None
+        return Payload(many("candidate", candidates))
 
     def work(self, stage: Stage) -> ClientWork:
-        return super().work(stage) if stage.name == FIT else Tried()
+        if stage.name == FIT:
+            return super().work(stage)
+        return CountCorrect()
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name == FIT:
@@ -120,32 +130,24 @@ class PFNM(FedAvgOnce):
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
         if stage.name == FIT:
+            models = FittedModels(
+                models=[reply.content.params for reply in replies],
+                counts=state.extra.tensor("labels")[[reply.client for reply in replies]],
+                sizes=[float(reply.examples) for reply in replies],
+            )
+            seed = seed_for(world.seed, stage.round, stage.index, SERVER, "matching")
+            # Every setting matches with the same draws.
             candidates = {
-                i: self.matched(state, replies, stage, world, s)
-                for i, s in enumerate(self.settings)
+                i: match_models(world.model(SERVER), models, setting, np.random.default_rng(seed))
+                for i, setting in enumerate(self.settings)
             }
             if len(candidates) == 1:
                 return self.chosen(state, candidates[0], world)
             return state.next(groups=many("candidate", candidates))
-        right = torch.stack([r.content.tensor("right") for r in replies]).sum(0)
-        best = state.extra.many("candidate")[int(right.argmax())]
-        return self.chosen(state.without("candidate."), best, world)
 
-    def matched(
-        self,
-        state: State,
-        replies: Sequence[Reply],
-        stage: Stage,
-        world: World,
-        setting: MatchingSettings,
-    ) -> dict[str, Tensor]:
-        """The model that the clients' make under one setting."""
-        draw = np.random.default_rng(
-            seed_for(world.seed, stage.round, stage.index, SERVER, "matching")
-        )
-        counts = state.extra.tensor("labels")[[r.client for r in replies]]
-        models, sizes = [r.content.params for r in replies], [float(r.examples) for r in replies]
-        return match_models(world.model(SERVER), models, counts, sizes, setting, draw)
+        correct = torch.stack([reply.content.tensor("right") for reply in replies]).sum(0)
+        best = state.extra.many("candidate")[int(correct.argmax())]
+        return self.chosen(state.without("candidate."), best, world)
 
     def chosen(self, state: State, params: Tensors, world: World) -> State:
         """The state whose model has these parameters, and the widths that they have."""
@@ -153,16 +155,16 @@ class PFNM(FedAvgOnce):
 
 
 @dataclass(frozen=True)
-class Tried(ClientWork):
+class CountCorrect(ClientWork):
     """Nothing is trained: the client counts how many of its examples each candidate gets right."""
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        right = [self.right(params, view) for params in payload.many("candidate").values()]
-        return TrainingStart({}, constants={"right": torch.tensor(right, dtype=torch.int64)})
+        correct = [self.correct(params, view) for params in payload.many("candidate").values()]
+        return TrainingStart({}, constants={"right": torch.tensor(correct, dtype=torch.int64)})
 
-    def right(self, params: Tensors, view: View) -> int:
+    def correct(self, params: Tensors, view: View) -> int:
         """How many of the client's examples a candidate gets right."""
         logits = view.logits(params, model=widened(view.model, params))
         return int((logits.argmax(1) == view.data.labels.cpu()).sum())

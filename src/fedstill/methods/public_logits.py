@@ -42,14 +42,19 @@ from fedstill.core.records import (
 from fedstill.core.trees import dtype_of
 from fedstill.losses import cross_entropy
 
-LOCAL, TEACH, DISTIL = "local", "teach_server", "distil"
+LOCAL = "local"
+"""The stage in which clients train on their own data, and send logits on the public images."""
+
+TEACH = "teach_server"
+"""The stage in which the server learns from the consensus."""
+
+DISTIL = "distil"
+"""The stage in which clients learn from the consensus."""
 
 
 @dataclass(frozen=True)
 class LogitExchange(Method):
-    """The server's half that all share; each method defines what is sent, the consensus and the
-    loss.
-    """
+    """The server's part. A method defines the logits that are sent, the consensus and the loss."""
 
     topology: ClassVar[str] = "public_logits"
     stages: ClassVar[frozenset[str]] = frozenset({LOCAL, TEACH, DISTIL})
@@ -84,31 +89,35 @@ class LogitExchange(Method):
         if not 0 < self.subset < world.public:
             return state
         draw = generator(seed_for(world.seed, state.round, 0, SERVER, "public subset"))
-        return state.next(
-            subset=torch.randperm(world.public, generator=draw)[: self.subset].sort().values
-        )
+        order = torch.randperm(world.public, generator=draw)
+        return state.next(subset=order[: self.subset].sort().values)
 
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
-        which = {"subset": state.extra["subset"]} if "subset" in state.extra else {}
-        if stage.name in (TEACH, DISTIL):
-            model = {"params": state.params} if client == SERVER else {}
-            return Payload(
-                {**which, **model, "target": state.extra.get("target", self._blank(world))}
-            )
-        return Payload({**which, "temperature": self.temperature_of(state, client)})
+        payload = Payload()
+        if "subset" in state.extra:
+            payload = Payload(subset=state.extra["subset"])
+        if stage.name not in (TEACH, DISTIL):
+            return Payload(payload, temperature=self.temperature_of(state, client))
+        if client == SERVER:
+            payload = Payload(payload, params=state.params)
+        return Payload(payload, target=state.extra.get("target", self._blank(world)))
 
     def work(self, stage: Stage) -> ClientWork:
-        return Distil(self) if stage.name in (TEACH, DISTIL) else TrainThenPredict(self)
+        if stage.name in (TEACH, DISTIL):
+            return Distil(self)
+        return TrainThenPredict(self)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
-        if stage.name in (TEACH, DISTIL):
-            return Payload(params=world.initial(SERVER)) if client == SERVER else NOTHING
-        return Payload(logits=self._blank(world))
+        if stage.name not in (TEACH, DISTIL):
+            return Payload(logits=self._blank(world))
+        if client == SERVER:
+            return Payload(params=world.initial(SERVER))
+        return NOTHING
 
     def _blank(self, world: World) -> Tensor:
-        """As large as the answers of one client; for ``explain``, before the round runs."""
+        """Zeros of the shape of one client's logits; for ``explain``, before the round runs."""
         rows = min(self.subset or world.public, world.public)
         return torch.zeros(rows, world.classes, dtype=dtype_of(world.initial(SERVER)))
 
@@ -119,16 +128,15 @@ class LogitExchange(Method):
             return state.next(params=replies[0].content.params)
         if stage.name == DISTIL:
             return state.without("target", "subset")
-        return state.next(
-            target=self.consensus(
-                torch.stack([r.content.tensor("logits") for r in replies]).mean(0)
-            )
-        )
+        mean = torch.stack([reply.content.tensor("logits") for reply in replies]).mean(0)
+        return state.next(target=self.consensus(mean))
 
 
 def own_model(client_state: Payload, view: View, world: World) -> Tensors:
     """A client's model as it remembers it; at first the initial one of its architecture."""
-    return client_state.params if "params" in client_state else world.initial(view.client)
+    if "params" in client_state:
+        return client_state.params
+    return world.initial(view.client)
 
 
 @dataclass(frozen=True)
@@ -141,9 +149,7 @@ class TrainThenPredict(ClientWork):
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
         if len(view.data) == 0:
-            raise BadPayload(
-                f"client {view.client} has no examples of any class: it has nothing to say"
-            )
+            raise BadPayload(f"client {view.client} has no examples: its logits would mean nothing")
         constants = {"temperature": payload.number("temperature"), "subset": payload.get("subset")}
         return TrainingStart(own_model(client_state, view, world), constants=constants)
 
@@ -172,9 +178,11 @@ class Distil(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        start = payload.params if view.client == SERVER else own_model(client_state, view, world)
+        params = own_model(client_state, view, world)
+        if view.client == SERVER:
+            params = payload.params
         return TrainingStart(
-            start, constants={"target": payload.tensor("target")}, only=payload.get("subset")
+            params, constants={"target": payload.tensor("target")}, only=payload.get("subset")
         )
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
@@ -188,8 +196,6 @@ class Distil(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        return (
-            (Payload(params=params), NOTHING)
-            if view.client == SERVER
-            else (NOTHING, Payload(params=params))
-        )
+        if view.client == SERVER:
+            return Payload(params=params), NOTHING
+        return NOTHING, Payload(params=params)

@@ -70,13 +70,15 @@ from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.losses import cross_entropy, masked_ce
 from fedstill.methods.fit import FIT, FITTING, Fit, probed, queries_of, student_models
-from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD
+from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD, peer_teachers
 from fedstill.metrics import average_accuracy, class_accuracy
 
 REFINE = "refine"
+"""The stage of phase 2, in which clients train their heads."""
+
 HEAD = "head."
 
-Weighed = Callable[[Tensor, Tensor], Tensor]
+IndexedLoss = Callable[[Tensor, Tensor], Tensor]
 """A loss (B,) of logits (B, C) and of the examples' positions (B,) in the client's data."""
 
 
@@ -131,12 +133,14 @@ class QKT(NaiveKD):
             return None
         if stage.name != REFINE:
             return super().payload_for_client(state, client, stage, world)
-        learned, start = self.after_phase1(state, client), self.with_peers(state, client, world)
-        if self.phases == 1 or learned is None or start is None:
+        learned = self.after_phase1(state, client)
+        payload = self.with_peers(state, client, world)
+        if self.phases == 1 or learned is None or payload is None:
             return None
-        return Payload(
-            {**start, "params": {**learned, **(head_of(start.params) if self.old_head else {})}}
-        )
+        params = dict(learned)
+        if self.old_head:
+            params |= head_of(payload.params)
+        return Payload({**payload, "params": params})
 
     def after_phase1(self, state: State, client: int) -> Tensors | None:
         """The model whose extractor a client refines a head on; None if it has none."""
@@ -149,8 +153,16 @@ class QKT(NaiveKD):
 
     def work(self, stage: Stage) -> ClientWork:
         if stage.name == REFINE:
-            return PartlyRefined(self) if self.frozen else Refined(self)
-        return Fit() if stage.name == FIT else Queried(self)
+            return self.refinement()
+        if stage.name == FIT:
+            return Fit()
+        return Queried(self)
+
+    def refinement(self) -> ClientWork:
+        """The work of phase 2."""
+        if self.frozen:
+            return PartlyRefined(self)
+        return Refined(self)
 
     def mask(self, view: View, world: World) -> Tensor:
         """M (C,): lambda for classes asked for, 1 for the client's other classes, 0 for the
@@ -162,11 +174,13 @@ class QKT(NaiveKD):
         mask[list(view.query)] = self.query_weight
         return mask
 
-    def shares(self, use: Tensor) -> Tensor:
-        """How much each teacher counts, given which ones are in T_Q (0 or 1, any shape); without
-        any, all zeros.
+    def teacher_weights(self, use: Tensor) -> Tensor:
+        """The weight of each teacher, from whether it is in T_Q (0 or 1, any shape); all zeros if
+        none is.
         """
-        return use / use.sum().clamp(min=1) if self.over_teachers == "mean" else use
+        if self.over_teachers == "sum":
+            return use
+        return use / use.sum().clamp(min=1)
 
     def useful(self, probe: Tensor, query: Sequence[int]) -> bool:
         """Whether a teacher with this mean softmax (C,) on noise is in T_Q."""
@@ -184,51 +198,49 @@ class Queried(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        teachers = {str(c): (world.model(c), p) for c, p in payload.many("peer").items()}
-        probes = [probed(s, p, world, self.method.samples) for s, p in teachers.values()]
-        useful = [self.method.useful(p, view.query) for p in probes]
-        use = torch.tensor(useful, dtype=dtype_of(payload.params)).reshape(-1, 1)
-        mask = self.method.mask(view, world)
-        return TrainingStart(
-            payload.params, teachers, constants={"use": self.method.shares(use), "mask": mask}
-        )
+        m = self.method
+        teachers = peer_teachers(payload, world)
+        probes = [probed(spec, params, world, m.samples) for spec, params in teachers.values()]
+        useful = [m.useful(probe, view.query) for probe in probes]
+        use = torch.tensor(useful, dtype=dtype_of(payload.params)).reshape(-1, 1)  # (T, 1)
+        constants = {"use": m.teacher_weights(use), "mask": m.mask(view, world)}
+        return TrainingStart(payload.params, teachers, constants=constants)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         terms = {"ce": step.weighted(cross_entropy(step.logits(), step.y))}
         if start.teachers:
             teachers = torch.stack([step.teacher(name) for name in start.teachers])  # (T, B, C)
-            terms["teachers"] = self.taught(step.logits(), teachers, start["mask"], start["use"])
+            terms["teachers"] = self.distillation(
+                step.logits(), teachers, start["mask"], start["use"]
+            )
         return terms
 
-    def taught(self, logits: Tensor, teachers: Tensor, mask: Tensor, use: Tensor) -> Tensor:
-        """What eq. 4 adds to cross-entropy, (B,): logits (B, C), teachers (T, B, C), mask (C,), use
-        (T, 1).
+    def distillation(self, logits: Tensor, teachers: Tensor, mask: Tensor, use: Tensor) -> Tensor:
+        """The distillation of eq. 4, (B,), beside cross-entropy: logits (B, C), teachers (T, B, C),
+        mask (C,), use (T, 1).
         """
-        each = masked_ce(logits, teachers, mask, self.method.temperature)  # (T, B)
-        return self.method.alpha * (use * each).sum(0)
+        losses = masked_ce(logits, teachers, mask, self.method.temperature)  # (T, B)
+        return self.method.alpha * (use * losses).sum(0)
 
     def validation_score(self, params: Tensors, view: View) -> float | None:
-        """Average Accuracy on public labels, for plans that keep the best epoch; without any, as
-        other clients do.
+        """Average Accuracy on public labels, for plans that keep the best epoch; accuracy on
+        held-out data if there are none.
         """
         if view.public is None or bool((view.public.labels < 0).any()):
             return super().validation_score(params, view)
-        y, classes = view.public.labels.cpu(), len(view.counts)
-        hit = y[view.logits(params, "public").argmax(1) == y]
-        accuracy = class_accuracy(
-            torch.bincount(hit, minlength=classes), torch.bincount(y, minlength=classes)
-        )
-        return average_accuracy(accuracy, view.proportions, view.query)
+        labels = view.public.labels.cpu()
+        is_correct = view.logits(params, "public").argmax(1) == labels
+        classes = len(view.counts)
+        correct = torch.bincount(labels[is_correct], minlength=classes)
+        total = torch.bincount(labels, minlength=classes)
+        return average_accuracy(class_accuracy(correct, total), view.proportions, view.query)
 
     def report(
         self, params: Tensors, start: TrainingStart, view: View, world: World
     ) -> dict[str, Any]:
-        used = [
-            int(c)
-            for c, u in zip(start.teachers, start["use"].flatten().tolist(), strict=True)
-            if u
-        ]
-        return {"query": list(view.query), "teachers": used}
+        weights = start["use"].flatten().tolist()
+        teachers = [int(c) for c, weight in zip(start.teachers, weights, strict=True) if weight]
+        return {"query": list(view.query), "teachers": teachers}
 
 
 @dataclass(frozen=True)
@@ -248,18 +260,17 @@ class PartlyRefined(Refined):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        carry = super().begin(payload, client_state, view, world)
-        of_eq4 = self.method.importance == "objective"
-        peers = (
-            [view.logits(p, model=world.model(c)) for c, p in payload.many("peer").items()]
-            if of_eq4
-            else []
-        )
-        scores = self.importances(
-            payload.params, self.weighed(carry, view, peers), view, world.plans[REFINE].batch
-        )
+        start = super().begin(payload, client_state, view, world)
+        loss = self.label_loss(view)
+        if self.method.importance == "objective" and start.teachers:
+            peers = [
+                view.logits(params, model=world.model(client))
+                for client, params in payload.many("peer").items()
+            ]
+            loss = self.objective(start, view, torch.stack(peers))
+        scores = self.importances(payload.params, loss, view, world.plans[REFINE].batch)
         frozen = self.most_important(scores)
-        return replace(carry, constants={**carry.constants, "frozen": frozen})
+        return replace(start, constants={**start.constants, "frozen": frozen})
 
     def after_step(
         self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, start: TrainingStart
@@ -274,33 +285,42 @@ class PartlyRefined(Refined):
         return {**super().report(params, start, view, world), "frozen_rows": rows.tolist()}
 
     def importances(
-        self, params: Tensors, loss: Weighed, view: View, batch: int
+        self, params: Tensors, loss: IndexedLoss, view: View, batch: int
     ) -> dict[str, Tensor]:
         """The importance of every entry of the head, from the gradients of batches of the client's
         own data.
         """
-        mean, total = self.method.importance == "mean", dict[str, Tensor]()
-        numbered = Examples(
-            view.data.values, torch.arange(len(view.data), device=view.data.labels.device)
-        )
-        for grads in view.passes.gradients(params, numbered, loss, batch):
-            own = {k: g.abs() if mean else g.square() for k, g in head_of(grads).items()}
-            total = {k: total[k] + v for k, v in own.items()} if total else own
+        size = torch.square
+        if self.method.importance == "mean":
+            size = torch.abs
+        positions = torch.arange(len(view.data), device=view.data.labels.device)
+        examples = Examples(view.data.values, positions)
+
+        total: dict[str, Tensor] = {}
+        for grads in view.passes.gradients(params, examples, loss, batch):
+            sizes = {name: size(grad) for name, grad in head_of(grads).items()}
+            if total:
+                sizes = {name: total[name] + value for name, value in sizes.items()}
+            total = sizes
         return total
 
-    def weighed(self, start: TrainingStart, view: View, peers: Sequence[Tensor]) -> Weighed:
-        """The loss whose gradients are the importance: cross-entropy, and eq. 4's rest for logits
-        (n, C) of peers.
-        """
+    def label_loss(self, view: View) -> IndexedLoss:
+        """Cross-entropy."""
         labels = view.data.labels
-        if not peers:
-            return lambda logits, index: cross_entropy(logits, labels[index])
-        teachers, mask, use = (
-            v.to(labels.device) for v in (torch.stack(list(peers)), start["mask"], start["use"])
-        )
-        return lambda z, index: (
-            cross_entropy(z, labels[index]) + self.taught(z, teachers[:, index], mask, use)
-        )
+        return lambda logits, index: cross_entropy(logits, labels[index])
+
+    def objective(self, start: TrainingStart, view: View, peers: Tensor) -> IndexedLoss:
+        """Eq. 4 for the logits (T, n, C) of peers on the client's data."""
+        labels = view.data.labels
+        teachers = peers.to(labels.device)
+        mask = start["mask"].to(labels.device)
+        use = start["use"].to(labels.device)
+
+        def loss(logits: Tensor, index: Tensor) -> Tensor:
+            distillation = self.distillation(logits, teachers[:, index], mask, use)
+            return cross_entropy(logits, labels[index]) + distillation
+
+        return loss
 
     def most_important(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Which entries are among the share Z with the highest scores; of equal ones the first."""
@@ -308,7 +328,7 @@ class PartlyRefined(Refined):
         top = highest(flat, round(self.method.frozen * len(flat)))
         parts = torch.split(top, [v.numel() for v in scores.values()])
         return {
-            k: part.reshape(v.shape) for (k, v), part in zip(scores.items(), parts, strict=True)
+            name: part.reshape(scores[name].shape) for name, part in zip(scores, parts, strict=True)
         }
 
 

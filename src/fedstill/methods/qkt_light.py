@@ -90,19 +90,22 @@ class QKTLight(QKT):
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
         if stage.name == TRANSFER and self.phase1 == "volunteer":
-            return (
-                self.with_peers(state, client, world)
-                if client == volunteer(state, stage.clients)
-                else None
-            )
+            if client != volunteer(state, stage.clients):
+                return None
+            return self.with_peers(state, client, world)
         return super().payload_for_client(state, client, stage, world)
 
-    def joined(self, each: Tensor) -> Tensor:
-        over = self.over_teachers if self.phase1_over == "same" else self.phase1_over
-        return super(QKTLight, replace(self, over_teachers=over)).joined(each)
+    def joined(self, divergences: Tensor) -> Tensor:
+        if self.phase1_over == "same":
+            return super().joined(divergences)
+        if self.phase1_over == "mean":
+            return divergences.mean(0)
+        return divergences.sum(0)
 
     def work(self, stage: Stage) -> ClientWork:
-        return Distilled(self) if stage.name == TRANSFER else super().work(stage)
+        if stage.name == TRANSFER:
+            return Distilled(self)
+        return super().work(stage)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
@@ -112,11 +115,9 @@ class QKTLight(QKT):
         return super().aggregate(state, replies, stage, world)
 
     def after_phase1(self, state: State, client: int) -> Tensors | None:
-        return (
-            state.extra.tensors("shared")
-            if "shared" in state.extra
-            else super().after_phase1(state, client)
-        )
+        if "shared" in state.extra:
+            return state.extra.tensors("shared")
+        return super().after_phase1(state, client)
 
     @property
     def old_head(self) -> bool:
@@ -146,7 +147,7 @@ class QKTLightServer(QKTLight):
     """
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
-        if TRANSFER_SERVER not in {s.name for s in stages}:
+        if not any(stage.name == TRANSFER_SERVER for stage in stages):
             raise IncompatibleMethod(
                 f"this method needs its server's stage: set topology.server = {TRANSFER_SERVER!r}"
             )
@@ -160,15 +161,15 @@ class QKTLightServer(QKTLight):
         models = fitted_models(state)
         if not models:
             return None
-        own = (
-            mean(list(models.values()), [1.0] * len(models))
-            if self.start == "mean"
-            else models[volunteer(state)]
-        )
-        return Payload({"params": own, **many("peer", models)})
+        params: Tensors = models[volunteer(state)]
+        if self.start == "mean":
+            params = mean(list(models.values()), [1.0] * len(models))
+        return Payload({"params": params, **many("peer", models)})
 
     def work(self, stage: Stage) -> ClientWork:
-        return Unlabelled(self) if stage.name == TRANSFER_SERVER else super().work(stage)
+        if stage.name == TRANSFER_SERVER:
+            return Unlabelled(self)
+        return super().work(stage)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
@@ -184,18 +185,17 @@ class Unlabelled(Distilled):
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         teachers = torch.stack([step.teacher(name) for name in start.teachers])  # (T, B, C)
-        return {
-            "teachers": self.method.joined(kd(step.logits(), teachers, self.method.temperature))
-        }
+        divergences = kd(step.logits(), teachers, self.method.temperature)  # (T, B)
+        return {"teachers": self.method.joined(divergences)}
 
 
-def volunteer(state: State, among: Sequence[int] | None = None) -> int:
-    """The client with most examples, of all or some; of several, the first; -1 if none has fitted a
-    model.
+def volunteer(state: State, candidates: Sequence[int] | None = None) -> int:
+    """The client with most examples, of all clients or some candidates; of several, the first; -1
+    if none has fitted a model.
     """
     sizes = {
-        c: state.extra.number(f"size.{c}")
-        for c in fitted_models(state)
-        if among is None or c in among
+        client: state.extra.number(f"size.{client}")
+        for client in fitted_models(state)
+        if candidates is None or client in candidates
     }
-    return max(sizes, key=lambda c: (sizes[c], -c), default=-1)
+    return max(sizes, key=lambda client: (sizes[client], -client), default=-1)

@@ -68,18 +68,17 @@ from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import NO_TRAINING, no_linear_head
 from fedstill.models.contract import predictor, width
 
-# What a client keeps of its examples for later tasks: which of them, merged task by task, and what
-# it holds by then.
+# The client's memory of examples: which examples it keeps, and how it merges them task by task.
 #
-# Of two groups of examples the same are kept, whether they come together or one after the other:
-# nothing depends on rounds, so a run that was killed goes on to the same.
+# The choice does not depend on whether two groups of examples come together or one after the other.
+# So it does not depend on rounds, and a resumed run makes the same choice.
 
 
 def lowest(keys: Tensor, labels: Tensor, size: int, by_class: bool = False) -> Tensor:
-    """Which ``size`` examples are kept: those with the lowest keys, as ascending positions.
+    """The positions of the ``size`` examples with the lowest keys, ascending.
 
-    keys: (n,) float64; labels: (n,) int64. ``by_class``: of each class there is equally many, as
-    far as it has them; where that leaves a rest, the first classes get one more.
+    keys: (n,) float64; labels: (n,) int64. ``by_class``: equally many of each class, as far as a
+    class has them; the first classes get the remaining ones.
 
     >>> lowest(torch.tensor([0.3, 0.1, 0.2, 0.9]), torch.tensor([0, 0, 0, 1]), 2).tolist()
     [1, 2]
@@ -90,20 +89,21 @@ def lowest(keys: Tensor, labels: Tensor, size: int, by_class: bool = False) -> T
     """
     if not by_class:
         return keys.argsort(stable=True)[:size].sort().values
-    classes, picked = sorted(set(labels.tolist())), [torch.zeros(0, dtype=torch.int64)]
+    classes = sorted(set(labels.tolist()))
+    picked = [torch.zeros(0, dtype=torch.int64)]
     for i, c in enumerate(classes):
-        own = (labels == c).nonzero().flatten()
+        of_class = (labels == c).nonzero().flatten()
         quota = size // len(classes) + (i < size % len(classes))
-        picked.append(own[keys[own].argsort(stable=True)[:quota]])
+        picked.append(of_class[keys[of_class].argsort(stable=True)[:quota]])
     return torch.cat(picked).sort().values
 
 
 def herded(features: Tensor, labels: Tensor, size: int) -> Tensor:
-    """Keys (n,) float64 by herding: an example's rank in its class, from 0; those beyond ``size``
-    come last.
+    """Keys (n,) float64 by herding: an example's rank in its class, from 0; examples beyond
+    ``size`` come last.
 
-    features: (n, D), taken at length 1. Each next example brings the mean of those chosen nearest
-    to the class's mean.
+    features: (n, D), normalised to length 1. Each example in turn is the one that brings the mean
+    of the chosen examples nearest to the class mean.
 
     Source: Rebuffi et al., "iCaRL" (2017), Algorithm 4.
 
@@ -112,63 +112,72 @@ def herded(features: Tensor, labels: Tensor, size: int) -> Tensor:
     ... ).tolist()
     [3.0, 1.0, 0.0]
     """
-    unit, keys = normalize(features.double(), dim=1), torch.zeros(len(labels), dtype=torch.float64)
+    unit = normalize(features.double(), dim=1)
+    keys = torch.zeros(len(labels), dtype=torch.float64)
     for c in sorted(set(labels.tolist())):
-        own = (labels == c).nonzero().flatten()
-        z = unit[own]
-        ranks, total = torch.arange(len(own)).double() + len(own), torch.zeros_like(z[0])
-        for k in range(min(size, len(own))):
-            off = torch.linalg.vector_norm(z.mean(0) - (total + z) / (k + 1), dim=1)
-            best = int(off.masked_fill(ranks < len(own), torch.inf).argmin())
-            ranks[best], total = k, total + z[best]
-        keys[own] = ranks
+        of_class = (labels == c).nonzero().flatten()
+        keys[of_class] = herding_ranks(unit[of_class], size)
     return keys
 
 
-def merged(before: Payload, now: Payload, size: int, by_class: bool) -> Payload:
-    """What a client keeps after a task: of what it kept, and of that task's examples; ``now`` has
+def herding_ranks(z: Tensor, size: int) -> Tensor:
+    """The ranks (m,) by herding of the features (m, D) of one class."""
+    examples = len(z)
+    ranks = torch.arange(examples).double() + examples  # behind all chosen examples
+    total = torch.zeros_like(z[0])
+    for k in range(min(size, examples)):
+        distances = torch.linalg.vector_norm(z.mean(0) - (total + z) / (k + 1), dim=1)
+        best = int(distances.masked_fill(ranks < examples, torch.inf).argmin())
+        ranks[best] = k
+        total = total + z[best]
+    return ranks
+
+
+def merged(memory: Payload, examples: Payload, size: int, by_class: bool) -> Payload:
+    """The memory after a task, chosen from the memory before it and the task's examples, which have
     the same groups.
 
-    values, labels, tasks, places, keys: of each kept example what it is, its label, its task, its
-    place among the client's examples of that, its key.
+    Each kept example has its values, labels, tasks, places (its position among the client's
+    examples of the task) and keys.
     """
-    both = (
-        Payload({g: torch.cat([before.tensor(g), now.tensor(g)]) for g in now}) if before else now
-    )
-    kept = lowest(both.tensor("keys"), both.tensor("labels"), size, by_class)
-    return Payload({g: both.tensor(g)[kept] for g in both})
+    union = examples
+    if memory:
+        groups = {g: torch.cat([memory.tensor(g), examples.tensor(g)]) for g in examples}
+        union = Payload(groups)
+    positions = lowest(union.tensor("keys"), union.tensor("labels"), size, by_class)
+    return Payload({group: union.tensor(group)[positions] for group in union})
 
 
-def of_other_tasks(client_state: Payload, task: int) -> Payload:
-    """What a client keeps of all tasks but one, that it is in; nothing where that is no example."""
-    other = client_state.tensor("tasks") != task if client_state else torch.zeros(0)
-    return (
-        Payload({g: client_state.tensor(g)[other] for g in client_state})
-        if bool(other.any())
-        else NOTHING
-    )
+def of_other_tasks(memory: Payload, task: int) -> Payload:
+    """The part of a memory that is not of a task; empty if there is no such example."""
+    if not memory:
+        return NOTHING
+    in_other_task = memory.tensor("tasks") != task
+    if not bool(in_other_task.any()):
+        return NOTHING
+    return Payload({group: memory.tensor(group)[in_other_task] for group in memory})
 
 
 def means_to_send(sets: Sequence[Examples], view: View, params: Tensors, classes: int) -> Payload:
-    """means = of each class the mean (C, D) of its examples' features at length 1; counts = how
-    many, (C,).
+    """The groups means, the mean (C, D) by class of features at length 1, and counts, the numbers
+    of examples (C,).
     """
     unit = [normalize(view.passes.features(params, e).cpu(), dim=1) for e in sets]
-    means, counts = means_by_class(
-        torch.cat(unit), torch.cat([e.labels.cpu() for e in sets]), classes
-    )
+    labels = torch.cat([examples.labels.cpu() for examples in sets])
+    means, counts = means_by_class(torch.cat(unit), labels, classes)
     return Payload(means=means.to(dtype_of(params)), counts=counts)
 
 
-def nearest_mean_head(means: Tensor, known: Tensor) -> dict[str, Tensor]:
-    """A linear head that answers by the nearest mean (C, D), at length 1, of the classes that have
-    one (C,).
+def nearest_mean_head(means: Tensor, has_mean: Tensor) -> dict[str, Tensor]:
+    """A linear head that predicts the class of the nearest mean (C, D), at length 1, among the
+    classes that have one (C,).
     """
-    bias = torch.where(known, 0.0, RULED_OUT).to(means.dtype)
+    bias = torch.where(has_mean, 0.0, RULED_OUT).to(means.dtype)
     return {"head.weight": normalize(means, dim=1), "head.bias": bias}
 
 
 REMEMBER = "remember"
+"""The stage after a task, in which clients choose the examples that they keep."""
 
 
 @method("replay")
@@ -223,13 +232,15 @@ class Replay(FedAvg):
         return self.needs
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        shares = [world.plans[name].validation for name in ("train", REMEMBER)]
-        if shares[0] != shares[1]:
+        validation = world.plans["train"].validation
+        if world.plans[REMEMBER].validation != validation:
             return (
-                f"examples held out of training must not be kept; set validation = {shares[0]} in "
+                f"examples held out of training must not be kept; set validation = {validation} in "
                 f"[plan.{REMEMBER}]"
             )
-        return no_linear_head(world) if self.by_means else ""
+        if not self.by_means:
+            return ""
+        return no_linear_head(world)
 
     def setting_warnings(self, world: World) -> str:
         return world.stream.nothing_before
@@ -241,27 +252,30 @@ class Replay(FedAvg):
             return Payload(params=state.params)
         if not self.by_means and not self.remembers(stage, world):
             return None
-        return Payload(params=state.params) if self.reads_model else Payload()
+        if not self.reads_model:
+            return Payload()
+        return Payload(params=state.params)
 
     def remembers(self, stage: Stage, world: World) -> bool:
-        """Whether clients keep examples of a stage's task: there is a later one, in which these
-        would be gone.
+        """Whether clients keep examples of a stage's task: there is a later task, which does not
+        have these examples.
         """
         stream = world.stream
         return self.size > 0 and not stream.kept and stream.task(stage.round) < stream.tasks - 1
 
     def work(self, stage: Stage) -> ClientWork:
-        return Remember(self, stage) if stage.name == REMEMBER else Rehearse(self, stage.round)
+        if stage.name == REMEMBER:
+            return Remember(self, stage)
+        return Rehearse(self, stage.round)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != REMEMBER:
             return super().expected_reply(client, stage, world)
         if not self.by_means:
             return Payload()
-        like = torch.zeros(
-            world.classes, width(world.model(client)), dtype=dtype_of(world.initial(client))
-        )
-        return Payload(means=like, counts=torch.zeros(world.classes, dtype=torch.int64))
+        dtype = dtype_of(world.initial(client))
+        means = torch.zeros(world.classes, width(world.model(client)), dtype=dtype)
+        return Payload(means=means, counts=torch.zeros(world.classes, dtype=torch.int64))
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
@@ -270,21 +284,23 @@ class Replay(FedAvg):
             return super().aggregate(state, replies, stage, world)
         if not self.by_means:
             return state
-        blank = torch.zeros_like(replies[0].content.tensor("means"))
-        before = state.extra.get("means", blank), state.extra.get("known", blank[:, 0] > 0)
-        means, known = mean_by_class(replies, before[0])
-        return state.next(means=means, known=known | before[1])
+        zeros = torch.zeros_like(replies[0].content.tensor("means"))  # (C, D)
+        had_mean = state.extra.get("known", zeros[:, 0] > 0)  # (C,)
+        means, has_mean = mean_by_class(replies, state.extra.get("means", zeros))
+        return state.next(means=means, known=has_mean | had_mean)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         """The global model; and, once there are class means, the same with these as its last
         layer.
         """
-        named = super().predictors(state, world)
-        if "means" in state.extra:
-            last = nearest_mean_head(state.extra.tensor("means"), state.extra.tensor("known"))
-            means = {"nearest_mean": predictor(world.model(SERVER), {**state.params, **last})}
-            return means | named if self.answers == "nearest_mean" else named | means
-        return named
+        predictors = super().predictors(state, world)
+        if "means" not in state.extra:
+            return predictors
+        head = nearest_mean_head(state.extra.tensor("means"), state.extra.tensor("known"))
+        nearest_mean = predictor(world.model(SERVER), {**state.params, **head})
+        if self.answers == "nearest_mean":  # the first one is the run's
+            return {"nearest_mean": nearest_mean, **predictors}
+        return {**predictors, "nearest_mean": nearest_mean}
 
 
 @dataclass(frozen=True)
@@ -297,60 +313,66 @@ class Rehearse(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        m, stream = self.method, world.stream
-        kept = of_other_tasks(client_state, stream.task(self.round, view.client))
-        if not kept or stream.kept or not m.size:
+        m = self.method
+        stream = world.stream
+        memory = of_other_tasks(client_state, stream.task(self.round, view.client))
+        if not memory or stream.kept or not m.size:
             return TrainingStart(params=payload.params)
-        kept_examples = Examples(kept.tensor("values"), kept.tensor("labels"))
-        own = len(view.data)
-        constants: dict[str, Any] = {"own": own}
-        if stream.head == "task":
-            constants["seen"] = self.seen(view, world)
-        if m.beta is not None or m.alpha:
-            both = own + len(kept_examples)
-            constants |= {"per_own": both / max(own, 1), "per_kept": both / len(kept_examples)}
-        if m.alpha:
-            blank = torch.zeros(
-                m.size - len(kept_examples), world.classes, dtype=kept.tensor("logits").dtype
-            )
-            constants |= {
-                "logits": torch.cat([kept.tensor("logits"), blank]),
-                "columns": self.seen(view, world),
-            }
-        return TrainingStart(
-            params=payload.params, examples=view.data + kept_examples, constants=constants
-        )
 
-    def seen(self, view: View, world: World) -> Tensor:
-        """The outputs with which kept examples take part, (C,) bool: those of the classes seen so
-        far.
+        kept = Examples(memory.tensor("values"), memory.tensor("labels"))
+        new = len(view.data)
+        # Training is on both together; kept examples come after the client's new ones.
+        constants: dict[str, Any] = {"new": new}
+        if stream.head == "task":
+            constants["outputs"] = self.outputs(view, world)
+        if m.beta is not None or m.alpha:
+            # Factors that make a mean over all examples one over the new or the kept ones.
+            total = new + len(kept)
+            constants["new_factor"] = total / max(new, 1)
+            constants["kept_factor"] = total / len(kept)
+        if m.alpha:
+            logits = memory.tensor("logits")
+            # Clients of a stack keep different numbers of examples: all have as many rows.
+            padding = torch.zeros(m.size - len(kept), world.classes, dtype=logits.dtype)
+            constants["logits"] = torch.cat([logits, padding])
+            constants["stored_outputs"] = self.outputs(view, world)
+        return TrainingStart(params=payload.params, examples=view.data + kept, constants=constants)
+
+    def outputs(self, view: View, world: World) -> Tensor:
+        """The outputs that take part for kept examples, (C,) bool: the classes up to the client's
+        task.
         """
-        seen, stream = torch.zeros(world.classes, dtype=torch.bool), world.stream
-        own = stream.seen(stream.task(self.round, view.client))
-        seen[list(own if stream.head != "all" else range(world.classes))] = True
-        return seen
+        stream = world.stream
+        if stream.head == "all":
+            return torch.ones(world.classes, dtype=torch.bool)
+        outputs = torch.zeros(world.classes, dtype=torch.bool)
+        outputs[list(stream.seen(stream.task(self.round, view.client)))] = True
+        return outputs
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        known, m = start.constants, self.method
-        if "own" not in known:
+        if "new" not in start.constants:
             return super().terms(step, start)
-        again, logits = step.index >= known["own"], step.logits()  # (B,), (B, C)
-        if "seen" in known:
-            of_kept = torch.where(known["seen"], step.logits(raw=True), OFF)
-            logits = torch.where(again.unsqueeze(1), of_kept, logits)
-        ce = step.weighted(cross_entropy(logits, step.y))
-        if "per_own" not in known:
-            return {"ce": ce}
-        beta = known["per_kept"] * m.beta if m.beta is not None else 1.0
-        weighed = torch.where(
-            again, beta * ce, (known["per_own"] if m.beta is not None else 1.0) * ce
-        )
+        m = self.method
+        is_kept = step.index >= start["new"]  # (B,)
+        losses = step.weighted(cross_entropy(self.logits(step, is_kept, start), step.y))
+        if m.beta is not None:
+            kept_losses = start["kept_factor"] * m.beta * losses
+            losses = torch.where(is_kept, kept_losses, start["new_factor"] * losses)
         if not m.alpha:
-            return {"ce": weighed}
-        stored = known["logits"][(step.index - known["own"]).clamp(min=0)]
-        columns = known["columns"].to(ce.dtype)
-        apart = ((step.logits(raw=True) - stored).square() * columns).sum(1) / columns.sum()
-        return {"ce": weighed, "logits": m.alpha * known["per_kept"] * again * apart}
+            return {"ce": losses}
+
+        stored = start["logits"][(step.index - start["new"]).clamp(min=0)]  # (B, C)
+        outputs = start["stored_outputs"].to(losses.dtype)  # (C,)
+        squares = (step.logits(raw=True) - stored).square() * outputs
+        error = squares.sum(1) / outputs.sum()  # (B,)
+        return {"ce": losses, "logits": m.alpha * start["kept_factor"] * is_kept * error}
+
+    def logits(self, step: Step, is_kept: Tensor, start: TrainingStart) -> Tensor:
+        """Logits (B, C); kept examples have more outputs where each task has its own."""
+        if "outputs" not in start.constants:
+            return step.logits()
+        of_kept = torch.where(start["outputs"], step.logits(raw=True), OFF)
+        return torch.where(is_kept.unsqueeze(1), of_kept, step.logits())
 
     def end(
         self,
@@ -365,7 +387,9 @@ class Rehearse(ClientWork):
 
 @dataclass(frozen=True)
 class Remember(ClientWork):
-    """Keep examples of the task that ends; and send class means, where they are asked for."""
+    """The client keeps examples of the task that ends, and sends class means if the method uses
+    them.
+    """
 
     method: Replay
     stage: Stage
@@ -373,40 +397,46 @@ class Remember(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        m, task = self.method, world.stream.task(self.stage.round, view.client)
-        others = of_other_tasks(client_state, task)
-        keeps = m.remembers(self.stage, world)
-        now = (
-            merged(others, self.now(task, payload, view, world), m.size, self.by_class)
-            if keeps
-            else client_state
-        )
-        up = Payload()
+        m = self.method
+        task = world.stream.task(self.stage.round, view.client)
+        previous = of_other_tasks(client_state, task)
+        memory = client_state
+        if m.remembers(self.stage, world):
+            examples = self.examples(task, payload, view, world)
+            memory = merged(previous, examples, m.size, self.by_class)
+
+        content = Payload()
         if m.by_means:
-            kept = [Examples(others.tensor("values"), others.tensor("labels"))] if others else []
-            up = means_to_send([view.data, *kept], view, payload.params, world.classes)
-        return TrainingStart(params={}, constants={"up": up, "memory": now})
+            sets = [view.data]
+            if previous:
+                sets.append(Examples(previous.tensor("values"), previous.tensor("labels")))
+            content = means_to_send(sets, view, payload.params, world.classes)
+        return TrainingStart(params={}, constants={"content": content, "memory": memory})
 
     @property
     def by_class(self) -> bool:
         """Whether as many of each class are kept."""
         return self.method.balance == "class" or self.method.choose == "herding"
 
-    def now(self, task: int, payload: Payload, view: View, world: World) -> Payload:
-        """The client's examples of its task, as a memory holds them."""
-        m, data = self.method, view.data.to("cpu")
+    def examples(self, task: int, payload: Payload, view: View, world: World) -> Payload:
+        """The client's examples of its task, in the form of a memory."""
+        m = self.method
+        data = view.data.to("cpu")
         if m.choose == "herding":
             keys = herded(view.features(payload.params), data.labels, m.size)
         else:
             draw = generator(seed_for(world.seed, task, 0, view.client, "reservoir"))
             keys = torch.rand(len(data), generator=draw, dtype=torch.float64)
-        logits = {"logits": view.logits(payload.params)} if m.alpha else {}
-        of = {
-            "tasks": torch.full((len(data),), task),
-            "places": torch.arange(len(data)),
-            "keys": keys,
-        }
-        return Payload(values=data.values, labels=data.labels, **of, **logits)
+        memory = Payload(
+            values=data.values,
+            labels=data.labels,
+            tasks=torch.full((len(data),), task),
+            places=torch.arange(len(data)),
+            keys=keys,
+        )
+        if not m.alpha:
+            return memory
+        return Payload(memory, logits=view.logits(payload.params))
 
     def end(
         self,
@@ -416,10 +446,12 @@ class Remember(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        return start["up"], start["memory"]
+        return start["content"], start["memory"]
 
     def report(
         self, params: Tensors, start: TrainingStart, view: View, world: World
     ) -> dict[str, Any]:
         """``kept``: how many examples the client keeps by now, of all tasks."""
-        return {"kept": len(start["memory"].tensor("labels")) if start["memory"] else 0}
+        if not start["memory"]:
+            return {"kept": 0}
+        return {"kept": len(start["memory"].tensor("labels"))}

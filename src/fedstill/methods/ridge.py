@@ -81,9 +81,11 @@ def feature_sums(
     """
     counts(labels, classes)
     h = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], 1)
-    w = h if weights is None else h * weights.double()[labels].unsqueeze(1)
-    cross = torch.zeros(h.shape[1], classes, dtype=torch.float64).index_add_(1, labels, w.T)
-    return Payload(gram=w.T @ h, cross=cross)
+    weighted = h
+    if weights is not None:
+        weighted = h * weights.double()[labels].unsqueeze(1)
+    zeros = torch.zeros(h.shape[1], classes, dtype=torch.float64)
+    return Payload(gram=weighted.T @ h, cross=zeros.index_add_(1, labels, weighted.T))
 
 
 def empty_group_sums(spec: ModelSpec, classes: int, groups: int) -> Payload:
@@ -104,19 +106,20 @@ def group_sums(
     counts(labels, classes)
     h = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], 1)
     cell = group * classes + labels
-    flat = torch.zeros(groups * classes, h.shape[1], dtype=torch.float64).index_add_(0, cell, h)
-    many = torch.bincount(cell, minlength=groups * classes)
-    return Payload(sums=flat.view(groups, classes, -1), counts=many.view(groups, classes))
+    zeros = torch.zeros(groups * classes, h.shape[1], dtype=torch.float64)
+    sums = zeros.index_add_(0, cell, h).view(groups, classes, -1)
+    cell_counts = torch.bincount(cell, minlength=groups * classes).view(groups, classes)
+    return Payload(sums=sums, counts=cell_counts)
 
 
 def estimated_gram(sums: Tensor, counts: Tensor) -> Tensor:
-    """What the sum of h h^T over examples is on average, (D+1, D+1), if groups were drawn at
-    random; exact for ones.
+    """An unbiased estimate (D+1, D+1) of the sum of h h^T over examples, if groups were drawn at
+    random; exact for groups of one example.
 
     sums: (K, C, D+1) float64 and counts: (K, C) of all clients' groups, as ``group_sums`` gives
-    them. Of a class with N examples in K groups that have any: (N - 1) / (K - 1) of the sum of s
-    s^T / n over groups, less (N - K) / ((K - 1) N) of that of the whole; both factors at least 0.
-    Of a class in one group it is s s^T / N.
+    them. A class with N examples in K groups that have any adds (N - 1) / (K - 1) of the sum of
+    s s^T / n over groups, less (N - K) / ((K - 1) N) of s s^T for the sum over all groups; both
+    factors are at least 0. A class in one group adds s s^T / N.
 
     >>> one = torch.tensor([[[2.0, 1.0]], [[3.0, 1.0]]], dtype=torch.float64)
     >>> estimated_gram(one, torch.ones(2, 1, dtype=torch.int64)).tolist()
@@ -124,20 +127,21 @@ def estimated_gram(sums: Tensor, counts: Tensor) -> Tensor:
     """
     total = torch.zeros(sums.shape[-1], sums.shape[-1], dtype=torch.float64)
     for c in range(sums.shape[1]):
-        there = counts[:, c] > 0
-        n = counts[there, c].double()
-        s = sums[there, c]
-        many = float(n.sum())
+        present = counts[:, c] > 0
+        n = counts[present, c].double()
+        s = sums[present, c]
+        examples = float(n.sum())
         groups = len(n)
-        whole = s.sum(0)
         if groups == 0:
             continue
-        apart = (s / n.unsqueeze(1)).T @ s
+        within = (s / n.unsqueeze(1)).T @ s
         if groups == 1:
-            total += apart
+            total += within
             continue
-        total += max(0.0, (many - 1) / (groups - 1)) * apart
-        total -= max(0.0, (many - groups) / ((groups - 1) * many)) * torch.outer(whole, whole)
+        class_sum = s.sum(0)
+        outer = torch.outer(class_sum, class_sum)
+        total += max(0.0, (examples - 1) / (groups - 1)) * within
+        total -= max(0.0, (examples - groups) / ((groups - 1) * examples)) * outer
     return total
 
 
@@ -163,8 +167,8 @@ def solved(gram: Tensor, cross: Tensor, ridge: float) -> dict[str, Tensor]:
             f"the sums of the clients' features have no one solution at ridge = {ridge:g}: "
             "set method.ridge above 0, and give clients examples"
         )
-    both = torch.cholesky_solve(cross, root)  # (D+1, C)
-    return {"head.weight": both[:-1].T.contiguous(), "head.bias": both[-1].clone()}
+    layer = torch.cholesky_solve(cross, root)  # (D+1, C)
+    return {"head.weight": layer[:-1].T.contiguous(), "head.bias": layer[-1].clone()}
 
 
 @dataclass(frozen=True)
@@ -186,9 +190,8 @@ class SendSums(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload | Keep]:
-        return feature_sums(
-            view.features(start["params"]), view.data.labels.cpu(), world.classes
-        ), KEEP
+        features = view.features(start["params"])
+        return feature_sums(features, view.data.labels.cpu(), world.classes), KEEP
 
 
 @dataclass(frozen=True)
@@ -208,10 +211,10 @@ class OnlyRidge(Method):
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        gram, cross = (
-            torch.stack([r.content.tensor(g) for r in replies]).sum(0) for g in ("gram", "cross")
-        )
-        head = {k: v.to(state.params[k].dtype) for k, v in solved(gram, cross, ridge=1.0).items()}
+        gram = torch.stack([reply.content.tensor("gram") for reply in replies]).sum(0)
+        cross = torch.stack([reply.content.tensor("cross") for reply in replies]).sum(0)
+        layer = solved(gram, cross, ridge=1.0)
+        head = {name: value.to(state.params[name].dtype) for name, value in layer.items()}
         return state.next(params={**state.params, **head})
 
 

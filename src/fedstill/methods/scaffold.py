@@ -36,7 +36,7 @@ from fedstill.core.registry import method
 from fedstill.core.trees import add, only, scale, sub, zeros_like
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fednova import direction_of, reach
-from fedstill.models.contract import trainable_names
+from fedstill.models.contract import trainable_entries
 
 
 @method("scaffold")
@@ -51,9 +51,8 @@ class Scaffold(FedAvg):
 
     def initial_state(self, world: World) -> State:
         start = super().initial_state(world)
-        return start.next(
-            control=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
-        )
+        trained = trainable_entries(world.model(SERVER), start.params)
+        return start.next(control=zeros_like(trained))
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         return Payload(params=state.params, control=state.extra.tensors("control"))
@@ -62,7 +61,7 @@ class Scaffold(FedAvg):
         return Controlled(stage.name, self.divide_by)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
-        trained = only(world.initial(client), sorted(trainable_names(world.model(client))))
+        trained = trainable_entries(world.model(client), world.initial(client))
         return Payload(super().expected_reply(client, stage, world), change=trained)
 
     def aggregate(
@@ -83,14 +82,19 @@ class Controlled(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        everyone = payload.tensors("control")
-        own = client_state.tensors("control") if client_state else zeros_like(everyone)
-        return TrainingStart(
-            payload.params, constants={"sent": payload.params, "own": own, "everyone": everyone}
-        )
+        server_control = payload.tensors("control")
+        client_control: Tensors = zeros_like(server_control)
+        if client_state:
+            client_control = client_state.tensors("control")
+        constants = {
+            "sent": payload.params,
+            "client_control": client_control,
+            "server_control": server_control,
+        }
+        return TrainingStart(payload.params, constants=constants)
 
     def adjust_gradients(self, grads: Tensors, start: TrainingStart) -> Tensors:
-        return add(sub(grads, start["own"]), start["everyone"])
+        return add(sub(grads, start["client_control"]), start["server_control"])
 
     def end(
         self,
@@ -103,10 +107,10 @@ class Controlled(ClientWork):
         steps = float(result.steps)
         if self.divide_by == "effective_steps":
             steps = reach(result, world.plans[self.stage])
-        own, everyone = start["own"], start["everyone"]
-        control = own
+        previous = start["client_control"]
+        control = previous
         if steps > 0:
-            control = add(
-                sub(own, everyone), direction_of(only(start["sent"], own), params, result.lr, steps)
-            )
-        return Payload(params=params, change=sub(control, own)), Payload(control=control)
+            sent = only(start["sent"], previous)
+            direction = direction_of(sent, params, result.lr, steps)
+            control = add(sub(previous, start["server_control"]), direction)
+        return Payload(params=params, change=sub(control, previous)), Payload(control=control)

@@ -66,17 +66,16 @@ Choice = Literal["greedy", "random", "all"]
 
 @dataclass(frozen=True)
 class TaughtByLastRound(FedSeq):
-    """The server's half of every method whose teachers are K of the models that clients ended the
-    last round with.
+    """The server's part of methods whose teachers are K of the clients' models of the last round.
 
-    The server keeps the models of a round as ``snapshot.CLIENT``, in the order ``trained``, and of
-    them, in the next round, those chosen as ``teacher.CLIENT``.
+    The server keeps the models of a round as ``snapshot.CLIENT``, in the order ``trained``. In the
+    next round it keeps the chosen ones as ``teacher.CLIENT``.
     """
 
     k: CountOrZero = 5
     """How many of the last round's models teach (K); where ``teacher_choice`` is "all", all do."""
     teacher_choice: Choice = "greedy"
-    """Which ones: those that together know most classes, some drawn by key, or all."""
+    """Which models teach: those that together know most classes, models drawn by key, or all."""
     distance: Metric = "kl"
     """Distance between label shares, by which teachers are chosen and weighed."""
 
@@ -93,9 +92,10 @@ class TaughtByLastRound(FedSeq):
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         models = state.extra.many("snapshot")
-        candidates = [c for c in state.extra.tensor("trained").tolist() if self._known(state, c)]
+        trained = state.extra.tensor("trained").tolist()
+        candidates = [client for client in trained if self._has_labels(state, client)]
         chosen = self.chosen(candidates, state, world)
-        if 0 < len(chosen) < self.k and "fewer" not in state.extra and self.teacher_choice != "all":
+        if self._lacks_teachers(len(chosen)) and "fewer" not in state.extra:
             log.warning(
                 "method.k = %d, and round %d left %d models: all of them teach",
                 self.k,
@@ -103,10 +103,14 @@ class TaughtByLastRound(FedSeq):
                 len(chosen),
             )
             state = state.next(fewer=True)
-        state = state.without("teacher.", "snapshot.").next(
-            trained=torch.zeros(0, dtype=torch.int64)
-        )
-        return state.next(groups=many("teacher", {c: models[c] for c in chosen}))
+
+        emptied = state.without("teacher.", "snapshot.")
+        emptied = emptied.next(trained=torch.zeros(0, dtype=torch.int64))
+        return emptied.next(groups=many("teacher", {client: models[client] for client in chosen}))
+
+    def _lacks_teachers(self, count: int) -> bool:
+        """Whether some models teach, but fewer than K."""
+        return self.teacher_choice != "all" and 0 < count < self.k
 
     def chosen(self, candidates: Sequence[int], state: State, world: World) -> list[int]:
         """The clients whose models teach in this round, of those that trained in the last one, in
@@ -129,18 +133,17 @@ class TaughtByLastRound(FedSeq):
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        after = super().aggregate(state, replies, stage, world)
+        aggregated = super().aggregate(state, replies, stage, world)
         if self.k == 0 and self.teacher_choice != "all":
-            return after
-        trained = torch.cat(
-            [state.extra.tensor("trained"), torch.tensor([r.client for r in replies])]
-        )
-        models = many("snapshot", {r.client: r.content.params for r in replies})
-        return after.next(groups=models, trained=trained)
+            return aggregated
+        clients = torch.tensor([reply.client for reply in replies])
+        trained = torch.cat([state.extra.tensor("trained"), clients])
+        models = many("snapshot", {reply.client: reply.content.params for reply in replies})
+        return aggregated.next(groups=models, trained=trained)
 
-    def _known(self, state: State, client: int) -> bool:
-        """Whether this client's labels are known, if they matter: one that missed the census cannot
-        be weighed.
+    def _has_labels(self, state: State, client: int) -> bool:
+        """Whether the server knows a client's label counts, if it needs them: a client that missed
+        the census cannot be weighted.
         """
         if Need.LABEL_COUNTS not in self.requires():
             return True
@@ -175,37 +178,37 @@ class SFedKD(TaughtByLastRound):
         return super().requires()
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
-        opened = super().begin_round(state, stages, world)
+        begun_state = super().begin_round(state, stages, world)
         if not (self.g or self.h):
-            return opened
-        # label counts are still those of the round in which they trained
-        teachers = list(opened.extra.many("teacher"))
-        return opened.next(teacher_labels=state.extra.tensor("labels")[teachers])
+            return begun_state
+        # The label counts are still those of the round in which the teachers trained.
+        teachers = list(begun_state.extra.many("teacher"))
+        return begun_state.next(teacher_labels=state.extra.tensor("labels")[teachers])
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        sent = super().payload_for_client(state, client, stage, world)
-        if not (self.g or self.h) or not (teachers := list(state.extra.many("teacher"))):
-            return sent
-        # None in the first round that an earlier version's run goes on with
-        told = state.extra.get("teacher_labels")
-        return Payload(
-            sent, teacher_labels=state.extra.tensor("labels")[teachers] if told is None else told
-        )
+        payload = super().payload_for_client(state, client, stage, world)
+        teachers = list(state.extra.many("teacher"))
+        if not teachers or not (self.g or self.h):
+            return payload
+        teacher_labels = state.extra.get("teacher_labels")
+        if teacher_labels is None:
+            # The first round after a run of an earlier version is resumed.
+            teacher_labels = state.extra.tensor("labels")[teachers]
+        return Payload(payload, teacher_labels=teacher_labels)
 
     def work(self, stage: Stage) -> ClientWork:
         return Discrepant(self)
 
 
-def taught(payload: Payload) -> TrainingStart:
-    """Training from the parameters received, with the models that came along as teachers, by the id
-    of their client.
+def start_with_teachers(payload: Payload) -> TrainingStart:
+    """Training from the received parameters, with the received models as teachers, by the id of
+    their client.
     """
-    return TrainingStart(
-        payload.params, teachers={str(c): p for c, p in payload.many("teacher").items()}
-    )
+    teachers = {str(client): params for client, params in payload.many("teacher").items()}
+    return TrainingStart(payload.params, teachers=teachers)
 
 
-def logits_of(step: Step, start: TrainingStart) -> Tensor:
+def teacher_logits(step: Step, start: TrainingStart) -> Tensor:
     """The teachers' logits (K, B, C), in the order of their clients' ids."""
     return torch.stack([step.teacher(name) for name in start.teachers])
 
@@ -221,30 +224,37 @@ class Discrepant(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        carry, m = taught(payload), self.method
-        kind = dtype_of(carry.params)
-        even = torch.full((len(carry.teachers), 1), 1 / max(len(carry.teachers), 1), dtype=kind)
-        if not carry.teachers or not (m.g or m.h):
-            return replace(carry, constants={"g": even, "h": even})
-        shares = proportions(payload.tensor("teacher_labels"))
-        g, h = discrepancy_weights(shares, view.proportions, m.distance, m.smoothing)  # (K,) each
-        column = {"g": g.to(kind).unsqueeze(1), "h": h.to(kind).unsqueeze(1)}
-        return replace(
-            carry, constants={k: v if getattr(m, k) else even for k, v in column.items()}
-        )
+        m = self.method
+        start = start_with_teachers(payload)
+        dtype = dtype_of(start.params)
+        count = len(start.teachers)
+        uniform = torch.full((count, 1), 1 / max(count, 1), dtype=dtype)
+        weights = {"g": uniform, "h": uniform}
+        if start.teachers and (m.g or m.h):
+            shares = proportions(payload.tensor("teacher_labels"))
+            g, h = discrepancy_weights(shares, view.proportions, m.distance, m.smoothing)
+            if m.g:
+                weights["g"] = g.to(dtype).unsqueeze(1)  # (K, 1)
+            if m.h:
+                weights["h"] = h.to(dtype).unsqueeze(1)  # (K, 1)
+        return replace(start, constants=weights)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         terms = super().terms(step, start)
         if not start.teachers:
             return terms
-        m, student, teachers = self.method, step.logits(), logits_of(step, start)
-        scale = 1.0 if m.tau2_scale else m.temperature**-2
-        other = (start["g"] * multi_nckd(student, teachers, step.y, m.temperature)).sum(0)  # (B,)
-        true = (start["h"] * multi_tckd(student, teachers, step.y, m.temperature)).sum(0)
+        m = self.method
+        student = step.logits()  # (B, C)
+        teachers = teacher_logits(step, start)  # (K, B, C)
+        scale = 1.0
+        if not m.tau2_scale:
+            scale = m.temperature**-2
+        not_true = multi_nckd(student, teachers, step.y, m.temperature)  # (K, B)
+        true = multi_tckd(student, teachers, step.y, m.temperature)  # (K, B)
         return {
             **terms,
-            "other_classes": m.gamma * scale * other,
-            "true_class": m.beta * scale * true,
+            "other_classes": m.gamma * scale * (start["g"] * not_true).sum(0),
+            "true_class": m.beta * scale * (start["h"] * true).sum(0),
         }
 
 
@@ -286,11 +296,12 @@ def complementary(proportions: TensorLike, k: int, metric: Metric = "kl") -> lis
         )
     uniform = torch.full_like(shares[:1], 1 / max(shares.shape[1], 1))
     chosen: list[int] = []
-    left = list(range(len(shares)))
-    while left and len(chosen) < k:
-        sums = shares[chosen].sum(0) + shares[left]
-        far = distance(sums / sums.sum(-1, keepdim=True), uniform, metric, smoothing=0.0)
-        chosen.append(left.pop(int((far <= far.min() + TIE).to(torch.int8).argmax())))
+    candidates = list(range(len(shares)))
+    while candidates and len(chosen) < k:
+        sums = shares[chosen].sum(0) + shares[candidates]
+        distances = distance(sums / sums.sum(-1, keepdim=True), uniform, metric, smoothing=0.0)
+        first_of_ties = int((distances <= distances.min() + TIE).to(torch.int8).argmax())
+        chosen.append(candidates.pop(first_of_ties))
     return chosen
 
 
@@ -314,11 +325,8 @@ def discrepancy_weights(
     """
     d = distance(teachers, student, metric, smoothing)
     total = d.sum()
-    apart = total > 0
-    g = torch.where(
-        apart,
-        d / torch.where(apart, total, torch.ones_like(total)),
-        torch.ones_like(d) / max(len(d), 1),
-    )
-    near = 1 / (d + SMOOTHING)
-    return g, near / near.sum()
+    differ = total > 0
+    divisor = torch.where(differ, total, torch.ones_like(total))
+    g = torch.where(differ, d / divisor, torch.ones_like(d) / max(len(d), 1))
+    nearness = 1 / (d + SMOOTHING)
+    return g, nearness / nearness.sum()

@@ -34,13 +34,15 @@ from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.losses import confidence_weights, entropy_weights, multi_kd
-from fedstill.methods.sfedkd import TaughtByLastRound, logits_of, taught
+from fedstill.methods.sfedkd import TaughtByLastRound, start_with_teachers, teacher_logits
 from fedstill.models import contract
 
 
 @dataclass(frozen=True)
 class Averaged(TaughtByLastRound):
-    """The server's half of the three; what differs is the weight of a teacher on an example."""
+    """The server's part of the three methods, which differ in the weight of a teacher on an
+    example.
+    """
 
     weight: NonNegative = 1.0
     """Weight of the distillation from the teachers (a)."""
@@ -48,7 +50,7 @@ class Averaged(TaughtByLastRound):
     """Temperature of the distillation (tau)."""
 
     def work(self, stage: Stage) -> ClientWork:
-        return Several(self)
+        return Distilled(self)
 
     @abstractmethod
     def weights(self, teachers: Tensor, labels: Tensor) -> Tensor:
@@ -91,36 +93,40 @@ class CAMKD(Averaged):
         return super().requires()
 
     def work(self, stage: Stage) -> ClientWork:
-        return SeveralWithFeatures(self) if self.feature_weight > 0 else Several(self)
+        if self.feature_weight > 0:
+            return DistilledWithFeatures(self)
+        return Distilled(self)
 
     def weights(self, teachers: Tensor, labels: Tensor) -> Tensor:
         return confidence_weights(teachers, labels) / len(teachers)
 
 
 @dataclass(frozen=True)
-class Several(ClientWork):
-    """Cross-entropy and the weighed sum of the divergences from each teacher."""
+class Distilled(ClientWork):
+    """Cross-entropy and the weighted sum of the divergences from each teacher."""
 
     method: Averaged
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        return taught(payload)
+        return start_with_teachers(payload)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         terms = super().terms(step, start)
         if not start.teachers:
             return terms
-        m, teachers = self.method, logits_of(step, start)
-        each = multi_kd(step.logits(), teachers, m.temperature)  # (K, B)
-        return {**terms, "teachers": m.weight * (m.weights(teachers, step.y) * each).sum(0)}
+        m = self.method
+        teachers = teacher_logits(step, start)  # (K, B, C)
+        divergences = multi_kd(step.logits(), teachers, m.temperature)  # (K, B)
+        weighted = (m.weights(teachers, step.y) * divergences).sum(0)  # (B,)
+        return {**terms, "teachers": m.weight * weighted}
 
 
 @dataclass(frozen=True)
-class SeveralWithFeatures(Several):
-    """The same, and the squared error of features, weighed by how well a teacher's head reads the
-    student's.
+class DistilledWithFeatures(Distilled):
+    """The same, and the squared error of features, weighted by how well a teacher's head classifies
+    the student's features.
     """
 
     method: CAMKD
@@ -134,15 +140,17 @@ class SeveralWithFeatures(Several):
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         z = step.features()  # (B, D)
-        # first: their logits come with them
-        theirs = [step.teacher_features(name) for name in start.teachers]
+        # Features first: the same pass of a teacher then gives its logits, too.
+        teacher_features = [step.teacher_features(name) for name in start.teachers]
         terms = super().terms(step, start)
         if not start.teachers:
             return terms
+
         module = contract.module(start["model"], "frozen")
-        models = [t for t in start.teachers.values() if not isinstance(t, tuple)]
-        read = torch.stack([contract.head(module, p, z) for p in models])  # (K, B, C)
-        apart = (z - torch.stack(theirs)).square().mean(-1)  # (K, B)
-        # a product: the clients of a stack differ in epoch
+        teachers = [t for t in start.teachers.values() if not isinstance(t, tuple)]
+        logits = torch.stack([contract.head(module, params, z) for params in teachers])  # (K, B, C)
+        errors = (z - torch.stack(teacher_features)).square().mean(-1)  # (K, B)
+        weighted = (self.method.weights(logits, step.y) * errors).sum(0)  # (B,)
+        # A product, not a condition: the clients of a stack differ in epoch.
         weight = (step.epoch > 0) * self.method.feature_weight
-        return {**terms, "features": weight * (self.method.weights(read, step.y) * apart).sum(0)}
+        return {**terms, "features": weight * weighted}

@@ -22,9 +22,13 @@ def top1(correct: TensorLike, total: TensorLike) -> float:
     >>> top1([3, 0], [4, 1])
     0.6
     """
-    right, all_ = values(correct, 1, "correct counts"), values(total, 1, "total counts")
-    same_classes(right, all_)
-    return float(right.sum() / all_.sum()) if all_.sum() > 0 else float("nan")
+    correct_counts = values(correct, 1, "correct counts")
+    total_counts = values(total, 1, "total counts")
+    same_classes(correct_counts, total_counts)
+    examples = total_counts.sum()
+    if not examples > 0:
+        return float("nan")
+    return float(correct_counts.sum() / examples)
 
 
 def class_accuracy(correct: TensorLike, total: TensorLike) -> Values:
@@ -34,44 +38,52 @@ def class_accuracy(correct: TensorLike, total: TensorLike) -> Values:
     >>> class_accuracy([3, 0], [4, 0])
     array([0.75,  nan])
     """
-    right, all_ = values(correct, 1, "correct counts"), values(total, 1, "total counts")
-    same_classes(right, all_)
-    return np.divide(right, all_, out=np.full_like(right, np.nan), where=all_ > 0)
+    correct_counts = values(correct, 1, "correct counts")
+    total_counts = values(total, 1, "total counts")
+    same_classes(correct_counts, total_counts)
+    undefined = np.full_like(correct_counts, np.nan)
+    return np.divide(correct_counts, total_counts, out=undefined, where=total_counts > 0)
 
 
 def in_local_accuracy(
-    class_accuracy: TensorLike, proportions: TensorLike, seen: bool = False
+    class_accuracy: TensorLike, proportions: TensorLike, unweighted: bool = False
 ) -> float:
     """Accuracy on a test set whose labels are distributed as the client's own: ``sum_c p_c A_c``.
 
-    class_accuracy, proportions: (C,). With ``seen``, the plain mean over the classes that the
+    class_accuracy, proportions: (C,). With ``unweighted``, the plain mean over the classes that the
     client has.
 
-    Source: FedNTD, sec. 2.2; ``seen`` is FedADKD's description of its fig. 6.
+    Source: FedNTD, sec. 2.2; ``unweighted`` is FedADKD's description of its fig. 6.
 
     >>> in_local_accuracy([1.0, 0.5], [0.75, 0.25])
     0.875
     """
     accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
-    return mean_over_classes(accuracy, (shares > 0).astype(np.float64) if seen else shares)
+    weights = shares
+    if unweighted:
+        weights = (shares > 0).astype(np.float64)
+    return mean_over_classes(accuracy, weights)
 
 
 def out_local_accuracy(
-    class_accuracy: TensorLike, proportions: TensorLike, seen: bool = False
+    class_accuracy: TensorLike, proportions: TensorLike, unweighted: bool = False
 ) -> float:
-    """Accuracy on what the client does not hold: ``sum_c p~_c A_c`` with
+    """Accuracy outside of the client's label distribution: ``sum_c p~_c A_c`` with
     ``p~_c = (1 - p_c) / (C - 1)``.
 
-    class_accuracy, proportions: (C,). With ``seen``, the plain mean over the classes that the
+    class_accuracy, proportions: (C,). With ``unweighted``, the plain mean over the classes that the
     client does not have.
 
-    Source: FedNTD, sec. 2.2; ``seen`` is FedADKD's description of its fig. 6.
+    Source: FedNTD, sec. 2.2; ``unweighted`` is FedADKD's description of its fig. 6.
 
     >>> out_local_accuracy([0.9, 0.1], [1.0, 0.0])
     0.1
     """
     accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
-    return mean_over_classes(accuracy, (shares <= 0).astype(np.float64) if seen else 1 - shares)
+    weights = 1 - shares
+    if unweighted:
+        weights = (shares <= 0).astype(np.float64)
+    return mean_over_classes(accuracy, weights)
 
 
 def average_accuracy(
@@ -91,7 +103,8 @@ def average_accuracy(
     0.5
     """
     accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
-    return mean_over_classes(accuracy, np.where(_asked(query, len(accuracy)), 1.0, shares))
+    is_queried = _is_queried(query, len(accuracy))
+    return mean_over_classes(accuracy, np.where(is_queried, 1.0, shares))
 
 
 def uniform_accuracy(
@@ -108,39 +121,38 @@ def uniform_accuracy(
     0.5
     """
     accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
-    return mean_over_classes(
-        accuracy, (_asked(query, len(accuracy)) | (shares > 0)).astype(np.float64)
-    )
+    counts = _is_queried(query, len(accuracy)) | (shares > 0)
+    return mean_over_classes(accuracy, counts.astype(np.float64))
 
 
 def best_and_recent(accuracies: Sequence[float | None]) -> dict[str, float | None]:
-    """What papers print when they don't print the last round's: the best round's accuracy, the last
-    ten rounds' mean.
+    """The best round's accuracy, and the mean accuracy of the last ten rounds, which some papers
+    report in place of the last round's.
 
-    accuracies: one a round, in order; None for a round without is left out. None where nothing is
-    left.
+    accuracies: one for each round, in order; rounds without accuracy (None) are left out. Gives
+    None where no round is left.
 
     >>> best_and_recent([0.5, None, 0.7, 0.6])["best_accuracy"]
     0.7
     """
-    seen = [a for a in accuracies if a is not None]
-    recent = seen[-10:]
-    mean = sum(recent) / len(recent) if recent else None
-    return {"best_accuracy": max(seen, default=None), "mean_accuracy_last_10": mean}
+    measured = [accuracy for accuracy in accuracies if accuracy is not None]
+    if not measured:
+        return {"best_accuracy": None, "mean_accuracy_last_10": None}
+    recent = measured[-10:]
+    mean = sum(recent) / len(recent)
+    return {"best_accuracy": max(measured), "mean_accuracy_last_10": mean}
 
 
 def _accuracy_and_shares(
     class_accuracy: TensorLike, proportions: TensorLike
 ) -> tuple[Values, Values]:
-    accuracy, shares = (
-        values(class_accuracy, 1, "class accuracies"),
-        values(proportions, 1, "label shares"),
-    )
+    accuracy = values(class_accuracy, 1, "class accuracies")
+    shares = values(proportions, 1, "label shares")
     same_classes(accuracy, shares)
     return accuracy, shares
 
 
-def _asked(query: Iterable[int], classes: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _is_queried(query: Iterable[int], classes: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     ids = [int(c) for c in query]
     for c in ids:
         if not 0 <= c < classes:

@@ -148,12 +148,12 @@ def recall(predictions: Predictions) -> float:
 def specificity(predictions: Predictions) -> float:
     """The share of the examples of all other classes that are not predicted as the class."""
     counts = predictions.confusion
-    others = counts.sum() - counts.sum(1)
+    negatives = counts.sum() - counts.sum(1)
     false_positives = counts.sum(0) - counts.diagonal()
     chosen = predictions.present
     if predictions.classes == 2:
         chosen = [predictions.positive]
-    shares = [1 - false_positives[c] / others[c] for c in chosen if others[c] > 0]
+    shares = [1 - false_positives[c] / negatives[c] for c in chosen if negatives[c] > 0]
     return _mean(shares)
 
 
@@ -201,8 +201,8 @@ def log_loss(predictions: Predictions) -> float:
     """The mean over examples of -log of their own class's probability."""
     total = 0.0
     for scores in predictions.by_class:
-        own = scores.scores[scores.is_positive]
-        losses = -np.log(np.maximum(own, LEAST_PROBABILITY))
+        probabilities = scores.scores[scores.is_positive]
+        losses = -np.log(np.maximum(probabilities, LEAST_PROBABILITY))
         total += float(scores.weights[scores.is_positive] @ losses)
     return _divided(total, float(predictions.confusion.sum()))
 
@@ -255,7 +255,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _divided(total: float, count: float) -> float:
-    return total / count if count > 0 else math.nan
+    if count <= 0:
+        return math.nan
+    return total / count
 
 
 # ---- the table of metrics ------------------------------------------------------------------------
@@ -278,13 +280,17 @@ class Metric:
 
     @property
     def scale(self) -> float:
-        """What a value is multiplied by in tables."""
-        return 100.0 if self.unit == "%" else 1.0
+        """The factor of a value in tables."""
+        if self.unit == "%":
+            return 100.0
+        return 1.0
 
     @property
     def digits(self) -> int:
         """The decimals that tables show."""
-        return 2 if self.unit == "%" else 4
+        if self.unit == "%":
+            return 2
+        return 4
 
     def text(self, value: float) -> str:
         """A value as people read it.
@@ -305,7 +311,9 @@ class Metric:
         if self.needs_scores and not predictions.by_class:
             return None
         value = self.formula(predictions)
-        return value if math.isfinite(value) else None
+        if not math.isfinite(value):
+            return None
+        return value
 
 
 _ALL = (
@@ -392,13 +400,13 @@ NO_METRICS = RunMetrics()
 """Those of a run that records accuracy only."""
 
 
-def unknown_metric(name: str, known: Sequence[str]) -> str:
-    """What to write instead of a name that is not among those known; empty if it is."""
-    if name in known:
+def unknown_metric(name: str, allowed: Sequence[str]) -> str:
+    """Returns advice if a name is not allowed, or an empty string."""
+    if name in allowed:
         return ""
     if name == ACCURACY:
         return "leave it out: every run has accuracy"
-    return suggestion(name, known)
+    return suggestion(name, allowed)
 
 
 def larger_is_better(metric: str) -> bool:
@@ -417,7 +425,9 @@ def better(metric: str, new: float | None, old: float | None) -> bool:
         return False
     if old is None or math.isnan(old):
         return True
-    return new > old if larger_is_better(metric) else new < old
+    if larger_is_better(metric):
+        return new > old
+    return new < old
 
 
 def best_round(metric: str, values: Mapping[int, float | None]) -> int | None:
@@ -429,8 +439,9 @@ def best_round(metric: str, values: Mapping[int, float | None]) -> int | None:
     (2, None)
     """
     best: int | None = None
+    best_value: float | None = None
     for number, value in values.items():
-        old = values[best] if best is not None else None
-        if better(metric, value, old):
+        if better(metric, value, best_value):
             best = number
+            best_value = value
     return best

@@ -28,20 +28,22 @@ def weight_divergence(a: Tensors, b: Tensors) -> tuple[float, float]:
     >>> weight_divergence({"w": torch.tensor([3.0, 0.0])}, {"w": torch.tensor([0.0, 4.0])})
     (7.0, 5.0)
     """
-    total = squares = 0.0
+    total = 0.0
+    squares = 0.0
     for name, value in a.items():
         if name not in b or b[name].shape != value.shape:
             raise ConfigError(
                 f"entry {name!r} is not in both models with one shape: they cannot be compared"
             )
-        gap = value.detach().double() - b[name].detach().double()
-        total, squares = total + float(gap.abs().sum()), squares + float(gap.square().sum())
+        difference = value.detach().double() - b[name].detach().double()
+        total += float(difference.abs().sum())
+        squares += float(difference.square().sum())
     return total, float(np.sqrt(squares))
 
 
 def distribution_distance(class_accuracy: TensorLike, proportions: TensorLike) -> float:
-    """``sum_c |A_c / sum A - p_c|``: how unlike a client's labels are to what a model is good at;
-    in [0, 2].
+    """``sum_c |A_c / sum A - p_c|``: the distance between a client's label distribution and a
+    model's distribution of class accuracies; in [0, 2].
 
     class_accuracy, proportions: (C,). Classes without accuracy are left out of both; NaN for a
     model right nowhere.
@@ -53,16 +55,17 @@ def distribution_distance(class_accuracy: TensorLike, proportions: TensorLike) -
     >>> distribution_distance([0.5, 0.5], [1.0, 0.0])
     1.0
     """
-    accuracy, shares = (
-        values(class_accuracy, 1, "class accuracies"),
-        values(proportions, 1, "label shares"),
-    )
+    accuracy = values(class_accuracy, 1, "class accuracies")
+    shares = values(proportions, 1, "label shares")
     same_classes(accuracy, shares)
-    known = ~np.isnan(accuracy)
-    total, own = float(accuracy[known].sum()), float(shares[known].sum())
-    if total <= 0 or own <= 0:
+    measured = ~np.isnan(accuracy)
+    accuracy = accuracy[measured]
+    shares = shares[measured]
+    total_accuracy = float(accuracy.sum())
+    total_share = float(shares.sum())
+    if total_accuracy <= 0 or total_share <= 0:
         return float("nan")
-    return float(np.abs(accuracy[known] / total - shares[known] / own).sum())
+    return float(np.abs(accuracy / total_accuracy - shares / total_share).sum())
 
 
 def gradient_diversity(gradients: list[Tensors]) -> float:
@@ -81,12 +84,16 @@ def gradient_diversity(gradients: list[Tensors]) -> float:
     """
     if not gradients:
         return float("nan")
-    own = mean = 0.0
+    clients = len(gradients)
+    mean_of_squares = 0.0
+    square_of_mean = 0.0
     for name in gradients[0]:
-        each = [g[name].detach().double() for g in gradients]
-        own += sum(float(g.square().sum()) for g in each) / len(each)
-        mean += float((torch.stack(each).sum(0) / len(each)).square().sum())
-    return own / mean if mean > 0 else float("nan")
+        entries = [gradient[name].detach().double() for gradient in gradients]
+        mean_of_squares += sum(float(entry.square().sum()) for entry in entries) / clients
+        square_of_mean += float((torch.stack(entries).sum(0) / clients).square().sum())
+    if not square_of_mean > 0:
+        return float("nan")
+    return mean_of_squares / square_of_mean
 
 
 # Weight alignment: whether the same units of two models still stand for the same classes.
@@ -101,18 +108,18 @@ def preferred_classes(activations: Tensor, labels: Tensor, classes: int) -> Tens
 
     Source: FedNTD, sec. 5.1.
     Reading: the text takes the mean over a class's examples, the definition their sum; on a test
-    set with equally many examples a class both give the same classes. We take the mean, which
-    others do not distort.
+    set with equally many examples of each class, both give the same classes. We take the mean,
+    which unequal numbers of examples do not distort.
 
     >>> preferred_classes(torch.tensor([[1.0, 0.0], [0.0, 3.0]]), torch.tensor([0, 1]), 2)
     tensor([0, 1])
     """
     if not len(labels):
         raise ConfigError("the class of a unit needs at least one example")
-    labels, outputs = labels.cpu(), activations.detach().cpu().double()
-    sums = torch.zeros(classes, outputs.shape[1], dtype=torch.float64).index_add_(
-        0, labels, outputs
-    )
+    labels = labels.cpu()
+    outputs = activations.detach().cpu().double()
+    zeros = torch.zeros(classes, outputs.shape[1], dtype=torch.float64)
+    sums = zeros.index_add_(0, labels, outputs)
     counts = torch.bincount(labels, minlength=classes).unsqueeze(1)
     means = torch.where(counts > 0, sums / counts.clamp(min=1), -torch.inf)
     return means.argmax(0)

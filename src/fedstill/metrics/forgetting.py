@@ -27,7 +27,9 @@ def forgetting(class_accuracy: TensorLike) -> float:
     0.125
     """
     running = running_forgetting(class_accuracy)
-    return running[-1] if running else 0.0
+    if not running:
+        return 0.0
+    return running[-1]
 
 
 def forgetting_by_class(class_accuracy: TensorLike) -> Values:
@@ -43,8 +45,10 @@ def forgetting_by_class(class_accuracy: TensorLike) -> Values:
     array([ 0.5 , -0.25])
     """
     accuracy = values(class_accuracy, 2, "class accuracies of all rounds")
-    earlier, last = accuracy[:-1] if len(accuracy) > 1 else accuracy, accuracy[-1]
-    lost: Values = np.fmax.reduce(earlier, axis=0) - last
+    earlier = accuracy
+    if len(accuracy) > 1:
+        earlier = accuracy[:-1]
+    lost: Values = np.fmax.reduce(earlier, axis=0) - accuracy[-1]
     return lost
 
 
@@ -68,23 +72,28 @@ def running_forgetting(class_accuracy: TensorLike) -> list[float]:
 # Prediction consistency: whether a model is still good at the same classes as one before it.
 
 
-def consistency(before: TensorLike, after: TensorLike) -> float:
+def consistency(previous: TensorLike, current: TensorLike) -> float:
     """The cosine of two models' class accuracies: 1 for equal profiles, 0 for models with no class
     in common.
 
-    before, after: (C,) in [0, 1]. Classes without accuracy in either are left out; NaN for a model
-    that is right nowhere.
+    previous, current: (C,) in [0, 1]. Classes without accuracy in either are left out; NaN for a
+    model that is right nowhere.
 
     Source: FedNTD, fig. 2(b) (consecutive rounds); SFedKD, fig. 1(b) (consecutive clients).
 
     >>> consistency([0.6, 0.0], [0.3, 0.0])
     1.0
     """
-    old, new = values(before, 1, "accuracies before"), values(after, 1, "accuracies after")
+    old = values(previous, 1, "accuracies before")
+    new = values(current, 1, "accuracies after")
     same_classes(old, new)
-    known = ~(np.isnan(old) | np.isnan(new))
-    lengths = float(np.linalg.norm(old[known]) * np.linalg.norm(new[known]))
-    return float(old[known] @ new[known]) / lengths if lengths > 0 else float("nan")
+    measured = ~(np.isnan(old) | np.isnan(new))
+    old = old[measured]
+    new = new[measured]
+    lengths = float(np.linalg.norm(old) * np.linalg.norm(new))
+    if not lengths > 0:
+        return float("nan")
+    return float(old @ new) / lengths
 
 
 def running_consistency(class_accuracy: TensorLike) -> list[float]:

@@ -47,16 +47,15 @@ def local_accuracies(
     if not measured:
         return {}
     counts = np.asarray([e["label_counts"] for e in measured], dtype=np.float64)
-    shares, sizes = counts / counts.sum(1, keepdims=True), counts.sum(1)
+    sizes = counts.sum(1)
+    shares = counts / counts.sum(1, keepdims=True)
     local = [class_accuracy(e["correct_by_class"], totals) for e in measured]
     out: dict[str, float] = {}
-    for form, seen in (("", False), ("_seen", True)):
+    for form, unweighted in (("", False), ("_seen", True)):
         for side, accuracy in (("in", in_local_accuracy), ("out", out_local_accuracy)):
-            by_client = [accuracy(a, p, seen) for a, p in zip(local, shares, strict=True)]
-            out |= {
-                f"{side}_local_accuracy{form}{k}": v
-                for k, v in over_clients(by_client, sizes).items()
-            }
+            by_client = [accuracy(a, p, unweighted) for a, p in zip(local, shares, strict=True)]
+            for key, value in over_clients(by_client, sizes).items():
+                out[f"{side}_local_accuracy{form}{key}"] = value
     mean_share = shares.mean(0)
     for model, accuracy_by_class in (("received", received), ("global", aggregated)):
         out[f"{model}_in_local_accuracy"] = in_local_accuracy(accuracy_by_class, mean_share)
@@ -79,17 +78,19 @@ def by_epoch(
     for event in clients:
         if "correct_by_epoch" in event:
             stages.setdefault(event["name"], []).append(event)
-    by_stage = {name: _epochs(events, totals) for name, events in stages.items()}
-    return {"by_epoch": by_stage} if by_stage else {}
+    if not stages:
+        return {}
+    return {"by_epoch": {name: _epochs(events, totals) for name, events in stages.items()}}
 
 
 def _epochs(events: Sequence[Mapping[str, Any]], totals: Sequence[int]) -> dict[str, Any]:
     out: dict[str, Any] = {"clients": len(events)}
     for epoch in range(max(len(e["correct_by_epoch"]) for e in events)):
-        there = [e for e in events if epoch < len(e["correct_by_epoch"])]
-        local = [class_accuracy(e["correct_by_epoch"][epoch], totals) for e in there]
-        counts = np.asarray([e["label_counts"] for e in there], dtype=np.float64)
-        shares, sizes = counts / counts.sum(1, keepdims=True), counts.sum(1)
+        measured = [e for e in events if epoch < len(e["correct_by_epoch"])]
+        local = [class_accuracy(e["correct_by_epoch"][epoch], totals) for e in measured]
+        counts = np.asarray([e["label_counts"] for e in measured], dtype=np.float64)
+        sizes = counts.sum(1)
+        shares = counts / counts.sum(1, keepdims=True)
         for side, accuracy in (("in", in_local_accuracy), ("out", out_local_accuracy)):
             by_client = [accuracy(a, p) for a, p in zip(local, shares, strict=True)]
             for key, value in over_clients(by_client, sizes).items():
@@ -107,10 +108,8 @@ def over_clients(by_client: Sequence[float], sizes: TensorLike) -> dict[str, flo
     >>> over_clients([0.0, 1.0], [1, 3])["_weighted"]
     0.75
     """
-    numbers, weights = (
-        values(by_client, 1, "numbers of clients"),
-        values(sizes, 1, "sizes of clients"),
-    )
+    numbers = values(by_client, 1, "numbers of clients")
+    weights = values(sizes, 1, "sizes of clients")
     out: dict[str, float] = {}
     for key, weight in (("", np.ones_like(weights)), ("_weighted", weights)):
         mean = mean_over_classes(numbers, weight)
@@ -118,7 +117,7 @@ def over_clients(by_client: Sequence[float], sizes: TensorLike) -> dict[str, flo
     return out
 
 
-# What each client's own model knows of its held-out data and of the public images: the measure
+# Accuracy of each client's own model on its held-out data and on the public images: the measure
 # ``private_public``.
 
 
@@ -139,38 +138,46 @@ def private_public(clients: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     out: dict[str, Any] = {}
     for kind in ("private", "public"):
-        after, before = dict[str, float](), dict[str, float]()
+        final: dict[str, float] = {}
+        initial: dict[str, float] = {}
         for event in clients:
-            counted = event.get(kind, {}) if isinstance(event.get(kind), Mapping) else {}
-            total = sum(counted.get("counts", ()))
+            counts = _counts(event, kind)
+            total = sum(counts.get("counts", ()))
             if not total or event["client"] == SERVER_ID:
                 continue
-            name = str(event["client"])
-            after[name] = sum(counted["after"]) / total
-            if "before" in counted:
-                before[name] = sum(counted["before"]) / total
-        if after:
-            out[f"{kind}_accuracy"] = sum(after.values()) / len(after)
-            out[f"{kind}_by_client"] = after
-        if before:
-            out[f"{kind}_before_by_client"] = before
-    on_public = [
-        e for e in clients if e["client"] == SERVER_ID and isinstance(e.get("public"), Mapping)
-    ]
-    taught = [e["public"] for e in on_public if sum(e["public"].get("counts", ()))]
-    if taught:
-        out["server_public_accuracy"] = sum(taught[-1]["after"]) / sum(taught[-1]["counts"])
+            client = str(event["client"])
+            final[client] = sum(counts["after"]) / total
+            if "before" in counts:
+                initial[client] = sum(counts["before"]) / total
+        if final:
+            out[f"{kind}_accuracy"] = sum(final.values()) / len(final)
+            out[f"{kind}_by_client"] = final
+        if initial:
+            out[f"{kind}_before_by_client"] = initial
+
+    at_server = [_counts(e, "public") for e in clients if e["client"] == SERVER_ID]
+    labelled = [counts for counts in at_server if sum(counts.get("counts", ()))]
+    if labelled:
+        counts = labelled[-1]
+        out["server_public_accuracy"] = sum(counts["after"]) / sum(counts["counts"])
     return out
 
 
-# What clients' own models are worth to them: the numbers of methods that leave each client a model
-# of its own.
+def _counts(event: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """An event's counts of the kind private or public; empty if it has none."""
+    counts = event.get(kind)
+    if not isinstance(counts, Mapping):
+        return {}
+    return counts
+
+
+# Accuracy of clients' own models, for methods that leave each client a model of its own.
 
 
 def personal_accuracies(
     class_accuracy: Mapping[int, TensorLike], label_counts: Sequence[Sequence[int]]
 ) -> dict[int, float]:
-    """{client: accuracy of its answer on test examples whose classes are distributed as its own
+    """{client: accuracy of its model on test examples whose classes are distributed as its own
     data}.
 
     class_accuracy: (C,) by client; label_counts: (clients, C). A client without data, or none of
@@ -182,8 +189,11 @@ def personal_accuracies(
     out: dict[int, float] = {}
     for client, accuracy in class_accuracy.items():
         counts = np.asarray(label_counts[client], dtype=np.float64)
-        mine = in_local_accuracy(accuracy, counts / counts.sum()) if counts.sum() else float("nan")
-        out |= {} if np.isnan(mine) else {client: mine}
+        if not counts.sum():
+            continue
+        personal = in_local_accuracy(accuracy, counts / counts.sum())
+        if not np.isnan(personal):
+            out[client] = personal
     return out
 
 
@@ -192,7 +202,8 @@ def personal_answers(
     best: Mapping[int, TensorLike],
     label_counts: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """What the clients' own models can do, over the clients whose models were measured.
+    """Accuracy and forgetting of the clients' own models, over the clients whose models were
+    measured.
 
     class_accuracy: (C,) by client, of its own model; best: by client, the best of its earlier looks
     for each class;
@@ -210,10 +221,17 @@ def personal_answers(
     if not by_client:
         return {}
     table = np.stack([values(class_accuracy[c], 1, "class accuracies") for c in by_client])
-    means = [
-        float(np.nanmean(column)) if not np.isnan(column).all() else None for column in table.T
-    ]
+    means: list[float | None] = []
+    for column in table.T:
+        mean = None
+        if not np.isnan(column).all():
+            mean = float(np.nanmean(column))
+        means.append(mean)
+
     lost = [_lost(class_accuracy[c], best[c], label_counts[c]) for c in by_client if c in best]
+    mean_lost = 0.0
+    if lost:
+        mean_lost = float(np.mean(lost))
     numbers = list(by_client.values())
     return {
         "personal_accuracy": float(np.mean(numbers)),
@@ -221,23 +239,25 @@ def personal_answers(
         "personal_by_client": {str(client): value for client, value in sorted(by_client.items())},
         "personal_class_accuracy": means,
         "personal_clients": len(by_client),
-        "personal_forgetting": float(np.mean(lost)) if lost else 0.0,
+        "personal_forgetting": mean_lost,
     }
 
 
-def _lost(now: TensorLike, best: TensorLike, counts: Sequence[int]) -> float:
-    own = [c for c, count in enumerate(counts) if count > 0]
-    before, after = (values(accuracy, 1, "class accuracies").take(own) for accuracy in (best, now))
-    return forgetting(np.stack([before, after]))
+def _lost(current: TensorLike, best: TensorLike, counts: Sequence[int]) -> float:
+    """The forgetting of a client's own classes."""
+    classes = [c for c, count in enumerate(counts) if count > 0]
+    best_accuracy = values(best, 1, "class accuracies").take(classes)
+    accuracy = values(current, 1, "class accuracies").take(classes)
+    return forgetting(np.stack([best_accuracy, accuracy]))
 
 
-# What a client that asked for classes gained on them, and what it lost on its own.
+# Gain of a querying client on the queried classes, and forgetting of its own classes.
 
 
-def query_accuracy_gain(before: TensorLike, after: TensorLike, query: Iterable[int]) -> float:
+def query_accuracy_gain(local: TensorLike, final: TensorLike, query: Iterable[int]) -> float:
     """The mean gain in accuracy over the queried classes.
 
-    before, after: (C,) class accuracies in [0, 1] of the local model and of the model after the
+    local, final: (C,) class accuracies in [0, 1] of the local model and of the model after the
     query; query: class ids. Gives a number in [-1, 1], higher is better; NaN for an empty query.
     Raises ConfigError for a class id outside [0, C).
 
@@ -246,7 +266,8 @@ def query_accuracy_gain(before: TensorLike, after: TensorLike, query: Iterable[i
     >>> query_accuracy_gain([0.0, 0.9], [0.5, 0.8], query=[0])
     0.5
     """
-    old, new = values(before, 1, "accuracies before"), values(after, 1, "accuracies after")
+    old = values(local, 1, "accuracies before")
+    new = values(final, 1, "accuracies after")
     same_classes(old, new)
     weights = np.zeros_like(old)
     for c in query:
@@ -256,11 +277,11 @@ def query_accuracy_gain(before: TensorLike, after: TensorLike, query: Iterable[i
     return mean_over_classes(new - old, weights)
 
 
-def query_forgetting(before: TensorLike, after: TensorLike, proportions: TensorLike) -> float:
+def query_forgetting(local: TensorLike, final: TensorLike, proportions: TensorLike) -> float:
     """The mean loss of accuracy over the client's own classes; gains do not make up for losses.
 
-    before, after: (C,) class accuracies in [0, 1]; proportions: (C,), own classes are those
-    above 0. Gives ``mean min(0, after - before)`` in [-1, 0], higher is better; NaN for a client
+    local, final: (C,) class accuracies in [0, 1]; proportions: (C,), own classes are those
+    above 0. Gives ``mean min(0, final - local)`` in [-1, 0], higher is better; NaN for a client
     without classes.
 
     Source: QKT, sec. 4.1 and appendix A.2 (Forgetting).
@@ -269,13 +290,14 @@ def query_forgetting(before: TensorLike, after: TensorLike, proportions: TensorL
     >>> query_forgetting([0.75, 0.5, 0.0], [0.5, 1.0, 0.5], proportions=[0.5, 0.5, 0.0])
     -0.125
     """
-    old, new = values(before, 1, "accuracies before"), values(after, 1, "accuracies after")
+    old = values(local, 1, "accuracies before")
+    new = values(final, 1, "accuracies after")
     shares = values(proportions, 1, "label shares")
     same_classes(old, new, shares)
     return mean_over_classes(np.minimum(0.0, new - old), (shares > 0).astype(np.float64))
 
 
-# What clients gained and lost by their queries: per client and over clients, from the events of a
+# Gains and losses of clients by their queries: per client and over clients, from the events of a
 # journal.
 
 
@@ -288,13 +310,11 @@ QUERY_MEASURES = (
     "uniform_accuracy",
     "average_accuracy_before",
 )
-"""What is measured of a client that asked; over clients it is journaled as ``query_`` and the
-name.
-"""
+"""The numbers of a querying client; the journal has their means over clients as ``query_NAME``."""
 
 UNTAUGHT = "query_untaught"
-"""How many of the clients that asked had no teacher at all (QKT's T_Q is empty); they learned
-nothing by asking.
+"""How many of the querying clients had no teacher at all (QKT's T_Q is empty); they learned nothing
+from their peers.
 """
 
 
@@ -307,7 +327,7 @@ def answers(
     totals: Sequence[int],
     personal: Collection[str],
 ) -> dict[str, Any]:
-    """What each client that asked can do now, what it could do alone, and the means over these
+    """The accuracy of each querying client after its query and alone, and the means over these
     clients.
 
     queries: class ids by client; label_counts: (C,) by client; alone: each client's event of the
@@ -319,58 +339,83 @@ def answers(
     ``query_untaught`` how many clients nobody taught, where the method says it. Clients that nobody
     taught count in all means. Empty without queries. Source: QKT, appendix A.2.
     """
-    own = {e["client"]: e for e in acted if e["name"] in personal and "correct_by_class" in e}
-    by_client = [
-        _one(c, query, label_counts[c], alone.get(c), own.get(c), server, totals)
-        for c, query in sorted(queries.items())
-    ]
+    personal_events = {
+        e["client"]: e for e in acted if e["name"] in personal and "correct_by_class" in e
+    }
+    by_client = []
+    for client, query in sorted(queries.items()):
+        event = personal_events.get(client)
+        final = _measured_accuracy(event, totals)
+        if final is None:
+            others = server.get("others", {})
+            final = others.get(f"client {client}", server)["class_accuracy"]
+        counts = label_counts[client]
+        shares = np.asarray(counts, dtype=np.float64) / max(sum(counts), 1)
+        local = _measured_accuracy(alone.get(client), totals)
+        by_client.append(
+            {
+                "client": client,
+                "query": list(query),
+                "teachers": _teacher_count(event),
+                **_query_numbers(local, final, shares, query),
+            }
+        )
     if not by_client:
         return {}
+    return {"answers": by_client, **_means_over_queries(by_client)}
+
+
+def _query_numbers(
+    local: TensorLike | None, final: TensorLike, shares: TensorLike, query: Sequence[int]
+) -> dict[str, float | None]:
+    """The numbers of ``QUERY_MEASURES``, from class accuracies (C,) of the local and the final
+    model; None if there is no local model.
+    """
+    numbers: dict[str, float | None] = {
+        "average_accuracy": _or_none(average_accuracy(final, shares, query)),
+        "uniform_accuracy": _or_none(uniform_accuracy(final, shares, query)),
+        "gain": None,
+        "forgetting": None,
+        "average_accuracy_before": None,
+    }
+    if local is not None:
+        numbers["gain"] = _or_none(query_accuracy_gain(local, final, query))
+        numbers["forgetting"] = _or_none(query_forgetting(local, final, shares))
+        numbers["average_accuracy_before"] = _or_none(average_accuracy(local, shares, query))
+    return numbers
+
+
+def _means_over_queries(by_client: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means and spreads over querying clients, and how many of them had no teacher."""
     means: dict[str, Any] = {}
     for name in QUERY_MEASURES:
-        known = [f[name] for f in by_client if f[name] is not None]
-        means[f"query_{name}"] = float(np.mean(known)) if known else None
-        means[f"query_{name}_std"] = float(np.std(known)) if known else None
-    taught = [f["teachers"] for f in by_client if f["teachers"] is not None]
-    means |= {UNTAUGHT: taught.count(0)} if taught else {}
-    return {"answers": by_client, **means}
+        numbers = [fields[name] for fields in by_client if fields[name] is not None]
+        means[f"query_{name}"] = None
+        means[f"query_{name}_std"] = None
+        if numbers:
+            means[f"query_{name}"] = float(np.mean(numbers))
+            means[f"query_{name}_std"] = float(np.std(numbers))
+    teachers = [fields["teachers"] for fields in by_client if fields["teachers"] is not None]
+    if teachers:
+        means[UNTAUGHT] = teachers.count(0)
+    return means
 
 
-def _one(
-    client: int,
-    query: Sequence[int],
-    counts: Sequence[int],
-    alone: EventFields | None,
-    own: EventFields | None,
-    server: EventFields,
-    totals: Sequence[int],
-) -> dict[str, Any]:
-    before = _of(alone, totals)
-    after = _of(own, totals)
-    if after is None:
-        after = server.get("others", {}).get(f"client {client}", server)["class_accuracy"]
-    shares = np.asarray(counts, dtype=np.float64) / max(sum(counts), 1)
-    return {
-        "client": client,
-        "query": list(query),
-        "teachers": len(own["teachers"]) if own and "teachers" in own else None,
-        "average_accuracy": _or_none(average_accuracy(after, shares, query)),
-        "uniform_accuracy": _or_none(uniform_accuracy(after, shares, query)),
-        "gain": None if before is None else _or_none(query_accuracy_gain(before, after, query)),
-        "forgetting": None if before is None else _or_none(query_forgetting(before, after, shares)),
-        "average_accuracy_before": None
-        if before is None
-        else _or_none(average_accuracy(before, shares, query)),
-    }
+def _teacher_count(event: EventFields | None) -> int | None:
+    """How many teachers a client had, if its method reports them."""
+    if not event or "teachers" not in event:
+        return None
+    return len(event["teachers"])
 
 
-def _of(event: EventFields | None, totals: Sequence[int]) -> TensorLike | None:
-    return (
-        class_accuracy(event["correct_by_class"], totals)
-        if event and "correct_by_class" in event
-        else None
-    )
+def _measured_accuracy(event: EventFields | None, totals: Sequence[int]) -> TensorLike | None:
+    """The class accuracies (C,) in a client's event; None if there are none."""
+    if not event or "correct_by_class" not in event:
+        return None
+    return class_accuracy(event["correct_by_class"], totals)
 
 
 def _or_none(value: float) -> float | None:
-    return None if np.isnan(value) else value
+    if np.isnan(value):
+        return None
+    return value

@@ -34,10 +34,11 @@ RATES = (0.001, 0.01)
 GRID = tuple(round(10 ** (-3 + i / 8), 6) for i in range(25))
 """False positives at which a curve is kept for drawing: eight steps to each power of ten."""
 
-LEAST_OUT, MANY_OUT = 3, 64
-"""From how many "out" models there is a likelihood ratio; from how many each example has a variance
-of its own.
-"""
+LEAST_OUT = 3
+"""The number of "out" models from which on there is a likelihood ratio."""
+
+MANY_OUT = 64
+"""The number of "out" models from which on each example has a variance of its own."""
 
 LEVEL = 0.95
 """How sure intervals are."""
@@ -55,11 +56,11 @@ def confidences(logits: Tensor, labels: Tensor) -> Values:
     array([1.5, 0. ])
     """
     wide = logits.detach().cpu().double()
-    true = torch.nn.functional.one_hot(labels.cpu(), wide.shape[1]).bool()
-    others = wide.masked_fill(true, -torch.inf).logsumexp(1)
-    phi = wide[true] - others
-    out: Values = torch.where(wide.isfinite().all(1), phi, 0.0).numpy()
-    return out
+    is_label = torch.nn.functional.one_hot(labels.cpu(), wide.shape[1]).bool()
+    other_classes = wide.masked_fill(is_label, -torch.inf).logsumexp(1)
+    phi = wide[is_label] - other_classes
+    finite: Values = torch.where(wide.isfinite().all(1), phi, 0.0).numpy()
+    return finite
 
 
 def likelihood_ratios(target: TensorLike, out: TensorLike) -> Values:
@@ -70,15 +71,16 @@ def likelihood_ratios(target: TensorLike, out: TensorLike) -> Values:
     offline likelihood ratio does, and does not round to 1 in the tail. Below 64 models one variance
     is taken for all examples, as in the source; the deviation then does not change the order.
     """
-    phi, others = values(target, 1, "confidences"), values(out, 2, "confidences of other models")
-    variance = others.var(0, ddof=1)
-    if len(others) < MANY_OUT:
-        variance = np.full_like(variance, variance.mean() if len(variance) else 0.0)
-    ratios: Values = (phi - others.mean(0)) / np.maximum(np.sqrt(variance), _TINY)
+    phi = values(target, 1, "confidences")
+    out_phi = values(out, 2, "confidences of other models")
+    variance = out_phi.var(0, ddof=1)
+    if len(variance) and len(out_phi) < MANY_OUT:
+        variance = np.full_like(variance, variance.mean())
+    ratios: Values = (phi - out_phi.mean(0)) / np.maximum(np.sqrt(variance), _TINY)
     return ratios
 
 
-def auc_interval(members: TensorLike, others: TensorLike) -> tuple[float, float, float]:
+def auc_interval(members: TensorLike, nonmembers: TensorLike) -> tuple[float, float, float]:
     """The area under the curve, and the ends of its interval.
 
     The area is the share of pairs in which the member's score is higher, ties counted half (Mann &
@@ -92,19 +94,20 @@ def auc_interval(members: TensorLike, others: TensorLike) -> tuple[float, float,
     """
     from scipy.special import ndtri
 
-    inside, outside = values(members, 1, "scores"), values(others, 1, "scores")
-    m, n = len(inside), len(outside)
-    every = _ranks(np.concatenate([inside, outside]))
-    # of each member: the share of the others that it is above
-    above = (every[:m] - _ranks(inside)) / n
-    below = 1 - (every[m:] - _ranks(outside)) / m
-    area = float(above.mean())
+    inside = values(members, 1, "scores")
+    outside = values(nonmembers, 1, "scores")
+    m = len(inside)
+    n = len(outside)
+    ranks = _ranks(np.concatenate([inside, outside]))
+    # For each member the share of the nonmembers below it; for each nonmember, of members above it.
+    below = (ranks[:m] - _ranks(inside)) / n
+    above = 1 - (ranks[m:] - _ranks(outside)) / m
+    area = float(below.mean())
     if m < 2 or n < 2:
         return area, 0.0, 1.0
-    wide = float(ndtri(0.5 + LEVEL / 2)) * float(
-        np.sqrt(above.var(ddof=1) / m + below.var(ddof=1) / n)
-    )
-    return area, max(0.0, area - wide), min(1.0, area + wide)
+    error = float(np.sqrt(below.var(ddof=1) / m + above.var(ddof=1) / n))
+    half_width = float(ndtri(0.5 + LEVEL / 2)) * error
+    return area, max(0.0, area - half_width), min(1.0, area + half_width)
 
 
 def _ranks(scores: Values) -> Values:
@@ -114,24 +117,28 @@ def _ranks(scores: Values) -> Values:
     return ranks
 
 
-def hits(members: TensorLike, others: TensorLike, rates: Sequence[float]) -> list[int]:
-    """How many members are found where at most these shares of the others are taken for members.
+def hits(members: TensorLike, nonmembers: TensorLike, rates: Sequence[float]) -> list[int]:
+    """How many members are found where at most these shares of the nonmembers are taken for
+    members.
 
-    A threshold is one of the scores. All examples with that score are on one side of it: a group of
-    ties that would take in too many others is left out as a whole, and there is no line between two
-    thresholds. With fewer than 1 / rate others, none of them may be taken in.
+    A threshold is one of the scores, and all examples with that score are on one side of it. A
+    group of ties that would take in too many nonmembers is left out as a whole; there is no
+    interpolation between two thresholds. With fewer than 1 / rate nonmembers, none of them may be
+    taken in.
 
     >>> hits([9.0, 5.0, 5.0, 1.0], [5.0, 2.0, 0.0, 0.0], [0.1, 0.25])
     [1, 3]
     """
-    inside, outside = np.sort(values(members, 1, "scores")), np.sort(values(others, 1, "scores"))
-    at = np.unique(np.concatenate([inside, outside]))[::-1]
-    true = np.concatenate([[0], len(inside) - np.searchsorted(inside, at)])
-    false = np.concatenate([[0], len(outside) - np.searchsorted(outside, at)]) / len(outside)
-    return [int(true[false <= rate][-1]) for rate in rates]
+    inside = np.sort(values(members, 1, "scores"))
+    outside = np.sort(values(nonmembers, 1, "scores"))
+    thresholds = np.unique(np.concatenate([inside, outside]))[::-1]
+    true = np.concatenate([[0], len(inside) - np.searchsorted(inside, thresholds)])
+    false = np.concatenate([[0], len(outside) - np.searchsorted(outside, thresholds)])
+    false_rates = false / len(outside)
+    return [int(true[false_rates <= rate][-1]) for rate in rates]
 
 
-def rate_interval(count: int, of: int) -> tuple[float, float]:
+def rate_interval(count: int, total: int) -> tuple[float, float]:
     """The exact interval of a share that was counted (Clopper & Pearson).
 
     >>> [round(end, 4) for end in rate_interval(0, 10)]
@@ -140,25 +147,31 @@ def rate_interval(count: int, of: int) -> tuple[float, float]:
     from scipy.special import betaincinv
 
     tail = (1 - LEVEL) / 2
-    low = float(betaincinv(count, of - count + 1, tail)) if count > 0 else 0.0
-    high = float(betaincinv(count + 1, of - count, 1 - tail)) if count < of else 1.0
+    low = 0.0
+    high = 1.0
+    if count > 0:
+        low = float(betaincinv(count, total - count + 1, tail))
+    if count < total:
+        high = float(betaincinv(count + 1, total - count, 1 - tail))
     return low, high
 
 
-def attack(members: TensorLike, others: TensorLike) -> dict[str, Any]:
-    """An attack's curve in numbers, from the scores of members and of others; at least one of each.
+def attack(members: TensorLike, nonmembers: TensorLike) -> dict[str, Any]:
+    """An attack's curve in numbers, from the scores of members and of nonmembers; at least one of
+    each.
 
     ``auc`` with ``auc_interval``; ``tpr_at_0.001`` and ``tpr_at_0.01``, the share of members that
     is found at these shares of false positives, with ``..._interval``; ``roc``, the same at every
     share of ``GRID``. An interval of a share takes the threshold as given.
     """
     inside = values(members, 1, "scores")
-    area, *ends = auc_interval(inside, others)
+    area, *ends = auc_interval(inside, nonmembers)
     out: dict[str, Any] = {"auc": _short(area), "auc_interval": [_short(v) for v in ends]}
-    for rate, count in zip(RATES, hits(inside, others, RATES), strict=True):
+    for rate, count in zip(RATES, hits(inside, nonmembers, RATES), strict=True):
         out[f"tpr_at_{rate}"] = _short(count / len(inside))
         out[f"tpr_at_{rate}_interval"] = [_short(v) for v in rate_interval(count, len(inside))]
-    return {**out, "roc": [_short(count / len(inside)) for count in hits(inside, others, GRID)]}
+    out["roc"] = [_short(count / len(inside)) for count in hits(inside, nonmembers, GRID)]
+    return out
 
 
 def _short(value: float) -> float:

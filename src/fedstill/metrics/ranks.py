@@ -1,8 +1,8 @@
-"""Whether one method is above another: differences paired by seed, ranks over settings, and how
-sure both are.
+"""Comparisons of methods: differences paired by seed and ranks over settings, with intervals and
+tests.
 
-A block is one column (a setting) and one seed. Columns are chosen, not drawn: nothing here reaches
-beyond them.
+A block is one column (a setting) and one seed. Columns are chosen, not drawn, so no statement here
+extends to other settings.
 
 Functions import scipy when they are called. It takes a second, and commands that only name this
 module need none of it.
@@ -23,10 +23,10 @@ from fedstill.metrics.values import Values
 CONFIDENCE = 0.95
 
 DRAWS = 10_000
-"""How many samples are drawn where not all can be gone through."""
+"""The number of samples that are drawn if there are too many to enumerate."""
 
 EXACTLY = 16
-"""Of so many differences all signs are gone through: 65,536 of them."""
+"""The most differences for which all signs are enumerated: 65,536."""
 
 
 @dataclass(frozen=True)
@@ -63,35 +63,39 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     >>> d.mean, round(d.high - d.mean, 2), d.pairs, d.told_apart
     (3.0, 1.96, 5, True)
     """
-    both = sorted(ours.keys() & theirs.keys())
-    if not both:
+    seeds = sorted(ours.keys() & theirs.keys())
+    if not seeds:
         return None
-    apart = np.array([ours[seed] - theirs[seed] for seed in both], dtype=np.float64)
-    mean, count = float(apart.mean()), len(apart)
+    differences = np.array([ours[seed] - theirs[seed] for seed in seeds], dtype=np.float64)
+    count = len(differences)
+    mean = float(differences.mean())
     if count < 2:
-        return Difference(mean, float("nan"), float("nan"), float("nan"), count)
+        nan = float("nan")
+        return Difference(mean, low=nan, high=nan, p=nan, pairs=count)
     from scipy.special import stdtr, stdtrit
 
-    error = float(apart.std(ddof=1) / np.sqrt(count))
-    half = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
-    p = float(2 * stdtr(count - 1, -abs(mean) / error)) if error else float(mean == 0)
-    return Difference(mean, mean - half, mean + half, p, count)
+    error = float(differences.std(ddof=1) / np.sqrt(count))
+    half_width = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
+    p = float(mean == 0)
+    if error:
+        p = float(2 * stdtr(count - 1, -abs(mean) / error))
+    return Difference(mean, low=mean - half_width, high=mean + half_width, p=p, pairs=count)
 
 
-def sign_flips(apart: TensorLike, draws: int = DRAWS, seed: int = 0) -> float:
-    """How often signs drawn at random give a mean at least as far from 0: the sign-flip test, both
-    sides.
+def sign_flips(differences: TensorLike, draws: int = DRAWS, seed: int = 0) -> float:
+    """The p value of the two-sided sign-flip test: how often random signs give a mean at least as
+    far from 0.
 
-    apart: paired differences, any shape. All signs are gone through where there are at most 16
-    differences; else ``draws`` are drawn by key, and the signs that were seen count as one of them.
-    It assumes that, were the two alike, a difference would as well have the other sign.
+    differences: paired, of any shape. All signs are enumerated if there are at most 16 differences;
+    else ``draws`` are drawn by key, and the observed signs count as one of them. The test assumes
+    that a difference would have either sign with equal probability if the methods were equal.
 
     Source: Fisher 1935, section 21.
 
     >>> sign_flips([1, 2, 3, 4, 5]) == 2 / 32
     True
     """
-    flat = np.asarray(apart, dtype=np.float64).ravel()
+    flat = np.asarray(differences, dtype=np.float64).ravel()
     if not len(flat):
         return float("nan")
     exact = len(flat) <= EXACTLY
@@ -102,12 +106,14 @@ def sign_flips(apart: TensorLike, draws: int = DRAWS, seed: int = 0) -> float:
         signs = draw.choice([-1.0, 1.0], size=(draws, len(flat)))
     mean = abs(flat.sum())
     as_far = int((np.abs(signs @ flat) >= mean * (1 - 1e-12)).sum())
-    return as_far / len(signs) if exact else (as_far + 1) / (draws + 1)
+    if exact:
+        return as_far / len(signs)
+    return (as_far + 1) / (draws + 1)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """p values of several tests, adjusted so that any of them is wrongly below 0.05 in 5 of 100
-    cases at most.
+    """p values of several tests, adjusted so that the probability that any of them is wrongly below
+    0.05 is at most 0.05.
 
     Source: Holm 1979.
 
@@ -115,10 +121,11 @@ def holm(ps: Sequence[float]) -> list[float]:
     [0.03, 0.06, 0.06]
     """
     order = sorted(range(len(ps)), key=lambda i: ps[i])
-    adjusted, least = [0.0] * len(ps), 0.0
+    adjusted = [0.0] * len(ps)
+    largest = 0.0
     for place, i in enumerate(order):
-        least = max(least, min(1.0, (len(ps) - place) * ps[i]))
-        adjusted[i] = least
+        largest = max(largest, min(1.0, (len(ps) - place) * ps[i]))
+        adjusted[i] = largest
     return adjusted
 
 
@@ -129,11 +136,11 @@ def resampled_means(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> Va
     values: (…, columns, seeds). All that stands before the last two axes is drawn alike, so that
     differences of two results stay paired.
     """
-    own = np.asarray(values, dtype=np.float64)
-    columns, seeds = own.shape[-2:]
+    array = np.asarray(values, dtype=np.float64)
+    columns, seeds = array.shape[-2:]
     draw = numpy_generator(seed_for(seed, 0, 0, 0, "seeds within columns"))
     picked = draw.integers(seeds, size=(draws, columns, seeds))
-    means = [own[..., c, :][..., picked[:, c]].mean(axis=-1) for c in range(columns)]
+    means = [array[..., c, :][..., picked[:, c]].mean(axis=-1) for c in range(columns)]
     return np.moveaxis(np.mean(means, axis=0), -1, 0)
 
 
@@ -148,44 +155,45 @@ def interval(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> tuple[flo
     one column: 83 of 100), so that those of a wider share are taken, that of Student's t with
     columns x (seeds - 1) degrees of freedom.
     """
-    own = np.asarray(values, dtype=np.float64)
-    columns, seeds = own.shape
+    array = np.asarray(values, dtype=np.float64)
+    columns, seeds = array.shape
     if seeds < 2:
         return float("nan"), float("nan")
-    return _ends(resampled_means(own, draws, seed), columns, seeds)
+    return _ends(resampled_means(array, draws, seed), columns, seeds)
 
 
 def told_apart(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> list[list[bool]]:
-    """Of which two methods the interval of the mean difference leaves 0 out, both drawn alike:
-    (methods, methods).
+    """For each pair of methods, whether the interval of their mean difference excludes 0; both are
+    resampled with the same draws: (methods, methods).
 
     values: (methods, columns, seeds): scores, or ranks of them.
     """
-    own = np.asarray(values, dtype=np.float64)
-    many, columns, seeds = own.shape
-    apart = [[False] * many for _ in range(many)]
-    drawn = resampled_means(own, draws, seed)
-    for i, j in itertools.combinations(range(many), 2):
-        low, high = _ends(drawn[:, i] - drawn[:, j], columns, seeds) if seeds > 1 else (0.0, 0.0)
-        apart[i][j] = apart[j][i] = bool(low > 0 or high < 0)
-    return apart
+    array = np.asarray(values, dtype=np.float64)
+    methods, columns, seeds = array.shape
+    differ = [[False] * methods for _ in range(methods)]
+    if seeds < 2:
+        return differ
+    drawn = resampled_means(array, draws, seed)
+    for i, j in itertools.combinations(range(methods), 2):
+        low, high = _ends(drawn[:, i] - drawn[:, j], columns, seeds)
+        differ[i][j] = bool(low > 0 or high < 0)
+        differ[j][i] = differ[i][j]
+    return differ
 
 
 def _ends(drawn: Values, columns: int, seeds: int) -> tuple[float, float]:
     """The ends of the interval, given resampled means."""
     from scipy.special import ndtr, stdtrit
 
-    wide = float(np.sqrt(seeds / (seeds - 1))) * float(
-        stdtrit(columns * (seeds - 1), (1 + CONFIDENCE) / 2)
-    )
-    tail = float(ndtr(-wide))
+    quantile = float(stdtrit(columns * (seeds - 1), (1 + CONFIDENCE) / 2))
+    tail = float(ndtr(-float(np.sqrt(seeds / (seeds - 1))) * quantile))
     low, high = np.quantile(drawn, [tail, 1 - tail])
     return float(low), float(high)
 
 
 def ranks(scores: TensorLike) -> Values:
-    """The rank of each method in each block, 1 the best; those that are alike share the mean of
-    their ranks.
+    """The rank of each method in each block, 1 the best; equal scores share the mean of their
+    ranks.
 
     scores: (methods, …), more is better. Gives the same shape.
 
@@ -199,46 +207,51 @@ def ranks(scores: TensorLike) -> Values:
 
 
 def win_rate(ours: TensorLike, theirs: TensorLike) -> float:
-    """In which share of the blocks we are above them; where both are alike, it is half a win.
+    """The share of the blocks in which our score is higher; equal scores count half.
 
     >>> win_rate([3, 2, 1, 5], [1, 2, 3, 4])
     0.625
     """
-    one, other = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
-    return float(np.mean((one > other) + 0.5 * (one == other)))
+    our_scores = np.asarray(ours, dtype=np.float64)
+    their_scores = np.asarray(theirs, dtype=np.float64)
+    wins = (our_scores > their_scores) + 0.5 * (our_scores == their_scores)
+    return float(np.mean(wins))
 
 
-def bars(apart: Sequence[Sequence[bool]]) -> list[list[int]]:
-    """Groups of methods of which no two can be told apart, each as large as can be: two share a bar
-    only then.
+def bars(differ: Sequence[Sequence[bool]]) -> list[list[int]]:
+    """The largest groups of methods in which no two differ: the bars of a critical-difference
+    diagram.
 
-    apart: (methods, methods), whether two can be told apart. Groups of one are left out. They need
-    not be neighbours in rank: a bar has a mark at each method in it.
+    differ: (methods, methods), whether two methods differ. Groups of one are left out. The methods
+    of a group need not be neighbours in rank: a bar has a mark at each of its methods.
 
     Source: Bron & Kerbosch 1973.
 
     >>> bars([[False, False, True], [False, False, False], [True, False, False]])
     [[0, 1], [1, 2]]
     """
-    alike = [
-        {j for j, told in enumerate(row) if not told and j != i} for i, row in enumerate(apart)
+    neighbours = [
+        {j for j, differs in enumerate(row) if not differs and j != i}
+        for i, row in enumerate(differ)
     ]
-    out: list[list[int]] = []
+    cliques: list[list[int]] = []
 
-    def grow(group: set[int], may: set[int], had: set[int]) -> None:
-        if not may and not had:
-            out.append(sorted(group))
-        for one in sorted(may):
-            grow(group | {one}, may & alike[one], had & alike[one])
-            may, had = may - {one}, had | {one}
+    def grow(clique: set[int], candidates: set[int], excluded: set[int]) -> None:
+        if not candidates and not excluded:
+            cliques.append(sorted(clique))
+        for method in sorted(candidates):
+            near = neighbours[method]
+            grow(clique | {method}, candidates & near, excluded & near)
+            candidates = candidates - {method}
+            excluded = excluded | {method}
 
-    grow(set(), set(range(len(alike))), set())
-    return sorted(group for group in out if len(group) > 1)
+    grow(set(), set(range(len(neighbours))), set())
+    return sorted(clique for clique in cliques if len(clique) > 1)
 
 
 def nemenyi_width(methods: int, blocks: int) -> float:
-    """By how much two mean ranks must differ in Nemenyi's test at 0.05, which takes blocks as
-    independent.
+    """The critical difference of two mean ranks in Nemenyi's test at 0.05, which assumes
+    independent blocks.
 
     Source: Demsar 2006.
 
@@ -252,11 +265,13 @@ def nemenyi_width(methods: int, blocks: int) -> float:
 
 
 def share_of_gap(score: float, floor: float, ceiling: float) -> float:
-    """Where a score is between two bounds: 0 at the floor, 1 at the ceiling; NaN where these are
-    alike.
+    """The position of a score between two bounds: 0 at the floor, 1 at the ceiling; NaN if the
+    bounds are equal.
 
     >>> share_of_gap(0.625, 0.5, 1.0)
     0.25
     """
     gap = ceiling - floor
-    return (score - floor) / gap if gap else float("nan")
+    if not gap:
+        return float("nan")
+    return (score - floor) / gap

@@ -67,15 +67,15 @@ def from_histograms(report: Mapping[str, Any], positive: int) -> Predictions:
     )
 
 
-def joined(each: Sequence[Predictions]) -> Predictions:
-    """The predictions on several test sets as those on one; at least one."""
-    first = each[0]
-    confusion = sum((one.confusion for one in each), np.zeros_like(first.confusion))
-    confidences = [one.confidence for one in each if one.confidence is not None]
-    if len(confidences) < len(each):
+def joined(parts: Sequence[Predictions]) -> Predictions:
+    """The predictions on several test sets as predictions on one; at least one."""
+    first = parts[0]
+    confusion = sum((part.confusion for part in parts), np.zeros_like(first.confusion))
+    confidences = [part.confidence for part in parts if part.confidence is not None]
+    if len(confidences) < len(parts):
         return Predictions(confusion=confusion, positive=first.positive)
     by_class = [
-        _joined_scores([one.by_class[label] for one in each]) for label in range(first.classes)
+        _joined_scores([part.by_class[label] for part in parts]) for label in range(first.classes)
     ]
     return Predictions(
         confusion=confusion,
@@ -85,11 +85,11 @@ def joined(each: Sequence[Predictions]) -> Predictions:
     )
 
 
-def _joined_scores(each: Sequence[Scores]) -> Scores:
+def _joined_scores(parts: Sequence[Scores]) -> Scores:
     return Scores(
-        np.concatenate([one.is_positive for one in each]),
-        np.concatenate([one.scores for one in each]),
-        np.concatenate([one.weights for one in each]),
+        np.concatenate([part.is_positive for part in parts]),
+        np.concatenate([part.scores for part in parts]),
+        np.concatenate([part.weights for part in parts]),
     )
 
 
@@ -99,9 +99,11 @@ def auc_error(predictions: Predictions) -> float | None:
     """
     if not predictions.by_class:
         return None
-    each = [predictions.by_class[label] for label in predictions.averaged]
-    bounds = [_tied_pairs(scores) / 2 for scores in each if scores.has_two_classes]
-    return sum(bounds) / len(bounds) if bounds else None
+    by_class = [predictions.by_class[label] for label in predictions.averaged]
+    bounds = [_tied_pairs(scores) / 2 for scores in by_class if scores.has_two_classes]
+    if not bounds:
+        return None
+    return sum(bounds) / len(bounds)
 
 
 def _tied_pairs(scores: Scores) -> float:

@@ -40,8 +40,7 @@ def final_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
     >>> final_accuracy([[0.75, None], [0.25, 0.5]])
     0.375
     """
-    accuracy, _ = come(matrix, tasks)
-    return _mean(accuracy[-1])
+    return _mean(started_columns(matrix, tasks).accuracy[-1])
 
 
 def incremental_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
@@ -52,30 +51,31 @@ def incremental_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
     >>> incremental_accuracy([[0.75, None], [0.25, 0.5]])
     0.5625
     """
-    accuracy, own = come(matrix, tasks)
-    return _mean(np.array([_mean(row[own <= t]) for t, row in enumerate(accuracy)]))
+    columns = started_columns(matrix, tasks)
+    so_far = [_mean(row[columns.tasks <= t]) for t, row in enumerate(columns.accuracy)]
+    return _mean(np.array(so_far))
 
 
 def learning_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
-    """How well each task is learned at first: mean_j R[own(j), j].
+    """The accuracy on each task at its own end: mean_j R[own(j), j].
 
     Source: Riemer et al. 2019, learning accuracy.
     """
-    return _mean(_at_own_end(*come(matrix, tasks)))
+    return _mean(started_columns(matrix, tasks).at_own_end)
 
 
 def forgetting_by_column(matrix: TensorLike, tasks: Tasks = None) -> Values:
-    """What was lost of each column of an earlier task: best accuracy before the last row - a_j; NaN
-    for the others.
+    """The forgetting of each column of an earlier task: best accuracy before the last row - a_j;
+    NaN for the last task's columns.
 
     Gives (K,) numbers. Source: Chaudhry et al. 2018.
 
     >>> forgetting_by_column([[0.75, None], [0.25, 0.5]])
     array([0.5, nan])
     """
-    accuracy, own = come(matrix, tasks)
-    best = _best(accuracy[:-1])
-    return np.where(_earlier(accuracy, own), best - accuracy[-1], np.nan)
+    columns = started_columns(matrix, tasks)
+    best = _best(columns.accuracy[:-1])
+    return np.where(columns.are_earlier, best - columns.accuracy[-1], np.nan)
 
 
 def average_forgetting(matrix: TensorLike, tasks: Tasks = None) -> float:
@@ -98,11 +98,9 @@ def worst_forgetting(matrix: TensorLike, tasks: Tasks = None) -> tuple[float, in
     (20.0, 0)
     """
     lost = forgetting_by_column(matrix, tasks)
-    return (
-        (float(np.nanmax(lost)), int(np.nanargmax(lost)))
-        if np.isfinite(lost).any()
-        else (float("nan"), None)
-    )
+    if not np.isfinite(lost).any():
+        return float("nan"), None
+    return float(np.nanmax(lost)), int(np.nanargmax(lost))
 
 
 def backward_transfer(matrix: TensorLike, tasks: Tasks = None) -> float:
@@ -113,13 +111,14 @@ def backward_transfer(matrix: TensorLike, tasks: Tasks = None) -> float:
     >>> backward_transfer([[80, None, None], [78, 60, None], [75, 55, 50]])
     -5.0
     """
-    accuracy, own = come(matrix, tasks)
-    return _mean((accuracy[-1] - _at_own_end(accuracy, own))[_earlier(accuracy, own)])
+    columns = started_columns(matrix, tasks)
+    transfer = columns.accuracy[-1] - columns.at_own_end
+    return _mean(transfer[columns.are_earlier])
 
 
 def forward_transfer(matrix: TensorLike, initial: TensorLike, tasks: Tasks = None) -> float:
-    """Mean over the columns after the first task of (accuracy one task before its own - that of an
-    untrained model).
+    """Mean over the columns after the first task of (accuracy one task before the column's own -
+    accuracy of an untrained model).
 
     initial: (K,) accuracies before any training, a number for each of the matrix's columns. NaN for
     a matrix whose columns to come are blank.
@@ -129,103 +128,97 @@ def forward_transfer(matrix: TensorLike, initial: TensorLike, tasks: Tasks = Non
     >>> forward_transfer([[70, 30, 20], [80, 60, 35], [75, 65, 90]], [10, 10, 10])
     22.5
     """
-    accuracy, own = come(matrix, tasks)
-    every, untrained = (
-        values(matrix, 2, "an accuracy matrix"),
-        values(initial, 1, "accuracies of the untrained model"),
-    )
-    same_classes(every, untrained)
-    before = untrained[column_tasks(every, tasks) < len(every)]
-    later = np.flatnonzero(own > 0)
-    return _mean(accuracy[own[later] - 1, later] - before[later])
+    columns = started_columns(matrix, tasks)
+    all_columns = values(matrix, 2, "an accuracy matrix")
+    untrained = values(initial, 1, "accuracies of the untrained model")
+    same_classes(all_columns, untrained)
+    untrained = untrained[column_tasks(all_columns, tasks) < len(all_columns)]
+    later = np.flatnonzero(columns.tasks > 0)
+    one_task_earlier = columns.accuracy[columns.tasks[later] - 1, later]
+    return _mean(one_task_earlier - untrained[later])
 
 
 def learned(matrix: TensorLike, tasks: Tasks = None) -> float:
-    """What was ever known: mean_j max_t R[t, j], over the columns with an a_j.
+    """The best accuracy of each column at any time: mean_j max_t R[t, j], over the columns with an
+    a_j.
 
     final_accuracy = learned x kept = learned - lost, exactly.
     """
-    accuracy, _ = come(matrix, tasks)
+    accuracy = started_columns(matrix, tasks).accuracy
     return _mean(_best(accuracy[:, ~np.isnan(accuracy[-1])]))
 
 
 def lost(matrix: TensorLike, tasks: Tasks = None) -> float:
-    """What is gone of it: learned - final_accuracy, never below 0."""
+    """The part of ``learned`` that is forgotten: learned - final_accuracy, never below 0."""
     return learned(matrix, tasks) - final_accuracy(matrix, tasks)
 
 
 def kept_share(matrix: TensorLike, tasks: Tasks = None) -> float:
-    """How much of it is left: final_accuracy / learned, a share in [0, 1]; NaN where nothing was
-    ever known.
+    """The share of ``learned`` that remains: final_accuracy / learned, in [0, 1]; NaN if nothing
+    was learned.
 
     >>> kept_share([[0.75, None], [0.25, 0.25]])
     0.5
     """
     best = learned(matrix, tasks)
-    return final_accuracy(matrix, tasks) / best if best > 0 else float("nan")
+    if not best > 0:
+        return float("nan")
+    return final_accuracy(matrix, tasks) / best
 
 
 def with_zeros(matrix: TensorLike) -> Values:
-    """The matrix with its blanks read as 0, (T, K): what many programs keep in memory."""
+    """The matrix with 0 in place of its blanks, (T, K), as many programs store it."""
     return np.nan_to_num(values(matrix, 2, "an accuracy matrix"), nan=0.0)
 
 
-def round_forgetting(before: TensorLike, after: TensorLike) -> float:
-    """What one round took from the global model, gains not counted against it: mean_c max(0,
-    before - after).
+def round_forgetting(previous: TensorLike, current: TensorLike) -> float:
+    """The global model's forgetting in one round, without gains: mean_c max(0, previous - current).
 
-    before, after: (C,) class accuracies of the global model.
+    previous, current: (C,) class accuracies of the global model before and after the round.
 
     Source: after Flashback's idea that gains must not hide losses. Reading: its exact formula was
-    not to be had.
+    not available.
 
     >>> round_forgetting([0.75, 0.5], [0.5, 0.75])
     0.125
     """
-    start, end = (
-        values(before, 1, "class accuracies before"),
-        values(after, 1, "class accuracies after"),
-    )
+    start = values(previous, 1, "class accuracies before")
+    end = values(current, 1, "class accuracies after")
     same_classes(start, end)
     return _mean(_loss(start, end))
 
 
-def local_forgetting(before: TensorLike, local: TensorLike) -> float:
-    """The part of local training: the mean over clients of mean_c max(0, before - local_k).
+def local_forgetting(received: TensorLike, local: TensorLike) -> float:
+    """Forgetting in local training: the mean over clients of mean_c max(0, received - local_k).
 
-    before: (C,); local: (clients, C), class accuracies of each client's model after its training.
+    received: (C,) class accuracies of the global model; local: (clients, C), of each client's model
+    after its training.
     """
-    start, models = (
-        values(before, 1, "class accuracies before"),
-        values(local, 2, "class accuracies of local models"),
-    )
+    start = values(received, 1, "class accuracies before")
+    models = values(local, 2, "class accuracies of local models")
     same_classes(start, models)
     return _mean(np.array([_mean(_loss(start, model)) for model in models]))
 
 
-def aggregation_forgetting(local: TensorLike, after: TensorLike, best: bool = False) -> float:
-    """The part of aggregation: the mean over clients of mean_c max(0, local_k - after).
+def aggregation_forgetting(local: TensorLike, aggregated: TensorLike, best: bool = False) -> float:
+    """Forgetting in aggregation: the mean over clients of mean_c max(0, local_k - aggregated).
 
-    local: (clients, C); after: (C,). With ``best``, against the best client of each class instead
-    of the mean over all.
+    local: (clients, C); aggregated: (C,). With ``best``, against the best client of each class
+    instead of the mean over all.
     """
-    models, end = (
-        values(local, 2, "class accuracies of local models"),
-        values(after, 1, "class accuracies after"),
-    )
+    models = values(local, 2, "class accuracies of local models")
+    end = values(aggregated, 1, "class accuracies after")
     same_classes(models, end)
-    return _mean(
-        _loss(_best(models), end)
-        if best
-        else np.array([_mean(_loss(model, end)) for model in models])
-    )
+    if best:
+        return _mean(_loss(_best(models), end))
+    return _mean(np.array([_mean(_loss(model, end)) for model in models]))
 
 
 def by_task(matrix: TensorLike, tasks: TensorLike) -> Values:
     """A matrix of classes as one of tasks, (T, tasks): the mean over each task's classes."""
     accuracy = values(matrix, 2, "an accuracy matrix")
-    own = column_tasks(accuracy, tasks)
-    groups = [accuracy[:, own == t] for t in range(int(own.max()) + 1)]
+    task_of = column_tasks(accuracy, tasks)
+    groups = [accuracy[:, task_of == t] for t in range(int(task_of.max()) + 1)]
     return np.array([[_mean(group[row]) for group in groups] for row in range(len(accuracy))])
 
 
@@ -235,33 +228,47 @@ def column_tasks(accuracy: Values, tasks: Tasks) -> NDArray[np.int64]:
     """
     if tasks is None:
         return np.arange(accuracy.shape[1])
-    own = values(tasks, 1, "the tasks of columns")
-    if len(own) != accuracy.shape[1] or not all(t >= 0 and t == int(t) for t in own.tolist()):
+    numbers = values(tasks, 1, "the tasks of columns")
+    are_counted = all(t >= 0 and t == int(t) for t in numbers.tolist())
+    if len(numbers) != accuracy.shape[1] or not are_counted:
         raise ConfigError(
             f"a matrix of {accuracy.shape[1]} columns needs as many tasks, counted from 0, not "
-            f"{own}"
+            f"{numbers}"
         )
-    return own.astype(np.int64)
+    return numbers.astype(np.int64)
 
 
-def come(matrix: TensorLike, tasks: Tasks) -> tuple[Values, NDArray[np.int64]]:
-    """The columns whose task has come by the last row, and their tasks; ConfigError for a matrix
-    without any cell.
+@dataclass(frozen=True)
+class StartedColumns:
+    """The columns of a matrix whose task has begun by the last row.
+
+    ``accuracy``: (T, k); ``tasks``: the task of each column, (k,).
+    """
+
+    accuracy: Values
+    tasks: NDArray[np.int64]
+
+    @property
+    def are_earlier(self) -> NDArray[np.bool_]:
+        """Whether each column's task ended before the last row, (k,)."""
+        return self.tasks < len(self.accuracy) - 1
+
+    @property
+    def at_own_end(self) -> Values:
+        """The accuracy of each column at the end of its own task, (k,)."""
+        return self.accuracy[self.tasks, np.arange(len(self.tasks))]
+
+
+def started_columns(matrix: TensorLike, tasks: Tasks) -> StartedColumns:
+    """The columns whose task has begun by the last row. Raises ConfigError for a matrix without any
+    cell.
     """
     accuracy = values(matrix, 2, "an accuracy matrix")
     if not accuracy.size:
         raise ConfigError("an accuracy matrix needs a row and a column at least")
-    own = column_tasks(accuracy, tasks)
-    here = own < len(accuracy)
-    return accuracy[:, here], own[here]
-
-
-def _earlier(accuracy: Values, own: NDArray[np.int64]) -> NDArray[np.bool_]:
-    return own < len(accuracy) - 1
-
-
-def _at_own_end(accuracy: Values, own: NDArray[np.int64]) -> Values:
-    return accuracy[own, np.arange(len(own))]
+    task_of = column_tasks(accuracy, tasks)
+    has_begun = task_of < len(accuracy)
+    return StartedColumns(accuracy[:, has_begun], task_of[has_begun])
 
 
 def _best(accuracy: Values) -> Values:
@@ -269,13 +276,15 @@ def _best(accuracy: Values) -> Values:
     return best
 
 
-def _loss(before: Values, after: Values) -> Values:
-    return np.maximum(0.0, before - after)  # NaN stays NaN
+def _loss(previous: Values, current: Values) -> Values:
+    return np.maximum(0.0, previous - current)  # NaN stays NaN
 
 
 def _mean(numbers: Values) -> float:
-    some = numbers[~np.isnan(numbers)]
-    return float(some.mean()) if some.size else float("nan")
+    measured = numbers[~np.isnan(numbers)]
+    if not measured.size:
+        return float("nan")
+    return float(measured.mean())
 
 
 def stsa(matrix: TensorLike) -> float:
@@ -400,7 +409,7 @@ TABLE: tuple[Definition, ...] = (
         "worst_forgetting",
         "the largest term of average_forgetting",
         "fedstill",
-        lambda m, own: worst_forgetting(m, own)[0],
+        lambda matrix, tasks: worst_forgetting(matrix, tasks)[0],
     ),
     Definition(
         "learned",
@@ -414,14 +423,14 @@ TABLE: tuple[Definition, ...] = (
         "forgetting",
         "best earlier row - last row; columns with an earlier row",
         "FedNTD, eq. 5",
-        lambda matrix, own: forgetting(come(matrix, own)[0]),
+        lambda matrix, tasks: forgetting(started_columns(matrix, tasks).accuracy),
         differs="columns of the last task count, too, where an earlier row has them",
     ),
     Definition(
         "forgetting, blanks as 0",
         "the same, over all columns",
         "a trap",
-        lambda matrix, own: forgetting(with_zeros(come(matrix, own)[0])),
+        lambda matrix, tasks: forgetting(with_zeros(started_columns(matrix, tasks).accuracy)),
         differs="a task that had not come counts as one on which the accuracy was 0",
     ),
     _published(

@@ -17,21 +17,19 @@ from fedstill.core.labels import TensorLike
 Values = NDArray[np.float64]
 
 
-def values(numbers: TensorLike, dims: int, what: str) -> Values:
-    """The numbers as a float64 array of ``dims`` axes, ``None`` as NaN; raises ConfigError for
-    another shape.
+def values(numbers: TensorLike, dims: int, name: str) -> Values:
+    """The numbers as a float64 array of ``dims`` axes, ``None`` as NaN; raises ConfigError, which
+    has the numbers' name, for another shape.
 
     >>> values([0.5, None], 1, "accuracies")
     array([0.5, nan])
     """
     if isinstance(numbers, Tensor):
         numbers = numbers.detach().cpu().double().numpy()
-    out = np.array(numbers, dtype=np.float64)
-    if out.ndim != dims:
-        raise ConfigError(
-            f"{what} must have {dims} {'axis' if dims == 1 else 'axes'}, not the shape {out.shape}"
-        )
-    return out
+    array = np.array(numbers, dtype=np.float64)
+    if array.ndim != dims:
+        raise ConfigError(f"{name} must be {dims}-dimensional, not of shape {array.shape}")
+    return array
 
 
 def same_classes(*arrays: Values) -> None:
@@ -49,6 +47,9 @@ def mean_over_classes(numbers: Values, weights: Values) -> float:
     >>> mean_over_classes(np.array([1.0, np.nan, 0.0]), np.array([1.0, 5.0, 3.0]))
     0.25
     """
-    known = ~np.isnan(numbers)
-    total = float(weights[known].sum())
-    return float(weights[known] @ numbers[known]) / total if total > 0 else float("nan")
+    measured = ~np.isnan(numbers)
+    weights = weights[measured]
+    total = float(weights.sum())
+    if not total > 0:
+        return float("nan")
+    return float(weights @ numbers[measured]) / total
