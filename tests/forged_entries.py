@@ -13,8 +13,7 @@ from typing import Any
 
 import tomli_w
 
-from fedstill.benchmark.checking import checked_entry
-from fedstill.benchmark.entries import Entered, entries_below, read_entry
+from fedstill.benchmark.entries import Entry, find_entries, passed_checks, read_entry
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest
 from fedstill.running.result import summary_from_journal
@@ -27,13 +26,13 @@ Events = list[dict[str, Any]]
 def refusals(folder: Path) -> list[str]:
     """What is wrong with an entry: the first problem, or nothing."""
     try:
-        list(checked_entry(read_entry(folder)))
+        list(passed_checks(read_entry(folder)))
     except (ConfigError, CorruptFile) as error:
         return [str(error)]
     return []
 
 
-def told(entry: Entered, change: Callable[[dict[str, Any]], object]) -> None:
+def told(entry: Entry, change: Callable[[dict[str, Any]], object]) -> None:
     """Change what entry.toml says."""
     path = entry.folder / "entry.toml"
     tree = tomllib.loads(path.read_text())
@@ -41,27 +40,27 @@ def told(entry: Entered, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(tomli_w.dumps(tree))
 
 
-def made_on(entry: Entered, processor: str) -> None:
+def made_on(entry: Entry, processor: str) -> None:
     """Say that an entry was made on a processor."""
     told(entry, lambda tree: tree["made"].update(processor=processor))
 
 
-def sealed(entry: Entered) -> None:
+def sealed(entry: Entry) -> None:
     """Make the digests those of the files that are there."""
     files = [p for p in sorted(entry.folder.rglob("*")) if p.is_file() and p.name != "entry.toml"]
     digests = {p.relative_to(entry.folder).as_posix(): digest(p.read_bytes()) for p in files}
     told(entry, lambda tree: tree.__setitem__("digests", digests))
 
 
-def shipped_copy(suite: str, row: str, folder: Path) -> Entered:
+def shipped_copy(suite: str, row: str, folder: Path) -> Entry:
     """A copy of an entry that ships."""
-    places = entries_below(SHIPPING / f"{suite}.runs.tar.xz")
+    places = find_entries(SHIPPING / f"{suite}.runs.tar.xz")
     return read_entry(
         Path(shutil.copytree(next(p for p in places if read_entry(p).row == row), folder))
     )
 
 
-def forged(entry: Entered, change: Callable[[Events], Events | None]) -> None:
+def forged(entry: Entry, change: Callable[[Events], Events | None]) -> None:
     """Change the events of all runs; summaries and digests follow."""
     for path in entry.folder.rglob("journal.jsonl"):
         events = [json.loads(line) for line in path.read_text().splitlines()]

@@ -60,7 +60,7 @@ def install(patch: pytest.MonkeyPatch) -> suites.Suite:
     patch.setattr(
         suites, "recipe_text", lambda name: TINY if name == f"rank/{NAME}" else whole(name)
     )
-    patch.setattr(suites, "chosen_from", lambda *_: dict(SCORES))
+    patch.setattr(suites, "shipped_choices", lambda *_: dict(SCORES))
     return suites.load_suite(NAME)
 
 

@@ -21,9 +21,8 @@ from typing import Any
 
 from cyclopts import CycloptsError, MissingArgumentError
 
-from fedstill.benchmark.commands import suites_of
+from fedstill.benchmark.commands import recipe_changes, suites_of
 from fedstill.benchmark.recipes import load_recipe
-from fedstill.benchmark.reproduction import changes_of
 from fedstill.cli import app
 from fedstill.cli.app import experiment_of
 from fedstill.config.experiment import load
@@ -295,7 +294,7 @@ def check_reproduce(recipe: str = "", **options: Any) -> None:
     if not recipe:
         return
     table = load_recipe(recipe)
-    changes = changes_of(
+    changes = recipe_changes(
         table, options.get("set_", ()), options.get("rounds"), options.get("data", "")
     )
     table.variants(table.cells(options.get("cells", ())), (1,), changes, Path("out"))
@@ -304,7 +303,7 @@ def check_reproduce(recipe: str = "", **options: Any) -> None:
 def check_suite(tier: str = "digits", track: str = "", **options: Any) -> None:
     """Find the suites of a command of the ranking, and its rows."""
     for suite in suites_of(tier, track):
-        suite.rows_named(options.get("methods", ()))
+        suite.find_rows(options.get("methods", ()))
 
 
 def check_list(kind: str | None = None, name: str | None = None) -> None:

@@ -10,10 +10,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedstill.benchmark.standings import RankedRow, Standings
-from fedstill.benchmark.suites import own_suite
-from fedstill.benchmark.tables import cell_lines
-from fedstill.benchmark.terminal import every_standing, rows_below
+from fedstill.benchmark.standings import RankedRow, Standings, all_standings, read_rows
+from fedstill.benchmark.suites import read_suite
+from fedstill.benchmark.tables import cell_table
 from fedstill.report.table_files import markdown
 
 ROOT = Path(__file__).parents[1]
@@ -26,12 +25,13 @@ def compared() -> list[Standings]:
     """The standings of suites over time that have entries; raises ValueError for one that is not as
     it should be.
     """
-    own = [own_suite(file).name for file in sorted(OWN.glob("*.toml"))]
+    own = [read_suite(file).name for file in sorted(OWN.glob("*.toml"))]
     shipped = [file for name in DIGITS for file in SHIPPED.glob(f"{name}.*")]
-    rows, suites, left_out = rows_below([*shipped, OWN])
-    if left_out:
-        raise ValueError("; ".join(left_out))
-    return every_standing({name: rows[name] for name in (*DIGITS, *own) if name in rows}, suites)
+    entered = read_rows([*shipped, OWN])
+    if entered.skipped:
+        raise ValueError("; ".join(entered.skipped))
+    names = [name for name in (*DIGITS, *own) if name in entered.rows]
+    return all_standings({name: entered.rows[name] for name in names}, entered.suites)
 
 
 def lines(one: Standings) -> Iterator[list[str]]:
@@ -39,7 +39,7 @@ def lines(one: Standings) -> Iterator[list[str]]:
     over all columns.
     """
     rows = [p.row for p in one.placed] + list(one.bounds)
-    for row, line in zip(rows, cell_lines(one)[1], strict=True):
+    for row, line in zip(rows, cell_table(one).lines, strict=True):
         columns = [c for c in one.columns if row.column(c)]
         yield [
             *line,
@@ -59,7 +59,7 @@ def tables() -> str:
     """All tables, in Markdown."""
     parts = []
     for one in compared():
-        head = [*cell_lines(one)[0], "learned [%]", "kept [%]", "forgotten [points]"]
+        head = [*cell_table(one).head, "learned [%]", "kept [%]", "forgotten [points]"]
         diverged = any(row.diverged for row in one.rows)
         parts.append(
             f"**{one.suite.title}.** {'† a run diverged. ' if diverged else ''}\n\n"

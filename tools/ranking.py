@@ -10,15 +10,14 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
-from fedstill.benchmark.map_page import maps_text
+from fedstill.benchmark.map_page import markdown_maps
 from fedstill.benchmark.maps import shipped_maps
-from fedstill.benchmark.page import HOW, INTERVALS, MEANS, copied_fields
+from fedstill.benchmark.page import INTERVALS, LIMITS, PROCEDURE, config_lines
 from fedstill.benchmark.recipes import load_recipe
 from fedstill.benchmark.scoring import score_of
-from fedstill.benchmark.standings import Standings
+from fedstill.benchmark.standings import Standings, all_standings, read_rows
 from fedstill.benchmark.suites import suite_names
-from fedstill.benchmark.tables import agreement_text, run_lines, tables_text
-from fedstill.benchmark.terminal import every_standing, rows_below
+from fedstill.benchmark.tables import markdown_agreement, markdown_tables, run_table
 from fedstill.report.table_files import csv_text, markdown
 from fedstill.running.directory import readable
 
@@ -48,9 +47,9 @@ The column *replayed* is the result of repeating one run of each entry:
 
 A replay proves nothing about the other runs: [what a replay proves](../enter_the_ranking.md#what-a-replay-proves).
 
-{MEANS}
+{LIMITS}
 
-{HOW}
+{PROCEDURE}
 
 {INTERVALS}
 """  # noqa: E501
@@ -88,21 +87,22 @@ def shipping() -> list[Standings]:
     """The standings of all entries that ship; raises ValueError for one that is not as it should
     be.
     """
-    rows, suites, left_out = rows_below([ENTRIES])
-    if left_out:
-        raise ValueError("; ".join(left_out))
-    return every_standing(rows, suites)
+    entered = read_rows([ENTRIES])
+    if entered.skipped:
+        raise ValueError("; ".join(entered.skipped))
+    return all_standings(entered.rows, entered.suites)
 
 
 def table_of_runs() -> str:
     """The text of shipped.csv."""
-    return csv_text(*run_lines(shipping()))
+    table = run_table(shipping())
+    return csv_text(table.head, table.lines)
 
 
 def overview() -> str:
     """The text of docs/ranking/index.md."""
     lines = [f"- [{track}]({track}.md): {about}" for track, about in TRACKS.items()]
-    return "\n".join([HEAD.format(tracks="\n".join(lines)), *agreement_text(shipping())])
+    return "\n".join([HEAD.format(tracks="\n".join(lines)), *markdown_agreement(shipping())])
 
 
 def space() -> str:
@@ -137,7 +137,7 @@ def peers() -> str:
 
 def maps() -> str:
     """The text of docs/ranking/maps.md."""
-    return maps_text(shipped_maps()).removeprefix("#").replace("\n### ", "\n## ")
+    return markdown_maps(shipped_maps()).removeprefix("#").replace("\n### ", "\n## ")
 
 
 def track_page(track: str) -> str:
@@ -147,7 +147,7 @@ def track_page(track: str) -> str:
     parts = [f"{title}\n\n[How to read the tables](index.md#how-to-read-the-tables).\n"]
     for one in standings:
         title = f"## {one.suite.tier}"
-        parts.append(f"{title}\n\n{one.suite.recipe.paper}.\n\n{tables_text(one)}")
+        parts.append(f"{title}\n\n{one.suite.recipe.paper}.\n\n{markdown_tables(one)}")
         parts.append(
             f"### Fields chosen, {one.suite.name}\n\nOver the settings that all rows have.\n\n"
             f"{fields_text(one)}\n"
@@ -165,7 +165,7 @@ def track_page(track: str) -> str:
 def fields_text(one: Standings) -> str:
     """The chosen fields of each row of a suite, as TOML."""
     return "\n\n".join(
-        f"{p.row.name}:\n\n```toml\n{copied_fields(one, p.row.name)}```" for p in one.placed
+        f"{p.row.name}:\n\n```toml\n{config_lines(one, p.row.name)}```" for p in one.placed
     )
 
 

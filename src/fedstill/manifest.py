@@ -139,7 +139,7 @@ PACKAGES = (
                 "reproduce",
                 "Run a paper's table or figure, going on where it stopped, and print ours beside "
                 "the paper's; no name: list them.",
-                "fedstill.benchmark.reproduction:reproduce",
+                "fedstill.benchmark.commands:reproduce",
             ),
         ),
         explanations=(

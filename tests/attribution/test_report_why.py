@@ -15,11 +15,19 @@ import pytest
 import fedstill
 import toys
 from fedstill.attribution import report
-from fedstill.attribution.falls import Moment, Told
-from fedstill.attribution.report import NOBODY, hint_of, lines_of, points, sentence_of
+from fedstill.attribution.class_changes import (
+    SERVER_ROW,
+    Attribution,
+    ClassChange,
+    advice,
+    contribution_table,
+    points,
+    sentence_of,
+)
 from fedstill.cli import call
+from fedstill.data.client_split import LabelCounts
 from fedstill.report.page import Report, page
-from fedstill.running.runs import groups
+from fedstill.running.runs import Run, groups
 from pages import as_html
 
 
@@ -109,9 +117,10 @@ def test_falls_are_of_the_global_model_where_clients_have_their_own_beside_it(
         if after < before
     ]
     assert falls
-    moments = report._moments(compared[0].started[0])
+    moments = report._losses(compared[0].started[0])
     assert [
-        (m.round, m.of, m.before, m.after) for m in sorted(moments, key=lambda m: (m.round, m.of))
+        (m.round, m.label, m.before, m.after)
+        for m in sorted(moments, key=lambda m: (m.round, m.label))
     ] == falls
 
 
@@ -125,20 +134,20 @@ def test_what_a_server_with_momentum_does_by_itself_is_a_bar_and_a_row(tmp_path:
     compared = groups([tmp_path / "run"])
     section = as_html(report.contributors(Report(compared)))
     (variants,) = figures(section, "falls")
-    bars = [trace for variant in variants for trace in variant["data"] if NOBODY in trace["x"]]
+    bars = [trace for variant in variants for trace in variant["data"] if SERVER_ROW in trace["x"]]
     assert bars
     for trace in bars:
         named = list(zip(trace["x"], trace["base"], trace["y"], strict=True))
         steps = named[1 : trace["x"].index("rest") + 1]
-        assert steps[-2][0] == NOBODY
+        assert steps[-2][0] == SERVER_ROW
         for (_, base, height), (_, then, _) in pairwise(steps):
             assert base + height == pytest.approx(then, abs=2e-4)
     without = told({"train": -0.5})
-    rows = lines_of(compared[0].started[0], replace(without, nobody=-0.2))[1]
-    assert [row[:2] for row in rows[-2:]] == [(NOBODY, "-20.0"), ("together", "-40.4")]
-    assert [row[:2] for row in lines_of(compared[0].started[0], without)[1][-2:]] == [
-        ("client 4", "+10.0"),
-        ("together", "-20.4"),
+    rows = contribution_table(compared[0].started[0], replace(without, server=-0.2)).lines
+    assert [row[:2] for row in rows[-2:]] == [[SERVER_ROW, "-20.0"], ["together", "-40.4"]]
+    assert [row[:2] for row in contribution_table(compared[0].started[0], without).lines[-2:]] == [
+        ["client 4", "+10.0"],
+        ["together", "-20.4"],
     ]
 
 
@@ -152,9 +161,16 @@ def test_what_was_found_out_later_is_on_the_page(tmp_path: Path) -> None:
     assert 'id="why"' in page(groups([tmp_path / "a"]))
 
 
-def told(parts: dict[str, float], drawn: float | None = 1.0, change: float = -0.5) -> Told:
-    moment = Moment(3, 1, 0.8, 0.8 + change)
-    return Told(moment, parts, {2: -0.3, 4: 0.1, 5: -0.004}, 0.01, "idle", "path", drawn)
+def told(parts: dict[str, float], drawn: float | None = 1.0, change: float = -0.5) -> Attribution:
+    return Attribution(
+        change=ClassChange(3, 1, 0.8, 0.8 + change),
+        parts=parts,
+        clients={2: -0.3, 4: 0.1, 5: -0.004},
+        error=0.01,
+        game="idle",
+        rule="path",
+        sampled_share=drawn,
+    )
 
 
 def test_the_sentence_names_those_above_their_error_and_the_hint_fits_the_larger_part(
@@ -170,13 +186,22 @@ def test_the_sentence_names_those_above_their_error_and_the_hint_fits_the_larger
     still = sentence_of(run, told({"local training": -0.1, "averaging": 0.1}, change=0.0))
     for part in (repr(name), "at 80.0 %", "round 3", "local training -10.0", "averaging +10.0"):
         assert part in still
-    assert hint_of(told({"local training": -0.4, "averaging": -0.1})).startswith("Local training")
-    assert hint_of(told({"local training": 0.1, "averaging": -0.6})).startswith("Averaging")
-    assert "0.20 times" in hint_of(told({"local training": -0.5, "averaging": 0.0}, drawn=0.2))
-    assert "links above act in this order" in hint_of(told({"client 3": -0.5, "client 1": 0.0}))
-    assert hint_of(told({"train": -0.5})) == "", "side by side, but not averaged"
-    assert hint_of(told({}, change=0.2)) == ""
+    by_training = told({"local training": -0.4, "averaging": -0.1})
+    assert "fedntd" in advice(with_counts(run, of_client_2=0), by_training)
+    assert "client 2" in advice(with_counts(run, of_client_2=9), by_training)
+    assert advice(run, told({"local training": 0.1, "averaging": -0.6})).startswith("Averaging")
+    assert "0.20 times" in advice(run, told({"local training": -0.5, "averaging": 0.0}, drawn=0.2))
+    assert "sfedkd" in advice(run, told({"client 3": -0.5, "client 1": 0.0}))
+    assert advice(run, told({"train": -0.5})) == "", "side by side, but not averaged"
+    assert advice(run, told({}, change=0.2)) == ""
     assert points(-0.0004) == "0.0"
+
+
+def with_counts(run: Run, of_client_2: int) -> Run:
+    """The run with nine examples of every class at each client, except of class 1 at client 2."""
+    table = [[9, 9, 9, 9, 9] for _ in range(6)]
+    table[2][1] = of_client_2
+    return replace(run, label_counts=LabelCounts.of_table(table, 5))
 
 
 def test_where_no_class_fell_it_says_so_first(
@@ -191,8 +216,8 @@ def test_where_no_class_fell_it_says_so_first(
     assert first.startswith("No class fell")
     assert "stayed at" in second
     assert "contributed most" not in shown.out
-    assert "going through round 2 again" in shown.err
+    assert "round 2" in shown.err
     assert call(["why", str(tmp_path / "calm"), "--class", "0", "--round", "1"]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("Class '0' did not fall")
-    assert "going through round 1 again" in shown.err
+    assert "round 1" in shown.err

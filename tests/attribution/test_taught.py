@@ -11,8 +11,13 @@ from torch import Tensor
 
 import fedstill
 import toys
-from fedstill.attribution.report import lesson_of, lines_of_lesson
-from fedstill.attribution.teachers import Taught, taught_by_peers
+from fedstill.attribution.teachers import (
+    ALONE_ROW,
+    ExchangeEffect,
+    exchange_effect,
+    exchange_sentence,
+    teacher_table,
+)
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import digest
@@ -63,8 +68,8 @@ def asker(folder: Path) -> int:
     return min(map(int, read_run(folder).start["queries"]))
 
 
-def taught(folder: Path, client: int) -> Taught:
-    return taught_by_peers(Replay.of_round(folder, 1), client, 1, quiet)
+def taught(folder: Path, client: int) -> ExchangeEffect:
+    return exchange_effect(Replay.of_round(folder, 1), client, 1, quiet)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,7 @@ def test_with_one_teacher_it_is_what_the_exchange_adds(tmp_path: Path) -> None:
 def test_many_teachers_are_asked_at_two_ends(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", "naive_kd", clients=6)
     told: list[int] = []
-    lesson = taught_by_peers(Replay.of_round(folder, 1), asker(folder), 1, quiet, told.append)
+    lesson = exchange_effect(Replay.of_round(folder, 1), asker(folder), 1, quiet, told.append)
     assert (lesson.rule, told) == ("two ends", [12])
     change = torch.stack(list(lesson.parts.values())).sum(0)
     miss = (torch.stack([lesson.alone, *lesson.teachers.values()]).sum(0) - change).abs()
@@ -132,11 +137,9 @@ def test_the_command_says_it_in_a_sentence_and_a_table(
     client = asker(folder)
     assert call(["why", str(folder), "--client", str(client)]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith(lesson_of(read_run(folder), taught(folder, client)))
-    assert (
-        f"then client {client}'s exchange 8 times: with all of its teachers, some, and none" in err
-    )
-    _, rows = lines_of_lesson(read_run(folder), taught(folder, client))
-    assert [row[0] for row in rows][-2:] == ["nobody: the same phases alone", "together"]
+    assert out.startswith(exchange_sentence(read_run(folder), taught(folder, client)))
+    assert f"client {client}'s exchange 8 times" in err
+    rows = teacher_table(read_run(folder), taught(folder, client)).lines
+    assert [row[0] for row in rows][-2:] == [ALONE_ROW, "together"]
     assert abs(sum(float(row[1]) for row in rows[:-1]) - float(rows[-1][1])) < 0.25
     assert settings_of(folder).clients == 4

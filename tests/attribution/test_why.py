@@ -15,14 +15,14 @@ import torch
 
 import fedstill
 import toys
-from fedstill.attribution.falls import (
-    Moment,
-    all_falls,
-    of_one_model,
-    the_moment,
-    told_of,
+from fedstill.attribution.class_changes import (
+    ClassChange,
+    attribute,
+    class_changes,
+    find_changes,
+    of_global_model,
 )
-from fedstill.attribution.replayed_rounds import accuracies_by_round, measured_later
+from fedstill.attribution.replayed_rounds import accuracies_by_round, measure_round
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.records import Stage
@@ -82,8 +82,8 @@ def test_moments_are_in_order_of_their_fall_and_the_untrained_model_comes_last()
         {"event": "client", "round": 2},
         {"event": "round", "round": 2, "class_accuracy": [0.5, 0.2, None]},
     ]
-    assert [(m.round, m.of) for m in all_falls(events)] == [(2, 1), (2, 0), (1, 0), (1, 1)]
-    assert all_falls(events)[0].change == pytest.approx(-0.6)
+    assert [(m.round, m.label) for m in class_changes(events)] == [(2, 1), (2, 0), (1, 0), (1, 1)]
+    assert class_changes(events)[0].change == pytest.approx(-0.6)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "feddyn", "fedadkd"])
@@ -102,7 +102,7 @@ def test_rounds_gone_through_again_have_the_same_bits(method: str, tmp_path: Pat
 
 def test_a_look_later_is_the_look_of_the_run(run: Path) -> None:
     (own,) = [look for look in looks_of(run) if look["round"] == 3]
-    (again,) = measured_later(Replay.of_round(run, 3), 3, Contributions(), quiet)
+    (again,) = measure_round(Replay.of_round(run, 3), 3, Contributions(), quiet)
     for key in ("clients", "before", "after", "parts", "classes", "values", "gap"):
         assert again[key] == own[key], key
 
@@ -149,9 +149,9 @@ def test_what_was_added_later_stands_in_place_of_the_journals(run: Path, tmp_pat
 
 
 def test_what_is_told_sums_over_stages() -> None:
-    moment = Moment(4, 1, 0.9, 0.4)
+    moment = ClassChange(4, 1, 0.9, 0.4)
     links = [{"round": 4, "stage": s, "parts": {f"client {s}": [0.0, -0.25]}} for s in range(2)]
-    told = told_of(moment, links)
+    told = attribute(moment, links)
     assert told is not None
     assert (dict(told.parts), dict(told.clients)) == ({"client 0": -0.25, "client 1": -0.25}, {})
     look = {
@@ -162,8 +162,8 @@ def test_what_is_told_sums_over_stages() -> None:
         "clients": [3],
         "values": [[0.1]],
     }
-    assert told_of(moment, [look]) is None, "nobody was asked about class 1"
-    assert told_of(Moment(5, 1, 0.9, 0.4), links) is None
+    assert attribute(moment, [look]) is None, "nobody was asked about class 1"
+    assert attribute(ClassChange(5, 1, 0.9, 0.4), links) is None
 
 
 def test_beside_a_global_model_clients_own_models_are_no_part_of_its_change(tmp_path: Path) -> None:
@@ -174,11 +174,11 @@ def test_beside_a_global_model_clients_own_models_are_no_part_of_its_change(tmp_
         ("personal", "own"),
         ("train", "global"),
     }
-    for look in of_one_model(looks):
+    for look in of_global_model(looks):
         assert look["name"] == "train"
         assert look["classes"]
         for c in look["classes"]:
-            told = told_of(Moment(look["round"], c, 0.0, 0.0), looks)
+            told = attribute(ClassChange(look["round"], c, 0.0, 0.0), looks)
             assert told is not None
             assert dict(told.parts) == {name: change[c] for name, change in look["parts"].items()}
 
@@ -190,7 +190,7 @@ def test_without_a_global_model_the_stages_of_the_same_clients_are_told() -> Non
             {"head": [0, 3], "train": [0, 3], "finetune": [0, 1, 2, 3]}.items()
         )
     ]
-    told = told_of(Moment(2, 0, 0.0, 0.5), looks)
+    told = attribute(ClassChange(2, 0, 0.0, 0.5), looks)
     assert told is not None
     assert dict(told.parts) == {"head": 0.25, "train": 0.25}
 
@@ -203,15 +203,16 @@ def test_the_command_answers_in_a_sentence_a_table_and_a_hint(
     shutil.copytree(run, folder)
     assert call(["why", str(folder)]) == 0
     out, err = capsys.readouterr()
-    moment = the_moment(folder, None, None)
-    assert f"Class '{moment.of}' fell from" in out
+    moment = find_changes(folder, None, None)[0]
+    assert f"Class '{moment.label}' fell from" in out
     assert "local training" in out
     assert "averaging" in out
     assert "contribution [points]" in out
-    assert "not the cause" in out
-    assert ("again" in err) == (moment.round not in (3, 6))
+    assert ("replaying" in err) == (moment.round not in (3, 6))
     assert call(["why", str(folder)]) == 0
-    assert "again" not in capsys.readouterr().err, "what was found out is kept beside the journal"
+    assert "replaying" not in capsys.readouterr().err, (
+        "what was found out is kept beside the journal"
+    )
     assert call(["why", str(folder), "--class", "3", "--round", "6", "--exact", "--quiet"]) == 0
     assert "Shapley, all coalitions" in capsys.readouterr().out
     assert call(["why", str(folder), "--class", "3", "--round", "6", "--game", "absent", "-q"]) == 0
@@ -233,16 +234,16 @@ def test_the_command_answers_in_a_sentence_a_table_and_a_hint(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--class", "12"], "no such class"),
+        (["--class", "12"], "this class"),
         (["--class", "twelve"], "twelve"),
         (["--round", "7"], "it has rounds 1 to 6"),
         (["--without", "6"], "the run has clients 0 to 5"),
         (["--without", "1", "--from", "7"], "the run has rounds 1 to 6"),
-        (["--client", "1", "--class", "3"], "--class does not go with --client"),
-        (["--client", "1", "--exact"], "--exact does not go with --client"),
-        (["--without", "1", "--worst", "3"], "--worst does not go with --without"),
-        (["--without", "1", "--draws", "3"], "--draws does not go with --without"),
-        (["--draws", "3", "--game", "absent"], "--game does not go with --draws"),
+        (["--client", "1", "--class", "3"], "--class"),
+        (["--client", "1", "--exact"], "--exact"),
+        (["--without", "1", "--worst", "3"], "--worst"),
+        (["--without", "1", "--draws", "3"], "--draws"),
+        (["--draws", "3", "--game", "absent"], "--game"),
         (["--from", "3"], "--from"),
     ],
 )
@@ -281,9 +282,9 @@ def test_a_folder_without_a_run_and_one_without_a_global_model_say_so(
     )
     with pytest.raises(
         ConfigError,
-        match="no round",
+        match="global model",
     ):
-        the_moment(tmp_path / "run", None, None)
+        find_changes(tmp_path / "run", None, None)
 
 
 def test_over_tasks_it_says_which_task_and_what_clients_have_in_it(
@@ -315,15 +316,14 @@ def test_over_tasks_it_says_which_task_and_what_clients_have_in_it(
         assert look["drawn"] == pytest.approx([None if u != u else u for u in usual], abs=1e-6)
     falls = [
         e
-        for e in all_falls(events(tmp_path / "run"))
-        if e.round == 4 and e.of < 5 and e.change < -0.05
+        for e in class_changes(events(tmp_path / "run"))
+        if e.round == 4 and e.label < 5 and e.change < -0.05
     ]
     assert falls, "the first task is forgotten when the second begins"
-    assert (
-        call(["why", str(tmp_path / "run"), "--class", str(falls[0].of), "--round", "4", "-q"]) == 0
-    )
+    label = str(falls[0].label)
+    assert call(["why", str(tmp_path / "run"), "--class", label, "--round", "4", "-q"]) == 0
     out = capsys.readouterr().out
-    assert f"Class '{falls[0].of}' (of task 1) fell" in out
-    assert "in round 4 (task 2 of 2, where it begins)" in out
-    assert "None of the round's clients has the class in its task." in out
+    assert f"Class '{falls[0].label}' (of task 1) fell" in out
+    assert "in round 4 (task 2 of 2" in out
+    assert "(stream.past)" in out
     assert "in task" in out

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import tiny_ranking
-from fedstill.benchmark.competing import compete
-from fedstill.benchmark.entries import Entered, read_entry
-from fedstill.benchmark.scoring import Do
+from fedstill.benchmark.competing import enter_rows
+from fedstill.benchmark.entries import Entry, read_entry
+from fedstill.benchmark.scoring import Execute
 from fedstill.benchmark.suites import Suite
 from fedstill.running.compare import Outcome, Variant
 
@@ -28,25 +28,25 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     out = tmp_path_factory.mktemp("ranking")
     with pytest.MonkeyPatch.context() as patch:
         tiny = tiny_ranking.install(patch)
-        compete(tiny, list(tiny.recipe.rows), out, tiny_ranking.do)
+        enter_rows(tiny, list(tiny.recipe.rows), out, tiny_ranking.do)
     yield out / "entries" / tiny.name
     shutil.rmtree(out)
 
 
 @pytest.fixture
-def entry(suite: Suite, made: Path, tmp_path: Path) -> Entered:
+def entry(suite: Suite, made: Path, tmp_path: Path) -> Entry:
     """A copy of FedAvg's entry, to be changed."""
     return read_entry(Path(shutil.copytree(made / "fedavg", tmp_path / "fedavg")))
 
 
 @pytest.fixture
-def fedntd(suite: Suite, made: Path, tmp_path: Path) -> Entered:
+def fedntd(suite: Suite, made: Path, tmp_path: Path) -> Entry:
     """A copy of FedNTD's entry, to be changed."""
     return read_entry(Path(shutil.copytree(made / "fedntd", tmp_path / "fedntd")))
 
 
 @pytest.fixture(scope="session")
-def do(tmp_path_factory: pytest.TempPathFactory) -> Do:
+def do(tmp_path_factory: pytest.TempPathFactory) -> Execute:
     """Carries runs out, each once in all tests: a replay does not depend on the entry."""
     store = tmp_path_factory.mktemp("replays")
     known: dict[str, Path] = {}

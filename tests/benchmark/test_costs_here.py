@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from fedstill.benchmark import competing
-from fedstill.benchmark.competing import MEAN_METHOD, START, Seconds
-from fedstill.benchmark.entries import entries_below, read_entry
+from fedstill.benchmark.competing import RELATIVE_COST, START_SECONDS, UnitCosts
+from fedstill.benchmark.entries import find_entries, read_entry
 from fedstill.benchmark.suites import Suite, load_suite, suite_names
-from fedstill.benchmark.terminal import shipped_rows
+from fedstill.benchmark.tables import shipped_rows
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 
 RESULTS = Path(__file__).parents[2] / "results" / "rank"
 
-EACH = Seconds(step=0.5, example=0.01, rest=0.25)
+EACH = UnitCosts(step=0.5, example=0.01, round=0.25)
 
 
 def test_minutes_are_the_arithmetic_of_all_runs(
@@ -27,21 +27,27 @@ def test_minutes_are_the_arithmetic_of_all_runs(
     """Even clients hold 30 examples: two clients' epoch in batches of 20 is 4 steps, joint's of 120
     is 6.
     """
-    mean = MEAN_METHOD["space"]
-    even, joint = (START + 2 * (mean * (s * 0.5 + n * 0.01) + 0.25) for s, n in ((4, 60), (6, 120)))
-    rows = ("FedAvg", "FedNTD", "joint")
-    assert [competing._of_run(suite, (row, "even"), EACH) for row in rows] == pytest.approx(
-        [even, even, joint]
+    mean = RELATIVE_COST["space"]
+    even, joint = (
+        START_SECONDS + 2 * (mean * (s * 0.5 + n * 0.01) + 0.25) for s, n in ((4, 60), (6, 120))
     )
-    uneven = [competing._of_run(suite, (row, "uneven"), EACH) for row in rows]
-    monkeypatch.setattr(competing, "seconds_here", lambda tier: EACH)
-    test, choose = competing.core_minutes(suite)
-    assert test == pytest.approx(5 * (2 * even + joint + sum(uneven)) / 60)
-    tried = [competing._of_run(suite, (row, "uneven"), EACH, True) for row in rows[:2]]
+    rows = ("FedAvg", "FedNTD", "joint")
+    assert [
+        competing._run_seconds(suite, (row, "even"), EACH, {}) for row in rows
+    ] == pytest.approx([even, even, joint])
+    uneven = [competing._run_seconds(suite, (row, "uneven"), EACH, {}) for row in rows]
+    monkeypatch.setattr(competing, "unit_costs", lambda tier: EACH)
+    minutes = competing.estimate_core_minutes(suite)
+    assert minutes is not None
+    assert minutes.runs == pytest.approx(5 * (2 * even + joint + sum(uneven)) / 60)
+    tried = [
+        competing._run_seconds(suite, (row, "uneven"), EACH, suite.trial_settings(row))
+        for row in rows[:2]
+    ]
     assert all(one < whole for one, whole in zip(tried, uneven, strict=False)), "half the rounds"
-    assert choose == pytest.approx(3 * 2 * sum(tried) / 60), "two tries of each"
-    both = replace(suite, there=suite)
-    assert competing.core_minutes(both) == (test, 0), "another suite chooses"
+    assert minutes.choosing == pytest.approx(3 * 2 * sum(tried) / 60), "two tries of each"
+    both = replace(suite, choices_from=suite)
+    assert competing.estimate_core_minutes(both) == replace(minutes, choosing=0)
 
 
 def test_a_trial_of_a_row_with_rounds_of_its_own_is_as_long_as_its_runs() -> None:
@@ -51,12 +57,17 @@ def test_a_trial_of_a_row_with_rounds_of_its_own_is_as_long_as_its_runs() -> Non
     suite = load_suite("digits-public")
     whole, tried = (
         {
-            row: competing._of_run(suite, (row, suite.column), EACH, trial)
+            row: competing._run_seconds(
+                suite,
+                (row, suite.choosing_column),
+                EACH,
+                suite.trial_settings(row) if trial else {},
+            )
             for row in ("local only", "joint")
         }
         for trial in (False, True)
     )
-    assert tried["joint"] - START == pytest.approx((whole["joint"] - START) / 2)
+    assert tried["joint"] - START_SECONDS == pytest.approx((whole["joint"] - START_SECONDS) / 2)
     assert 0.75 < tried["local only"] / whole["local only"] < 0.9
 
 
@@ -83,10 +94,10 @@ def test_steps_are_those_of_the_journals_that_ship(name: str, row: str, column: 
     ready = prepare(variant.settings)
     rounds = range(1, variant.settings.rounds + 1)
     stages = [stage for number in rounds for stage in ready.settings.schedule(number, ready.world)]
-    counted = sum(competing.trained_in(ready, stage)[0] for stage in stages)
-    entries = (read_entry(place) for place in entries_below(RESULTS / f"{name}.runs.tar.xz"))
+    counted = sum(competing.training_size(ready, stage).steps for stage in stages)
+    entries = (read_entry(place) for place in find_entries(RESULTS / f"{name}.runs.tar.xz"))
     entry = next(one for one in entries if one.row == row)
-    events = read_journal(entry.run(column, 0) / "journal.jsonl")
+    events = read_journal(entry.run_folder(column, 0) / "journal.jsonl")
     assert counted == sum(event.get("steps", 0) for event in events if event["event"] == "client")
 
 
@@ -100,22 +111,28 @@ def test_a_suite_takes_what_its_entries_took_as_fast_as_their_fedavg(name: str) 
         row.name: sum(score.seconds_cpu for score in row.scores.values())
         for row in shipped_rows()[name]
     }
-    base = "FedAvg" if "FedAvg" in suite.competing else suite.floor
+    base = "FedAvg" if "FedAvg" in suite.ranked_rows else suite.floor
     steps = {
-        cell: competing._of_run(suite, cell, Seconds(1.0, 0.0, 0.0)) - START
+        cell: competing._run_seconds(suite, cell, UnitCosts(step=1.0, example=0.0, round=0.0), {})
+        - START_SECONDS
         for cell in suite.recipe.cells()
     }
-    once = sum(steps[base, column] for column in suite.columns(base)) / MEAN_METHOD[suite.track]
+    once = (
+        sum(steps[base, column] for column in suite.columns_of(base)) / RELATIVE_COST[suite.track]
+    )
     assert sum(steps.values()) / once == pytest.approx(sum(took.values()) / took[base], rel=0.2)
 
 
 def test_a_timed_rounds_steps_and_examples_are_its_own(suite: Suite) -> None:
     """A batch as large as a client makes one step of it, and the examples are the same."""
-    small, large = (competing._timed(suite, batch) for batch in (1, 1000))
-    assert small.steps == small.examples == large.examples, "an epoch in steps of one example"
-    assert large.steps == 6, "two clients in each of three rounds"
+    small, large = (competing._time_rounds(suite, batch) for batch in (1, 1000))
+    assert small.size.steps == small.size.examples == large.size.examples, (
+        "an epoch in steps of one example"
+    )
+    assert large.size.steps == 6, "two clients in each of three rounds"
     assert small.training > 0
-    assert large.rest > 0
-    competing.seconds_here.cache_clear()
-    assert all(math.isfinite(v) and v >= 0 for v in competing.seconds_here("digits"))
-    competing.seconds_here.cache_clear()
+    assert large.round > 0
+    competing.unit_costs.cache_clear()
+    costs = asdict(competing.unit_costs("digits"))
+    assert all(math.isfinite(v) and v >= 0 for v in costs.values())
+    competing.unit_costs.cache_clear()

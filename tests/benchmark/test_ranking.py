@@ -16,23 +16,29 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedstill.benchmark.page import label_sides, ranking_page, scatter
+from fedstill.benchmark.page import LabelledPoint, label_sides, ranking_page, scatter
 from fedstill.benchmark.scoring import Score
-from fedstill.benchmark.standings import RankedRow, Standings, agreement_lines, standings
+from fedstill.benchmark.standings import RankedRow, Standings, standings
 from fedstill.benchmark.suites import TEST_SEEDS, Suite, load_suite
 from fedstill.benchmark.tables import (
-    about,
-    agreement_text,
-    rows_from,
-    run_lines,
-    standing_head,
-    standing_lines,
-    tables_text,
+    agreement_lines,
+    description,
+    markdown_agreement,
+    markdown_tables,
+    parse_run_table,
+    run_table,
+    standing_table,
     write_ranking_files,
 )
 from fedstill.report.table_files import csv_text
 
 NAME = "digits-space"
+
+
+def runs_csv(of: list[Standings]) -> str:
+    """The text of table.csv."""
+    table = run_table(of)
+    return csv_text(table.head, table.lines)
 
 
 def score(accuracy: float, learned: float, cpu: float = 2.0) -> Score:
@@ -55,7 +61,7 @@ def row(suite: Suite, name: str, mean: float, seed: int, **more: object) -> Rank
     draw = np.random.default_rng(seed)
     scores = {
         (c, s): score(a := float(np.clip(mean + draw.normal(0, 0.05), 0, 1)), min(1.0, a + 0.1))
-        for c in suite.columns(name)
+        for c in suite.columns_of(name)
         for s in TEST_SEEDS
     }
     return RankedRow(name, scores, {}, 5, **more)  # type: ignore[arg-type]
@@ -82,16 +88,16 @@ def test_rows_of_another_processor_are_named_and_their_seconds_not_compared(
 ) -> None:
     suite = load_suite(NAME)
     same = standings(suite, [replace(r, processor="A (AVX2)") for r in suite_rows])
-    assert about(same).endswith(" Made on A (AVX2).")
+    assert description(same).endswith(" Made on A (AVX2).")
     assert not any(math.isnan(p.cpu) for p in same.placed)
     other = {"FedNTD": "B (AVX512)", "joint": ""}
     mixed = standings(
         suite, [replace(r, processor=other.get(r.name, "A (AVX2)")) for r in suite_rows]
     )
-    assert "A (AVX2); on B (AVX512): FedNTD" in about(mixed)
-    assert about(mixed) != about(same)
+    assert "A (AVX2); on B (AVX512): FedNTD" in description(mixed)
+    assert description(mixed) != description(same)
     assert [p.row.name for p in mixed.placed if math.isnan(p.cpu)] == ["FedNTD"]
-    read = rows_from(csv_text(*run_lines([mixed])))[NAME]
+    read = parse_run_table(runs_csv([mixed]))[NAME]
     assert {r.name: r.processor for r in read} == {r.name: r.processor for r in mixed.rows}
 
 
@@ -112,7 +118,7 @@ def numbers(text: str) -> list[str]:
 
 def test_markdown_csv_latex_and_page_hold_the_same_numbers(one: Standings, tmp_path: Path) -> None:
     write_ranking_files([one], tmp_path)
-    lines = standing_lines(one)
+    lines = standing_table(one).lines
     listed = list(csv.reader(io.StringIO((tmp_path / "standings.csv").read_text())))[1:]
     assert [line[1:] for line in listed] == lines
     md = [m for m in (tmp_path / "table.md").read_text().splitlines() if m.startswith("| ")]
@@ -124,7 +130,7 @@ def test_markdown_csv_latex_and_page_hold_the_same_numbers(one: Standings, tmp_p
         assert numbers(tex[i + 1].removesuffix("\\\\")) == numbers(" & ".join(line))
         cells = re.findall("<td>(.*?)</td>", shown[i][1])
         assert [cells[0], shown[i][0], *cells[1:]] == line
-    assert {len(line) for line in lines} == {len(standing_head(one))}
+    assert {len(line) for line in lines} == {len(standing_table(one).head)}
 
 
 def test_other_code_finds_the_same_from_the_csv(one: Standings, tmp_path: Path) -> None:
@@ -145,14 +151,14 @@ def test_other_code_finds_the_same_from_the_csv(one: Standings, tmp_path: Path) 
         own = table[names.index(placed.row.name)]
         assert placed.accuracy == pytest.approx(own.mean(), abs=1e-12)
         assert placed.learned * placed.kept == pytest.approx(placed.accuracy, abs=1e-12)
-        if placed.apart is None:
+        if placed.difference is None:
             assert placed.row.name == "FedAvg"
             continue
-        assert placed.apart.mean == pytest.approx((own - base).mean(), abs=1e-12)
+        assert placed.difference.mean == pytest.approx((own - base).mean(), abs=1e-12)
         exact = stats.permutation_test(
             ((own - base),), np.mean, permutation_type="samples", n_resamples=np.inf
         )
-        assert placed.apart.p == pytest.approx(exact.pvalue, abs=1e-12)
+        assert placed.difference.p == pytest.approx(exact.pvalue, abs=1e-12)
         for column in one.columns:
             pair = [[cells[n, column, s] for s in range(5)] for n in (placed.row.name, "FedAvg")]
             interval = stats.ttest_rel(*pair).confidence_interval(0.95)
@@ -181,8 +187,8 @@ def test_the_head_names_the_row_whose_cpu_seconds_are_one(
         for i, r in enumerate(made)
     ]
     one = standings(suite, slower)
-    at = standing_head(one).index(f"CPU × {unit}")
-    assert {line[1] for line in standing_lines(one) if line[at] == "1.00"} == {unit}
+    at = standing_table(one).head.index(f"CPU × {unit}")
+    assert {line[1] for line in standing_table(one).lines if line[at] == "1.00"} == {unit}
     assert f"CPU × {unit}" in html.unescape(ranking_page([one]))
 
 
@@ -196,10 +202,9 @@ def test_the_head_names_the_row_whose_cpu_seconds_are_one(
 def test_page_and_markdown_say_where_the_fields_were_chosen(name: str, said: str) -> None:
     suite = load_suite(name)
     one = standings(suite, [row(suite, "FedAvg", 0.5, 0)])
-    assert f"Fields were chosen {said}" in tables_text(one)
+    assert f"Fields were chosen {said}" in markdown_tables(one)
     page = html.unescape(ranking_page([one]))
     assert f"Fields were chosen {said}" in page
-    assert f"Over the settings that all rows of {name} have; chosen {said}" in page
 
 
 def test_a_bound_that_is_no_ceiling_is_shown_and_ends_no_gap() -> None:
@@ -222,7 +227,7 @@ def test_bounds_are_not_ranked_and_the_gap_goes_from_floor_to_ceiling(one: Stand
 
 
 def test_a_run_that_diverged_is_marked(one: Standings) -> None:
-    assert [line[1] for line in standing_lines(one) if "†" in line[1]] == ["SCAFFOLD †"]
+    assert [line[1] for line in standing_table(one).lines if "†" in line[1]] == ["SCAFFOLD †"]
 
 
 def test_what_was_kept_is_not_shown_where_a_run_does_not_say_it() -> None:
@@ -238,8 +243,8 @@ def test_what_was_kept_is_not_shown_where_a_run_does_not_say_it() -> None:
         for r in others
     ]
     some, none = standings(suite, [known, *lacking]), standings(suite, lacking)
-    at = standing_head(some).index("kept [%]")
-    assert {line[1]: line[at] == "–" for line in standing_lines(some)} == {
+    at = standing_table(some).head.index("kept [%]")
+    assert {line[1]: line[at] == "–" for line in standing_table(some).lines} == {
         "FedAvg": False,
         "FedNTD": True,
         "joint": True,
@@ -251,17 +256,15 @@ def test_what_was_kept_is_not_shown_where_a_run_does_not_say_it() -> None:
 
 def test_who_wins_and_who_cannot_be_told_apart(one: Standings) -> None:
     assert one.placed[0].row.name == "FedNTD"
-    for (a, b), share in one.beats.items():
-        assert share + one.beats[b, a] == 1
     assert all("FedNTD" not in group for group in one.bars)
     assert any({"FedAvg", "FedProx"} <= set(group) for group in one.bars)
 
 
 def test_a_table_of_all_runs_is_read_back_as_it_was_written(one: Standings) -> None:
-    back = rows_from(csv_text(*run_lines([one])))[NAME]
+    back = parse_run_table(runs_csv([one]))[NAME]
     assert [r.name for r in back] == [r.name for r in one.rows]
-    assert csv_text(*run_lines([standings(one.suite, back)])) == csv_text(*run_lines([one]))
-    assert standing_lines(standings(one.suite, back)) == standing_lines(one)
+    assert runs_csv([standings(one.suite, back)]) == runs_csv([one])
+    assert standing_table(standings(one.suite, back)).lines == standing_table(one).lines
 
 
 @pytest.fixture(scope="module")
@@ -280,9 +283,9 @@ def test_how_far_tiers_agree_is_the_tau_of_their_ranks(one: Standings, larger: S
     assert line[:5] == ["space", "digits and small", "4", f"{tau:.2f}", f"{p:.3f}"]
     page = ranking_page([one, larger])
     assert "".join(f"<td>{cell}</td>" for cell in line[1:]) in page
-    assert f"| {' | '.join(line)} |" in "".join(agreement_text([one, larger]))
-    assert agreement_lines([one]) == agreement_text([one]) == []
-    assert "Do the tiers agree?" not in ranking_page([one])
+    assert f"| {' | '.join(line)} |" in "".join(markdown_agreement([one, larger]))
+    assert agreement_lines([one]) == markdown_agreement([one]) == []
+    assert "Execute the tiers agree?" not in ranking_page([one])
 
 
 def test_of_pairs_that_both_tiers_tell_apart_it_is_counted_how_many_have_one_order(
@@ -304,7 +307,7 @@ def test_of_pairs_that_both_tiers_tell_apart_it_is_counted_how_many_have_one_ord
 def test_one_row_alone_has_a_table_and_no_intervals_against_itself() -> None:
     suite = load_suite(NAME)
     alone = standings(suite, [row(suite, "FedAvg", 0.5, 0)])
-    (line,) = standing_lines(alone)
+    (line,) = standing_table(alone).lines
     assert line[:3] == ["1", "FedAvg", "1.00"]
     assert ranking_page([alone])
     assert standings(suite, []).placed == ()
@@ -318,11 +321,11 @@ def test_the_page_needs_no_network_and_shows_the_fields_to_copy(one: Standings) 
 
 
 def test_labels_of_near_points_stand_on_different_sides_and_one_without_room_is_left_out() -> None:
-    apart = [("FedAvg", 0.2, 0.2), ("FedNTD", 0.8, 0.8)]
-    assert label_sides(apart, (1.0, 1.0)) == ["top center", "top center"]
-    near = [("FedAvg", 0.5, 0.5), ("FedNTD", 0.5, 0.54)]
-    assert label_sides(near, (1.0, 1.0)) == ["bottom center", "top center"]
-    crowd = [(f"method {i}", 0.5, 0.5) for i in range(30)]
-    sides = label_sides(crowd, (1.0, 1.0))
+    apart = [LabelledPoint("FedAvg", 0.2, 0.2), LabelledPoint("FedNTD", 0.8, 0.8)]
+    assert label_sides(apart, 1.0, 1.0) == ["top center", "top center"]
+    near = [LabelledPoint("FedAvg", 0.5, 0.5), LabelledPoint("FedNTD", 0.5, 0.54)]
+    assert label_sides(near, 1.0, 1.0) == ["bottom center", "top center"]
+    crowd = [LabelledPoint(f"method {i}", 0.5, 0.5) for i in range(30)]
+    sides = label_sides(crowd, 1.0, 1.0)
     assert len({side for side in sides if side}) == len([side for side in sides if side])
     assert "" in sides

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 
 import tiny_ranking
-from fedstill.benchmark.checking import replayed
 from fedstill.benchmark.competing import (
+    add_method,
     choice_of,
     choose_fields,
-    compete,
-    newcomer,
+    enter_rows,
     rehearse,
-    suite_at,
+    with_stored_choices,
 )
-from fedstill.benchmark.entries import Entered, read_entry
-from fedstill.benchmark.scoring import ended, matrix_of, score_of
+from fedstill.benchmark.entries import Entry, read_entry
+from fedstill.benchmark.replays import replay_runs
+from fedstill.benchmark.scoring import accuracy_matrix, score_of, scored_runs
 from fedstill.benchmark.suites import Suite
 from fedstill.config.experiment import from_tree
 from fedstill.core.errors import (
@@ -88,13 +88,13 @@ def test_learned_times_kept_is_the_accuracy(tmp_path: Path) -> None:
 
 def test_rows_are_means_of_five_successive_rounds_the_last_of_the_last_five(tmp_path: Path) -> None:
     steps = [(i / 10, 0.0) for i in range(7)]
-    rows = matrix_of(rounds(steps), 7)
+    rows = accuracy_matrix(rounds(steps), 7)
     assert rows[:, 0] == pytest.approx([np.mean([0.2, 0.3, 0.4, 0.5, 0.6])], abs=1e-12)
-    rows = matrix_of(rounds([(i / 20, 0.0) for i in range(12)]), 12)
+    rows = accuracy_matrix(rounds([(i / 20, 0.0) for i in range(12)]), 12)
     assert rows[:, 0] == pytest.approx(
         [np.mean(np.arange(2, 7)) / 20, np.mean(np.arange(7, 12)) / 20], abs=1e-12
     )
-    assert len(matrix_of(rounds(steps[:3]), 3)) == 1
+    assert len(accuracy_matrix(rounds(steps[:3]), 3)) == 1
 
 
 @pytest.mark.parametrize(("asked", "known"), [(1, True), (2, False), (9, False), (10, True)])
@@ -204,25 +204,25 @@ def test_fields_are_chosen_and_the_same_call_does_nothing_anew(
         done.extend(run.folder for run in runs if not (run.folder / "summary.json").is_file())
         return tiny_ranking.do(runs)
 
-    bare = replace(suite, chosen={})
+    bare = replace(suite, choices={})
     with pytest.raises(ConfigError, match="FedAvg"):
-        bare.settings_chosen("FedAvg")
+        bare.chosen_fields("FedAvg")
     chosen = choose_fields(bare, ["FedAvg"], tmp_path, counting)
     assert len(done) == 2 * 3
-    choice = chosen.chosen["FedAvg"]
+    choice = chosen.choices["FedAvg"]
     trials = bare.trials("FedAvg", tmp_path / suite.name / "choosing")
     scores = [[score_of(run.folder, 1).accuracy for run in runs] for runs in trials]
     assert [list(own) for own in choice.scores] == scores
-    assert choose_fields(bare, ["FedAvg"], tmp_path, counting).chosen == chosen.chosen
+    assert choose_fields(bare, ["FedAvg"], tmp_path, counting).choices == chosen.choices
     assert len(done) == 2 * 3, "all runs were there"
-    assert suite_at(bare, tmp_path).chosen["FedAvg"] == choice, "it was kept"
+    assert with_stored_choices(bare, tmp_path).choices["FedAvg"] == choice, "it was kept"
 
 
 def test_the_row_whose_learning_rate_all_have_is_chosen_first(suite: Suite, tmp_path: Path) -> None:
-    bare = replace(suite, chosen={}, rate_of="FedAvg")
+    bare = replace(suite, choices={}, rate_row="FedAvg")
     chosen = choose_fields(bare, ["FedNTD", "FedAvg"], tmp_path, tiny_ranking.do)
-    assert list(chosen.chosen) == ["FedAvg", "FedNTD"]
-    rate = chosen.settings_chosen("FedAvg").get("plan.lr", 0.05)
+    assert list(chosen.choices) == ["FedAvg", "FedNTD"]
+    rate = chosen.chosen_fields("FedAvg").get("plan.lr", 0.05)
     tried = {
         own.lr
         for runs in chosen.trials("FedNTD", tmp_path)
@@ -242,19 +242,19 @@ def test_only_runs_that_diverged_count_without_an_end(suite: Suite, tmp_path: Pa
     runs = suite.trials("FedAvg", tmp_path)[0]
     tiny_ranking.do(runs)
     diverged = Diverged("round 1: not finite")
-    own = ended(runs, lambda r: outcomes(r, "failed", diverged))
+    own = scored_runs(runs, lambda r: outcomes(r, "failed", diverged))
     assert {one.diverged for one in own} == {"round 1: not finite"}
     assert choice_of(own, 1).scores == ((0.0, 0.0, 0.0),)
     with pytest.raises(RunsFailed, match=r"3 of 3 failed; .*boom"):
-        ended(runs, lambda r: outcomes(r, "failed", FedstillError("boom")))
-    with pytest.raises(Interrupted, match="goes on with 3 of 3"):
-        ended(runs, lambda r: outcomes(r, "stopped"))
+        scored_runs(runs, lambda r: outcomes(r, "failed", FedstillError("boom")))
+    with pytest.raises(Interrupted, match="3 of 3"):
+        scored_runs(runs, lambda r: outcomes(r, "stopped"))
 
 
 def test_a_run_that_really_diverges_is_told_by_its_error(suite: Suite, tmp_path: Path) -> None:
     """The comparison's own processes carry it out, and hand back what was raised."""
     huge = suite.recipe.variants([("FedAvg", "uneven")], (0,), {"plan.lr": 1e8}, tmp_path)
-    (one,) = ended(huge, lambda runs: carry_out_runs(runs, 1, lambda _: None))
+    (one,) = scored_runs(huge, lambda runs: carry_out_runs(runs, 1, lambda _: None))
     assert "not finite" in one.diverged or "norm" in one.diverged
     assert one.score.rounds < 2
 
@@ -283,12 +283,13 @@ def test_a_newcomers_method_is_entered_and_checked_without_its_file_being_execut
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(NEWCOMER)
-    with_it, row = newcomer(suite, file)
+    added = add_method(suite, file)
+    with_it, row = added.suite, added.name
     assert (row, with_it.tries[row]) == ("Mine", [{"method.mu": 0.2}, {"method.mu": 2.0}])
     rehearse(with_it, row, tiny_ranking.do)
     chosen = choose_fields(with_it, [row], tmp_path / "out", tiny_ranking.do)
-    (entry,) = compete(chosen, [row], tmp_path / "out", tiny_ranking.do, file)
-    assert isinstance(entry, Entered)
+    (entry,) = enter_rows(chosen, [row], tmp_path / "out", tiny_ranking.do, file)
+    assert isinstance(entry, Entry)
     (entry.folder / "mine.py").write_text("raise SystemExit('executed')\n" + NEWCOMER)
     (problem,) = refusals(entry.folder)
     assert "mine.py" in problem
@@ -302,7 +303,7 @@ def test_a_newcomers_method_is_entered_and_checked_without_its_file_being_execut
     assert refusals(entry.folder) == []
     assert not list(entry.folder.rglob("__pycache__"))
     with pytest.raises(ConfigError, match="executed"):
-        list(replayed(read_entry(entry.folder), [("even", 0)], tiny_ranking.do))
+        list(replay_runs(read_entry(entry.folder), [("even", 0)], tiny_ranking.do))
 
 
 def test_a_newcomer_without_tries_gets_fedavgs_and_wrong_ones_are_refused(
@@ -310,15 +311,16 @@ def test_a_newcomer_without_tries_gets_fedavgs_and_wrong_ones_are_refused(
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(NEWCOMER.replace("    tries:", "    other:"))
-    with_it, row = newcomer(suite, file, "Mine again")
+    added = add_method(suite, file, "Mine again")
+    with_it, row = added.suite, added.name
     assert (row, with_it.tries[row]) == ("Mine again", [{}, {"plan.lr": 0.1}])
-    with pytest.raises(ConfigError, match="'FedAvg' and 'fedavg'"):
-        newcomer(suite, file, "fedavg")
+    with pytest.raises(ConfigError, match="'FedAvg'"):
+        add_method(suite, file, "fedavg")
     file.write_text(NEWCOMER.replace('({"mu": 0.2}, {"mu": 2.0})', '{"mu": 0.2}'))
     with pytest.raises(ConfigError, match="tries"):
-        newcomer(suite, file)
+        add_method(suite, file)
     with pytest.raises(ConfigError, match=r"none\.py"):
-        newcomer(suite, tmp_path / "none.py")
+        add_method(suite, tmp_path / "none.py")
 
 
 def test_a_method_that_does_not_repeat_itself_is_refused(suite: Suite, tmp_path: Path) -> None:
@@ -330,8 +332,9 @@ def test_a_method_that_does_not_repeat_itself_is_refused(suite: Suite, tmp_path:
         return type(super().work(stage))(int.from_bytes(os.urandom(2)) / 1e6)
 """
     file.write_text(NEWCOMER + random)
-    with_it, row = newcomer(suite, file)
-    with pytest.raises(FedstillError, match="same run twice"):
+    added = add_method(suite, file)
+    with_it, row = added.suite, added.name
+    with pytest.raises(FedstillError, match="by key"):
         rehearse(with_it, row, tiny_ranking.do)
 
 
@@ -345,13 +348,13 @@ def test_a_method_that_the_track_has_no_data_or_topology_for_names_the_track_to_
     for line, track in ((public, "--track public"), (chain, "--track chain")):
         file.write_text(head.rstrip("\n") + "\n" + line)
         with pytest.raises(ConfigError, match=track):
-            newcomer(suite, file)
+            add_method(suite, file)
 
 
 def test_an_entrant_has_its_stages_and_as_many_clients_as_all_rows(suite: Suite) -> None:
     entered = suite.with_row("mine", "fedavg", [{}], {"server": "distil"})
     topology = entered.recipe.rows["mine"]["topology"]
     assert topology == {**suite.recipe.common["topology"], "server": "distil"}
-    assert entered.own_topology("mine") == {"server": "distil"}
+    assert entered.added_topology("mine") == {"server": "distil"}
     with pytest.raises(ConfigError, match=r"topology\.sampled"):
         suite.with_row("mine", "fedavg", [{}], {"sampled": 4})

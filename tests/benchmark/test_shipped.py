@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 import tiny_ranking
-from fedstill.benchmark.checking import drawn_places, reached, replayed, suite_of
-from fedstill.benchmark.entries import Entered, entries_below, read_entry
+from fedstill.benchmark.entries import Entry, find_entries, read_entry, suite_of
+from fedstill.benchmark.replays import draw_runs, replay_runs, worst_level
 
 ENTRIES = Path(__file__).parents[2] / "results" / "rank"
 
 
-def shipped(row: str, suite: str) -> Entered:
+def shipped(row: str, suite: str) -> Entry:
     return next(entry for entry in entries_of(suite) if entry.row == row)
 
 
-def entries_of(suites: str) -> list[Entered]:
+def entries_of(suites: str) -> list[Entry]:
     return [
         read_entry(place)
         for pack in sorted(ENTRIES.glob(f"{suites}.*"))
-        for place in entries_below(pack)
+        for place in find_entries(pack)
     ]
 
 
@@ -40,8 +40,8 @@ def test_the_first_rounds_of_an_entry_come_as_near_as_rounding_lets_them(
 ) -> None:
     """Three rounds; of a run with tasks over time, which share its rounds, all of them."""
     entry = shipped(row, suite)
-    column = suite_of(entry).columns(row)[0]
-    (done,) = replayed(entry, [(column, 0)], tiny_ranking.do, rounds=3)
+    column = suite_of(entry).columns_of(row)[0]
+    (done,) = replay_runs(entry, [(column, 0)], tiny_ranking.do, rounds=3)
     assert done.level != "disagrees", done.problems
 
 
@@ -49,5 +49,5 @@ def test_the_first_rounds_of_an_entry_come_as_near_as_rounding_lets_them(
 def test_whole_runs_of_five_entries_drawn_by_their_bytes() -> None:
     entries = entries_of("digits-*")
     for entry in sorted(entries, key=lambda e: e.digests[min(e.digests)])[:5]:
-        done = list(replayed(entry, drawn_places(entry, suite_of(entry), 1), tiny_ranking.do))
-        assert reached(done) != "disagrees", (entry.row, done)
+        done = list(replay_runs(entry, draw_runs(entry, suite_of(entry), 1), tiny_ranking.do))
+        assert worst_level(done) != "disagrees", (entry.row, done)

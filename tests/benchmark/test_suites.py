@@ -12,8 +12,8 @@ import pytest
 
 import tiny_ranking
 from fedstill.benchmark import suites
-from fedstill.benchmark.competing import choose_fields, suite_at
-from fedstill.benchmark.suites import MOST_TRIES, TIE, Choice, Suite, load_suite, suite_names
+from fedstill.benchmark.competing import choose_fields, with_stored_choices
+from fedstill.benchmark.suites import MAX_TRIES, TIE, Choice, Suite, load_suite, suite_names
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.running.preparation import prepare
 from fedstill.running.split_file import StoredSplit, write_split
@@ -27,13 +27,13 @@ the suite.
 @pytest.mark.parametrize("name", suite_names())
 def test_every_row_of_a_suite_can_be_run_and_tried(name: str) -> None:
     suite = load_suite(name)
-    assert suite.column in suite.recipe.columns
-    assert {suite.against, suite.floor} <= set(suite.competing)
-    bounds = set(suite.recipe.rows) - set(suite.competing)
+    assert suite.choosing_column in suite.recipe.columns
+    assert {suite.baseline, suite.floor} <= set(suite.ranked_rows)
+    bounds = set(suite.recipe.rows) - set(suite.ranked_rows)
     assert set(suite.ceilings) == {row for row in bounds if row.startswith("joint")}
     assert all(row.startswith(("joint", "past kept")) for row in bounds)
     for row in suite.recipe.rows:
-        cells = [(row, column) for column in suite.columns(row)]
+        cells = [(row, column) for column in suite.columns_of(row)]
         runs = suite.recipe.variants(cells, (0,), {}, Path("runs"))
         assert all(
             run.settings.threads == (1, 1) and run.settings.precision == "fp32" for run in runs
@@ -45,38 +45,38 @@ def test_every_row_of_a_suite_can_be_run_and_tried(name: str) -> None:
 @pytest.mark.parametrize("name", suite_names())
 def test_every_method_has_as_many_tries_and_the_first_is_the_suites_own(name: str) -> None:
     suite = load_suite(name)
-    assert {len(own) for own in suite.tries.values()} == {MOST_TRIES}
+    assert {len(own) for own in suite.tries.values()} == {MAX_TRIES}
     for row, own in suite.tries.items():
         assert own[0] == {}, row
-        assert len({json.dumps(one, sort_keys=True) for one in own}) == MOST_TRIES, row
+        assert len({json.dumps(one, sort_keys=True) for one in own}) == MAX_TRIES, row
 
 
 @pytest.mark.parametrize("name", suite_names())
 def test_a_try_is_tested_on_training_images_and_nothing_else_of_it_differs(name: str) -> None:
     suite = load_suite(name)
     first = (
-        {suite.rate_of: Choice(((0.5,),) * MOST_TRIES, (1,) * MOST_TRIES)} if suite.rate_of else {}
+        {suite.rate_row: Choice(((0.5,),) * MAX_TRIES, (1,) * MAX_TRIES)} if suite.rate_row else {}
     )
-    suite = replace(suite, chosen={**first, **suite.chosen})
-    row, there = suite.competing[-1], suite.chooses_in
+    suite = replace(suite, choices={**first, **suite.choices})
+    row, there = suite.ranked_rows[-1], suite.choosing_suite
     for number, (one, runs) in enumerate(
         zip(suite.tries_of(row), suite.trials(row, Path("runs")), strict=True)
     ):
         assert [run.seed for run in runs] == [100, 101, 102]
         assert {run.settings.data.test_from for run in runs} == {"held_out"}
-        (plain,) = there.recipe.variants([(row, there.column)], (100,), one, Path("runs"))
+        (plain,) = there.recipe.variants([(row, there.choosing_column)], (100,), one, Path("runs"))
         assert plain.settings.named == runs[0].settings.named, number
         assert plain.settings.plans == runs[0].settings.plans
 
 
 def test_a_try_has_the_learning_rate_that_the_reference_chose_unless_it_sets_one() -> None:
     tries = {"A": [{}, {"plan.lr": 0.1}], "B": [{}, {"method.beta": 3.0}, {"plan.lr": 0.2}]}
-    suite = replace(load_suite("digits-space"), tries=tries, rate_of="A", chosen={})
+    suite = replace(load_suite("digits-space"), tries=tries, rate_row="A", choices={})
     with pytest.raises(ConfigError, match="for A"):
         suite.tries_of("B")
     assert suite.tries_of("A") == tries["A"]
     slow, fast = (
-        replace(suite, chosen={"A": Choice(scores, (1, 1))})
+        replace(suite, choices={"A": Choice(scores, (1, 1))})
         for scores in (((2.0,), (1.0,)), ((1.0,), (2.0,)))
     )
     assert slow.tries_of("B") == tries["B"], "the suite's own"
@@ -84,15 +84,15 @@ def test_a_try_has_the_learning_rate_that_the_reference_chose_unless_it_sets_one
     assert fast.tries_of("B") == wanted
     assert (
         replace(
-            fast, chosen={**fast.chosen, "B": Choice(((1.0,), (2.0,), (1.0,)), (1, 1, 1))}
-        ).settings_chosen("B")
+            fast, choices={**fast.choices, "B": Choice(((1.0,), (2.0,), (1.0,)), (1, 1, 1))}
+        ).chosen_fields("B")
         == wanted[1]
     )
-    assert replace(fast, rate_of="").tries_of("B") == tries["B"]
+    assert replace(fast, rate_row="").tries_of("B") == tries["B"]
 
 
 def test_both_takes_what_time_chose() -> None:
-    assert load_suite("digits-both").chosen == load_suite("digits-time").chosen
+    assert load_suite("digits-both").choices == load_suite("digits-time").choices
     assert load_suite("digits-both").tries == load_suite("digits-time").tries
 
 
@@ -110,19 +110,21 @@ def test_a_newcomer_in_both_is_tried_in_time_as_the_rows_that_ship_were(tier: st
     assert tried == there
     assert len(tried) == 2 * 3
     assert all('kind = "iid"' in text for text in tried)
-    chosen = replace(both, chosen={**both.chosen, "mine": Choice(((0.1,), (0.2,)), (1, 1))})
+    chosen = replace(both, choices={**both.choices, "mine": Choice(((0.1,), (0.2,)), (1, 1))})
     assert all(
         "alpha = 0.5" in run.settings.toml and "mu = 0.5" in run.settings.toml
         for run in chosen.runs("mine", Path())
     )
-    assert both.choosing == time.choosing == f"fedstill rank choose {tier} --track time"
+    assert both.choose_command == time.choose_command == f"fedstill rank choose {tier} --track time"
 
 
 def test_fields_of_a_suite_that_another_chooses_are_tried_and_kept_in_the_others_folder(
     suite: Suite, tmp_path: Path
 ) -> None:
     recipe = replace(suite.recipe, columns={"even": suite.recipe.columns["even"]})
-    both = replace(suite, track="both", recipe=recipe, column="even", there=suite, chosen={})
+    both = replace(
+        suite, track="both", recipe=recipe, choosing_column="even", choices_from=suite, choices={}
+    )
     chosen = choose_fields(both, ["FedAvg"], tmp_path, tiny_ranking.do)
     configs = [path.read_text() for path in tmp_path.rglob("config.toml")]
     assert len(configs) == 2 * 3
@@ -130,8 +132,8 @@ def test_fields_of_a_suite_that_another_chooses_are_tried_and_kept_in_the_others
         "the column on which the other suite chooses"
     )
     assert [path.name for path in tmp_path.iterdir()] == [suite.name]
-    for one in (both, replace(suite, chosen={})):
-        assert suite_at(one, tmp_path).chosen == chosen.chosen
+    for one in (both, replace(suite, choices={})):
+        assert with_stored_choices(one, tmp_path).choices == chosen.choices
 
 
 def test_a_suite_whose_tries_are_not_those_of_the_one_that_chooses_is_refused(
@@ -157,7 +159,7 @@ def drawn_here(folder: Path) -> dict[str, object]:
     for name in suite_names("digits"):
         suite = load_suite(name)
         for column in suite.recipe.columns:
-            for run in suite.recipe.variants([(suite.against, column)], (0, 4), {}, Path("runs")):
+            for run in suite.recipe.variants([(suite.baseline, column)], (0, 4), {}, Path("runs")):
                 ready = prepare(run.settings)
                 split = StoredSplit.of_sites(ready.sites, ready.world.client_models)
                 assert split is not None
@@ -178,11 +180,11 @@ def test_the_draws_of_the_digits_tier_are_what_they_were(tmp_path: Path) -> None
 
 
 def test_the_best_mean_is_chosen_and_of_those_alike_the_one_that_sends_less() -> None:
-    assert Choice(((0.5, 0.5), (0.6, 0.6), (0.4, 0.4)), (1, 9, 1)).best == 1
-    assert Choice(((0.6, 0.6), (0.6 - TIE / 2, 0.6 - TIE / 2)), (9, 1)).best == 1
-    assert Choice(((0.6, 0.6), (0.6 - 2 * TIE, 0.6 - 2 * TIE)), (9, 1)).best == 0
-    assert Choice(((0.6, 0.6), (0.6, 0.6)), (9, 9)).best == 0
-    assert Choice(((0.0, 0.0), (0.1, 0.0)), (1, 1)).best == 1, "a try that diverged scores 0"
+    assert Choice(((0.5, 0.5), (0.6, 0.6), (0.4, 0.4)), (1, 9, 1)).best_try == 1
+    assert Choice(((0.6, 0.6), (0.6 - TIE / 2, 0.6 - TIE / 2)), (9, 1)).best_try == 1
+    assert Choice(((0.6, 0.6), (0.6 - 2 * TIE, 0.6 - 2 * TIE)), (9, 1)).best_try == 0
+    assert Choice(((0.6, 0.6), (0.6, 0.6)), (9, 9)).best_try == 0
+    assert Choice(((0.0, 0.0), (0.1, 0.0)), (1, 1)).best_try == 1, "a try that diverged scores 0"
 
 
 def test_names_that_are_none_are_refused() -> None:
@@ -191,15 +193,15 @@ def test_names_that_are_none_are_refused() -> None:
     with pytest.raises(UnknownName, match="space"):
         suite_names("digits", "spce")
     suite = load_suite("digits-space")
-    assert suite.row_named("fedntd") == suite.row_named("FEDNTD") == "FedNTD"
-    assert suite.row_named("fedavg_asd") == "ASD"
+    assert suite.find_row("fedntd") == suite.find_row("FEDNTD") == "FedNTD"
+    assert suite.find_row("fedavg_asd") == "ASD"
     time = load_suite("digits-time")
-    assert time.rows_named(["replay", "20", "FedNTD"]) == ["replay, 20", "FedNTD"], (
+    assert time.find_rows(["replay", "20", "FedNTD"]) == ["replay, 20", "FedNTD"], (
         "a name may hold a comma"
     )
-    assert time.rows_named(["fedavg", "replay"]) == ["FedAvg", "replay"]
+    assert time.find_rows(["fedavg", "replay"]) == ["FedAvg", "replay"]
     with pytest.raises(UnknownName, match="FedNTD"):
-        suite.row_named("fedntdd")
+        suite.find_row("fedntdd")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_a_suite_that_says_something_of_a_row_it_has_not_is_refused(
         (
             "[rows]\n",
             '"Uneven" = { partition = { kind = "iid" } }\n[rows]\n',
-            "the columns 'uneven' and 'Uneven' would",
+            "columns 'uneven' and 'Uneven'",
         ),
         (
             "[tries]\n",
@@ -261,4 +263,4 @@ def test_two_rows_or_columns_that_would_have_one_folder_are_refused(
     """
     (tmp_path / "clinics.toml").write_text(tiny_ranking.TINY.replace(line, more), encoding="utf-8")
     with pytest.raises(ConfigError, match=said):
-        suites.own_suite(tmp_path / "clinics.toml")
+        suites.read_suite(tmp_path / "clinics.toml")

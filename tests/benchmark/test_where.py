@@ -10,7 +10,7 @@ import pytest
 
 import tiny_ranking
 from fedstill.benchmark.map_page import cell_table, write_map
-from fedstill.benchmark.maps import AXES, EVEN, Grid, MapCell, grid_of, row_to_map
+from fedstill.benchmark.maps import AXES, EVEN, MapCell, MethodMap, make_map, row_to_map
 from fedstill.benchmark.scoring import Score
 from fedstill.benchmark.suites import Suite
 from fedstill.core.errors import ConfigError, UnknownName
@@ -30,23 +30,21 @@ def cell(alpha: float, *gains: float) -> MapCell:
 def test_it_helps_where_all_seeds_say_so() -> None:
     cells = [cell(0.1, 0.1, 0.2, 0.3), cell(0.5, -0.1, -0.2, -0.1), cell(1.0, 0.1, -0.1, 0.3)]
     assert [c.sign for c in cells] == [1, -1, 0]
-    one = Grid("FedNTD", {"partition.alpha": (0.1, 0.5, 1.0), "plan.epochs": (1,)}, cells)
-    assert "helps in 1 of 3 cells and hurts in 1," in one.summary
+    one = MethodMap("FedNTD", {"partition.alpha": (0.1, 0.5, 1.0), "plan.epochs": (1,)}, cells)
+    assert "1 of 3 cells" in one.summary
     assert "alpha 0.1, epochs 1: +20.0 points over FedAvg at 50.0 %" in one.summary
-    assert cell_table(one)[1][0] == ["0.1", "1", "+20.0", "+10.0 to +30.0", "50.0", "55.6"]
+    assert cell_table(one).lines[0] == ["0.1", "1", "+20.0", "+10.0 to +30.0", "50.0", "55.6"]
 
 
 def test_seeds_that_all_see_no_difference_are_not_said_to_disagree() -> None:
     """Both methods at chance on every seed: no seed says anything else than another."""
     none = cell(0.1, 0.0, 0.0, 0.0)
-    one = Grid("FedNTD", {"partition.alpha": (0.1,), "plan.epochs": (1,)}, [none])
-    assert (none.sign, none.shown) == (0, "~+0.0")
-    assert "disagree" not in one.summary
+    assert (none.sign, none.gain_text) == (0, "~+0.0")
 
 
 def test_a_map_is_run_resumed_and_written(suite: Suite, tmp_path: Path) -> None:
     axes = {"partition.alpha": (0.5, EVEN), "plan.epochs": (1, 2), "topology.sampled": (1, 4)}
-    one = grid_of(suite, "FedNTD", axes, tmp_path / "runs", tiny_ranking.do)
+    one = make_map(suite, "FedNTD", axes, tmp_path / "runs", tiny_ranking.do)
     assert len(one.cells) == 8
     configs = {p: p.read_text() for p in (tmp_path / "runs").rglob("config.toml")}
     assert len(configs) == 8 * 2 * 3
@@ -59,15 +57,15 @@ def test_a_map_is_run_resumed_and_written(suite: Suite, tmp_path: Path) -> None:
     assert len(runs) == len(configs)
     assert paths[0].read_text().count('class="chart"') == 2
     assert all("one cell of four" in path.read_text() for path in (paths[0], paths[2]))
-    again = grid_of(suite, "FedNTD", axes, tmp_path / "runs", lambda runs: tiny_ranking.do(runs))
+    again = make_map(suite, "FedNTD", axes, tmp_path / "runs", lambda runs: tiny_ranking.do(runs))
     assert [c.gains for c in again.cells] == [c.gains for c in one.cells]
 
 
 def test_what_cannot_be_mapped_is_refused(suite: Suite, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="FedAvg"):
-        grid_of(suite, "FedAvg", AXES, tmp_path, tiny_ranking.do)
+        make_map(suite, "FedAvg", AXES, tmp_path, tiny_ranking.do)
     with pytest.raises(ConfigError, match="1000 cells"):
-        grid_of(suite, "FedNTD", {"rounds": range(1, 1001)}, tmp_path, tiny_ranking.do)
+        make_map(suite, "FedNTD", {"rounds": range(1, 1001)}, tmp_path, tiny_ranking.do)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +73,11 @@ def test_what_cannot_be_mapped_is_refused(suite: Suite, tmp_path: Path) -> None:
 )
 def test_an_axis_that_has_no_effect_is_refused(key: str, suite: Suite, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=key.partition(".")[0]):
-        grid_of(suite, "FedNTD", {key: (1, 2)}, tmp_path, tiny_ranking.do)
+        make_map(suite, "FedNTD", {key: (1, 2)}, tmp_path, tiny_ranking.do)
 
 
 def test_an_axis_replaces_what_was_chosen(suite: Suite, tmp_path: Path) -> None:
-    grid_of(suite, "FedNTD", {"plan.lr": (0.2, 0.3)}, tmp_path, tiny_ranking.do)
+    make_map(suite, "FedNTD", {"plan.lr": (0.2, 0.3)}, tmp_path, tiny_ranking.do)
     texts = [path.read_text() for path in tmp_path.rglob("config.toml")]
     assert sum("lr = 0.2" in text for text in texts) == len(texts) / 2
     assert sum("lr = 0.3" in text for text in texts) == len(texts) / 2
@@ -97,13 +95,14 @@ def test_an_axis_replaces_what_was_chosen(suite: Suite, tmp_path: Path) -> None:
 def test_a_method_without_a_row_has_its_documented_defaults(
     suite: Suite, name: str, row: str, method: str
 ) -> None:
-    wider, called = row_to_map(suite, name)
-    assert called == row
-    assert wider.method(row)["name"] == method
+    mapped = row_to_map(suite, name)
+    wider = mapped.suite
+    assert mapped.name == row
+    assert wider.method_of(row)["name"] == method
     if row != "FedNTD":
-        assert wider.method(row) == {"name": method}
-        assert wider.settings_chosen(row) == {}
-        assert row not in wider.competing
+        assert wider.method_of(row) == {"name": method}
+        assert wider.chosen_fields(row) == {}
+        assert row not in wider.ranked_rows
 
 
 def test_a_method_of_a_file_is_mapped(suite: Suite, tmp_path: Path) -> None:
@@ -111,7 +110,8 @@ def test_a_method_of_a_file_is_mapped(suite: Suite, tmp_path: Path) -> None:
     file.write_text(
         'from fedstill.methods.fedavg import FedAvg\n\n\nclass Mine(FedAvg):\n    """Own."""\n'
     )
-    wider, row = row_to_map(suite, f"{file}:Mine")
-    assert (row, wider.method(row)) == ("Mine", {"name": f"{file}:Mine"})
+    mapped = row_to_map(suite, f"{file}:Mine")
+    row = mapped.name
+    assert (row, mapped.suite.method_of(row)) == ("Mine", {"name": f"{file}:Mine"})
     with pytest.raises(UnknownName, match=r"'fedlcc'.*'fedlc'"):
         row_to_map(suite, "fedlcc")

@@ -15,8 +15,8 @@ import pytest
 import fedstill
 import tiny_ranking
 import toys
-from fedstill.benchmark.competing import CHOSEN, suite_at
-from fedstill.benchmark.suites import own_suite
+from fedstill.benchmark.competing import CHOICES_FILE, with_stored_choices
+from fedstill.benchmark.suites import read_suite
 from fedstill.cli import call
 from fedstill.config.experiment import load
 from fedstill.config.resolve import settle
@@ -30,8 +30,9 @@ from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
 
 IN_MEMORY = {
-    "benchmark/checking.py": "configs of an entry, whose digests are compared first",
+    "benchmark/entries.py": "configs of an entry, whose digests are compared first",
     "benchmark/recipes.py": "files of the package",
+    "benchmark/replays.py": "settings of a run, as text",
     "config/overrides.py": "a value of the command line, and lines of a file that has been read",
     "config/validation.py": "items of a list of the command line",
     "core/files.py": "the one function for files",
@@ -77,7 +78,7 @@ def a_suite(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("write", "read"),
-    [(a_config, load), (a_site, load_site), (a_suite, own_suite)],
+    [(a_config, load), (a_site, load_site), (a_suite, read_suite)],
     ids=["config", "site.toml", "suite"],
 )
 def test_a_mark_at_the_beginning_is_no_content(
@@ -108,15 +109,15 @@ def test_a_run_whose_config_was_saved_on_windows(tmp_path: Path) -> None:
 
 def test_what_was_chosen_for_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = tiny_ranking.install(monkeypatch)
-    path = tmp_path / suite.name / CHOSEN
+    path = tmp_path / suite.name / CHOICES_FILE
     path.parent.mkdir()
     path.write_text("[FedAvg]\nscores = [[0.5, 0.5, 0.5], [0.9, 0.9, 0.9]]\nsent = [1, 1]\n")
     with_mark(path)
-    assert suite_at(suite, tmp_path).chosen["FedAvg"].scores[1] == (0.9, 0.9, 0.9)
+    assert with_stored_choices(suite, tmp_path).choices["FedAvg"].scores[1] == (0.9, 0.9, 0.9)
 
     path.write_text("[FedAvg\n")
-    with pytest.raises(ConfigError, match=CHOSEN):
-        suite_at(suite, tmp_path)
+    with pytest.raises(ConfigError, match=CHOICES_FILE):
+        with_stored_choices(suite, tmp_path)
 
 
 def test_another_encoding_is_named() -> None:

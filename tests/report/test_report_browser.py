@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstill.benchmark.maps import AXES, Grid, MapCell
+from fedstill.benchmark.maps import AXES, MapCell, MethodMap
 from fedstill.benchmark.page import write_ranking_page
 from fedstill.benchmark.scoring import Score
 from fedstill.benchmark.standings import RankedRow, standings
@@ -164,14 +164,14 @@ def test_a_selector_shows_another_seed(browser: Any, finished: Path, tmp_path: P
     assert [e for e in browser.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
 
 
-def made_up_map() -> Grid:
+def made_up_map() -> MethodMap:
     """36 cells that are all alike."""
     scores = [
         {s: Score(a, 0.9, a / 0.9, 0.1, nan, nan, 1, 1, 1.0, 30) for s in range(3)}
         for a in (0.6, 0.5)
     ]
     each = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
-    return Grid("FedNTD", AXES, [MapCell(values, *scores) for values in each])
+    return MethodMap("FedNTD", AXES, [MapCell(values, *scores) for values in each])
 
 
 @pytest.mark.parametrize("width", [1200, 400])
@@ -183,7 +183,7 @@ def test_the_page_of_the_ranking_is_drawn_and_sorted_on_a_click(
     scores = {
         name: {
             (c, s): Score(a, 0.9, a / 0.9, 0.1, nan, nan, 1, 1, 1.0, 30)
-            for c in suite.columns(name)
+            for c in suite.columns_of(name)
             for s in range(5)
         }
         for name, a in zip(("FedAvg", "FedNTD", "joint"), draw.uniform(0.4, 0.8, 3), strict=True)

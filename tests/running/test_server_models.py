@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import toys
-from fedstill.attribution.falls import the_moment
+from fedstill.attribution.class_changes import find_changes
 from fedstill.config.resolve import settle
 from fedstill.core.aggregation import weighted_mean
 from fedstill.core.capabilities import Need
@@ -174,7 +174,7 @@ def test_models_are_loaded_by_name_and_by_client(finished: Path) -> None:
 
 def test_why_and_what_needs_one_model_are_refused(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="why"):
-        the_moment(finished, None, None)
+        find_changes(finished, None, None)
     with pytest.raises(IncompatibleMethod, match="contributions"):
         run(two_models(measure=["contributions"]), tmp_path / "a", data=toys.blobs())
 

@@ -1,3 +1,3 @@
-"""Why the model forgot: which moment, who contributed, and what would have been without a
-client.
+"""Finds out which clients caused forgetting: which class lost accuracy in which round, how much
+each client contributed to it, and what would have happened without a client.
 """

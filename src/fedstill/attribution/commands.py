@@ -1,9 +1,10 @@
-"""The command ``why``: who made the model forget."""
+"""The command ``fedstill why``: which clients caused forgetting."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,43 +15,48 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.files import in_shell
 
 if TYPE_CHECKING:
-    from fedstill.attribution.falls import Moment
-    from fedstill.running.replay import Announce, Replay
+    from rich.console import Console
 
+    from fedstill.attribution.class_changes import Attribution, ClassChange
+    from fedstill.running.replay import Replay
+    from fedstill.running.runs import Run
 
-# Which options of ``fedstill why`` go together: it answers four questions.
+DrawCount = Annotated[int | None, Parameter(validator=validators.Number(gte=0))]
+RoundNumber = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
+RoundCount = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+Game = Literal["idle", "absent"]
 
+DEFAULT_ROUNDS = 5
+"""How many rounds are replayed without a client."""
 
-GOES_WITH = {
+OPTIONS_OF_QUESTION: Mapping[str, set[str]] = {
     "--client": {"--round"},
     "--without": {"--class", "--round", "--from", "--rounds", "--once"},
     "--draws": {"--class", "--round"},
     "": {"--class", "--round", "--worst", "--exact", "--game", "--open"},
 }
-"""Which options say more of a question; the empty one is the plain command."""
+"""The options that go with each question; the empty one is the plain command."""
 
 
-def refuse_strays(given: Sequence[str]) -> None:
-    """Raise ConfigError where an option does not go with what is asked.
+def check_options(names: Sequence[str]) -> None:
+    """Raise ConfigError if an option does not go with the question.
 
-    >>> refuse_strays(["--class", "--worst"])
+    >>> check_options(["--class", "--worst"])
     """
-    asked = next((question for question in GOES_WITH if question in given), "")
-    misfits = [name for name in given if name != asked and name not in GOES_WITH[asked]]
-    if misfits and not asked:
+    question = ""
+    for option in OPTIONS_OF_QUESTION:
+        if option in names:
+            question = option
+            break
+    extra = [
+        name for name in names if name != question and name not in OPTIONS_OF_QUESTION[question]
+    ]
+    if extra and not question:
         raise ConfigError(
-            f"{' and '.join(misfits)}: name the client to leave out as well, with --without"
+            f"{' and '.join(extra)}: also name the client to leave out, with --without"
         )
-    if misfits:
-        raise ConfigError(f"{misfits[0]} does not go with {asked}")
-
-
-# The command that answers who made the model forget.
-
-
-DrawCount = Annotated[int | None, Parameter(validator=validators.Number(gte=0))]
-RoundNumber = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
-RoundCount = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+    if extra:
+        raise ConfigError(f"{extra[0]} cannot be combined with {question}")
 
 
 def why_command(
@@ -60,7 +66,7 @@ def why_command(
     round_: Annotated[RoundNumber, Parameter(name="--round")] = None,
     worst: RoundCount = 1,
     exact: Flag = False,
-    game: Literal["idle", "absent"] | None = None,
+    game: Game | None = None,
     without: str | None = None,
     from_: Annotated[RoundNumber, Parameter(name="--from")] = None,
     rounds: RoundNumber = None,
@@ -70,277 +76,335 @@ def why_command(
     open_: Annotated[Flag, Parameter(name="--open")] = False,
     quiet: Quiet = False,
 ) -> int:
-    """Say who made the model forget: what a class lost in a round by local training and by
-    averaging, and by client.
+    """Show which clients caused forgetting: how much accuracy a class lost in a round by local
+    training, by averaging, and by client.
 
-    Without the measure contributions in the journal, the rounds since the nearest checkpoint are
-    gone through again; keep_checkpoints_every in the config makes that short. Where a method's fold
-    is not a sum, contributions are computed from the two end points instead of along a path; the
-    answer says so. What was found out is kept for the next time and for the report, but not what
-    --exact and --game answer: they change no other answer.
+    If the journal does not contain the measure contributions, the rounds since the nearest
+    checkpoint are replayed; keep_checkpoints_every in the config makes this short. If a method's
+    aggregation is not a sum, contributions are computed from two end points instead of along a
+    path, and the output says so. Results are stored for the next time and for the report, except
+    those of --exact and --game.
 
     Args:
         directory: The run's directory.
-        class_: The class, by number or name. Unset, the one with the deepest fall.
-        round_: The round. Unset, the one with the deepest fall; with --client, round 1.
-        worst: How many of the deepest falls to report; five without a number.
-        exact: Ask all coalitions of the round's clients; refused above ten clients.
+        class_: The class, by number or name. By default, the one with the largest loss.
+        round_: The round. By default, the one with the largest loss; with --client, round 1.
+        worst: How many of the largest losses to report.
+        exact: Compute all coalitions of the round's clients; at most ten clients.
         game: What clients outside a coalition do: change nothing (idle), or not reply (absent).
-        without: Go through rounds again without this client, by number or name, and compare: what
-            would have been.
-        from_: The first round without it. Unset, --round, or that of the deepest fall.
-        rounds: How many rounds are gone through without it. Unset, 5.
-        once: Leave it out in the first of these rounds alone.
-        draws: Go through the round with so many other draws of its clients, e.g. 10: how far who
-            was drawn explains it.
-        client: Where clients learn from peers: what this one, by number or name, learned in
+        without: Replay rounds without this client, by number or name, and compare.
+        from_: The first round without the client. By default, --round or that of the largest loss.
+        rounds: How many rounds are replayed without the client. By default, 5.
+        once: Leave the client out in the first of these rounds only.
+        draws: Repeat the round with this many other samples of clients, e.g. 10, to see how much
+            the loss depends on the sample.
+        client: If clients learn from peers: show what this one, by number or name, learned in
             --round, by phase and by teacher.
-        open_: Write the run's page with the pictures, and open it.
-        quiet: Say nothing of progress.
+        open_: Write the run's page with the charts, and open it.
+        quiet: Print no progress.
     """
-    from fedstill.attribution.falls import the_moment
+    from fedstill.attribution.class_changes import find_changes
     from fedstill.running.journal import class_numbers, client_number
 
-    given = {
-        "--client": client,
-        "--without": without,
-        "--draws": draws or None,
-        "--class": class_,
-        "--game": game,
+    options = {
+        "--client": client is not None,
+        "--without": without is not None,
+        "--draws": bool(draws),
+        "--class": class_ is not None,
+        "--game": game is not None,
+        "--from": from_ is not None,
+        "--rounds": rounds is not None,
+        "--once": once,
+        "--open": open_,
+        "--worst": worst > 1,
+        "--exact": exact,
     }
-    given |= {"--from": from_, "--rounds": rounds, "--once": once or None, "--open": open_ or None}
-    given |= {"--worst": worst if worst > 1 else None, "--exact": exact or None}
-    refuse_strays([name for name, value in given.items() if value is not None])
+    check_options([name for name, is_set in options.items() if is_set])
     if not (directory / "journal.jsonl").is_file():
-        return say(f"{directory} holds no run: it has no journal.jsonl", 2)
+        return say(f"{directory} contains no run: it has no journal.jsonl", 2)
     if client is not None:
-        return _lesson(directory, client_number(directory, client), round_ or 1, quiet)
-    of = class_numbers(directory, [class_])[0] if class_ is not None else None
-    moment = the_moment(directory, of, round_)
+        return _print_exchange(directory, client_number(directory, client), round_ or 1, quiet)
+
+    label = None
+    if class_ is not None:
+        label = class_numbers(directory, [class_])[0]
+    changes = find_changes(directory, label, round_)
+    largest = changes[0]
     if without is not None:
+        span = ReplayedSpan(from_ or largest.round, rounds or DEFAULT_ROUNDS, once)
         number = client_number(directory, without)
-        first = from_ or moment.round
-        return _without(directory, moment, number, first, rounds or 5, once, quiet)
+        return _print_without(directory, largest, number, span, quiet)
     if draws:
-        return _draws(directory, moment, draws, quiet)
-    _say_if_none_fell(directory, moment, of, round_)
-    for one in [moment] if worst == 1 else _deepest(directory, of, round_)[:worst]:
-        _tell(directory, one, exact, game, quiet)
+        return _print_samples(directory, largest, draws, quiet)
+
+    _print_no_loss_note(directory, largest, label, round_)
+    for change in changes[:worst]:
+        _print_attribution(directory, change, exact, game, quiet)
     if open_:
-        _open(directory)
+        _open_page(directory)
     return 0
 
 
-def _deepest(directory: Path, of: int | None, round: int | None) -> list[Moment]:
-    from fedstill.attribution.falls import all_falls
-    from fedstill.running.journal import read_journal
-
-    every = all_falls(read_journal(directory / "journal.jsonl"))
-    return [m for m in every if of in (None, m.of) and round in (None, m.round)]
+# ---- attribution to clients ----------------------------------------------------------------------
 
 
-def _say_if_none_fell(directory: Path, deepest: Moment, of: int | None, round: int | None) -> None:
-    from fedstill.attribution import report as why_said
+def _print_no_loss_note(
+    directory: Path, largest: ClassChange, label: int | None, round: int | None
+) -> None:
+    from fedstill.attribution.class_changes import no_loss_note
     from fedstill.report import terminal
     from fedstill.running.runs import read_run
 
-    if said := why_said.none_fell(read_run(directory), deepest, of, round):
-        terminal.tell(terminal.console(sentences=True), said)
+    note = no_loss_note(read_run(directory), largest, label, round)
+    if note:
+        terminal.tell(terminal.console(sentences=True), note)
 
 
-def _tell(
-    directory: Path,
-    moment: Moment,
-    exact: bool,
-    game: Literal["idle", "absent"] | None,
-    quiet: bool,
+def _print_attribution(
+    directory: Path, change: ClassChange, exact: bool, game: Game | None, quiet: bool
 ) -> None:
-    from fedstill.attribution import report as why_said
-    from fedstill.attribution.falls import told_of
-    from fedstill.attribution.replayed_rounds import check_coalitions, measured_later
-    from fedstill.measures.contributions import Contributions
+    from fedstill.attribution import class_changes
     from fedstill.report import terminal
+    from fedstill.running.journal import looks_of
+    from fedstill.running.runs import read_run
+
+    attribution = None
+    if not exact and game is None:
+        attribution = class_changes.attribute(change, looks_of(directory))
+    if attribution is None:
+        attribution = _measure(directory, change, exact, game, quiet)
+    screen = terminal.console(sentences=True)
+    run = read_run(directory)
+    if attribution is None:
+        name = repr(run.classes[change.label])
+        terminal.tell(screen, f"Round {change.round} has no contributions to class {name}.")
+        return
+    terminal.tell(screen, class_changes.sentence_of(run, attribution))
+    if attribution.clients:
+        table = class_changes.contribution_table(run, attribution)
+        screen.print(terminal.table(table.head, table.lines))
+        terminal.tell(screen, class_changes.method_note(attribution))
+    advice = class_changes.advice(run, attribution)
+    if advice:
+        terminal.tell(screen, advice)
+    _print_next_command(screen, directory, run, attribution)
+
+
+def _measure(
+    directory: Path, change: ClassChange, exact: bool, game: Game | None, quiet: bool
+) -> Attribution | None:
+    """Replay the round to measure contributions; they are stored unless an option changes them."""
+    from fedstill.attribution.class_changes import attribute
+    from fedstill.attribution.replayed_rounds import check_coalitions, measure_round
+    from fedstill.measures.contributions import Contributions
     from fedstill.running.journal import add_looks, looks_of
     from fedstill.running.replay import Replay
-    from fedstill.running.runs import read_run
 
-    told = None if exact or game else told_of(moment, looks_of(directory))
-    if told is None:
-        known = {
-            c
-            for look in looks_of(directory)
-            if look["round"] == moment.round
-            for c in look.get("classes", ())
-        }
-        replay = Replay.of_round(directory, moment.round)
-        if exact:
-            check_coalitions(replay, moment.round)
-        measure = Contributions(game, exact, sorted({moment.of, *known}))
-        announce = _announcement(replay, moment.round, quiet)
-        looks = measured_later(replay, moment.round, measure, announce)
-        if not (exact or game):
-            add_looks(directory, looks)
-        told = told_of(moment, looks)
-    screen, run = terminal.console(sentences=True), read_run(directory)
-    if told is None:
-        terminal.tell(
-            screen, f"In round {moment.round} nothing is known of class {run.classes[moment.of]!r}."
-        )
+    labels = {change.label}
+    for look in looks_of(directory):
+        if look["round"] == change.round:
+            labels.update(look.get("classes", ()))
+    replay = Replay.of_round(directory, change.round)
+    if exact:
+        check_coalitions(replay, change.round)
+    measure = Contributions(game, exact, sorted(labels))
+    announcement = ReplayAnnouncement(replay, change.round, quiet)
+    looks = measure_round(replay, change.round, measure, announcement)
+    if not exact and game is None:
+        add_looks(directory, looks)
+    return attribute(change, looks)
+
+
+def _print_next_command(
+    screen: Console, directory: Path, run: Run, attribution: Attribution
+) -> None:
+    """The command that replays rounds without the client with the largest loss."""
+    from fedstill.attribution.class_changes import client_name
+
+    contributions = attribution.clients
+    if not contributions:
         return
-    terminal.tell(screen, why_said.sentence_of(run, told))
-    if told.clients:
-        screen.print(terminal.table(*why_said.lines_of(run, told)))
-        terminal.tell(screen, why_said.how_of(told))
-    if hint := why_said.hint_of(told):
-        terminal.tell(screen, hint)
-    if taken := [
-        c for c in sorted(told.clients, key=lambda c: told.clients[c]) if told.clients[c] < 0
-    ]:
-        command = (
-            f"fedstill why {in_shell(directory)} --class {moment.of} --without {taken[0]} --from "
-            f"{moment.round}"
-        )
-        screen.print(
-            f"What would have been without {why_said.who(run, taken[0])}: {command}", soft_wrap=True
-        )
+    client = min(contributions, key=contributions.__getitem__)
+    if contributions[client] >= 0:
+        return
+    change = attribution.change
+    command = (
+        f"fedstill why {in_shell(directory)} --class {change.label} --without {client} "
+        f"--from {change.round}"
+    )
+    screen.print(f"To replay without {client_name(run, client)}: {command}", soft_wrap=True)
 
 
-def _without(
-    directory: Path, moment: Moment, client: int, first: int, count: int, once: bool, quiet: bool
+# ---- without a client ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReplayedSpan:
+    """The rounds that are replayed without a client.
+
+    ``once``: leave it out in the first round only.
+    """
+
+    first: int
+    count: int
+    once: bool
+
+
+def _print_without(
+    directory: Path, change: ClassChange, client: int, span: ReplayedSpan, quiet: bool
 ) -> int:
-    from fedstill.attribution import report as why_said
+    from fedstill.attribution import class_changes
     from fedstill.attribution.replayed_rounds import accuracies_by_round
     from fedstill.report import terminal
     from fedstill.running.replay import Replay, Without
     from fedstill.running.runs import read_run
 
-    replay = Replay.of_round(directory, first)
+    replay = Replay.of_round(directory, span.first)
     run = read_run(directory)
     settings = replay.prepared.settings
     # The run may have stopped early, or be unfinished.
-    last = min(first + count - 1, len(run.rounds))
+    last = min(span.first + span.count - 1, len(run.rounds))
     if client >= settings.clients:
         return say(f"--without {client}: the run has clients 0 to {settings.clients - 1}", 2)
-    if first > last:
-        return say(f"--from {first}: the run has rounds 1 to {last}", 2)
+    if span.first > last:
+        return say(f"--from {span.first}: the run has rounds 1 to {last}", 2)
 
-    without_client = Without(frozenset({client}), first)
-    if once:
-        without_client = replace(without_client, last=first)
-    announce = _announcement(replay, last, quiet)
-    left_out = accuracies_by_round(replay, first, last, without_client, announce)
-    was = {e["round"]: e["class_accuracy"] for e in run.rounds}
-    rows = []
-    for round, row in left_out.items():
-        with_, without = was[round][moment.of], row[moment.of]
-        if with_ is not None and without is not None:
-            cells = (
-                terminal.percent(with_),
-                terminal.percent(without),
-                why_said.points(without - with_),
-            )
-            rows.append((str(round), *cells))
-    said = f"in round {first} alone" if once else f"from round {first} on"
+    without_client = Without(frozenset({client}), span.first)
+    period = f"from round {span.first} on"
+    if span.once:
+        without_client = replace(without_client, last=span.first)
+        period = f"in round {span.first} only"
+    announcement = ReplayAnnouncement(replay, last, quiet)
+    replayed = accuracies_by_round(replay, span.first, last, without_client, announcement)
+
+    original = {event["round"]: event["class_accuracy"] for event in run.rounds}
+    lines = []
+    for round, accuracies in replayed.items():
+        with_client = original[round][change.label]
+        without = accuracies[change.label]
+        if with_client is not None and without is not None:
+            difference = class_changes.points(without - with_client)
+            cells = [terminal.percent(with_client), terminal.percent(without), difference]
+            lines.append([str(round), *cells])
     screen = terminal.console(sentences=True)
     terminal.tell(
         screen,
-        f"Class {run.classes[moment.of]!r} without {why_said.who(run, client)} {said}; all else as "
-        "it was, the clients "
-        "of each round as drawn.",
+        f"Class {run.classes[change.label]!r} without {class_changes.client_name(run, client)} "
+        f"{period}; everything else is unchanged, including the samples of clients.",
     )
-    screen.print(terminal.table(["round", "as it was", "without", "difference [points]"], rows))
+    screen.print(terminal.table(["round", "original", "without", "difference [points]"], lines))
     terminal.tell(
         screen,
-        "This is what leaving the client out would have done, which is another question than its "
-        "contribution to a "
-        "round: both are shown, neither is the other.",
+        "This is the effect of leaving the client out, which differs from its contribution to a "
+        "round.",
     )
     return 0
 
 
-def _draws(directory: Path, moment: Moment, count: int, quiet: bool) -> int:
-    from fedstill.attribution import report as why_said
-    from fedstill.attribution.cohorts import repeated_round
+# ---- other samples of clients --------------------------------------------------------------------
+
+
+def _print_samples(directory: Path, change: ClassChange, count: int, quiet: bool) -> int:
+    from fedstill.attribution.replayed_rounds import repeat_round, sample_sentence, sample_table
     from fedstill.report import terminal
     from fedstill.running.replay import Replay
     from fedstill.running.runs import read_run
 
-    def done(number: int) -> None:
-        if not quiet:
-            say(f"draw {number} of {count}" if number else f"round {moment.round} as it was", 0)
+    def progress(number: int) -> None:
+        if quiet:
+            return
+        if number:
+            say(f"sample {number} of {count}", 0)
+        else:
+            say(f"round {change.round} with the original clients", 0)
 
-    replay = Replay.of_round(directory, moment.round)
-    run = read_run(directory)
-    announce = _announcement(replay, moment.round, quiet)
-    cohorts = repeated_round(replay, moment.round, count, announce, done)
+    replay = Replay.of_round(directory, change.round)
+    announcement = ReplayAnnouncement(replay, change.round, quiet)
+    rounds = repeat_round(replay, change.round, count, announcement, progress)
     screen = terminal.console(sentences=True)
-    terminal.tell(screen, why_said.draws_of(run, moment, cohorts))
-    screen.print(terminal.table(*why_said.lines_of_draws(moment, cohorts)))
+    terminal.tell(screen, sample_sentence(read_run(directory), change, rounds))
+    table = sample_table(change, rounds)
+    screen.print(terminal.table(table.head, table.lines))
     return 0
 
 
-def _lesson(directory: Path, client: int, round: int, quiet: bool) -> int:
-    from fedstill.attribution import report as why_said
-    from fedstill.attribution.teachers import taught_by_peers
+# ---- learning from peers -------------------------------------------------------------------------
+
+
+def _print_exchange(directory: Path, client: int, round: int, quiet: bool) -> int:
+    from fedstill.attribution import teachers
     from fedstill.report import terminal
     from fedstill.running.replay import Replay
     from fedstill.running.runs import read_run
 
     replay = Replay.of_round(directory, round)
     run = read_run(directory)
-    settings = replay.prepared.settings
-    if client >= settings.clients or round > len(run.rounds):
-        return say(
-            f"the run has clients 0 to {settings.clients - 1} and rounds 1 to {len(run.rounds)}", 2
-        )
+    clients = replay.prepared.settings.clients
+    if client >= clients or round > len(run.rounds):
+        return say(f"the run has clients 0 to {clients - 1} and rounds 1 to {len(run.rounds)}", 2)
 
-    def exchanges(count: int) -> None:
+    def announce_exchanges(count: int) -> None:
         if not quiet:
             say(
-                f"then client {client}'s exchange {count} times: with all of its teachers, some, "
-                "and none",
+                f"then replaying client {client}'s exchange {count} times: with all, some and none "
+                "of its teachers",
                 0,
             )
 
-    announce = _announcement(replay, round, quiet)
-    taught = taught_by_peers(replay, client, round, announce, exchanges)
+    announcement = ReplayAnnouncement(replay, round, quiet)
+    effect = teachers.exchange_effect(replay, client, round, announcement, announce_exchanges)
     screen = terminal.console(sentences=True)
-    terminal.tell(screen, why_said.lesson_of(run, taught))
-    screen.print(terminal.table(*why_said.lines_of_lesson(run, taught)))
-    terminal.tell(screen, why_said.how_taught(taught))
+    terminal.tell(screen, teachers.exchange_sentence(run, effect))
+    table = teachers.teacher_table(run, effect)
+    screen.print(terminal.table(table.head, table.lines))
+    terminal.tell(screen, teachers.exchange_note(effect))
     return 0
 
 
-def _announcement(replay: Replay, last: int, quiet: bool) -> Announce:
-    """Say which rounds are replayed, what that costs by the journal, and where it is."""
-    import time
+# ---- progress and page ---------------------------------------------------------------------------
 
-    from fedstill.running.runs import read_run
+SECONDS_BETWEEN_MESSAGES = 5.0
 
-    seconds = {e["round"]: e["seconds_training"] for e in read_run(replay.folder).rounds}
-    total = sum(seconds.get(round, 0.0) for round in range(replay.start, last + 1))
-    last_message = time.monotonic()
 
-    def announce(round: int, last: int) -> None:
-        nonlocal last_message
-        if quiet:
+@dataclass
+class ReplayAnnouncement:
+    """Prints which rounds are replayed, their estimated time, and the progress."""
+
+    replay: Replay
+    last_round: int
+    quiet: bool
+    _last_message: float = field(default_factory=time.monotonic)
+
+    def __call__(self, round: int, last: int) -> None:
+        """Announce a round (``running.replay.Announce``)."""
+        if self.quiet:
             return
-        if round == replay.start:
-            origin = "from round 1"
-            if replay.restored is not None:
-                origin = f"from the checkpoint before round {round}"
-            rounds = f"round {round}"
-            if round < last:
-                rounds = f"rounds {round} to {last}"
-            say(f"going through {rounds} again, {origin}: about {total:.0f} s, as then", 0)
-        elif time.monotonic() - last_message > 5:
-            last_message = time.monotonic()
+        if round == self.replay.start:
+            self._announce_start(round, last)
+        elif time.monotonic() - self._last_message > SECONDS_BETWEEN_MESSAGES:
+            self._last_message = time.monotonic()
             say(f"round {round} of {last}", 0)
 
-    return announce
+    def _announce_start(self, round: int, last: int) -> None:
+        origin = "from round 1"
+        if self.replay.restored is not None:
+            origin = f"from the checkpoint before round {round}"
+        rounds = f"round {round}"
+        if round < last:
+            rounds = f"rounds {round} to {last}"
+        say(f"replaying {rounds}, {origin}: about {self._seconds():.0f} s, as in the run", 0)
+
+    def _seconds(self) -> float:
+        """The time that the rounds took in the run."""
+        from fedstill.running.runs import read_run
+
+        events = read_run(self.replay.folder).rounds
+        replayed = range(self.replay.start, self.last_round + 1)
+        seconds = [event["seconds_training"] for event in events if event["round"] in replayed]
+        return float(sum(seconds))
 
 
-def _open(directory: Path) -> None:
+def _open_page(directory: Path) -> None:
     import webbrowser
 
     from fedstill.report.page import write_page

@@ -1,9 +1,11 @@
-"""What a client learned from its peers: by phase, and by teacher, its exchange replayed with some
-of them.
+"""What a client learned from its peers, by phase of the exchange and by teacher.
+
+The contribution of a teacher comes from replays of the exchange with some of the teachers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -11,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from fedstill.attribution.class_changes import MAX_NAMED, RULES, client_name, points
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.core.records import SERVER, Stage, State
@@ -18,30 +21,35 @@ from fedstill.engines.passes import correct_by_class
 from fedstill.methods.fit import FIT, fitted_models, queries_of, student_models
 from fedstill.metrics.shapley import exact, two_ends
 from fedstill.models import contract
+from fedstill.report.table_files import TextTable
 from fedstill.running.preparation import Prepared
 from fedstill.running.replay import Announce, Replay, Session
+from fedstill.running.runs import Run
 
-FEW = 4
-"""Teachers up to which all coalitions are asked (16 exchanges); more are asked at two ends (2m +
-2).
+MAX_EXACT = 4
+"""The largest number of teachers for which all coalitions are replayed (16 exchanges). With m
+teachers more, 2m + 2 exchanges give the mean of two ends.
 """
 
+# ---- replaying an exchange -----------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Taught:
-    """What an exchange did to a client's model, in class accuracy on the common test set; each
-    tensor is (C,) float64.
 
-    ``before``: its model from the stage ``fit``. ``parts``: the change by phase; they sum to the
-    whole change.
-    ``alone``: what the same phases do without any teacher. ``teachers``: each teacher's
-    contribution; with ``alone`` they sum to the change, within ``gap``. ``own``: the client's
-    examples by class. ``rule``: how it was divided, as in ``attribution/report.py``.
+@dataclass(frozen=True, kw_only=True)
+class ExchangeEffect:
+    """The effect of an exchange on a client's model, as changes of class accuracy on the common
+    test set. Tensors are (C,) float64.
+
+    ``query``: the classes that the client asked for. ``examples``: its own examples by class.
+    ``before``: the accuracy of its model from the stage ``fit``.
+    ``parts``: the change by phase; their sum is the whole change.
+    ``alone``: the change from the same phases without any teacher.
+    ``teachers``: the contribution of each teacher; with ``alone`` they sum to the change, within
+    ``gap``. ``rule``: a key of ``class_changes.RULES``.
     """
 
     client: int
     query: tuple[int, ...]
-    own: Tensor
+    examples: Tensor
     before: Tensor
     parts: Mapping[str, Tensor]
     alone: Tensor
@@ -51,22 +59,22 @@ class Taught:
 
 
 @dataclass
-class _Exchange(NoRecorder):
-    """The states after each stage of an exchange, and who taught the client."""
+class _ExchangeRecorder(NoRecorder):
+    """Collects the state after each stage of an exchange, and the client's teachers."""
 
     client: int
-    after: dict[str, State] = field(default_factory=dict)
+    states: dict[str, State] = field(default_factory=dict)
     teachers: list[int] = field(default_factory=list)
 
     def stage(self, result: StageResult) -> None:
         """Keep the state after a stage (``core.extensions.Recorder``)."""
         stage = result.stage
-        self.after[stage.name] = result.after
+        self.states[stage.name] = result.after
         if stage.name != FIT and self.client in result.payloads and not self.teachers:
             self.teachers = sorted(map(int, self._teachers(result)))
 
     def _teachers(self, result: StageResult) -> Sequence[int]:
-        """Those that the client reports, or else those whose models it was sent."""
+        """The teachers that the client reports, or else those whose models it received."""
         for reply in result.accepted:
             if reply.client == self.client:
                 reported: Sequence[int] | None = reply.metrics.get("report", {}).get("teachers")
@@ -76,10 +84,10 @@ class _Exchange(NoRecorder):
 
 
 @dataclass(frozen=True)
-class _Lesson:
+class _Exchange:
     """One client's exchange, which can be replayed with some of its teachers.
 
-    ``session``: before the round of the exchange. ``stages``: those of the round.
+    ``session``: at the beginning of the round. ``stages``: those of the round.
     """
 
     session: Session
@@ -91,62 +99,62 @@ class _Lesson:
         """The run."""
         return self.session.replay.prepared
 
-    def replayed(self, state: State) -> _Exchange:
-        """The rest of the round, in which nobody asks but the client."""
-        exchange = _Exchange(self.client)
-        stages = [self._of_client(stage) for stage in self.stages]
-        self.session.fork(state).in_company().run(stages, exchange)
-        return exchange
+    def replay(self, state: State) -> _ExchangeRecorder:
+        """Replay the rest of the round, in which no other client asks."""
+        recorder = _ExchangeRecorder(self.client)
+        stages = [self._with_client_alone(stage) for stage in self.stages]
+        self.session.fork(state).in_company().run(stages, recorder)
+        return recorder
 
-    def taught_by(self, fit: State, teachers: Sequence[int]) -> Tensor:
-        """What the client knows (C,) after the exchange with these teachers alone, given the state
-        after the stage ``fit``.
+    def accuracy_with(self, fit: State, teachers: Sequence[int]) -> Tensor:
+        """The client's class accuracies (C,) after the exchange with these teachers only.
+
+        ``fit``: the state after the stage ``fit``.
         """
         present = {self.client, *teachers}
         absent = [client for client in fitted_models(fit) if client not in present]
         models = [f"model.{client}" for client in absent]
         sizes = [f"size.{client}" for client in absent]
-        exchange = self.replayed(fit.without(*models, *sizes))
-        return self.known(list(exchange.after.values())[-1])
+        recorder = self.replay(fit.without(*models, *sizes))
+        return self.class_accuracy(list(recorder.states.values())[-1])
 
-    def known(self, state: State) -> Tensor:
-        """Class accuracies (C,) float64 of the client's model, or of what it answers with; NaN
-        without test examples.
+    def class_accuracy(self, state: State) -> Tensor:
+        """Class accuracies (C,) float64 of the client's model, or of the model that answers for it;
+        NaN without test examples.
         """
         sites = self.prepared.sites
         test = sites.common_test
-        assert test is not None  # taught_by_peers has checked
+        assert test is not None  # checked by exchange_effect
         world = self.session.world_in(state)
         predictors = self.prepared.settings.method.predictors(state, world)
         predict = predictors.get(f"client {self.client}")
         if predict is None:
             params = student_models(state).get(self.client) or fitted_models(state)[self.client]
             predict = contract.predictor(world.model(self.client), params)
-        right = correct_by_class(predict, test, sites.inputs, world.classes)
+        correct = correct_by_class(predict, test, sites.inputs, world.classes)
         totals = torch.bincount(test.labels.cpu(), minlength=world.classes)
-        return right.double().cpu() / totals
+        return correct.double().cpu() / totals
 
-    def _of_client(self, stage: Stage) -> Stage:
-        """A stage of the exchange for the client alone."""
+    def _with_client_alone(self, stage: Stage) -> Stage:
         if stage.name == FIT or SERVER in stage.clients:
             return stage
         return replace(stage, clients=(self.client,))
 
 
-def taught_by_peers(
+def exchange_effect(
     replay: Replay,
     client: int,
     round: int,
     announce: Announce,
-    exchanges: Callable[[int], None] = lambda count: None,
-) -> Taught:
-    """A client's exchange with its peers in a round, by phase and by teacher.
+    announce_exchanges: Callable[[int], None] = lambda count: None,
+) -> ExchangeEffect:
+    """The effect of a client's exchange with its peers in a round, by phase and by teacher.
 
-    The phases sum to the change. Teachers are the players of a game: what some of them are worth is
-    what the client knows after the exchange with these alone; all coalitions are asked of at most
-    ``FEW``, two ends of more. ``exchanges`` is told how often the client's exchange will be
-    replayed. Raises ConfigError for a method without such an exchange, a client that had no
-    teacher, or no common test set.
+    Teachers are the players of a game: the value of a coalition is the client's accuracy after the
+    exchange with these teachers only. With at most ``MAX_EXACT`` teachers, all coalitions are
+    replayed. ``announce_exchanges`` is called with the number of exchanges to replay. Raises
+    ConfigError for a method without such an exchange, a client without a teacher, or a run without
+    a common test set.
     """
     prepared = replay.prepared
     stages = list(prepared.settings.schedule(round, prepared.world))
@@ -156,47 +164,133 @@ def taught_by_peers(
             f"{replay.folder} has no exchange between clients that is measured on a common test set"
         )
 
-    # The stage fit may take the models that the run's clients trained from the cache of replies.
+    # The models of the stage fit may be in the cache of replies.
     with replay.session(reuse_replies=True) as session:
         session.go_to(round, announce)
-        lesson = _Lesson(session, client, stages)
+        exchange = _Exchange(session, client, stages)
         announce(round, round)
-        exchange = lesson.replayed(session.state)
-        teachers = exchange.teachers
+        recorder = exchange.replay(session.state)
+        teachers = recorder.teachers
         if not teachers:
             raise ConfigError(
-                f"client {client} learned from nobody in round {round}: it asked for nothing, or "
-                "in vain"
+                f"client {client} learned from no peer in round {round}: it asked for nothing, or "
+                "no peer could teach it"
             )
 
-        fit = exchange.after[FIT]
+        fit = recorder.states[FIT]
         players = len(teachers)
 
-        def worth(coalition: Sequence[int]) -> Tensor:
-            return lesson.taught_by(fit, [teachers[player] for player in coalition])
+        def value(coalition: Sequence[int]) -> Tensor:
+            return exchange.accuracy_with(fit, [teachers[player] for player in coalition])
 
-        if players <= FEW:
+        if players <= MAX_EXACT:
             rule = "exact"
-            exchanges(2**players)
-            divided = exact(worth, players)
+            announce_exchanges(2**players)
+            divided = exact(value, players)
         else:
             rule = "two ends"
-            exchanges(2 * players + 2)
-            divided = two_ends(worth, players)
-        alone = lesson.taught_by(fit, [])
-        known = {name: lesson.known(state) for name, state in exchange.after.items()}
+            announce_exchanges(2 * players + 2)
+            divided = two_ends(value, players)
+        alone = exchange.accuracy_with(fit, [])
+        accuracies = {
+            name: exchange.class_accuracy(state) for name, state in recorder.states.items()
+        }
 
-    parts = {}
-    for phase_before, phase in pairwise(known):
-        parts[phase] = known[phase] - known[phase_before]
-    return Taught(
+    return ExchangeEffect(
         client=client,
         query=tuple(queries_of(session.world_in(fit)).get(client, ())),
-        own=prepared.sites.counts(client, round),
-        before=known[FIT],
-        parts=parts,
-        alone=alone - known[FIT],
+        examples=prepared.sites.counts(client, round),
+        before=accuracies[FIT],
+        parts={
+            phase: accuracies[phase] - accuracies[phase_before]
+            for phase_before, phase in pairwise(accuracies)
+        },
+        alone=alone - accuracies[FIT],
         teachers=dict(zip(teachers, divided.values, strict=True)),
         gap=divided.gap,
         rule=rule,
     )
+
+
+# ---- the effect in words -------------------------------------------------------------------------
+
+ALONE_ROW = "no teacher: the same phases alone"
+
+
+def exchange_sentence(run: Run, effect: ExchangeEffect) -> str:
+    """What a client learned of the classes that it asked for, by phase, and its main teachers."""
+    query = effect.query
+    before = _mean_over_classes(effect.before, query)
+    parts = {name: _mean_over_classes(change, query) for name, change in effect.parts.items()}
+    after = before + sum(parts.values())
+    classes = ", ".join(repr(run.classes[label]) for label in query)
+    changes = ", ".join(f"{name} {points(change)}" for name, change in parts.items())
+    return (
+        f"{client_name(run, effect.client).capitalize()} asked for {classes}: from "
+        f"{100 * before:.1f} % to {100 * after:.1f} %: {changes}; {_main_teachers(run, effect)}."
+    )
+
+
+def _main_teachers(run: Run, effect: ExchangeEffect) -> str:
+    gains = {
+        client: _mean_over_classes(change, effect.query)
+        for client, change in effect.teachers.items()
+    }
+    # Gains that are printed as 0.0 do not count.
+    positive = [client for client, gain in gains.items() if round(1000 * gain) > 0]
+    main = sorted(positive, key=lambda client: -gains[client])[:MAX_NAMED]
+    if not main:
+        return "no teacher contributed to it"
+    names = ", ".join(f"{client_name(run, client)} {points(gains[client])}" for client in main)
+    return f"of its teachers, {names} contributed most"
+
+
+def exchange_note(effect: ExchangeEffect) -> str:
+    """How the contributions of teachers were computed, and what they do not show."""
+    error = float(effect.gap.nan_to_num().max())
+    return (
+        f"In points of accuracy on the common test set, ± {100 * error:.1f}: {RULES[effect.rule]}, "
+        "from replays of the exchange with some of its teachers. This is not the value of the "
+        "teachers' data."
+    )
+
+
+def teacher_table(run: Run, effect: ExchangeEffect) -> TextTable:
+    """The contribution of each teacher to the classes that were asked for, and to the client's
+    other classes, weighted by its examples; the sum comes last.
+    """
+    held = {
+        client: str(sum(run.label_counts[client][label] for label in effect.query))
+        for client in effect.teachers
+        if run.label_counts
+    }
+    total = torch.stack([*effect.teachers.values(), effect.alone]).sum(0)
+    lines = [
+        [client_name(run, client), *_gain_cells(effect, change), held.get(client, "")]
+        for client, change in effect.teachers.items()
+    ]
+    lines.append([ALONE_ROW, *_gain_cells(effect, effect.alone), ""])
+    lines.append(["together", *_gain_cells(effect, total), ""])
+    head = ["teacher", "asked for [points]", "own classes [points]", "holds of what was asked"]
+    return TextTable(head, lines)
+
+
+def _gain_cells(effect: ExchangeEffect, change: Tensor) -> list[str]:
+    examples = enumerate(effect.examples.tolist())
+    own_classes = [label for label, count in examples if count and label not in effect.query]
+    of_query = _mean_over_classes(change, effect.query)
+    of_own_classes = _mean_over_classes(change, own_classes, effect.examples.double())
+    return [points(of_query), points(of_own_classes)]
+
+
+def _mean_over_classes(
+    values: Tensor, labels: Sequence[int], weights: Tensor | None = None
+) -> float:
+    """The weighted mean over classes with test examples; 0 if there are none."""
+    if weights is None:
+        weights = torch.ones(len(values))
+    tested = [label for label in labels if not math.isnan(values[label])]
+    total = sum(float(weights[label]) for label in tested)
+    if not total:
+        return 0.0
+    return sum(float(values[label] * weights[label]) for label in tested) / total

@@ -1,86 +1,228 @@
-"""The commands of the ranking: rank, rank run, choose and enter; rank check, page and map."""
+"""The commands ``fedstill reproduce`` and ``fedstill rank``, with its subcommands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter, validators
 
-from fedstill.cli.app import Flag, Grid, Jobs, Names, Quiet, say
+from fedstill.cli.app import Flag, Grid, Jobs, Names, Overwrite, Quiet, Rounds, Settings, say
+from fedstill.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fedstill.benchmark.recipes import Recipe
+    from fedstill.benchmark.scoring import Execute
+    from fedstill.benchmark.standings import EnteredRows, RankedRow
     from fedstill.benchmark.suites import Suite
-    from fedstill.running.compare import Outcome, Variant
+
+Text = Annotated[str, Parameter(show_default=False)]
+SeedCount = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1000))]
+ReplayCount = Annotated[int, Parameter(validator=validators.Number(gte=0, lte=1000))]
+DrawNumber = Annotated[int | None, Parameter(validator=validators.Number(gte=0))]
+SuiteFiles = Annotated[tuple[Path, ...], Parameter(consume_multiple=False)]
+
+# ---- fedstill reproduce --------------------------------------------------------------------------
 
 
-# The commands of the ranking that do runs: rank, rank run, rank choose, rank enter.
+def reproduce(
+    recipe: Text = "",
+    *,
+    cells: Names = (),
+    rounds: int | None = None,
+    seeds: SeedCount = 3,
+    data: Text = "",
+    out: Path | None = None,
+    jobs: Jobs = None,
+    set_: Settings = (),
+    table: Flag = False,
+    against: str = "",
+    beside: Path | None = None,
+    at: Rounds = (),
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> int:
+    """Run a paper's table or figure and print our numbers next to the paper's; without a name, list
+    the recipes.
 
+    Finished runs are not repeated. Pictures are in the report; docs/papers.md lists the recipe and
+    the section of the report for each figure.
+
+    Args:
+        recipe: A table or figure by name, e.g. fedadkd/table2.
+        cells: Only these cells, as ROW:COLUMN with * and ?, e.g. --cells "Fed*:CIFAR-10 .1". By
+            default, all.
+        rounds: A number of rounds in place of the paper's; for cells that start from another run's
+            model, the rounds of that run.
+        seeds: How many seeds: 3 stands for seeds 1, 2, 3.
+        data: Another data set than the paper's, in all columns.
+        out: The directory of all runs. By default, one under runs/ named after the recipe and the
+            changes.
+        jobs: How many runs at once. By default one per core, fewer if there is not enough memory.
+        set_: A value in place of the recipe's, as key=value, e.g. -s data.train_size=10000. May be
+            repeated.
+        table: Run nothing; print the table of the existing runs.
+        against: Also print the difference of each row to this one, paired by seed, with a 95 %
+            interval.
+        beside: Other runs of this table, made with other settings: print the difference of each row
+            to the same row there, or to the row --against there.
+        at: Also print each row at these rounds, as the mean of the last ten, e.g. --at 50,100,200.
+        overwrite: Start again where a run is damaged, or has other settings, files or data.
+        quiet: Print no progress: no bar in a terminal, no lines elsewhere.
+    """
+    from fedstill.benchmark.recipes import load_recipe
+    from fedstill.benchmark.reproduction import (
+        OtherRuns,
+        RecipeRuns,
+        difference_tables,
+        paper_tables,
+    )
+    from fedstill.cli.comparisons import carry_out
+    from fedstill.report import terminal
+    from fedstill.running.directory import readable
+
+    if not recipe:
+        return _list_recipes()
+    paper_table = load_recipe(recipe)
+    changes = recipe_changes(paper_table, set_, rounds, data)
+    folder = out or paper_table.folder(changes)
+    if table:
+        folder = readable(folder)
+
+    def runs_in(place: Path, chosen: Sequence[tuple[str, str]]) -> RecipeRuns:
+        variants = paper_table.variants(chosen, range(1, seeds + 1), changes, place)
+        return RecipeRuns(paper_table, chosen, variants)
+
+    runs = runs_in(folder, paper_table.cells(cells))
+    screen = terminal.console()
+    code = 0
+    if not table:
+        code = carry_out(runs.variants, folder, jobs, quiet=quiet, overwrite=overwrite, show=False)
+    elif not any(variant.folder.is_dir() for variant in runs.variants):
+        screen.print(f"{folder} contains none of these runs; leave out --table to run them")
+    other_runs = None
+    if beside is not None:
+        other_cells = paper_table.with_row(runs.cells, against)
+        other_runs = OtherRuns(runs_in(readable(beside), other_cells), beside)
+    for block in paper_tables(runs, changes):
+        screen.print(block)
+    for block in difference_tables(runs, against, other_runs, at):
+        screen.print(block)
+    return code
+
+
+def recipe_changes(
+    recipe: Recipe, overrides: Sequence[str], rounds: int | None, data: str
+) -> dict[str, Any]:
+    """The values that options set over a recipe, by dotted key.
+
+    Raises ConfigError for a value that two options set, and for one that cells determine.
+    """
+    from fedstill.config.overrides import leaf_keys, parse_overrides
+
+    changes = parse_overrides(tuple(overrides))
+    keys = leaf_keys(changes)
+    if "method.name" in keys:
+        raise ConfigError(
+            "-s method.name: the rows of a recipe are its methods; choose rows with --cells, or "
+            "compare another method with fedstill compare"
+        )
+    if recipe.starts and "start_from" in keys:
+        raise ConfigError(
+            f"-s start_from: cells of {recipe.name} start from runs of their own; leave it out"
+        )
+    options: dict[str, tuple[str, Any]] = {}
+    if rounds is not None:
+        options["rounds"] = ("--rounds", rounds)
+    if data:
+        options["data.name"] = ("--data", data)
+    for key, (option, value) in options.items():
+        if key in keys:
+            raise ConfigError(f"{key} is set twice, by -s and by {option}; leave one of them out")
+        changes[key] = value
+    return changes
+
+
+def _list_recipes() -> int:
+    from fedstill.benchmark.recipes import load_recipe, recipe_names
+    from fedstill.report import terminal
+
+    rows = [(name, load_recipe(name).paper) for name in recipe_names()]
+    terminal.console(sentences=True).print(terminal.table(["recipe", "what it is"], rows, words=2))
+    return 0
+
+
+# ---- fedstill rank -------------------------------------------------------------------------------
 
 rank = App(
     name="rank",
     help="The ranking: a benchmark of forgetting that anybody can run, extend and check.",
 )
 
-Text = Annotated[str, Parameter(show_default=False)]
 RUNS = Path("runs/rank")
+"""The default folder of the ranking's runs."""
+
+MAX_DRAW_NUMBER = 10_000
+"""A random number below this is short to type, and too many to try an entry against each."""
+
+SUITE_HEAD = (
+    "suite",
+    "question",
+    "rows",
+    "columns",
+    "runs",
+    "core-minutes",
+    "to choose",
+    "rows without fields",
+)
 
 
 @rank.default
 def list_suites(*, tier: Text = "") -> int:
-    """List the suites: rows, columns, runs, and core-minutes on this machine, for which it times a
-    few rounds first.
+    """List the suites: rows, columns, runs, and core-minutes on this machine, which are estimated
+    from a few rounds.
 
     Args:
-        tier: Only this one: digits or small. Unset, both.
+        tier: Only this one: digits or small. By default, both.
     """
-    from fedstill.benchmark import suites
-    from fedstill.benchmark.competing import core_minutes
+    from fedstill.benchmark.suites import load_suite, suite_names
     from fedstill.report import terminal
 
-    lines = []
-    for name in suites.suite_names(tier):
-        suite = suites.load_suite(name)
-        test, choose = core_minutes(suite)
-        cells = sum(len(suite.columns(row)) for row in suite.recipe.rows)
-        runs = str(cells * len(suites.TEST_SEEDS))
-        minutes = ["–" if v is None else f"{v:,.0f}" for v in (test, choose)]
-        todo = len([row for row in suite.competing if row not in suite.chosen])
-        what = suites.TRACKS[suite.track]
-        lines.append(
-            [
-                name,
-                what,
-                str(len(suite.recipe.rows)),
-                str(len(suite.recipe.columns)),
-                runs,
-                *minutes,
-                str(todo),
-            ]
-        )
-    head = [
-        "suite",
-        "question",
-        "rows",
-        "columns",
-        "runs",
-        "core-minutes",
-        "to choose",
-        "rows without fields",
-    ]
+    lines = [_suite_line(load_suite(name)) for name in suite_names(tier)]
     screen = terminal.console()
-    screen.print(terminal.table(head, lines, words=2))
+    screen.print(terminal.table(SUITE_HEAD, lines, words=2))
     screen.print(
         "\nCore-minutes are estimates for this machine, from rounds of FedAvg; –: the data are not "
-        "here."
+        "on this machine."
     )
     screen.print(
-        "fedstill rank run digits --track space    runs a track; fedstill rank page shows what "
-        "ships."
+        "fedstill rank run digits --track space    runs a track; fedstill rank page shows the "
+        "entries that ship."
     )
     return 0
+
+
+def _suite_line(suite: Suite) -> list[str]:
+    from fedstill.benchmark.competing import estimate_core_minutes
+    from fedstill.benchmark.suites import TEST_SEEDS, TRACKS
+
+    costs = ["–", "–"]
+    minutes = estimate_core_minutes(suite)
+    if minutes is not None:
+        costs = [f"{minutes.runs:,.0f}", f"{minutes.choosing:,.0f}"]
+    run_count = len(suite.recipe.cells()) * len(TEST_SEEDS)
+    without_choice = [row for row in suite.ranked_rows if row not in suite.choices]
+    return [
+        suite.name,
+        TRACKS[suite.track],
+        str(len(suite.recipe.rows)),
+        str(len(suite.recipe.columns)),
+        str(run_count),
+        *costs,
+        str(len(without_choice)),
+    ]
 
 
 @rank.command(name="run")
@@ -93,31 +235,33 @@ def rank_run(
     jobs: Jobs = None,
     quiet: Quiet = False,
 ) -> int:
-    """Do all runs of a tier with the fields that were chosen, write an entry of each row, and print
-    the tables.
+    """Do all runs of a tier with the chosen fields, write an entry for each row, and print the
+    tables.
 
-    The same command goes on where it was stopped. Entries are in OUT/entries, one folder a suite.
+    The same command continues where it was stopped. Entries are in OUT/entries, one folder per
+    suite.
 
     Args:
-        tier: digits (seconds a run), small (minutes a run), or the file of a suite of yours, e.g.
+        tier: digits (seconds per run), small (minutes per run), or the file of your own suite, e.g.
             clinics.toml.
-        track: Only this one: space, time, both, chain, public or peers. Unset, all.
-        methods: Only these rows, by name or by their method's, e.g. --methods fedavg,fedntd. Unset,
-            all and the bounds.
+        track: Only this one: space, time, both, chain, public or peers. By default, all.
+        methods: Only these rows, by name or by method, e.g. --methods fedavg,fedntd. By default,
+            all rows and the bounds.
         out: The folder of runs and entries.
-        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
-        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+        jobs: How many runs at once. By default one per core, fewer if there is not enough memory.
+        quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.benchmark import competing
 
     for suite in suites_of(tier, track):
-        chosen = competing.suite_at(suite, out)
-        rows = suite.rows_named(methods) or list(suite.recipe.rows)
+        with_choices = competing.with_stored_choices(suite, out)
+        rows = suite.find_rows(methods) or list(suite.recipe.rows)
         for row in rows:
-            chosen.settings_chosen(row)  # refuses now what was not chosen yet
-        with doing(out / suite.name, jobs, quiet) as do:
-            competing.compete(chosen, rows, out, do)
-        _print_tables([out / "entries" / suite.name], shipped=bool(methods))
+            # A row without a choice is an error now, not after the runs of the others.
+            with_choices.chosen_fields(row)
+        with executing(out / suite.name, jobs, quiet) as execute:
+            competing.enter_rows(with_choices, rows, out, execute)
+        _print_tables(out / "entries" / suite.name, with_shipped=bool(methods))
     return 0
 
 
@@ -132,44 +276,45 @@ def rank_choose(
     into_suite: Flag = False,
     quiet: Quiet = False,
 ) -> int:
-    """Choose each row's fields among the suite's tries, on training images that clients lack and on
-    seeds 100 to 102.
+    """Choose each row's fields among the suite's tries, on training images that no client holds and
+    with seeds 100 to 102.
 
-    Shipped suites have their fields already, but for small-public and small-peers. Of a track whose
-    fields another one chooses (both: time) it says so. The same command goes on where it was
-    stopped.
+    All suites that ship have their fields, except small-public and small-peers. If another track
+    chooses a track's fields (both: time), the command names it. The same command continues where it
+    was stopped.
 
     Args:
-        tier: digits, small, or the file of a suite of yours.
-        track: Only this one. Unset, all.
-        methods: Only these rows, by name or by their method's. Unset, all.
-        out: The folder of the runs; what is chosen is written to OUT/SUITE/chosen.toml, which rank
+        tier: digits, small, or the file of your own suite.
+        track: Only this one. By default, all.
+        methods: Only these rows, by name or by method. By default, all.
+        out: The folder of the runs; the choices are written to OUT/SUITE/chosen.toml, which rank
             run reads.
-        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
-        into_suite: Also write it into the package, as who keeps the suites does.
-        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+        jobs: How many runs at once. By default one per core, fewer if there is not enough memory.
+        into_suite: Also write the choices into the package; for maintainers of the suites.
+        quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from importlib import resources
 
     from fedstill.benchmark import competing
-    from fedstill.benchmark.tables import choice_lines
+    from fedstill.benchmark.tables import choice_table
     from fedstill.report import terminal
 
     for suite in suites_of(tier, track):
-        if suite.there:
+        if suite.choices_from:
             print(
-                f"{suite.name} has the fields that are chosen in {suite.there.name}: "
-                f"{suite.choosing}"
+                f"{suite.name} has the fields that are chosen in {suite.choices_from.name}: "
+                f"{suite.choose_command}"
             )
             continue
-        rows = suite.rows_named(methods) or suite.competing
-        with doing(out / suite.name, jobs, quiet) as do:
-            chosen = competing.choose_fields(suite, rows, out, do)
+        rows = suite.find_rows(methods) or suite.ranked_rows
+        with executing(out / suite.name, jobs, quiet) as execute:
+            with_choices = competing.choose_fields(suite, rows, out, execute)
         print(suite.recipe.paper)
-        terminal.console().print(terminal.table(*choice_lines(chosen, rows), words=2))
+        choices = choice_table(with_choices, rows)
+        terminal.console().print(terminal.table(choices.head, choices.lines, words=2))
         if into_suite:
-            folder = resources.files("fedstill.recipes") / "rank" / "chosen"
-            competing.keep_choices(chosen, Path(str(folder)) / f"{suite.name}.toml")
+            folder = Path(str(resources.files("fedstill.recipes"))) / "rank" / "chosen"
+            competing.store_choices(with_choices, folder / f"{suite.name}.toml")
     return 0
 
 
@@ -184,134 +329,83 @@ def rank_enter(
     jobs: Jobs = None,
     quiet: Quiet = False,
 ) -> int:
-    """Enter a method of yours: check it, choose its fields, do its runs, write its entry, and print
+    """Enter your own method: check it, choose its fields, do its runs, write its entry, and print
     its row.
 
     Its tries are the class variable `tries` of the method: at most five tables of its fields.
-    Without it the tries of the suite's FedAvg are taken: five learning rates (time, both: heads and
-    rates; peers: the defaults alone). The same command goes on where it was stopped.
+    Without it, the tries of the suite's FedAvg are used: five learning rates (time, both: heads and
+    rates; peers: only the defaults). The same command continues where it was stopped.
 
     Args:
-        method: The method's file, as docs/add_a_method.md says how to write one.
-        tier: digits, small, or the file of a suite of yours.
+        method: The method's file; docs/add_a_method.md describes how to write one.
+        tier: digits, small, or the file of your own suite.
         track: Which question: space, time, both, chain, public or peers.
-        name: What its row is called. Unset, the name of its class.
+        name: The name of its row. By default, the name of its class.
         out: The folder of runs and entries.
-        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
-        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+        jobs: How many runs at once. By default one per core, fewer if there is not enough memory.
+        quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.benchmark import competing
 
     for suite in suites_of(tier, track):
-        entered, row = competing.newcomer(suite, method, name)
-        with doing(out / suite.chooses_in.name, jobs, quiet) as do:
-            competing.rehearse(entered, row, do)
-            chosen = competing.choose_fields(entered, [row], out, do)
-        with doing(out / suite.name, jobs, quiet) as do:
-            (entry,) = competing.compete(chosen, [row], out, do, method.resolve())
-        # of a suite of yours nothing ships
-        beside = entry.folder.parent if tier.endswith(".toml") else entry.folder
-        _print_tables([beside], shipped=True)
+        added = competing.add_method(suite, method, name)
+        with executing(out / suite.choosing_suite.name, jobs, quiet) as execute:
+            competing.rehearse(added.suite, added.name, execute)
+            with_choices = competing.choose_fields(added.suite, [added.name], out, execute)
+        with executing(out / suite.name, jobs, quiet) as execute:
+            (entry,) = competing.enter_rows(
+                with_choices, [added.name], out, execute, method.resolve()
+            )
+        folder = entry.folder
+        if tier.endswith(".toml"):
+            # No entries ship for a user's suite, so the table has all entries made here.
+            folder = entry.folder.parent
+        _print_tables(folder, with_shipped=True)
         print(f"entry: {entry.folder}\ncheck it: fedstill rank check {entry.folder} --replay 1")
     return 0
-
-
-def suites_of(tier: str, track: str) -> list[Suite]:
-    """The suites of a tier, or the one of a file."""
-    from fedstill.benchmark.suites import load_suite, own_suite, suite_names
-
-    if tier.endswith(".toml"):
-        return [own_suite(Path(tier))]
-    return [load_suite(name) for name in suite_names(tier, track)]
-
-
-@contextmanager
-def doing(
-    folder: Path | None, jobs: int | None, quiet: bool
-) -> Iterator[Callable[[Sequence[Variant]], list[Outcome]]]:
-    """What carries runs out and shows how far they are; one command at a time in a folder."""
-    from contextlib import nullcontext
-
-    from fedstill.report.comparison import followed_outcomes
-    from fedstill.running.directory import claimed
-
-    with claimed(folder) if folder else nullcontext():
-        yield lambda runs: followed_outcomes(runs, jobs, quiet=quiet)
-
-
-def _print_tables(folders: Sequence[Path], shipped: bool) -> None:
-    """Print the tables of some entries, beside what ships if they are only some rows."""
-    from fedstill.benchmark.terminal import (
-        every_standing,
-        rows_below,
-        shipped_rows,
-        shown_standings,
-    )
-    from fedstill.report import terminal
-
-    screen = terminal.console()
-    rows, suites, left_out = rows_below(folders)
-    there = shipped_rows() if shipped else {}
-    both = {name: [*there.get(name, ()), *own] for name, own in rows.items()}
-    for one in every_standing(both, suites):
-        for part in shown_standings(one):
-            screen.print(part, soft_wrap=isinstance(part, str))
-    for line in left_out:
-        say(f"left out: {line}", 0)
-
-
-# The commands of the ranking that read entries, and the map of a method: rank check, rank page,
-# rank map.
-
-
-Suites = Annotated[tuple[Path, ...], Parameter(consume_multiple=False)]
-MOST_DRAWS = 10_000
-"""A number below this is easily typed again, and too many to try an entry against each."""
-Times = Annotated[int, Parameter(validator=validators.Number(gte=0, lte=1000))]
 
 
 @rank.command(name="check")
 def rank_check(
     *entries: Path,
-    replay: Times = 0,
-    rounds: Times = 0,
-    draw: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
+    replay: ReplayCount = 0,
+    rounds: ReplayCount = 0,
+    draw: DrawNumber = None,
     note: Path | None = None,
-    suite: Suites = (),
+    suite: SuiteFiles = (),
     jobs: Jobs = None,
     quiet: Quiet = False,
 ) -> int:
     """Check entries: files, settings, fields, journals and summaries; with --replay, repeat some of
     their runs.
 
-    Exit code 1 if an entry is refused, or if its data are missing here, so that it cannot be
-    replayed. Without --replay nothing of an entry is executed, and an entry that was invented
-    consistently passes. With --replay the method's own file is executed, if it has one.
+    The exit code is 1 if an entry is refused, or if it cannot be replayed because its data are
+    missing. Without --replay, nothing of an entry is executed, and a consistently invented entry
+    passes. With --replay, the method's file is executed, if the entry has one.
 
     Args:
-        entries: At least one: folders of entries, or folders or packs with entries below them.
-        replay: Repeat so many of each entry's runs and compare every event. On the processor and
+        entries: At least one: folders of entries, or folders or packs that contain entries.
+        replay: Repeat this many of each entry's runs and compare every event. On the processor and
             with the versions that the entry names, only identical bits pass.
-        rounds: Only the first so many rounds of each; 0: all. Where tasks share the rounds, all are
-            done.
-        draw: The number by which these runs are drawn. Unset, one by chance, which nobody who makes
-            an entry knows; it is printed, and draws the same runs again.
-        note: Write the level that a replay of whole runs reached to replayed.csv in this folder,
-            which rank page reads.
-        suite: The file of a suite of yours, of which entries are. May be repeated.
-        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
-        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+        rounds: Repeat only this many rounds of each run; 0: all. Where tasks share the rounds, all
+            are repeated.
+        draw: The number that draws these runs. By default it is random, so authors of entries
+            cannot know it; it is printed, and draws the same runs again.
+        note: Record the level of a replay of whole runs in replayed.csv in this folder, which rank
+            page reads.
+        suite: The file of your own suite, if an entry belongs to it. May be repeated.
+        jobs: How many runs at once. By default one per core, fewer if there is not enough memory.
+        quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     import secrets
 
-    from fedstill.benchmark.entries import entries_below
-    from fedstill.benchmark.suites import own_suite
-    from fedstill.benchmark.terminal import ReplayRequest, check_one
-    from fedstill.core.errors import ConfigError
+    from fedstill.benchmark.entries import find_entries
+    from fedstill.benchmark.replays import ReplayRequest, verdict
 
-    for file in suite:
-        own_suite(file)
-    places = [place for folder in entries for place in entries_below(folder)]
+    _read_suites(suite)
+    places: list[Path] = []
+    for folder in entries:
+        places += find_entries(folder)
     if not places:
         raise ConfigError(
             "rank check: name at least one folder of an entry, e.g. "
@@ -319,15 +413,15 @@ def rank_check(
         )
     number = draw
     if number is None:
-        number = secrets.randbelow(MOST_DRAWS)
+        number = secrets.randbelow(MAX_DRAW_NUMBER)
     request = ReplayRequest(runs=replay, rounds=rounds, number=number, note=note)
-    good = True
-    with doing(None, jobs, quiet) as do:
+    passed = True
+    with executing(None, jobs, quiet) as execute:
         for place in places:
-            for line in check_one(place, do, request):
+            for line in verdict(place, execute, request):
                 print(line.text)
-                good = good and line.good
-    return int(not good)
+                passed = passed and line.passed
+    return int(not passed)
 
 
 @rank.command(name="page")
@@ -335,34 +429,37 @@ def rank_page(
     *entries: Path,
     out: Path = RUNS / "page",
     shipped: Annotated[bool, Parameter()] = True,
-    suite: Suites = (),
+    suite: SuiteFiles = (),
 ) -> int:
     """Write the page of the ranking, and its tables as Markdown, CSV and LaTeX.
 
     Args:
-        entries: Folders or packs of entries, beside what ships.
-        out: The folder for index.html (one file, no network), table.md, table.csv (a line a run),
-            standings.csv and table.tex.
-        shipped: Whether what ships is in it, maps too.
-        suite: The file of a suite of yours, of which entries are. May be repeated.
+        entries: Folders or packs of entries, to add to those that ship.
+        out: The folder for index.html (one file, no network), table.md, table.csv (a line for each
+            run), standings.csv and table.tex.
+        shipped: Whether to include the entries and maps that ship.
+        suite: The file of your own suite, if an entry belongs to it. May be repeated.
     """
     from fedstill.benchmark.maps import shipped_maps
     from fedstill.benchmark.page import write_ranking_page
-    from fedstill.benchmark.suites import own_suite
-    from fedstill.benchmark.tables import write_ranking_files
-    from fedstill.benchmark.terminal import every_standing, rows_below, shipped_rows
+    from fedstill.benchmark.standings import all_standings, read_rows
+    from fedstill.benchmark.tables import shipped_rows, write_ranking_files
 
-    for file in suite:
-        own_suite(file)
-    rows, suites, left_out = rows_below(entries)
-    there = shipped_rows() if shipped else {}
-    both = {name: [*there.get(name, ()), *rows.get(name, ())] for name in {**there, **rows}}
-    standing = every_standing(both, suites)
-    for line in left_out:
-        say(f"left out: {line}", 0)
-    print(write_ranking_page(standing, out / "index.html", shipped_maps() if shipped else None))
-    print("\n".join(map(str, write_ranking_files(standing, out))))
-    return int(bool(left_out))
+    _read_suites(suite)
+    entered = read_rows(entries)
+    _print_skipped(entered)
+    rows: dict[str, list[RankedRow]] = {}
+    maps = None
+    if shipped:
+        rows = shipped_rows()
+        maps = shipped_maps()
+    for name, entered_rows in entered.rows.items():
+        rows.setdefault(name, []).extend(entered_rows)
+    standings = all_standings(rows, entered.suites)
+    print(write_ranking_page(standings, out / "index.html", maps))
+    for path in write_ranking_files(standings, out):
+        print(path)
+    return int(bool(entered.skipped))
 
 
 @rank.command(name="map")
@@ -376,46 +473,109 @@ def rank_map(
     into_package: Flag = False,
     quiet: Quiet = False,
 ) -> int:
-    """Show where a method helps: its gain over FedAvg, cell by cell, on the settings of the suite
+    """Show where a method helps: its gain over FedAvg in many cells, with the settings of the suite
     TIER-space.
 
-    A row of the suite has the fields chosen there; any other method its documented ones. Cells are
-    four splits x three numbers of local epochs x three numbers of clients a round, on three seeds.
-    The same command goes on where it was stopped.
+    A row of the suite has the fields chosen there; any other method has its defaults. Cells are
+    four partitions x three numbers of local epochs x three numbers of clients per round, with three
+    seeds. The same command continues where it was stopped.
 
     Args:
         method: A row of the suite or any method, e.g. fedntd or fedlc (fedstill list method), or a
             method's file.
-        tier: digits (minutes a method), small (hours), or the file of a suite of yours.
+        tier: digits (minutes per method), small (hours), or the file of your own suite.
         grid: Other axes: a key and its values, e.g. --grid topology.sampled=2,5. May be repeated.
-        out: The folder of the runs, and of index.html, map.csv (a line a run) and map.md. Unset,
-            one under runs/rank.
-        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
-        into_package: Also put it among the maps that ship, as who keeps the suites does: tier
-            digits, the usual axes.
-        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+        out: The folder of the runs, and of index.html, map.csv (a line for each run) and map.md. By
+            default, one under runs/rank.
+        jobs: How many runs at once. By default one per core, fewer if there is not enough memory.
+        into_package: Also add the map to those that ship, for maintainers: tier digits, the usual
+            axes.
+        quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
-    from fedstill.benchmark.competing import suite_at
+    from fedstill.benchmark.competing import with_stored_choices
     from fedstill.benchmark.map_page import cell_table, write_map
-    from fedstill.benchmark.maps import AXES, grid_of, keep_map, row_to_map
+    from fedstill.benchmark.maps import AXES, make_map, row_to_map, ship_map
     from fedstill.benchmark.suites import slug
     from fedstill.config.overrides import parse_grid
-    from fedstill.core.errors import ConfigError
     from fedstill.report import terminal
 
-    (suite,) = [suite_at(one, RUNS) for one in suites_of(tier, "space")]
-    suite, row = row_to_map(suite, method)
-    name = str(suite.method(row)["name"])
+    (suite,) = suites_of(tier, "space")
+    mapped = row_to_map(with_stored_choices(suite, RUNS), method)
+    name = str(mapped.suite.method_of(mapped.name)["name"])
     if into_package and (tier != "digits" or grid or ".py" in name):
         raise ConfigError(
-            "a map that ships is of a method of fedstill on the tier digits, without --grid"
+            "--into-package: only methods of fedstill in the tier digits, without --grid, have "
+            "maps that ship"
         )
     folder = out or RUNS / f"map-{tier}"
-    with doing(folder, jobs, quiet) as do:
-        drawn = grid_of(suite, row, parse_grid(grid) or AXES, folder / "runs", do)
-    terminal.console().print(terminal.table(*cell_table(drawn), words=1))
-    print(f"\n{drawn.summary}")
-    print("\n".join(map(str, write_map(drawn, folder / slug(row)))))
+    axes: Mapping[str, Sequence[Any]] = parse_grid(grid) or AXES
+    with executing(folder, jobs, quiet) as execute:
+        method_map = make_map(mapped.suite, mapped.name, axes, folder / "runs", execute)
+    cells = cell_table(method_map)
+    terminal.console().print(terminal.table(cells.head, cells.lines, words=1))
+    print(f"\n{method_map.summary}")
+    for path in write_map(method_map, folder / slug(mapped.name)):
+        print(path)
     if into_package:
-        print(keep_map(drawn, name))
+        print(ship_map(method_map, name))
     return 0
+
+
+# ---- shared by the commands ----------------------------------------------------------------------
+
+
+def suites_of(tier: str, track: str) -> list[Suite]:
+    """The suites of a tier, or the suite of a file."""
+    from fedstill.benchmark.suites import load_suite, read_suite, suite_names
+
+    if tier.endswith(".toml"):
+        return [read_suite(Path(tier))]
+    return [load_suite(name) for name in suite_names(tier, track)]
+
+
+def _read_suites(files: Sequence[Path]) -> None:
+    """Read users' suites, so that ``load_suite`` finds them."""
+    from fedstill.benchmark.suites import read_suite
+
+    for file in files:
+        read_suite(file)
+
+
+@contextmanager
+def executing(folder: Path | None, jobs: int | None, quiet: bool) -> Iterator[Execute]:
+    """A function that executes runs and shows their progress.
+
+    Only one command at a time may use a folder.
+    """
+    from contextlib import ExitStack
+
+    from fedstill.report.comparison import followed_outcomes
+    from fedstill.running.directory import claimed
+
+    with ExitStack() as stack:
+        if folder is not None:
+            stack.enter_context(claimed(folder))
+        yield lambda variants: followed_outcomes(variants, jobs, quiet=quiet)
+
+
+def _print_tables(folder: Path, with_shipped: bool) -> None:
+    """Print the tables of the entries in a folder, together with those that ship if wanted."""
+    from fedstill.benchmark.standings import all_standings, read_rows
+    from fedstill.benchmark.tables import shipped_rows, terminal_tables
+    from fedstill.report import terminal
+
+    entered = read_rows([folder])
+    shipped: Mapping[str, Sequence[RankedRow]] = {}
+    if with_shipped:
+        shipped = shipped_rows()
+    rows = {name: [*shipped.get(name, ()), *added] for name, added in entered.rows.items()}
+    screen = terminal.console()
+    for standings in all_standings(rows, entered.suites):
+        for block in terminal_tables(standings):
+            screen.print(block)
+    _print_skipped(entered)
+
+
+def _print_skipped(entered: EnteredRows) -> None:
+    for line in entered.skipped:
+        say(f"left out: {line}", 0)

@@ -1,29 +1,38 @@
-"""What the commands of the ranking do: fields chosen, runs done, entries written; each goes on
-where it stopped. What a suite takes on this machine follows from rounds that are timed first.
+"""The work behind the ranking's commands: choosing configurations, adding methods, writing entries,
+and estimating the costs of a suite.
+
+Each step continues where it was stopped.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from fedstill.benchmark.checking import check_settings_of_file
-from fedstill.benchmark.entries import Entered, portable, write_entry
-from fedstill.benchmark.scoring import Do, Ended, ended, not_stopped, score_of
+from fedstill.benchmark.entries import (
+    Entry,
+    check_settings_of_new_method,
+    with_relative_paths,
+    write_entry,
+)
+from fedstill.benchmark.recipes import Cell
+from fedstill.benchmark.scoring import Execute, ScoredRun, executed, score_of, scored_runs
 from fedstill.benchmark.suites import (
     CHOOSING_SEEDS,
     TEST_SEEDS,
     Choice,
     Suite,
+    SuiteRow,
     Try,
+    check_slugs,
     load_suite,
     read_choice,
-    refuse_one_folder,
     slug,
     suite_names,
     write_choices,
@@ -37,143 +46,128 @@ from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Stage
 from fedstill.running.compare import Variant
 from fedstill.running.explain import local_steps
-from fedstill.running.journal import read_journal, without_times
+from fedstill.running.journal import Event, read_journal, without_times
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
 
-# Fields chosen for the rows of a suite, on training images that clients lack and on seeds that are
-# not reported.
+# ---- choosing configurations ---------------------------------------------------------------------
+
+CHOICES_FILE = "chosen.toml"
+"""The file with the choices of a suite, next to its runs."""
 
 
-def choice_for(suite: Suite, row: str, out: Path, do: Do) -> Choice:
-    """What is chosen for a row, when its tries are done; the same call goes on where it was
-    stopped.
+def choose_fields(suite: Suite, rows: Sequence[str], out: Path, execute: Execute) -> Suite:
+    """The suite with configurations chosen for some rows; each choice is written at once.
+
+    The row whose learning rate the others use comes first. Trials and choices are in the folder of
+    the suite that chooses.
     """
-    trials = suite.trials(row, out)
-    return choice_of(ended([run for one in trials for run in one], do), len(trials))
+    suite = with_stored_choices(suite, out)
+    folder = out / suite.choosing_suite.name
+    for row in sorted(rows, key=lambda name: name != suite.rate_row):
+        trials = suite.trials(row, folder / "choosing")
+        runs = scored_runs(list(itertools.chain.from_iterable(trials)), execute)
+        choice = choice_of(runs, len(trials))
+        suite = replace(suite, choices={**suite.choices, row: choice})
+        store_choices(suite, folder / CHOICES_FILE)
+    return suite
 
 
-def choice_of(runs: Sequence[Ended], tries: int) -> Choice:
-    """The choice from the runs of all tries, in order: a run that diverged scores 0."""
-    each = len(CHOOSING_SEEDS)
-    own = [runs[i * each : (i + 1) * each] for i in range(tries)]
-    scores = tuple(
-        tuple(0.0 if one.diverged else one.score.accuracy for one in runs) for runs in own
-    )
-    return Choice(scores, tuple(sum(one.score.sent for one in runs) // each for runs in own))
+def choice_of(runs: Sequence[ScoredRun], try_count: int) -> Choice:
+    """The choice that follows from the runs of all tries, in order; a diverged run scores 0."""
+    seed_count = len(CHOOSING_SEEDS)
+    scores = []
+    sent = []
+    for number in range(try_count):
+        try_runs = runs[number * seed_count : (number + 1) * seed_count]
+        scores.append(tuple(0.0 if item.diverged else item.score.accuracy for item in try_runs))
+        sent.append(sum(item.score.sent for item in try_runs) // seed_count)
+    return Choice(tuple(scores), tuple(sent))
 
 
-CHOSEN = "chosen.toml"
-"""The file beside the runs of a suite that chooses, with what was chosen there."""
-
-REHEARSED = 99
-"""The seed of a rehearsal: none that chooses or is reported."""
-
-RATES = 5
-"""How many learning rates are tried of a method that names no tries: those of the suite's
-FedAvg.
-"""
-
-
-def suite_at(suite: Suite, out: Path) -> Suite:
-    """The suite with what was chosen in a folder, over what ships with it."""
-    path = out / suite.chooses_in.name / CHOSEN
+def with_stored_choices(suite: Suite, out: Path) -> Suite:
+    """The suite with the choices stored in a folder of runs, in place of those that ship."""
+    path = out / suite.choosing_suite.name / CHOICES_FILE
     if not path.is_file():
         return suite
     try:
         tree = read_toml(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"what was chosen cannot be read from {path}: {error}") from error
-    own = {
+        raise ConfigError(f"cannot read the choices in {path}: {error}") from error
+    choices = {
         row: read_choice(f"{path}, {row}", table, len(suite.tries[row]))
         for row, table in tree.items()
         if row in suite.tries
     }
-    return replace(suite, chosen={**suite.chosen, **own})
+    return replace(suite, choices={**suite.choices, **choices})
 
 
-def choose_fields(suite: Suite, rows: Sequence[str], out: Path, do: Do) -> Suite:
-    """The suite with fields chosen for some rows; each is kept in a file as soon as it is chosen.
+def store_choices(suite: Suite, path: Path) -> None:
+    """Write the choices of a suite to a file."""
+    choices = {row: suite.choices[row] for row in suite.tries if row in suite.choices}
+    fields = {row: suite.chosen_fields(row) for row in choices}
+    write_choices(path, suite.choosing_suite.version, choices, fields)
 
-    First the row whose learning rate the others have. Trials and file are in the folder of the
-    suite that chooses.
+
+# ---- writing entries -----------------------------------------------------------------------------
+
+
+def enter_rows(
+    suite: Suite,
+    rows: Sequence[str],
+    out: Path,
+    execute: Execute,
+    method_file: Path | None = None,
+) -> list[Entry]:
+    """Execute all runs of some rows, and write their entries to ``OUT/entries/SUITE/``.
+
+    ``method_file``: the file of the rows' method, if it is not in the package.
     """
-    suite, folder = suite_at(suite, out), out / suite.chooses_in.name
-    for row in sorted(rows, key=lambda one: one != suite.rate_of):
-        choice = choice_for(suite, row, folder / "choosing", do)
-        suite = replace(suite, chosen={**suite.chosen, row: choice})
-        keep_choices(suite, folder / CHOSEN)
-    return suite
+    variants: list[Variant] = []
+    for row in rows:
+        variants += suite.runs(row, out / suite.name / "runs")
+    runs = scored_runs(variants, execute)
+    folder = out / "entries" / suite.name
+    return [
+        write_entry(suite, row, _runs_of(row, runs), folder / slug(row), method_file)
+        for row in rows
+    ]
 
 
-def keep_choices(suite: Suite, path: Path) -> None:
-    """Write what is chosen in a suite to a file."""
-    own = {row: suite.chosen[row] for row in suite.tries if row in suite.chosen}
-    write_choices(
-        path, suite.chooses_in.version, own, {row: suite.settings_chosen(row) for row in own}
-    )
+def _runs_of(row: str, runs: Iterable[ScoredRun]) -> list[ScoredRun]:
+    """The runs of one row; the label is compared up to its column, as names may start alike."""
+    return [item for item in runs if item.variant.label.rpartition(" | ")[0] == row]
 
 
-def compete(
-    suite: Suite, rows: Sequence[str], out: Path, do: Do, own: Path | None = None
-) -> list[Entered]:
-    """Do all runs of some rows, and write an entry of each to ``OUT/entries/SUITE/``.
+# ---- adding a method -----------------------------------------------------------------------------
 
-    ``own``: the rows' file, where their method is not in the package.
-    """
-    each = ended([run for row in rows for run in suite.runs(row, out / suite.name / "runs")], do)
-    entries = out / "entries" / suite.name
-    return [write_entry(suite, row, _of(row, each), entries / slug(row), own) for row in rows]
+MAX_DEFAULT_TRIES = 5
+"""How many of FedAvg's tries are used for a method that defines none."""
+
+REHEARSAL_SEED = 99
+"""The seed of a rehearsal; no other run of the ranking has it."""
 
 
-def _of(row: str, runs: Iterable[Ended]) -> list[Ended]:
-    """The runs of one row: another's name may begin alike."""
-    return [one for one in runs if one.run.label.rpartition(" | ")[0] == row]
+def add_method(suite: Suite, file: Path, name: str = "") -> SuiteRow:
+    """The suite with a row for the method in a file.
 
-
-def newcomer(suite: Suite, file: Path, name: str = "") -> tuple[Suite, str]:
-    """The suite with a row of a method's own file, and the row's name.
-
-    Its tries are the class variable ``tries`` of the method, fields by name; without it, the
-    learning rates of FedAvg. Raises ConfigError for a file that is no method, tries that are none,
-    or a name whose folder another row has.
+    The tries are the method's class variable ``tries``: tables of its fields. Without it, they are
+    FedAvg's learning rates. Raises ConfigError for a file without a method, for malformed tries,
+    and for a name whose folder another row has.
     """
     if not file.is_file():
         raise ConfigError(f"there is no file {file}; name the file of a method")
-    name_in_config = resolved_name("method", str(file.resolve()), None)
-    entry = registry.lookup("method", name_in_config)
+    config_name = resolved_name("method", str(file.resolve()), None)
+    entry = registry.lookup("method", config_name)
     method = entry.build()
     if not isinstance(method, Method):
-        raise ConfigError(f"{file}: {entry.name} is no fedstill.Method")
+        raise ConfigError(f"{file}: {entry.name} is not a fedstill.Method")
     row = name or type(method).__name__
     _check_data(suite, row, method)
     tries = _tries_of(suite, file, method)
-    entered = suite.with_row(row, name_in_config, tries, topology_in(suite, method))
-    refuse_one_folder(suite.name, "rows", entered.recipe.rows)
-    return entered, row
-
-
-def _tries_of(suite: Suite, file: Path, method: Method) -> tuple[Try, ...]:
-    """What is tried of a method: what its class says, else the learning rates of FedAvg."""
-    rates = next(
-        (each for row, each in suite.tries.items() if suite.method(row)["name"] == "fedavg"), ({},)
-    )
-    tries = getattr(method, "tries", rates[:RATES])
-    if isinstance(tries, (str, dict)) or not all(isinstance(one, dict) for one in tries):
-        raise ConfigError(
-            f"{file}: tries must be a tuple of tables, such as ({{'beta': 0.3}}, {{'beta': 1.0}})"
-        )
-    return tuple(tries)
-
-
-def topology_in(suite: Suite, method: Method) -> dict[str, Any]:
-    """The topology of a method in a suite, as far as the method says it: its kind if it is another
-    than the suite's, and the stages that it adds.
-    """
-    own: dict[str, Any] = dict(method.schedule)
-    if method.topology != suite.recipe.common["topology"]["kind"]:
-        own = {"kind": method.topology, **own}
-    return own
+    extended = suite.with_row(row, config_name, tries, topology_in(suite, method))
+    check_slugs(suite.name, "rows", extended.recipe.rows)
+    return SuiteRow(extended, row)
 
 
 def _check_data(suite: Suite, row: str, method: Method) -> None:
@@ -187,185 +181,278 @@ def _check_data(suite: Suite, row: str, method: Method) -> None:
     raise ConfigError(f"{row} needs public data, and {suite.name} has none; {remedy}")
 
 
-def rehearse(suite: Suite, row: str, do: Do) -> None:
-    """Two rounds of a row, twice: raises FedstillError where it cannot be run or scored, or does
-    not give the same run again.
-    """
-    tasks = "stream" in suite.recipe.columns[suite.column]
-    size = {} if tasks or suite.recipe.common["rounds"] == 1 else {"rounds": 2}
-    with tempfile.TemporaryDirectory(prefix="fedstill-rehearsal-") as folder:
-        cell, places = [(row, suite.column)], [Path(folder) / name for name in ("once", "again")]
-        runs = [suite.recipe.variants(cell, (REHEARSED,), size, place)[0] for place in places]
-        for outcome in not_stopped(runs, do):
-            if outcome.problem:
-                raise FedstillError(
-                    f"{row} cannot be run with the settings of {suite.name}, which are the same "
-                    f"for all methods: {outcome.problem}"
-                )
-        once, again = (
-            [without_times(event) for event in read_journal(run.folder / "journal.jsonl")]
-            for run in runs
+def _tries_of(suite: Suite, file: Path, method: Method) -> tuple[Try, ...]:
+    tries = getattr(method, "tries", _default_tries(suite))
+    is_sequence = not isinstance(tries, (str, dict))
+    if not is_sequence or not all(isinstance(values, dict) for values in tries):
+        raise ConfigError(
+            f"{file}: tries must be a tuple of tables, such as ({{'beta': 0.3}}, {{'beta': 1.0}})"
         )
-        if once != again:
+    return tuple(tries)
+
+
+def _default_tries(suite: Suite) -> Sequence[Try]:
+    """The tries of the suite's first row with the method FedAvg; one empty try without it."""
+    for row, tries in suite.tries.items():
+        if suite.method_of(row)["name"] == "fedavg":
+            return tries[:MAX_DEFAULT_TRIES]
+    return ({},)
+
+
+def topology_in(suite: Suite, method: Method) -> dict[str, Any]:
+    """The topology options that a method determines: the kind, if it differs from the suite's, and
+    the stages that it adds.
+    """
+    stages: dict[str, Any] = dict(method.schedule)
+    if method.topology == suite.recipe.common["topology"]["kind"]:
+        return stages
+    return {"kind": method.topology, **stages}
+
+
+def rehearse(suite: Suite, row: str, execute: Execute) -> None:
+    """Run two rounds of a row, twice.
+
+    Raises FedstillError if it cannot be run or scored, if the two runs differ, or if the checks of
+    its entry would refuse its settings.
+    """
+    changes: dict[str, Any] = {"rounds": 2}
+    has_tasks = "stream" in suite.recipe.columns[suite.choosing_column]
+    if has_tasks or suite.recipe.common["rounds"] == 1:
+        # The rounds of tasks cannot be changed.
+        changes = {}
+    with tempfile.TemporaryDirectory(prefix="fedstill-rehearsal-") as name:
+        variants = [
+            _rehearsal(suite, row, changes, Path(name) / folder) for folder in ("first", "second")
+        ]
+        _execute_rehearsals(suite, row, variants, execute)
+        first, second = map(_comparable_journal, variants)
+        if first != second:
             raise FedstillError(
-                f"{row} does not give the same run twice: draw random numbers by key "
-                "(fedstill.core.keys), and keep what is remembered in State and memory"
+                f"{row} gives different results when it is repeated: draw random numbers by key "
+                "(fedstill.core.keys), and store everything in State and in the clients' state"
             )
-        _check_rehearsed(suite, row, runs[0])
-        try:
-            score_of(runs[0].folder, runs[0].settings.rounds)
-        except CorruptFile as error:
+        _check_rehearsed_settings(suite, row, variants[0])
+        _check_scorable(suite, row, variants[0])
+
+
+def _rehearsal(suite: Suite, row: str, changes: Try, folder: Path) -> Variant:
+    cells = [(row, suite.choosing_column)]
+    (variant,) = suite.recipe.variants(cells, (REHEARSAL_SEED,), changes, folder)
+    return variant
+
+
+def _execute_rehearsals(
+    suite: Suite, row: str, variants: Sequence[Variant], execute: Execute
+) -> None:
+    for outcome in executed(variants, execute):
+        if outcome.problem:
             raise FedstillError(
-                f"{row} cannot be scored in {suite.name}: no model of the server is measured there "
-                "after a round; return one from the method's predictors, or several, and from "
-                "client_predictors which of them answers for each client"
-            ) from error
+                f"{row} cannot be run with the settings of {suite.name}, which are the same for "
+                f"all methods: {outcome.problem}"
+            )
 
 
-def _check_rehearsed(suite: Suite, row: str, run: Variant) -> None:
+def _comparable_journal(variant: Variant) -> list[Event]:
+    return [without_times(event) for event in read_journal(variant.folder / "journal.jsonl")]
+
+
+def _check_rehearsed_settings(suite: Suite, row: str, variant: Variant) -> None:
     """Raise FedstillError for a run whose settings the check of its entry would refuse."""
-    file, _, _ = str(suite.method(row)["name"]).partition(":")
+    file, _, _ = str(suite.method_of(row)["name"]).partition(":")
     if not file.endswith(".py"):
         return
     rows = {name: table for name, table in suite.recipe.rows.items() if name != row}
-    without = replace(suite, recipe=replace(suite.recipe, rows=rows), there=None)
-    in_its_place = without.with_row(row, "fedavg", [{}], suite.own_topology(row))
-    size = {"rounds": run.settings.rounds}
-    (stand_in,) = in_its_place.recipe.variants([(row, suite.column)], (REHEARSED,), size, Path())
-    config = portable((run.folder / "config.toml").read_text(encoding="utf-8"))
+    without_row = replace(suite, recipe=replace(suite.recipe, rows=rows), choices_from=None)
+    stand_in_suite = without_row.with_row(row, "fedavg", [{}], suite.added_topology(row))
+    stand_in = _rehearsal(stand_in_suite, row, {"rounds": variant.settings.rounds}, Path())
+    config = with_relative_paths((variant.folder / "config.toml").read_text(encoding="utf-8"))
     try:
-        check_settings_of_file(config, stand_in, Path(file).name, {})
+        check_settings_of_new_method(config, stand_in, Path(file).name, {})
     except CorruptFile as error:
         raise FedstillError(
-            f"{row} has other settings than all methods of {suite.name}: {error}"
+            f"{row} changes settings that are the same for all methods of {suite.name}: {error}"
         ) from error
 
 
-MEAN_METHOD = {"space": 1.2, "time": 1.1, "both": 1.2, "chain": 1.5, "public": 1.0, "peers": 1.3}
-"""What a step of the mean row takes, where FedAvg's takes 1, by track: of the entries that ship,
-the mean over tiers.
+def _check_scorable(suite: Suite, row: str, variant: Variant) -> None:
+    try:
+        score_of(variant.folder, variant.settings.rounds)
+    except CorruptFile as error:
+        raise FedstillError(
+            f"{row} cannot be scored in {suite.name}, which evaluates a model of the server after "
+            "each round: return one from the method's predictors; or return several, and let "
+            "client_predictors assign one of them to each client"
+        ) from error
 
-On public data it is not more: a teacher's logits are there before the training begins.
+
+# ---- the costs of a suite on this machine --------------------------------------------------------
+
+RELATIVE_COST = {"space": 1.2, "time": 1.1, "both": 1.2, "chain": 1.5, "public": 1.0, "peers": 1.3}
+"""The mean cost of a training step of all rows relative to FedAvg, by track, from the entries that
+ship, over both tiers.
+
+On public data it is 1: the teachers' logits are computed before the training begins.
 """
 
-START = 1.0
-"""Core-seconds that a run takes beside its rounds."""
+START_SECONDS = 1.0
+"""Core-seconds of a run besides its rounds."""
 
-LARGER = 4
-"""By how much larger the second batch is that is timed: so a step's cost is told from an
-example's.
+LARGE_BATCH = 4
+"""The factor between the two batch sizes that are timed, to separate the costs of a step from those
+of its examples.
 """
 
 
-class Seconds(NamedTuple):
-    """Core-seconds of a step, of each example in it, and of a round beside its training (testing,
-    for the most).
+@dataclass(frozen=True, kw_only=True)
+class UnitCosts:
+    """Core-seconds of a training step, of each example in it, and of a round besides its training
+    (mostly evaluation).
     """
 
     step: float
     example: float
-    rest: float
+    round: float
 
 
-class Timed(NamedTuple):
-    """Some rounds that were run: the steps and examples trained on, core-seconds of training, and
-    the rest a round.
+@dataclass(frozen=True)
+class TrainingSize:
+    """The amount of training: optimiser steps of all clients, and examples in them; an epoch counts
+    all of its examples.
     """
 
-    steps: int
-    examples: int
+    steps: int = 0
+    examples: int = 0
+
+    def __add__(self, added: TrainingSize) -> TrainingSize:
+        return TrainingSize(self.steps + added.steps, self.examples + added.examples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Some rounds that were timed: their size, core-seconds of all training, and core-seconds of a
+    round besides training.
+    """
+
+    size: TrainingSize
     training: float
-    rest: float
+    round: float
 
 
-def core_minutes(suite: Suite) -> tuple[float | None, float | None]:
-    """(core-minutes of all runs, core-minutes of choosing all rows) here; None where the data are
-    not here.
+@dataclass(frozen=True, kw_only=True)
+class CoreMinutes:
+    """Estimated core-minutes of a suite: of the runs that are reported, and of all trials."""
+
+    runs: float
+    choosing: float
+
+
+def estimate_core_minutes(suite: Suite) -> CoreMinutes | None:
+    """The costs of a suite on this machine, from some rounds that are timed first.
+
+    None if the data are not on this machine.
     """
     try:
-        each = seconds_here(suite.tier)
-        runs = [_of_run(suite, cell, each) for cell in suite.recipe.cells()]
-        own = () if suite.there else suite.competing
-        trials = [
-            len(suite.tries[row]) * _of_run(suite, (row, suite.column), each, True) for row in own
-        ]
+        costs = unit_costs(suite.tier)
+        runs = sum(_run_seconds(suite, cell, costs, {}) for cell in suite.recipe.cells())
+        choosing = 0.0
+        if suite.choices_from is None:
+            choosing = sum(_trial_seconds(suite, row, costs) for row in suite.ranked_rows)
     except DataError:
-        return None, None
-    return len(TEST_SEEDS) * sum(runs) / 60, len(CHOOSING_SEEDS) * sum(trials) / 60
+        return None
+    return CoreMinutes(
+        runs=len(TEST_SEEDS) * runs / 60, choosing=len(CHOOSING_SEEDS) * choosing / 60
+    )
 
 
-def _of_run(suite: Suite, cell: tuple[str, str], each: Seconds, trial: bool = False) -> float:
-    """Core-seconds of a run of a row in a column, or of a trial, by the steps and examples of all
-    its rounds.
-    """
-    changes = suite.trial_settings(cell[0]) if trial else {}
+def _trial_seconds(suite: Suite, row: str, costs: UnitCosts) -> float:
+    """Core-seconds of all tries of a row with one seed."""
+    cell = (row, suite.choosing_column)
+    return len(suite.tries[row]) * _run_seconds(suite, cell, costs, suite.trial_settings(row))
+
+
+def _run_seconds(suite: Suite, cell: Cell, costs: UnitCosts, changes: Try) -> float:
+    """Core-seconds of a run, from the steps and examples of all its rounds."""
     (variant,) = suite.recipe.variants([cell], TEST_SEEDS[:1], changes, Path())
     prepared = prepare(variant.settings)
-    stages = [
-        s
-        for n in range(1, variant.settings.rounds + 1)
-        for s in prepared.settings.schedule(n, prepared.world)
-    ]
-    steps, examples = map(sum, zip(*(trained_in(prepared, stage) for stage in stages), strict=True))
-    training = each.step * steps + each.example * examples
-    return START + MEAN_METHOD[suite.track] * training + variant.settings.rounds * each.rest
+    rounds = variant.settings.rounds
+    size = TrainingSize()
+    for number in range(1, rounds + 1):
+        for stage in prepared.settings.schedule(number, prepared.world):
+            size += training_size(prepared, stage)
+    training = costs.step * size.steps + costs.example * size.examples
+    return START_SECONDS + RELATIVE_COST[suite.track] * training + rounds * costs.round
 
 
-def trained_in(prepared: Prepared, stage: Stage) -> tuple[int, int]:
-    """The steps of all clients of a stage, and the examples in them: each epoch counts.
+def training_size(prepared: Prepared, stage: Stage) -> TrainingSize:
+    """The training in a stage, if all of its clients act.
 
-    A suite's plan is one for all stages: where nothing is trained, only the method's own says so.
-    The method is not asked whom it addresses, as that may follow from what clients sent before:
-    students from their peers' models.
+    Whether a method leaves out clients can depend on what they send, so it is not considered.
     """
-    plan, own = prepared.world.plans.get(stage.name), prepared.settings.method.plans.get(stage.name)
-    if plan is None or (own is not None and not (own.epochs or own.steps)):
-        return 0, 0
-    steps = examples = 0
+    plan = prepared.world.plans.get(stage.name)
+    # A suite has one plan for all stages; only the method's own plan shows that a stage does not
+    # train.
+    method_plan = prepared.settings.method.plans.get(stage.name)
+    if plan is None:
+        return TrainingSize()
+    if method_plan is not None and not (method_plan.epochs or method_plan.steps):
+        return TrainingSize()
+    size = TrainingSize()
     for client in stage.clients:
-        public = stage.view == "public" or client == SERVER
-        there = (
-            len(prepared.sites.public or ())
-            if public
-            else int(prepared.sites.counts(client, stage.round).sum())
-        )
-        more = local_steps(prepared, stage, there)
-        steps += more
-        examples += more * min(plan.batch, there) if plan.steps else plan.epochs * there
-    return steps, examples
+        count = _example_count(prepared, stage, client)
+        steps = local_steps(prepared, stage, count)
+        examples = plan.epochs * count
+        if plan.steps:
+            examples = steps * min(plan.batch, count)
+        size += TrainingSize(steps, examples)
+    return size
+
+
+def _example_count(prepared: Prepared, stage: Stage, client: int) -> int:
+    """The number of examples that a client trains on in a stage."""
+    if stage.view == "public" or client == SERVER:
+        return len(prepared.sites.public or ())
+    return int(prepared.sites.counts(client, stage.round).sum())
 
 
 @functools.cache
-def seconds_here(tier: str) -> Seconds:
-    """What FedAvg takes here, from some rounds with two sizes of batch; raises DataError where data
-    are missing.
+def unit_costs(tier: str) -> UnitCosts:
+    """The costs of FedAvg on this machine, from some rounds with two batch sizes.
+
+    Raises DataError if data are missing.
     """
     suite = load_suite(f"{tier}-space")
     batch = suite.recipe.common["plan"]["batch"]
-    small, large = (_timed(suite, size) for size in (batch, LARGER * batch))
-    step = max(0.0, (small.training - large.training) / max(1, small.steps - large.steps))
-    example = max(0.0, small.training - step * small.steps) / max(1, small.examples)
-    return Seconds(step, example, small.rest)
+    small = _time_rounds(suite, batch)
+    large = _time_rounds(suite, LARGE_BATCH * batch)
+    # Both batch sizes train on the same examples, in different numbers of steps.
+    extra_steps = max(1, small.size.steps - large.size.steps)
+    step = max(0.0, (small.training - large.training) / extra_steps)
+    all_examples = max(0.0, small.training - step * small.size.steps)
+    example = all_examples / max(1, small.size.examples)
+    return UnitCosts(step=step, example=example, round=small.round)
 
 
-def _timed(suite: Suite, batch: int) -> Timed:
-    """Three rounds after a slower first."""
+def _time_rounds(suite: Suite, batch: int) -> Timing:
+    """Time three rounds; the first one, which is slower, does not count."""
     cell = ("FedAvg", next(iter(suite.recipe.columns)))
+    changes = {"rounds": 4, "plan.batch": batch}
     with tempfile.TemporaryDirectory(prefix="fedstill-timed-") as folder:
-        (variant,) = suite.recipe.variants(
-            [cell], TEST_SEEDS[:1], {"rounds": 4, "plan.batch": batch}, Path(folder)
-        )
+        (variant,) = suite.recipe.variants([cell], TEST_SEEDS[:1], changes, Path(folder))
         run(variant.experiment, variant.folder)
-        events = [
-            e for e in read_journal(variant.folder / "journal.jsonl") if e.get("round", 0) > 1
-        ]
-    rounds = [e for e in events if e["event"] == "round"]
-    clients = [e for e in events if e["event"] == "client"]
-    training = [e["seconds_cpu"] * e["seconds_training"] / e["seconds"] for e in rounds]
-    rest = [e["seconds_cpu"] - own for e, own in zip(rounds, training, strict=True)]
-    return Timed(
-        sum(e["steps"] for e in clients),
-        sum(e["examples"] * e["epochs"] for e in clients),
-        sum(training),
-        statistics.median(rest),
-    )
+        events = read_journal(variant.folder / "journal.jsonl")
+    timed = [event for event in events if event.get("round", 0) > 1]
+    rounds = [event for event in timed if event["event"] == "round"]
+    training = [_training_seconds(event) for event in rounds]
+    other_seconds = [
+        event["seconds_cpu"] - seconds for event, seconds in zip(rounds, training, strict=True)
+    ]
+    size = TrainingSize()
+    for event in timed:
+        if event["event"] == "client":
+            size += TrainingSize(event["steps"], event["examples"] * event["epochs"])
+    return Timing(size=size, training=sum(training), round=statistics.median(other_seconds))
+
+
+def _training_seconds(event: Event) -> float:
+    """The core-seconds of a round's training, by its share of the round's time."""
+    return float(event["seconds_cpu"] * event["seconds_training"] / event["seconds"])

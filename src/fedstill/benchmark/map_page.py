@@ -1,4 +1,4 @@
-"""Maps of methods as pages and in Markdown."""
+"""Maps of methods as HTML pages and in Markdown."""
 
 from __future__ import annotations
 
@@ -9,35 +9,33 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fedstill.benchmark.maps import MAPPED, Grid, MapCell, map_text
+from fedstill.benchmark.maps import SHIPPED_METHODS, MapCell, MethodMap, map_text
 from fedstill.core.files import PAGE, make_folder, refuse_other_kind, write_whole
 from fedstill.report.blocks import Block, Chart, Folded, Gallery, Paragraph, Section, Table
-from fedstill.report.figures import Figure, layout, new_trace
+from fedstill.report.figures import Figure, Trace, layout, new_trace
 from fedstill.report.page import document
 from fedstill.report.summary import NONE
-from fedstill.report.table_files import markdown
+from fedstill.report.table_files import TextTable, markdown
 
-# The map of a method: a page with a panel for each value of the last axis, runs as CSV, cells as
-# Markdown.
+# ---- the page of one map -------------------------------------------------------------------------
 
-
-PARTS = ("map-of-gains", "map-cells")
+PAGE_SECTIONS = ("map-of-gains", "map-cells")
 """The sections of the page."""
 
-GAINS = ((0.0, "#b2182b"), (0.5, "#f7f7f7"), (1.0, "#2166ac"))
-"""Red hurts, blue helps."""
+GAIN_COLOURS = ((0.0, "#b2182b"), (0.5, "#f7f7f7"), (1.0, "#2166ac"))
+"""Red where a method hurts, blue where it helps."""
 
-CHANCE = "By chance alone three seeds say the same in one cell of four"
+CHANCE = "By chance alone, three seeds agree in one cell of four"
 
 
-def write_map(one: Grid, folder: Path) -> list[Path]:
-    """Write index.html, map.csv (a line a run) and map.md; the paths."""
+def write_map(method_map: MethodMap, folder: Path) -> list[Path]:
+    """Write index.html, map.csv (a line for each run) and map.md; the paths."""
     make_folder(folder)
-    head, lines = cell_table(one)
+    table = cell_table(method_map)
     texts = {
-        "index.html": _page(one),
-        "map.csv": map_text(one),
-        "map.md": f"{one.summary}. {CHANCE}.\n\n{markdown(head, lines)}",
+        "index.html": _page(method_map),
+        "map.csv": map_text(method_map),
+        "map.md": f"{method_map.summary}. {CHANCE}.\n\n{markdown(table.head, table.lines)}",
     }
     refuse_other_kind(folder / "index.html", PAGE)
     for name, text in texts.items():
@@ -45,130 +43,151 @@ def write_map(one: Grid, folder: Path) -> list[Path]:
     return [folder / name for name in texts]
 
 
-def how_to_read(against: str = "FedAvg") -> str:
-    """What colours and numbers are, over the row that gains are over."""
+def legend(floor: str = "FedAvg") -> str:
+    """How to read the colours and numbers of a map."""
     return (
-        f"Colour and number are the gain over {against} in points, the mean over seeds paired by "
-        "seed: blue helps, red"
-        f" hurts. A ~ stands where not all seeds say the same. Below it {against}'s own accuracy: "
-        "where nothing is lost"
-        ", nothing is to be won."
+        f"Colour and number are the gain over {floor} in points, the mean over seeds, paired by "
+        "seed: blue helps, red hurts. A ~ marks cells in which the sign depends on the seed. Below "
+        f"it is the accuracy of {floor}: where nothing is lost, nothing can be gained."
     )
 
 
-def cell_table(one: Grid) -> tuple[list[str], list[list[str]]]:
-    """A line a cell: its values, the gain, the range over seeds, and the floor's accuracy and what
-    it kept.
+def cell_table(method_map: MethodMap) -> TextTable:
+    """A line for each cell: its values, the gain and its range over seeds, and the floor's accuracy
+    and kept share.
     """
     head = [
-        *one.axes,
+        *method_map.axes,
         "gain [points]",
         "least and most",
-        f"{one.against} [%]",
-        f"{one.against} kept [%]",
+        f"{method_map.floor} [%]",
+        f"{method_map.floor} kept [%]",
     ]
-    return head, [[*map(str, cell.values.values()), *_numbers(cell)] for cell in one.cells]
+    lines = [[*map(str, cell.values.values()), *_numbers(cell)] for cell in method_map.cells]
+    return TextTable(head, lines)
 
 
 def _numbers(cell: MapCell) -> list[str]:
-    low, high = min(cell.gains), max(cell.gains)
-    kept = fmean(score.kept for score in cell.theirs.values())
-    ends = f"{100 * low:+.1f} to {100 * high:+.1f}"
-    shown = NONE if math.isnan(kept) else f"{100 * kept:.1f}"
-    return [f"{100 * cell.gain:+.1f}", ends, f"{100 * cell.floor:.1f}", shown]
+    kept = fmean(score.kept for score in cell.floor_scores.values())
+    kept_text = NONE
+    if not math.isnan(kept):
+        kept_text = f"{100 * kept:.1f}"
+    return [
+        f"{100 * cell.gain:+.1f}",
+        f"{100 * min(cell.gains):+.1f} to {100 * max(cell.gains):+.1f}",
+        f"{100 * cell.floor_accuracy:.1f}",
+        kept_text,
+    ]
 
 
-def _page(one: Grid) -> str:
-    explained = Paragraph(how_to_read(one.against))
-    gains = Section(PARTS[0], f"Gain over {one.against}", [explained, panels(one)])
-    head, rows = cell_table(one)
-    cells = Section(PARTS[1], "All cells", [Table(head, rows, "numbers wide sortable")])
-    introduction = Paragraph(f"{one.summary}. {CHANCE}.")
-    return document(f"Where {one.row} helps", [introduction], [gains, cells])
+def _page(method_map: MethodMap) -> str:
+    gains_name, cells_name = PAGE_SECTIONS
+    floor = method_map.floor
+    gains = [Paragraph(legend(floor)), panels(method_map)]
+    sections = [
+        Section(gains_name, f"Gain over {floor}", gains),
+        Section(cells_name, "All cells", [_sortable(cell_table(method_map))]),
+    ]
+    introduction = Paragraph(f"{method_map.summary}. {CHANCE}.")
+    return document(f"Where {method_map.row} helps", [introduction], sections)
 
 
-def panels(one: Grid) -> Gallery:
-    """A picture for each value of the last axis."""
-    keys = list(one.axes)
+def _sortable(table: TextTable) -> Table:
+    return Table(table.head, table.lines, "numbers wide sortable")
+
+
+def panels(method_map: MethodMap) -> Gallery:
+    """A panel for each value of the third axis; one panel if there are fewer axes."""
+    keys = list(method_map.axes)
     if len(keys) < 3:
-        return Gallery([_chart(one, one.cells, "")], "small")
-    last = keys[2]
+        return Gallery([_chart(method_map, method_map.cells, "")], "small")
+    panel_key = keys[2]
     charts = []
-    for value in one.axes[last]:
-        cells = [cell for cell in one.cells if cell.values[last] == value]
-        charts.append(_chart(one, cells, f"{last} = {value}"))
+    for value in method_map.axes[panel_key]:
+        cells = [cell for cell in method_map.cells if cell.values[panel_key] == value]
+        charts.append(_chart(method_map, cells, f"{panel_key} = {value}"))
     return Gallery(charts, "small")
 
 
-def _chart(one: Grid, cells: Sequence[MapCell], name: str) -> Chart:
+def _chart(method_map: MethodMap, cells: Sequence[MapCell], name: str) -> Chart:
     return Chart(
-        [_panel(one, cells)],
-        f"{name} {how_to_read(one.against)}",
-        name or f"Where {one.row} helps",
+        [_panel(method_map, cells)],
+        f"{name} {legend(method_map.floor)}",
+        name or f"Where {method_map.row} helps",
         "map",
         is_explained=True,
     )
 
 
-def _panel(one: Grid, cells: Sequence[MapCell]) -> Figure:
-    keys = list(one.axes)
-    rows = list(one.axes[keys[0]])
+def _panel(method_map: MethodMap, cells: Sequence[MapCell]) -> Figure:
+    """A heat map of some cells: rows are the first axis, columns the second, if there is one."""
+    row_key, *other_keys = method_map.axes
+    rows = method_map.axes[row_key]
     columns: Sequence[Any] = [None]
     column_key = ""
-    if len(keys) > 1:
-        column_key = keys[1]
-        columns = list(one.axes[column_key])
-    most = max([0.01, *(abs(cell.gain) for cell in one.cells)])
-    placed = {(cell.values[keys[0]], cell.values.get(column_key)): cell for cell in cells}
-    laid_out = [[placed[row, column] for column in columns] for row in rows]
-    trace = new_trace(
-        "heatmap",
-        x=[_shown(column) for column in columns],
-        y=[str(row) for row in rows],
-        z=[[round(100 * cell.gain, 1) for cell in line] for line in laid_out],
-        text=[[_text(cell) for cell in line] for line in laid_out],
-        texttemplate="%{text}",
-        zmin=-100 * most,
-        zmax=100 * most,
-        colorscale=GAINS,
-        showscale=False,
-        hovertemplate="%{y}, %{x}: %{z:+.1f} points<extra></extra>",
-    )
+    if other_keys:
+        column_key = other_keys[0]
+        columns = method_map.axes[column_key]
+    by_values = {(cell.values[row_key], cell.values.get(column_key)): cell for cell in cells}
+    table = [[by_values[row, column] for column in columns] for row in rows]
+    trace = _heat_map(rows, columns, table, _largest_gain(method_map))
     axis = {"type": "category", "showgrid": False}
     axes = layout(
         height=110 + 46 * len(rows),
         showlegend=False,
         hovermode="closest",
         xaxis={**axis, "title": {"text": column_key}},
-        yaxis={**axis, "title": {"text": keys[0]}, "autorange": "reversed"},
+        yaxis={**axis, "title": {"text": row_key}, "autorange": "reversed"},
     )
     return Figure([trace], axes)
 
 
-def _shown(column: Any) -> str:
-    """The name of a column; empty where a map has no second axis."""
+def _largest_gain(method_map: MethodMap) -> float:
+    """The end of the colour scale, the same in all panels of a map."""
+    return max([0.01, *(abs(cell.gain) for cell in method_map.cells)])
+
+
+def _heat_map(
+    rows: Sequence[Any],
+    columns: Sequence[Any],
+    table: Sequence[Sequence[MapCell]],
+    largest_gain: float,
+) -> Trace:
+    return new_trace(
+        "heatmap",
+        x=[_column_name(column) for column in columns],
+        y=[str(row) for row in rows],
+        z=[[round(100 * cell.gain, 1) for cell in line] for line in table],
+        text=[[_cell_text(cell) for cell in line] for line in table],
+        texttemplate="%{text}",
+        zmin=-100 * largest_gain,
+        zmax=100 * largest_gain,
+        colorscale=GAIN_COLOURS,
+        showscale=False,
+        hovertemplate="%{y}, %{x}: %{z:+.1f} points<extra></extra>",
+    )
+
+
+def _column_name(column: Any) -> str:
+    """The name of a column; empty if the map has no second axis."""
     if column is None:
         return ""
     return str(column)
 
 
-def _text(cell: MapCell) -> str:
-    """The number of a cell, marked where not all seeds say the same, and the floor's own accuracy
-    below it.
-    """
-    return f"{cell.shown}<br>({100 * cell.floor:.0f} %)"
+def _cell_text(cell: MapCell) -> str:
+    """The gain in a cell, and the floor's accuracy below it."""
+    return f"{cell.gain_text}<br>({100 * cell.floor_accuracy:.0f} %)"
 
 
-# The maps that ship, on the ranking's page and in Markdown: a sentence and the gains of every cell
-# for each method.
+# ---- the maps that ship --------------------------------------------------------------------------
 
-
-MAPS = "maps"
-"""The section's name."""
+MAPS_SECTION = "maps"
+"""The name of the section on the ranking's page."""
 
 TITLE = "Where a method helps"
 
-WHAT = (
+EXPLANATION = (
     "The gain over FedAvg on digits with a small network, for four splits, three numbers of local "
     "epochs, three numbers of sampled clients (of 20), and three seeds. All cells of a method use "
     "the fields that were chosen in the track space. A method that is not in the track uses its "
@@ -176,72 +195,93 @@ WHAT = (
     f"three seeds agree. {CHANCE}: in 9 of 36."
 )
 
-TABLE = "Gains are in points, means over three seeds. ~: the seeds disagree."
+GAIN_TABLE_NOTE = "Gains are in points, means over three seeds. ~: the seeds disagree."
 
-FLOOR = (
+FLOOR_TABLE_NOTE = (
     "FedAvg's own accuracy in %, means over three seeds. Chance is 10 with ten classes. A large "
     "gain over such an accuracy shows that FedAvg collapsed, more than what the method does."
 )
 
-COMMAND = "fedstill rank map METHOD"
-"""What anybody maps a method with."""
+MAP_COMMAND = "fedstill rank map METHOD"
 
 
-def maps_section(maps: Mapping[str, Grid]) -> Section:
-    """The section of the page: each method's pictures and cells, and which maps are missing."""
-    about = WHAT
+def maps_section(maps: Mapping[str, MethodMap]) -> Section:
+    """The section on the ranking's page: pictures and cells by method, and the missing maps."""
+    explanation = EXPLANATION
     if maps:
-        about = f"{WHAT} {how_to_read()}"
-    blocks: list[Block] = [Paragraph(about)]
-    for one in maps.values():
-        head, rows = cell_table(one)
-        cells = Table(head, rows, "numbers wide sortable")
-        blocks.append(Paragraph(f"{one.summary}."))
-        blocks.append(Folded(f"The map of {one.row}, and all its cells", [panels(one), cells]))
-    blocks += [Paragraph(text) for text in missing(maps)]
-    return Section(MAPS, TITLE, blocks)
+        explanation = f"{EXPLANATION} {legend()}"
+    blocks: list[Block] = [Paragraph(explanation)]
+    for method_map in maps.values():
+        details = [panels(method_map), _sortable(cell_table(method_map))]
+        blocks.append(Paragraph(f"{method_map.summary}."))
+        blocks.append(Folded(f"The map of {method_map.row}, and all its cells", details))
+    blocks += [Paragraph(sentence) for sentence in missing_maps(maps)]
+    return Section(MAPS_SECTION, TITLE, blocks)
 
 
-def maps_text(maps: Mapping[str, Grid]) -> str:
-    """The same in Markdown, without pictures; FedAvg's accuracy stands above the maps that have the
-    same of it.
+def markdown_maps(maps: Mapping[str, MethodMap]) -> str:
+    """The same section in Markdown, with tables in place of pictures.
+
+    The table of FedAvg's accuracy appears once for successive maps in which it is the same.
     """
-    parts, shown = [f"## {TITLE}", WHAT, *([TABLE] if maps else [])], ""
-    for one in maps.values():
-        if (floor := markdown(*floor_table(one)).rstrip()) != shown:
-            parts += ["### FedAvg", FLOOR, floor]
-            shown = floor
-        parts += [f"### {one.row}", f"{one.summary}.", markdown(*gain_table(one)).rstrip()]
-    return "\n\n".join([*parts, *missing(maps)]) + "\n"
+    parts = [f"## {TITLE}", EXPLANATION]
+    if maps:
+        parts.append(GAIN_TABLE_NOTE)
+    printed_floor = ""
+    for method_map in maps.values():
+        floor = _markdown(floor_table(method_map))
+        if floor != printed_floor:
+            parts += ["### FedAvg", FLOOR_TABLE_NOTE, floor]
+            printed_floor = floor
+        parts += [f"### {method_map.row}", f"{method_map.summary}."]
+        parts.append(_markdown(gain_table(method_map)))
+    return "\n\n".join([*parts, *missing_maps(maps)]) + "\n"
 
 
-def missing(maps: Mapping[str, Grid]) -> Iterator[str]:
-    """A sentence on the maps that are to ship and do not yet; nothing where all do."""
-    if left := [row for name, row in MAPPED.items() if name not in maps]:
-        yield f"No map ships yet of {', '.join(left)}. {COMMAND} makes one of any method."
+def _markdown(table: TextTable) -> str:
+    return markdown(table.head, table.lines).rstrip()
 
 
-def gain_table(one: Grid) -> tuple[list[str], list[list[str]]]:
-    """The gain of every cell."""
-    return _laid_out(one, lambda cell: cell.shown)
+def missing_maps(maps: Mapping[str, MethodMap]) -> Iterator[str]:
+    """A sentence on the methods whose maps should ship but do not yet; nothing if all do."""
+    missing = [row for name, row in SHIPPED_METHODS.items() if name not in maps]
+    if missing:
+        yield f"No map ships yet of {', '.join(missing)}. {MAP_COMMAND} makes one of any method."
 
 
-def floor_table(one: Grid) -> tuple[list[str], list[list[str]]]:
-    """FedAvg's own accuracy in every cell, in %."""
-    return _laid_out(one, lambda cell: f"{100 * cell.floor:.1f}")
+def gain_table(method_map: MethodMap) -> TextTable:
+    """The gain in every cell."""
+    return _two_way_table(method_map, lambda cell: cell.gain_text)
 
 
-def _laid_out(one: Grid, text: Callable[[MapCell], str]) -> tuple[list[str], list[list[str]]]:
-    """A line for each value of the first axis, a column for each of the others together."""
-    first, *others = one.axes
-    others = others[::-1]
-    by = {
-        (cell.values[first], tuple(cell.values[key] for key in others)): cell for cell in one.cells
-    }
-    columns = list(itertools.product(*(one.axes[key] for key in others)))
-    named = [
-        ", ".join(f"{k.rpartition('.')[2]} {v}" for k, v in zip(others, c, strict=True))
-        for c in columns
+def floor_table(method_map: MethodMap) -> TextTable:
+    """FedAvg's accuracy in every cell, in %."""
+    return _two_way_table(method_map, lambda cell: f"{100 * cell.floor_accuracy:.1f}")
+
+
+def _two_way_table(method_map: MethodMap, text: Callable[[MapCell], str]) -> TextTable:
+    """A line for each value of the first axis, a column for each combination of the others."""
+    row_key, *column_keys = method_map.axes
+    # The last axis varies slowest, as panels do.
+    column_keys.reverse()
+    columns = list(itertools.product(*(method_map.axes[key] for key in column_keys)))
+    texts = {}
+    for cell in method_map.cells:
+        column = tuple(cell.values[key] for key in column_keys)
+        texts[cell.values[row_key], column] = text(cell)
+    head = [_short(row_key), *(_combination(column_keys, column) for column in columns)]
+    lines = [
+        [str(value), *(texts[value, column] for column in columns)]
+        for value in method_map.axes[row_key]
     ]
-    lines = [[str(value), *(text(by[value, c]) for c in columns)] for value in one.axes[first]]
-    return [first.rpartition(".")[2], *named], lines
+    return TextTable(head, lines)
+
+
+def _combination(keys: Sequence[str], values: Sequence[Any]) -> str:
+    pairs = zip(keys, values, strict=True)
+    return ", ".join(f"{_short(key)} {value}" for key, value in pairs)
+
+
+def _short(key: str) -> str:
+    """A dotted key without its table."""
+    return key.rpartition(".")[2]

@@ -1,4 +1,6 @@
-"""Maps: a method's gain over the suite's floor, cell by cell, and maps as files."""
+"""Maps: the gain of a method over the suite's floor, in many cells that differ in partition, local
+training and participation; and maps as files.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +21,31 @@ from rich.console import Console
 
 from fedstill.benchmark.entries import column_of
 from fedstill.benchmark.recipes import RANKING, Recipe
-from fedstill.benchmark.scoring import NUMBERS, Do, Ended, Score, ended
-from fedstill.benchmark.suites import Suite
+from fedstill.benchmark.scoring import SCORE_FIELDS, Execute, Score, ScoredRun, scored_runs
+from fedstill.benchmark.suites import Suite, SuiteRow
+from fedstill.benchmark.tables import in_full
 from fedstill.config.named_tables import NAME_KEYS, resolved_name
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, UnknownName
 from fedstill.core.files import make_folder, write_whole
 from fedstill.core.labels import distance, proportions
-from fedstill.core.records import SERVER
+from fedstill.core.records import SERVER, Stage
 from fedstill.report.table_files import csv_text
 from fedstill.running.compare import Variant
 from fedstill.running.explain import local_steps
 from fedstill.running.preparation import Prepared, prepare
 
-# Where a run stands among the cells of a map: how uneven its clients are, how long each trains, how
-# many take part.
+# ---- the position of a run on a map --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Three numbers of a run with one round trip and no tasks.
+    """Three numbers that describe a run in which each round has one exchange, without tasks.
 
-    ``labels_apart``: the Jensen-Shannon divergence of a client's labels from those of all clients
-    together, in nats (0 to 0.69), the mean over clients. ``steps_per_example``: the optimiser's
-    steps of a client's round over its number of examples, the mean over clients. ``clients_share``:
-    of all clients, those that take part in a round.
+    ``labels_apart``: the mean over clients of the Jensen-Shannon divergence between a client's
+    labels and those of all clients together, in nats (0 to 0.69).
+    ``steps_per_example``: the mean over clients of the optimiser steps in a round per example.
+    ``clients_share``: the share of all clients that take part in a round.
     """
 
     labels_apart: float
@@ -51,195 +53,227 @@ class Setting:
     clients_share: float
 
 
-SETTING = tuple(f.name for f in fields(Setting))
-"""The names of the three, in order."""
+SETTING_FIELDS = tuple(setting_field.name for setting_field in fields(Setting))
+"""The names of the three numbers, in order."""
 
 
 def setting_of(prepared: Prepared) -> Setting | None:
-    """Where a run stands; None where it is another kind of run: a chain, tasks, public logits, data
-    held elsewhere.
+    """The setting of a run; None for other kinds of runs: chains, tasks, public logits, and data
+    that are held elsewhere.
     """
-    sites, world = prepared.sites, prepared.world
-    acting = [
-        s for s in prepared.settings.schedule(1, world) if any(c != SERVER for c in s.clients)
-    ]
-    if (
-        sites.split is None
-        or sites.tasks is not None
-        or len(acting) != 1
-        or acting[0].sequential
-        or acting[0].view == "public"
-        or acting[0].name not in world.plans
-    ):
+    stage = _training_stage(prepared)
+    sites = prepared.sites
+    if stage is None or sites.split is None or sites.tasks is not None:
         return None
-    table = sites.split.label_table(sites.train.labels, len(prepared.dataset.classes)).numpy()
-    table = table[table.sum(axis=1) > 0]
-    if not len(table):
+    counts = sites.split.label_table(sites.train.labels, len(prepared.dataset.classes)).numpy()
+    counts = counts[counts.sum(axis=1) > 0]
+    if not len(counts):
         return None
-    sizes = [int(size) for size in table.sum(axis=1)]
-    apart = distance(proportions(table), proportions(table.sum(axis=0)), "js")
-    pace = [local_steps(prepared, acting[0], size) / size for size in sizes]
+    sizes = [int(size) for size in counts.sum(axis=1)]
+    divergences = distance(proportions(counts), proportions(counts.sum(axis=0)), "js")
+    steps = [local_steps(prepared, stage, size) / size for size in sizes]
     return Setting(
-        float(apart.mean()), float(np.mean(pace)), len(acting[0].clients) / world.clients
+        labels_apart=float(divergences.mean()),
+        steps_per_example=float(np.mean(steps)),
+        clients_share=len(stage.clients) / prepared.world.clients,
     )
 
 
-# Where a method helps: its gain over the suite's floor in points, cell by cell, with the fields it
-# ships with.
+def _training_stage(prepared: Prepared) -> Stage | None:
+    """The stage in which clients train side by side on their own data, if a round has no other."""
+    world = prepared.world
+    stages = prepared.settings.schedule(1, world)
+    client_stages = [stage for stage in stages if any(client != SERVER for client in stage.clients)]
+    if len(client_stages) != 1:
+        return None
+    stage = client_stages[0]
+    if stage.sequential or stage.view == "public" or stage.name not in world.plans:
+        return None
+    return stage
 
 
-SEEDS = (0, 1, 2)
+# ---- the cells of a map --------------------------------------------------------------------------
+
+MAP_SEEDS = (0, 1, 2)
 
 EVEN = "even"
-"""The value of partition.alpha that stands for a split without any skew."""
+"""The value of partition.alpha that stands for a partition without any skew."""
 
 AXES: Mapping[str, tuple[Any, ...]] = {
     "partition.alpha": (0.05, 0.1, 0.5, EVEN),
     "plan.epochs": (1, 3, 10),
     "topology.sampled": (2, 5, 20),
 }
-"""What varies where nobody says otherwise: how uneven, how long alone, how many together."""
+"""The default axes: label skew, length of local training, and clients per round."""
 
-MOST_CELLS = 200
+MAX_CELLS = 200
 
 
 @dataclass(frozen=True)
 class MapCell:
-    """One setting: its values by key, the method's and the floor's scores by seed, and where the
-    floor's runs stand.
+    """One cell of a map.
+
+    ``values``: by key of the axes. ``scores``, ``floor_scores``: of the method and of the floor, by
+    seed. ``settings``: those of the floor's runs, by seed; empty for runs without a ``Setting``.
     """
 
     values: Mapping[str, Any]
-    ours: Mapping[int, Score]
-    theirs: Mapping[int, Score]
+    scores: Mapping[int, Score]
+    floor_scores: Mapping[int, Score]
     settings: Mapping[int, Setting] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """Its values, as people read them."""
-        return _name(self.values)
+        """The values as text, such as ``alpha 0.1, epochs 3``."""
+        return _cell_name(self.values)
 
     @property
     def setting(self) -> Setting:
-        """The mean over seeds of where it stands."""
-        return Setting(
-            *map(statistics.fmean, zip(*map(astuple, self.settings.values()), strict=True))
-        )
+        """The mean of the settings over seeds."""
+        columns = zip(*map(astuple, self.settings.values()), strict=True)
+        return Setting(*map(statistics.fmean, columns))
 
     @property
     def gains(self) -> list[float]:
-        """The difference in accuracy, seed by seed."""
-        return [self.ours[s].accuracy - self.theirs[s].accuracy for s in sorted(self.ours)]
+        """The gain in accuracy of each seed."""
+        return [
+            self.scores[seed].accuracy - self.floor_scores[seed].accuracy
+            for seed in sorted(self.scores)
+        ]
 
     @property
     def gain(self) -> float:
-        """Its mean."""
+        """The mean gain."""
         return statistics.fmean(self.gains)
 
     @property
-    def floor(self) -> float:
-        """The floor's own accuracy, the mean over seeds."""
-        return statistics.fmean(score.accuracy for score in self.theirs.values())
+    def floor_accuracy(self) -> float:
+        """The floor's mean accuracy."""
+        return statistics.fmean(score.accuracy for score in self.floor_scores.values())
 
     @property
-    def shown(self) -> str:
-        """The gain in points, with a ~ where not all seeds say the same."""
-        return f"{'' if self.sign else '~'}{100 * self.gain:+.1f}"
+    def gain_text(self) -> str:
+        """The mean gain in points, with a ~ if its sign depends on the seed."""
+        mark = ""
+        if not self.sign:
+            mark = "~"
+        return f"{mark}{100 * self.gain:+.1f}"
 
     @property
     def sign(self) -> int:
-        """1 where the method is above the floor on every seed, -1 where it is below on every seed,
-        0 else.
-        """
-        return int(min(self.gains) > 0) - int(max(self.gains) < 0)
+        """1 if the method gains with every seed, -1 if it loses with every seed, else 0."""
+        if min(self.gains) > 0:
+            return 1
+        if max(self.gains) < 0:
+            return -1
+        return 0
+
+
+def _cell_name(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in values.items())
 
 
 @dataclass(frozen=True)
-class Grid:
-    """The cells of a map, and the axes that they are on, rows, columns and panels in this order.
+class MethodMap:
+    """The map of a method: its axes (rows, columns and panels, in this order) and its cells.
 
-    ``against``: the row over which the gains are.
+    ``row``: the method's row. ``floor``: the row that gains are taken over.
     """
 
     row: str
     axes: Mapping[str, Sequence[Any]]
     cells: Sequence[MapCell]
-    against: str = "FedAvg"
+    floor: str = "FedAvg"
 
     @property
     def summary(self) -> str:
-        """How often it helps and hurts, and where most, over what, in a sentence."""
-        helps, hurts = (sum(cell.sign == s for cell in self.cells) for s in (1, -1))
+        """A sentence on how often the method helps and hurts, and where it helps most."""
+        helps = sum(cell.sign == 1 for cell in self.cells)
+        hurts = sum(cell.sign == -1 for cell in self.cells)
+        undecided = len(self.cells) - helps - hurts
         best = max(self.cells, key=lambda cell: cell.gain)
-        many = len(self.cells)
         return (
-            f"{self.row} helps in {helps} of {many} cells and hurts in {hurts}, on all seeds. In "
-            f"{many - helps - hurts} cells the seeds disagree. It helps most at {best.name}: "
-            f"{100 * best.gain:+.1f} points over {self.against} at {100 * best.floor:.1f} %"
+            f"{self.row} helps in {helps} of {len(self.cells)} cells and hurts in {hurts}, on all "
+            f"seeds. In {undecided} cells the seeds disagree. It helps most at "
+            f"{best.name}: {100 * best.gain:+.1f} points over {self.floor} at "
+            f"{100 * best.floor_accuracy:.1f} %"
         )
 
 
-def row_to_map(suite: Suite, name: str) -> tuple[Suite, str]:
-    """The suite and one of its rows; a method that has none gets one, with its documented defaults,
-    nothing chosen.
+# ---- making a map --------------------------------------------------------------------------------
 
-    ``name``: a row's, a registered method's, or a method's file. Raises UnknownName for what is
-    none of these.
+
+def row_to_map(suite: Suite, name: str) -> SuiteRow:
+    """The row of a method; a method without one gets a row with its default fields.
+
+    ``name``: of a row or a registered method, or a method's file. Raises UnknownName.
     """
-    own_file = name.partition(":")[0].endswith(".py")
+    is_file = name.partition(":")[0].endswith(".py")
     try:
-        return suite, suite.row_named(name)
+        return SuiteRow(suite, suite.find_row(name))
     except UnknownName:
         known = [*suite.recipe.rows, *registry.names("method")]
-        if not own_file and name.lower() not in known:
+        if not is_file and name.lower() not in known:
             raise UnknownName("method", name, known) from None
-    method = resolved_name("method", name if own_file else name.lower(), None)
+    if not is_file:
+        name = name.lower()
+    method = resolved_name("method", name, None)
+    row = _name_of_new_row(suite, method)
+    return SuiteRow(suite.with_defaults(row, method), row)
+
+
+def _name_of_new_row(suite: Suite, method: str) -> str:
+    """The name of a method's class; of a preset, or if that row exists, its registered name."""
     entry = registry.lookup("method", method)
-    called = entry.name if entry.preset else getattr(entry.target, "__name__", entry.name)
-    row = entry.name if called in suite.recipe.rows else called
-    return suite.with_defaults(row, method), row
+    class_name = getattr(entry.target, "__name__", entry.name)
+    if entry.preset or class_name in suite.recipe.rows:
+        return entry.name
+    return class_name
 
 
-def grid_of(suite: Suite, row: str, axes: Mapping[str, Sequence[Any]], out: Path, do: Do) -> Grid:
-    """The map of a row, when its runs are done; the same call goes on where it was stopped.
+def make_map(
+    suite: Suite, row: str, axes: Mapping[str, Sequence[Any]], out: Path, execute: Execute
+) -> MethodMap:
+    """Execute the runs of a row's map, or those that are not finished yet, and return the map.
 
-    Fields are those chosen in the suite, or the documented ones where nothing is tried; the floor's
-    learning rate. Raises ConfigError for too many cells, or values that cannot be run.
+    The method has the fields chosen in the suite, or its defaults, and the floor's learning rate.
+    Raises ConfigError for too many cells, and for values that cannot be run.
     """
-    each = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    if len(each) > MOST_CELLS:
-        raise ConfigError(f"these axes have {len(each)} cells; {MOST_CELLS} is the most")
-    named = {_name(cell): cell for cell in each}
+    products = itertools.product(*axes.values())
+    values = [dict(zip(axes, combination, strict=True)) for combination in products]
+    if len(values) > MAX_CELLS:
+        raise ConfigError(f"these axes have {len(values)} cells; the maximum is {MAX_CELLS}")
     if row == suite.floor:
         raise ConfigError(f"a map shows the gain over {suite.floor}; name another method")
-    _refuse_axes_of_rows(suite, row, axes)
-    columns = {name: _column(suite, cell) for name, cell in named.items()}
+    _check_axes(suite, row, axes)
+
+    columns = {_cell_name(cell): _column(suite, cell) for cell in values}
     recipe = replace(suite.recipe, columns=columns, only={})
-    runs = {who: _runs(suite, recipe, who, axes, out) for who in (suite.floor, row)}
-    prepare(runs[row][0].settings)  # refuses now what does not fit
-    standing = _standing(runs[suite.floor])
-    done = ended([run for own in runs.values() for run in own], do)
-    scores = {who: _by_cell([one for one in done if one.run in own]) for who, own in runs.items()}
-    ours, theirs = scores[row], scores[suite.floor]
-    return Grid(
-        row,
-        axes,
-        [MapCell(cell, ours[n], theirs[n], standing[n]) for n, cell in named.items()],
-        suite.floor,
-    )
+    floor_runs = _runs(suite, recipe, suite.floor, axes, out)
+    runs = _runs(suite, recipe, row, axes, out)
+    # Incompatible settings are an error now, not after the runs of the floor.
+    prepare(runs[0].settings)
+    settings = _settings_by_cell(floor_runs)
+    scored = scored_runs([*floor_runs, *runs], execute)
+    floor_scores = _scores_by_cell(scored[: len(floor_runs)])
+    scores = _scores_by_cell(scored[len(floor_runs) :])
+    cells = []
+    for cell in values:
+        name = _cell_name(cell)
+        cells.append(MapCell(cell, scores[name], floor_scores[name], settings[name]))
+    return MethodMap(row, axes, cells, suite.floor)
 
 
-def _refuse_axes_of_rows(suite: Suite, row: str, axes: Iterable[str]) -> None:
-    """Raise ConfigError for a key that the map or a row sets itself, so that cells would not differ
-    in it.
-    """
+def _check_axes(suite: Suite, row: str, axes: Iterable[str]) -> None:
+    """Raise ConfigError for a key that the map or a row sets itself: the cells would not differ."""
     if "seed" in axes:
-        raise ConfigError("--grid seed: each cell of a map has the same seeds; leave it out")
+        raise ConfigError("--grid seed: every cell of a map has the same seeds; remove it")
     for name in (suite.floor, row):
         tables = set(suite.recipe.rows[name]) - {"method"}
-        fields = {f"method.{field}" for field in suite.method(name)}
+        method_keys = {f"method.{field_name}" for field_name in suite.method_of(name)}
         for key in axes:
-            if key == "method" or key in fields or key.partition(".")[0] in tables:
+            is_set = key == "method" or key in method_keys or key.partition(".")[0] in tables
+            if is_set:
                 raise ConfigError(
                     f"--grid {key}: row {name} of {suite.name} sets it itself; choose another axis"
                 )
@@ -248,154 +282,180 @@ def _refuse_axes_of_rows(suite: Suite, row: str, axes: Iterable[str]) -> None:
 def _runs(
     suite: Suite, recipe: Recipe, row: str, axes: Collection[str], out: Path
 ) -> list[Variant]:
-    chosen = {k: v for k, v in suite.settings_chosen(row).items() if k != "plan.lr"}
-    rate = {k: v for k, v in suite.settings_chosen(suite.floor).items() if k == "plan.lr"}
-    changes = {key: value for key, value in {**chosen, **rate}.items() if key not in axes}
-    return recipe.variants([(row, column) for column in recipe.columns], SEEDS, changes, out)
+    changes = {key: value for key, value in suite.chosen_fields(row).items() if key != "plan.lr"}
+    floor_fields = suite.chosen_fields(suite.floor)
+    if "plan.lr" in floor_fields:
+        changes["plan.lr"] = floor_fields["plan.lr"]
+    changes = {key: value for key, value in changes.items() if key not in axes}
+    cells = [(row, column) for column in recipe.columns]
+    return recipe.variants(cells, MAP_SEEDS, changes, out)
 
 
-def _standing(runs: Iterable[Variant]) -> dict[str, dict[int, Setting]]:
-    """Where the runs of each cell stand, by seed; nothing of those that have tasks, for example."""
-    where: dict[str, dict[int, Setting]] = {}
+def _settings_by_cell(runs: Iterable[Variant]) -> dict[str, dict[int, Setting]]:
+    """The settings of runs by cell and seed, without runs that have none."""
+    settings: dict[str, dict[int, Setting]] = {}
     for run in runs:
-        own = where.setdefault(run.label.partition(" | ")[2], {})
-        if there := setting_of(prepare(run.settings)):
-            own[run.seed] = there
-    return where
+        by_seed = settings.setdefault(column_of(run), {})
+        setting = setting_of(prepare(run.settings))
+        if setting is not None:
+            by_seed[run.seed] = setting
+    return settings
 
 
-def _by_cell(runs: Sequence[Ended]) -> dict[str, dict[int, Score]]:
+def _scores_by_cell(runs: Iterable[ScoredRun]) -> dict[str, dict[int, Score]]:
     scores: dict[str, dict[int, Score]] = {}
-    for one in runs:
-        scores.setdefault(column_of(one.run), {})[one.run.seed] = one.score
+    for run in runs:
+        scores.setdefault(column_of(run.variant), {})[run.variant.seed] = run.score
     return scores
 
 
-def _name(cell: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in cell.items())
-
-
-def _column(suite: Suite, cell: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables that a cell sets, over those of the suite's column of choosing."""
-    column = {**suite.recipe.common, **suite.recipe.columns[suite.column]}
-    own: dict[str, Any] = {"partition": dict(column["partition"])}
-    for dotted, value in cell.items():
-        table, _, key = dotted.partition(".")
-        if dotted == "partition.alpha" and value == EVEN:
-            own["partition"] = {"kind": "iid"}
-        elif not key:
-            own[table] = value
+def _column(suite: Suite, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables that a cell sets, on top of those of the suite's choosing column."""
+    base = {**suite.recipe.common, **suite.recipe.columns[suite.choosing_column]}
+    column: dict[str, Any] = {"partition": dict(base["partition"])}
+    for key, value in values.items():
+        table, _, table_key = key.partition(".")
+        if key == "partition.alpha" and value == EVEN:
+            column["partition"] = {"kind": "iid"}
+        elif not table_key:
+            column[table] = value
         else:
-            own[table] = {**_as_table(table, own.get(table, column.get(table, {}))), key: value}
-    return own
+            contents = _as_table(table, column.get(table, base.get(table, {})))
+            column[table] = {**contents, table_key: value}
+    return column
 
 
 def _as_table(table: str, value: Any) -> Mapping[str, Any]:
-    """A table of a column, which may be written as the name in it."""
+    """A table, which a column may abbreviate to the name in it."""
     if isinstance(value, str) and table in NAME_KEYS:
         return {NAME_KEYS[table]: value}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"--grid {table}: it is a value, not a table; leave out what follows it")
+        raise ConfigError(f"--grid {table}: it is a value, not a table; remove what follows it")
     return value
 
 
-# The cell of a map that is nearest to a setting, and what maps say there.
+# ---- the nearest cell of the maps that ship ------------------------------------------------------
 
+LABEL_UNIT = 0.1
+"""A difference of label divergences that counts as much as a factor of two in steps or in the share
+of clients.
 
-APART = 0.1
-"""Label distances that differ by this count as much as a factor of two in steps or in the share of
-clients.
-
-A cell that is further than one of these units away in any of the three says nothing of a setting.
-Neighbours on the maps' axes are up to two units apart, so all that lies between cells is near one
-of them.
+A cell says nothing about settings more than one unit away in any of the three numbers. Neighbours
+on the axes are up to two units apart, so every setting between two cells is near one of them.
 """
 
-MOST_SAID = 3
-"""How many methods are named where several help."""
+MAX_METHODS_NAMED = 3
+"""How many of the methods that help are named."""
 
 
-def nearest_cell(one: Grid, here: Setting) -> MapCell | None:
-    """The cell with the smallest Euclidean distance in units of ``APART`` and of factors of two.
+def nearest_cell(method_map: MethodMap, setting: Setting) -> MapCell | None:
+    """The cell with the smallest Euclidean distance, in units of ``LABEL_UNIT`` and factors of two.
 
-    None where one of the three numbers is further than one unit away, or the map has no settings of
-    its cells.
+    None if one of its three numbers is more than one unit away, or if the cells have no settings.
     """
-    each = [(away(cell, here), cell) for cell in one.cells if cell.settings]
-    if not each:
+    cells = [cell for cell in method_map.cells if cell.settings]
+    if not cells:
         return None
-    apart, cell = min(each, key=lambda pair: math.hypot(*pair[0]))
-    return cell if max(apart) <= 1 else None
+    nearest = min(cells, key=lambda cell: math.hypot(*distances(cell, setting)))
+    if max(distances(nearest, setting)) > 1:
+        return None
+    return nearest
 
 
-def away(cell: MapCell, here: Setting) -> tuple[float, float, float]:
-    """How far a setting is from a cell, in units, one for each of the three numbers."""
-    there = cell.setting
-    steps, share = (
-        abs(math.log2(ours / theirs)) if ours > 0 and theirs > 0 else math.inf
-        for ours, theirs in zip(astuple(here)[1:], astuple(there)[1:], strict=True)
+def distances(cell: MapCell, setting: Setting) -> tuple[float, float, float]:
+    """The distances of a setting from a cell in each of the three numbers, in units."""
+    cell_setting = cell.setting
+    return (
+        abs(setting.labels_apart - cell_setting.labels_apart) / LABEL_UNIT,
+        _doublings(setting.steps_per_example, cell_setting.steps_per_example),
+        _doublings(setting.clients_share, cell_setting.clients_share),
     )
-    return abs(here.labels_apart - there.labels_apart) / APART, steps, share
+
+
+def _doublings(first: float, second: float) -> float:
+    """How many factors of two lie between two numbers; infinite if one of them is 0."""
+    if first <= 0 or second <= 0:
+        return math.inf
+    return abs(math.log2(first / second))
 
 
 def explain_maps(screen: Console, prepared: Prepared) -> None:
-    """Print what ``fedstill explain`` says of a run from the maps that ship."""
+    """Print the lines of ``fedstill explain`` on the maps that ship."""
     setting = None
-    if prepared.dataset.about.kind == "image":  # as the maps' digits are
+    # The maps' data set, digits, consists of images.
+    if prepared.dataset.about.kind == "image":
         setting = setting_of(prepared)
-    for line in told_of_maps(shipped_maps(), prepared.settings.named.method.name, setting):
+    if setting is None:
+        return
+    for line in map_lines(shipped_maps(), prepared.settings.named.method.name, setting):
         screen.print(line)
 
 
-def told_of_maps(maps: Mapping[str, Grid], method: str, here: Setting | None) -> Iterator[str]:
-    """What maps, by method, say of a setting: of its method if that has a map, else which methods
-    helped most.
+def map_lines(maps: Mapping[str, MethodMap], method: str, setting: Setting) -> Iterator[str]:
+    """Lines on the cell nearest to a setting: the gain of the run's method, or, if that has no map,
+    the methods that helped most.
 
-    Nothing where there is no map, or none has a cell that is near enough.
+    Nothing if no cell is near enough.
     """
-    near = {name: cell for name, one in maps.items() if here and (cell := nearest_cell(one, here))}
-    if not near or here is None:
+    cells = {}
+    for name, method_map in maps.items():
+        cell = nearest_cell(method_map, setting)
+        if cell is not None:
+            cells[name] = cell
+    if not cells:
         return
-    cell = near.get(method) or next(iter(near.values()))
-    there, floor = cell.setting, statistics.fmean(score.accuracy for score in cell.theirs.values())
-    yield (
-        f"map: the nearest cell of the ranking's maps (digits) is {cell.name}: labels "
-        f"{there.labels_apart:.2f} from the"
-        f" whole (here {here.labels_apart:.2f}), {there.steps_per_example:.3g} local steps an "
-        "example (here"
-        f" {here.steps_per_example:.3g}), {100 * there.clients_share:.0f} % of clients a round "
-        "(here"
-        f" {100 * here.clients_share:.0f} %). FedAvg reached {100 * floor:.1f} % there."
-    )
-    if method in near:
-        yield f"map: {_said(maps[method], cell)}."
-        return
-    helped = {n: c for n, c in near.items() if c.sign > 0 and c.values == cell.values}
-    best = sorted(helped, key=lambda n: -helped[n].gain)[:MOST_SAID]
-    gains = ", ".join(f"{maps[n].row} {100 * helped[n].gain:+.1f}" for n in best)
-    yield (
-        f"map: most helped there, in points over FedAvg and on all seeds: {gains}."
-        if best
-        else f"map: none of {', '.join(maps[n].row for n in near)} was above FedAvg there on all "
-        "seeds."
+    nearest = cells.get(method) or next(iter(cells.values()))
+    yield f"map: {_cell_sentence(nearest, setting)}"
+    if method in cells:
+        yield f"map: {_gain_sentence(maps[method], nearest)}"
+    else:
+        yield f"map: {_best_methods(maps, cells, nearest)}"
+
+
+def _cell_sentence(cell: MapCell, setting: Setting) -> str:
+    there = cell.setting
+    return (
+        f"the nearest cell of the ranking's maps (digits) is {cell.name}: label divergence "
+        f"{there.labels_apart:.2f} (here {setting.labels_apart:.2f}), "
+        f"{there.steps_per_example:.3g} local steps per example (here "
+        f"{setting.steps_per_example:.3g}), {100 * there.clients_share:.0f} % of clients per round "
+        f"(here {100 * setting.clients_share:.0f} %). FedAvg reached "
+        f"{100 * cell.floor_accuracy:.1f} % there."
     )
 
 
-def _said(one: Grid, cell: MapCell) -> str:
-    """What a map says of its method in a cell."""
-    low, high = (f"{100 * end:+.1f}" for end in (min(cell.gains), max(cell.gains)))
-    how = {
-        1: "it helped on all seeds",
-        -1: "it hurt on all seeds",
-        0: "not all seeds say the same",
-    }[cell.sign]
-    return f"{one.row} was {100 * cell.gain:+.1f} points from FedAvg there ({low} to {high}): {how}"
+def _gain_sentence(method_map: MethodMap, cell: MapCell) -> str:
+    verdicts = {
+        1: "it helped with all seeds",
+        -1: "it hurt with all seeds",
+        0: "the sign depends on the seed",
+    }
+    return (
+        f"{method_map.row} was {100 * cell.gain:+.1f} points from FedAvg there "
+        f"({100 * min(cell.gains):+.1f} to {100 * max(cell.gains):+.1f}): {verdicts[cell.sign]}."
+    )
 
 
-# A map as a file: a line a run, with all digits; and the maps that ship.
+def _best_methods(
+    maps: Mapping[str, MethodMap], cells: Mapping[str, MapCell], nearest: MapCell
+) -> str:
+    """A sentence on the methods with the largest gains in a cell."""
+    gains = {
+        name: cell.gain
+        for name, cell in cells.items()
+        if cell.sign > 0 and cell.values == nearest.values
+    }
+    if not gains:
+        rows = ", ".join(maps[name].row for name in cells)
+        return f"none of {rows} was above FedAvg there with all seeds."
+    best = sorted(gains, key=lambda name: -gains[name])[:MAX_METHODS_NAMED]
+    texts = ", ".join(f"{maps[name].row} {100 * gains[name]:+.1f}" for name in best)
+    return f"the largest gains there, in points over FedAvg and with all seeds: {texts}."
 
 
-MAPPED = {
+# ---- maps as files -------------------------------------------------------------------------------
+
+SHIPPED_METHODS = {
     "fedntd": "FedNTD",
     "fedadkd": "FedADKD",
     "fedprox": "FedProx",
@@ -403,89 +463,104 @@ MAPPED = {
     "fedlc": "FedLC",
     "fedsol": "FedSOL",
 }
-"""The methods whose maps are to ship, with their names on the page; all of the tier digits."""
+"""The methods whose maps ship, with their names on the page; all in the tier digits."""
 
 
-def map_text(one: Grid) -> str:
-    """A map as CSV: a line a run of the method and of its floor, with its cell, its score, and
-    where that stands.
+def map_text(method_map: MethodMap) -> str:
+    """A map as CSV: a line for each run of the method and of the floor, with its cell, its score,
+    and the setting of the floor's run.
     """
-    lines = []
-    for cell in one.cells:
-        for who, scores in ((one.row, cell.ours), (one.against, cell.theirs)):
-            for seed, score in scores.items():
-                there = cell.settings.get(seed)
-                numbers = [getattr(there, name) if there else float("nan") for name in SETTING]
-                told = ("" if v != v else repr(v) for v in (*score.table.values(), *numbers))
-                lines.append([who, *map(str, cell.values.values()), str(seed), *told])
-    return csv_text(["method", *one.axes, "seed", *NUMBERS, *SETTING], lines)
+    head = ["method", *method_map.axes, "seed", *SCORE_FIELDS, *SETTING_FIELDS]
+    lines: list[list[str]] = []
+    for cell in method_map.cells:
+        lines += _cell_lines(method_map.row, cell, cell.scores)
+        lines += _cell_lines(method_map.floor, cell, cell.floor_scores)
+    return csv_text(head, lines)
 
 
-def map_from(text: str) -> Grid:
-    """A map from the text that ``map_text`` gave; raises CorruptFile for one that is none, or lacks
-    a run.
-    """
+def _cell_lines(row: str, cell: MapCell, scores: Mapping[int, Score]) -> Iterator[list[str]]:
+    for seed, score in scores.items():
+        values = [str(value) for value in cell.values.values()]
+        numbers = [*score.table.values()]
+        if seed in cell.settings:
+            numbers += astuple(cell.settings[seed])
+        else:
+            numbers += [math.nan] * len(SETTING_FIELDS)
+        yield [row, *values, str(seed), *map(in_full, numbers)]
+
+
+Lines = Mapping[int, Mapping[str, str]]
+"""The lines of a map's file for one row in one cell, by seed."""
+
+
+def parse_map(text: str) -> MethodMap:
+    """A map from the text of ``map_text``. Raises CorruptFile if it is malformed or lacks a run."""
+    lines: dict[tuple[str, ...], dict[str, dict[int, dict[str, str]]]] = {}
     reader = csv.DictReader(io.StringIO(text))
-    runs: dict[tuple[str, ...], dict[str, dict[int, dict[str, str]]]] = {}
     try:
         head = list(reader.fieldnames or ())
         axes = head[1 : head.index("seed")]
         for line in reader:
-            own = runs.setdefault(tuple(line[key] for key in axes), {})
-            own.setdefault(line["method"], {})[int(line["seed"])] = line
-        row, against = dict.fromkeys(who for own in runs.values() for who in own)
-        cells = [_cell(axes, values, own[row], own[against]) for values, own in runs.items()]
+            in_cell = lines.setdefault(tuple(line[key] for key in axes), {})
+            in_cell.setdefault(line["method"], {})[int(line["seed"])] = line
+        # The first cell has the method, then the floor.
+        row, floor = dict.fromkeys(itertools.chain.from_iterable(lines.values()))
+        cells = [
+            _parse_cell(dict(zip(axes, values, strict=True)), in_cell[row], in_cell[floor])
+            for values, in_cell in lines.items()
+        ]
     except (KeyError, ValueError, TypeError) as error:
         raise CorruptFile(
-            f"this is no map's table of runs: {type(error).__name__}: {error}"
+            f"this is not a map's table of runs: {type(error).__name__}: {error}"
         ) from error
-    return Grid(
-        row,
-        {key: list(dict.fromkeys(cell.values[key] for cell in cells)) for key in axes},
-        cells,
-        against,
+    values_by_axis = {key: list(dict.fromkeys(cell.values[key] for cell in cells)) for key in axes}
+    return MethodMap(row, values_by_axis, cells, floor)
+
+
+def _parse_cell(values: Mapping[str, str], lines: Lines, floor_lines: Lines) -> MapCell:
+    if not lines or lines.keys() != floor_lines.keys():
+        raise ValueError(f"cell {', '.join(values.values())} has other seeds of the floor")
+    settings = {}
+    for seed, line in floor_lines.items():
+        if line[SETTING_FIELDS[0]]:
+            settings[seed] = Setting(*(float(line[name]) for name in SETTING_FIELDS))
+    return MapCell(
+        values={key: _parse_value(value) for key, value in values.items()},
+        scores={seed: Score.from_texts(line) for seed, line in lines.items()},
+        floor_scores={seed: Score.from_texts(line) for seed, line in floor_lines.items()},
+        settings=settings,
     )
 
 
-def _cell(
-    axes: list[str], values: tuple[str, ...], *by_seed: Mapping[int, Mapping[str, str]]
-) -> MapCell:
-    ours, theirs = by_seed
-    if not ours or ours.keys() != theirs.keys():
-        raise ValueError(f"cell {', '.join(values)} does not have the same seeds of both")
-    scores = [{seed: Score.of(line) for seed, line in own.items()} for own in by_seed]
-    there = {
-        seed: Setting(*(float(line[k]) for k in SETTING))
-        for seed, line in theirs.items()
-        if line[SETTING[0]]
-    }
-    return MapCell(dict(zip(axes, map(_value, values), strict=True)), scores[0], scores[1], there)
-
-
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-def shipped_maps() -> dict[str, Grid]:
-    """The maps that ship, by the method's registered name, in the order of ``MAPPED``; others
-    behind.
+def shipped_maps() -> dict[str, MethodMap]:
+    """The maps that ship, by the method's registered name, in the order of ``SHIPPED_METHODS``;
+    any others follow.
     """
-    folder = _folder()
-    names = [file.name.removesuffix(".csv") for file in folder.iterdir()] if folder.is_dir() else []
-    order = [*(name for name in MAPPED if name in names), *sorted(set(names) - set(MAPPED))]
-    return {name: map_from((folder / f"{name}.csv").read_text(encoding="utf-8")) for name in order}
+    folder = _map_folder()
+    if not folder.is_dir():
+        return {}
+    names = {path.stem for path in folder.iterdir()}
+    order = [name for name in SHIPPED_METHODS if name in names]
+    order += sorted(names - set(SHIPPED_METHODS))
+    texts = {name: (folder / f"{name}.csv").read_text(encoding="utf-8") for name in order}
+    return {name: parse_map(text) for name, text in texts.items()}
 
 
-def keep_map(one: Grid, method: str) -> Path:
-    """Write a map to where those that ship are; its path."""
-    folder = _folder()
+def ship_map(method_map: MethodMap, method: str) -> Path:
+    """Write a map to the package; its path."""
+    folder = _map_folder()
     make_folder(folder)
-    write_whole(folder / f"{method}.csv", map_text(one).encode())
-    return folder / f"{method}.csv"
+    path = folder / f"{method}.csv"
+    write_whole(path, map_text(method_map).encode())
+    return path
 
 
-def _folder() -> Path:
+def _map_folder() -> Path:
     return Path(str(resources.files("fedstill.recipes"))) / RANKING / "maps"

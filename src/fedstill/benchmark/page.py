@@ -1,4 +1,4 @@
-"""The page of the ranking: one file that needs no network, a section for each suite."""
+"""The page of the ranking: one HTML file that needs no network, with a section for each suite."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tomli_w
 
-from fedstill.benchmark import standings as agreement
 from fedstill.benchmark.map_page import maps_section
-from fedstill.benchmark.maps import Grid
+from fedstill.benchmark.maps import MethodMap
 from fedstill.benchmark.standings import RankedRow, Standings
 from fedstill.benchmark.suites import CHOOSING_SEEDS, TEST_SEEDS
 from fedstill.benchmark.tables import (
-    about,
-    cell_lines,
-    chosen_where,
-    joined,
-    standing_head,
-    standing_lines,
+    AGREEMENT_EXPLANATION,
+    AGREEMENT_HEAD,
+    AGREEMENT_TITLE,
+    agreement_lines,
+    bar_texts,
+    cell_table,
+    choosing_place,
+    description,
+    standing_table_by_name,
 )
 from fedstill.core.files import PAGE, make_folder, write_over
 from fedstill.report.blocks import (
@@ -46,16 +49,17 @@ from fedstill.report.figures import (
     rounded,
 )
 from fedstill.report.page import document
+from fedstill.report.table_files import TextTable
 from fedstill.report.tasks import equal_curves
 
-# The pictures of the ranking: learned against kept, ranks with bars, and the matrix of tasks.
+# ---- learned and kept ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RowPoint:
-    """A row of the ranking in the plane of learned and kept, and its accuracy, the product.
+    """A row of the ranking in the plane of learned and kept, and its accuracy, their product.
 
-    is_bound: whether it is no entrant but a bound, such as joint training.
+    ``is_bound``: whether it is a bound, such as joint training, and not ranked.
     """
 
     name: str
@@ -65,34 +69,36 @@ class RowPoint:
     is_bound: bool
 
 
-def scatter(one: Standings) -> Figure:
-    """Learned and kept, a point for each row: the means over columns and seeds; accuracy is the
-    same along a curve.
+MAX_LEARNED = 1.03
+MAX_KEPT = 1.04
+"""The ends of the two axes: a little above 1, so that points at 1 are not cut off."""
 
-    Without the rows of which it is not known what was kept.
+
+def scatter(standings: Standings) -> Figure:
+    """A point for each row in the plane of learned and kept, the means over columns and seeds.
+
+    Accuracy is constant along the dotted curves. Rows whose kept share is unknown are left out.
     """
-    rows = _row_points(one)
-    low_learned = _low([row.learned for row in rows])
-    low_kept = _low([row.kept for row in rows])
-    sides = label_sides(
-        [(row.name, row.learned, row.kept) for row in rows],
-        (HIGHEST[0] - low_learned, HIGHEST[1] - low_kept),
-    )
+    rows = _row_points(standings)
+    min_learned = _axis_start([row.learned for row in rows])
+    min_kept = _axis_start([row.kept for row in rows])
+    points = [LabelledPoint(row.name, row.learned, row.kept) for row in rows]
+    sides = label_sides(points, MAX_LEARNED - min_learned, MAX_KEPT - min_kept)
     traces = equal_curves()
     for index, (row, side) in enumerate(zip(rows, sides, strict=True)):
         traces.append(_row_trace(row, side, COLOURS[index % len(COLOURS)]))
     axes = layout(
         hovermode="closest",
-        xaxis={**PERCENT, "title": {"text": "learned"}, "range": [low_learned, HIGHEST[0]]},
-        yaxis={**PERCENT, "title": {"text": "kept"}, "range": [low_kept, HIGHEST[1]]},
+        xaxis={**PERCENT, "title": {"text": "learned"}, "range": [min_learned, MAX_LEARNED]},
+        yaxis={**PERCENT, "title": {"text": "kept"}, "range": [min_kept, MAX_KEPT]},
         showlegend=False,
         height=440,
     )
     return Figure(traces, axes)
 
 
-def _row_points(one: Standings) -> list[RowPoint]:
-    """The rows of which it is known what was kept, bounds last."""
+def _row_points(standings: Standings) -> list[RowPoint]:
+    """The rows whose kept share is known, bounds last."""
     points = [
         RowPoint(
             name=placed.row.name,
@@ -101,23 +107,28 @@ def _row_points(one: Standings) -> list[RowPoint]:
             accuracy=placed.accuracy,
             is_bound=False,
         )
-        for placed in one.placed
+        for placed in standings.placed
     ]
     points += [
         RowPoint(
             name=row.name,
-            learned=row.mean("learned", one.columns),
-            kept=row.kept(one.columns),
-            accuracy=row.mean("accuracy", one.columns),
+            learned=row.mean("learned", standings.columns),
+            kept=row.kept(standings.columns),
+            accuracy=row.mean("accuracy", standings.columns),
             is_bound=True,
         )
-        for row in one.bounds
+        for row in standings.bounds
     ]
     return [point for point in points if not math.isnan(point.kept)]
 
 
+def _axis_start(values: Sequence[float]) -> float:
+    """The start of an axis of shares, which leaves some room for the points."""
+    return max(0.0, round(min(values, default=0.0) - 0.1, 1))
+
+
 def _row_trace(row: RowPoint, side: str, colour: str) -> Trace:
-    """A point, and its name on a side where there is room; no name where there is none."""
+    """A point, with its name on one side; ``side`` is empty if there is no room for the name."""
     text = ""
     if side:
         text = plain(row.name)
@@ -138,6 +149,8 @@ def _row_trace(row: RowPoint, side: str, colour: str) -> Trace:
     )
 
 
+# ---- labels that do not overlap ------------------------------------------------------------------
+
 SIDES = {
     "top center": (0.0, 1.0),
     "bottom center": (0.0, -1.0),
@@ -148,88 +161,131 @@ SIDES = {
     "bottom right": (1.0, -1.0),
     "bottom left": (-1.0, -1.0),
 }
-"""Where a label may stand, and in which direction from its point that is."""
+"""Plotly's names for the sides of a point, in the order of preference, and their directions."""
 
-WIDE, HIGH = 400.0, 330.0
-"""About the pixels of the picture within its axes, on a wide screen."""
+PLOT_WIDTH = 400.0
+PLOT_HEIGHT = 330.0
+"""Approximate size of the plot within its axes, in pixels, on a wide screen."""
 
-HIGHEST = 1.03, 1.04
-"""Where the axes of learned and of kept end: a little beyond all, so that points there are
-whole.
-"""
-
-Box = tuple[float, float, float, float]
-"""Left, bottom, right, top, in pixels."""
+CHARACTER_WIDTH = 6.4
+LABEL_HEIGHT = 12.0
+MARKER_RADIUS = 5.0
 
 
-def label_sides(
-    points: Sequence[tuple[str, float, float]], spans: tuple[float, float]
-) -> list[str]:
-    """For each (name, x, y) a side of the point on which its label is on no other label or point;
-    "" where all are.
+@dataclass(frozen=True)
+class LabelledPoint:
+    """A point with its label, in units of the data."""
+
+    label: str
+    x: float
+    y: float
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A rectangle in pixels, by its centre and half its sizes."""
+
+    x: float
+    y: float
+    half_width: float
+    half_height: float
+
+    def overlaps(self, box: _Box) -> bool:
+        is_near_in_x = abs(self.x - box.x) < self.half_width + box.half_width
+        is_near_in_y = abs(self.y - box.y) < self.half_height + box.half_height
+        return is_near_in_x and is_near_in_y
+
+
+def label_sides(points: Sequence[LabelledPoint], x_span: float, y_span: float) -> list[str]:
+    """For each point, the first side on which its label covers no point and no earlier label;
+    empty if there is none.
+
+    ``x_span``, ``y_span``: lengths of the axes, in units of the data.
     """
-    at = [(x / spans[0] * WIDE, y / spans[1] * HIGH) for _, x, y in points]
-    taken: list[Box] = [(x - 5, y - 5, x + 5, y + 5) for x, y in at]
+    markers = [
+        _Box(
+            x=point.x / x_span * PLOT_WIDTH,
+            y=point.y / y_span * PLOT_HEIGHT,
+            half_width=MARKER_RADIUS,
+            half_height=MARKER_RADIUS,
+        )
+        for point in points
+    ]
+    occupied = list(markers)
     sides = []
-    for (name, _, _), (x, y) in zip(points, at, strict=True):
-        boxes = {side: _label(name, x, y, *to) for side, to in SIDES.items()}
-        free = [
-            side for side, box in boxes.items() if not any(_overlap(box, other) for other in taken)
-        ]
-        sides.append(free[0] if free else "")
-        taken += [boxes[side] for side in free[:1]]
+    for point, marker in zip(points, markers, strict=True):
+        free_side = ""
+        for side, direction in SIDES.items():
+            box = _label_box(point.label, marker, direction)
+            if not any(box.overlaps(item) for item in occupied):
+                free_side = side
+                occupied.append(box)
+                break
+        sides.append(free_side)
     return sides
 
 
-def _label(name: str, x: float, y: float, right: float, up: float) -> Box:
-    """About where a label in the figure's small type is, in a direction from its point."""
-    half = 3.2 * len(name)
-    x, y = x + right * (half + 7), y + up * (7 if right else 12)
-    return (x - half, y - 6, x + half, y + 6)
+def _label_box(label: str, marker: _Box, direction: tuple[float, float]) -> _Box:
+    """The approximate box of a label in the figure's small type, in a direction from its marker."""
+    right, up = direction
+    half_width = CHARACTER_WIDTH / 2 * len(label)
+    # A label beside its point may be as high as the point; one above or below must clear it.
+    distance = 12.0
+    if right:
+        distance = 7.0
+    return _Box(
+        x=marker.x + right * (half_width + 7.0),
+        y=marker.y + up * distance,
+        half_width=half_width,
+        half_height=LABEL_HEIGHT / 2,
+    )
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+# ---- ranks and tasks -----------------------------------------------------------------------------
 
 
-def _low(values: Sequence[float]) -> float:
-    """Where an axis of shares begins, so that the points have room."""
-    return max(0.0, round(min(values, default=0.0) - 0.1, 1))
-
-
-def rank_figure(one: Standings) -> Figure:
-    """Mean ranks with their intervals, the best above; to the right a bar for each group that
-    cannot be told apart.
+def rank_figure(standings: Standings) -> Figure:
+    """Mean ranks with their intervals, best at the top; on the right a bar for each group without
+    significant differences.
     """
-    names = [plain(placed.row.name) for placed in one.placed]
-    ranks = new_trace(
+    names = [plain(placed.row.name) for placed in standings.placed]
+    first_bar = len(names) + 0.8
+    bars = [_bar(first_bar + 0.45 * index, group) for index, group in enumerate(standings.bars)]
+    ranks = {
+        "title": {"text": "mean rank"},
+        "range": [0.5, first_bar + 0.45 * max(1, len(standings.bars))],
+        "tickvals": list(range(1, len(names) + 1)),
+    }
+    methods = {"type": "category", "categoryorder": "array", "categoryarray": names[::-1]}
+    axes = layout(
+        height=110 + 26 * len(names),
+        hovermode="closest",
+        xaxis=ranks,
+        yaxis=methods,
+        showlegend=False,
+    )
+    return Figure([_rank_trace(standings, names), *bars], axes)
+
+
+def _rank_trace(standings: Standings, names: Sequence[str]) -> Trace:
+    above = [rounded(placed.rank_interval[1] - placed.rank) for placed in standings.placed]
+    below = [rounded(placed.rank - placed.rank_interval[0]) for placed in standings.placed]
+    return new_trace(
         "scatter",
         mode="markers",
-        x=[rounded(placed.rank) for placed in one.placed],
+        x=[rounded(placed.rank) for placed in standings.placed],
         y=names,
         error_x={
             "type": "data",
             "symmetric": False,
-            "array": [rounded(placed.rank_ends[1] - placed.rank) for placed in one.placed],
-            "arrayminus": [rounded(placed.rank - placed.rank_ends[0]) for placed in one.placed],
+            "array": above,
+            "arrayminus": below,
             "thickness": 1.5,
             "color": COLOURS[0],
         },
         marker={"size": 9, "color": COLOURS[0]},
         hovertemplate="%{y}: mean rank %{x:.2f}<extra></extra>",
     )
-    start = len(names) + 0.8
-    bars = [_bar(start + 0.45 * index, group) for index, group in enumerate(one.bars)]
-    right = {
-        "title": {"text": "mean rank"},
-        "range": [0.5, start + 0.45 * max(1, len(one.bars))],
-        "tickvals": list(range(1, len(names) + 1)),
-    }
-    up = {"type": "category", "categoryorder": "array", "categoryarray": names[::-1]}
-    axes = layout(
-        height=110 + 26 * len(names), hovermode="closest", xaxis=right, yaxis=up, showlegend=False
-    )
-    return Figure([ranks, *bars], axes)
 
 
 def _bar(x: float, group: Sequence[str]) -> Trace:
@@ -240,23 +296,28 @@ def _bar(x: float, group: Sequence[str]) -> Trace:
         y=[plain(name) for name in group],
         line={"width": 3, "color": "#888888"},
         marker={"size": 7, "color": "#888888"},
-        hovertemplate="%{y} cannot be told apart from the others on this bar<extra></extra>",
+        hovertemplate="%{y}: no significant difference to the others on this bar<extra></extra>",
     )
 
 
 def task_matrix(row: RankedRow, column: str) -> Figure | None:
-    """Task by task end of one row, the mean over seeds; None without tasks."""
-    matrices = [np.array(m, dtype=np.float64) for (c, _), m in row.tasks.items() if c == column]
+    """The accuracy on each task at each task's end, the mean over seeds; None without tasks."""
+    matrices = [
+        np.array(matrix, dtype=np.float64)
+        for (matrix_column, _), matrix in row.tasks.items()
+        if matrix_column == column
+    ]
     shapes = {matrix.shape for matrix in matrices}
     if len(shapes) != 1:
         return None
     mean = np.mean(matrices, axis=0)
-    ends, tasks = mean.shape
+    end_count, task_count = mean.shape
+    category: dict[str, Any] = {"type": "category", "showgrid": False}
     trace = new_trace(
         "heatmap",
-        x=[f"after {end + 1}" for end in range(ends)],
-        y=[f"task {task + 1}" for task in range(tasks)],
-        z=[[round(100 * value, 1) for value in mean[:, task]] for task in range(tasks)],
+        x=[f"after {number}" for number in range(1, end_count + 1)],
+        y=[f"task {number}" for number in range(1, task_count + 1)],
+        z=[[round(100 * accuracy, 1) for accuracy in accuracies] for accuracies in mean.T],
         zmin=0,
         zmax=100,
         colorscale=ACCURACY,
@@ -267,27 +328,26 @@ def task_matrix(row: RankedRow, column: str) -> Figure | None:
         height=240,
         showlegend=False,
         hovermode="closest",
-        xaxis={"type": "category", "showgrid": False},
-        yaxis={"type": "category", "autorange": "reversed", "showgrid": False},
+        xaxis=category,
+        yaxis={**category, "autorange": "reversed"},
     )
     return Figure([trace], axes)
 
 
-# The page of the ranking: one file that needs no network, with a section for each suite.
+# ---- the page ------------------------------------------------------------------------------------
 
-
-AGREEMENT = "agreement"
-"""The section on how far tiers agree; the others have their suites' names."""
+AGREEMENT_SECTION = "agreement"
+"""The name of the section on the tiers; all other sections have the names of their suites."""
 
 TITLE = "The ranking: who forgets, and who learns"
 
-MEANS = (
+LIMITS = (
     "A rank is no verdict beyond these settings. We chose the columns, so the ranking says nothing "
     "about other data. Methods on one bar cannot be told apart. Every method had the same number "
     "of tries, which favours methods with few fields. Methods below the reference row stay in the "
     "table: they did not help on these columns."
 )
-HOW = (
+PROCEDURE = (
     f"Fields are chosen on seeds {', '.join(map(str, CHOOSING_SEEDS))}, on training images that "
     f"clients lack. The numbers are of seeds {', '.join(map(str, TEST_SEEDS))} on the test set. "
     "Accuracy is a mean over classes, over tasks in permuted streams, or over the clients that "
@@ -304,109 +364,108 @@ INTERVALS = (
     "about a single cell."
 )
 BARS = (
-    "Mean rank with its interval, 1 the best. Methods with a mark on the same grey bar cannot be "
-    "told apart by rank."
+    "Mean rank with its interval; 1 is best. Methods with a mark on the same grey bar do not "
+    "differ significantly in rank."
 )
-PAIR = (
-    "Right: more was learned. Up: more of it was kept. On a dotted curve the accuracy, the "
-    "product, is the same."
+LEARNED_AND_KEPT = (
+    "Further right, more was learned; further up, more of it was kept. Along a dotted curve, "
+    "accuracy, their product, is constant."
 )
-MATRIX = (
-    "Each row is a task, each column a task's end; the colour is the accuracy on that task then, "
-    "mean over seeds."
+TASK_MATRIX = (
+    "Rows are tasks, columns are the ends of tasks; the colour is the accuracy on the task at that "
+    "time, the mean over seeds."
 )
 
 
 def write_ranking_page(
-    every: Sequence[Standings], out: Path, maps: Mapping[str, Grid] | None = None
+    all_standings: Sequence[Standings], out: Path, maps: Mapping[str, MethodMap] | None = None
 ) -> Path:
-    """Write the page to a file; its path. ``maps``: by method; None: without a section on them."""
+    """Write the page to a file; its path. ``maps``: by method; None for a page without maps."""
     make_folder(out.parent)
-    write_over(out, ranking_page(every, maps).encode(), PAGE)
+    write_over(out, ranking_page(all_standings, maps).encode(), PAGE)
     return out
 
 
-def ranking_page(every: Sequence[Standings], maps: Mapping[str, Grid] | None = None) -> str:
-    """The page as text."""
-    introduction = [Paragraph(text) for text in (MEANS, HOW, INTERVALS)]
-    sections = [*_agreement(every), *map(_section, every)]
+def ranking_page(
+    all_standings: Sequence[Standings], maps: Mapping[str, MethodMap] | None = None
+) -> str:
+    """The page as HTML."""
+    introduction = [Paragraph(text) for text in (LIMITS, PROCEDURE, INTERVALS)]
+    sections = [*_agreement_section(all_standings), *map(_section, all_standings)]
     if maps is not None:
         sections.append(maps_section(maps))
     return document(TITLE, introduction, sections)
 
 
-def _section(one: Standings) -> Section:
-    suite = one.suite
-    blocks: list[Block] = [
-        Paragraph(f"{about(one)} Version {suite.version} of {suite.name}."),
-        _standing_table(one),
-    ]
-    if one.missing:
-        blocks.append(Paragraph(f"No entry yet: {', '.join(one.missing)}."))
-    blocks.append(Gallery(_standing_charts(one), "top"))
-    if one.bars:
-        blocks.append(Paragraph(f"Cannot be told apart by rank: {'; '.join(joined(one))}."))
-    head, rows = cell_lines(one)
-    blocks.append(Folded("By column", [Table(head, rows, "numbers wide sortable")]))
-    blocks += _matrices(one)
-    blocks.append(Folded("The fields that were chosen, to copy", _fields(one)))
+def _agreement_section(all_standings: Sequence[Standings]) -> Iterator[Section]:
+    lines = agreement_lines(all_standings)
+    if lines:
+        table = Table(AGREEMENT_HEAD, lines, "numbers")
+        blocks = [Paragraph(AGREEMENT_EXPLANATION), table]
+        yield Section(AGREEMENT_SECTION, AGREEMENT_TITLE, blocks)
+
+
+def _section(standings: Standings) -> Section:
+    """The section of a suite."""
+    suite = standings.suite
+    about = f"{description(standings)} Version {suite.version} of {suite.name}."
+    blocks: list[Block] = [Paragraph(about), _sortable(standing_table_by_name(standings))]
+    if standings.missing:
+        blocks.append(Paragraph(f"No entry yet: {', '.join(standings.missing)}."))
+    blocks.append(Gallery(_standing_charts(standings), "top"))
+    if standings.bars:
+        groups = "; ".join(bar_texts(standings))
+        blocks.append(Paragraph(f"Cannot be told apart by rank: {groups}."))
+    blocks.append(Folded("By column", [_sortable(cell_table(standings))]))
+    blocks += _task_matrices(standings)
+    blocks.append(Folded("The chosen fields, to copy", _field_listings(standings)))
     return Section(suite.name, suite.title, blocks)
 
 
-def _standing_table(one: Standings) -> Table:
-    """The standings, the name before the rank."""
-    rank, name, *columns = standing_head(one)
-    rows = [[line[1], line[0], *line[2:]] for line in standing_lines(one)]
-    return Table([name, rank, *columns], rows, "numbers wide sortable")
+def _sortable(table: TextTable) -> Table:
+    return Table(table.head, table.lines, "numbers wide sortable")
 
 
-def _standing_charts(one: Standings) -> list[Chart]:
+def _standing_charts(standings: Standings) -> list[Chart]:
     charts = []
-    if len(one.placed) > 1:
-        charts.append(Chart([rank_figure(one)], BARS, "Ranks"))
-    if any(not math.isnan(placed.kept) for placed in one.placed):
-        charts.append(Chart([scatter(one)], PAIR, "Learned and kept"))
+    if len(standings.placed) > 1:
+        charts.append(Chart([rank_figure(standings)], BARS, "Ranks"))
+    if any(not math.isnan(placed.kept) for placed in standings.placed):
+        charts.append(Chart([scatter(standings)], LEARNED_AND_KEPT, "Learned and kept"))
     return charts
 
 
-def _matrices(one: Standings) -> Iterator[Folded]:
-    """The matrix of tasks of each row, column by column."""
-    rows = [*(placed.row for placed in one.placed), *one.bounds]
-    for column in one.columns:
+def _task_matrices(standings: Standings) -> Iterator[Folded]:
+    """The task matrices of all rows, by column."""
+    rows = [*(placed.row for placed in standings.placed), *standings.bounds]
+    for column in standings.columns:
         charts = []
         for row in rows:
             figure = task_matrix(row, column)
             if figure is not None:
-                description = f"{row.name}, {column}: {MATRIX}"
-                chart = Chart([figure], description, row.name, "matrix", is_explained=True)
-                charts.append(chart)
+                text = f"{row.name}, {column}: {TASK_MATRIX}"
+                charts.append(Chart([figure], text, row.name, "matrix", is_explained=True))
         if charts:
-            title = f"The matrix of tasks by method: {column}"
-            yield Folded(title, [Paragraph(MATRIX), Gallery(charts, "small")])
+            title = f"The accuracy on each task, by method: {column}"
+            yield Folded(title, [Paragraph(TASK_MATRIX), Gallery(charts, "small")])
 
 
-def _fields(one: Standings) -> list[Block]:
-    """The settings of a row as a config's lines, for those who want them."""
-    suite = one.suite
-    explained = Paragraph(
-        f"Over the settings that all rows of {suite.name} have; chosen {chosen_where(suite)}."
+def _field_listings(standings: Standings) -> list[Block]:
+    """The chosen fields of each ranked row as lines of a config."""
+    suite = standings.suite
+    explanation = Paragraph(
+        f"These go on top of the settings shared by all rows of {suite.name}; chosen "
+        f"{choosing_place(suite)}."
     )
-    names = [placed.row.name for placed in one.placed]
-    return [explained, *(Listing(name, copied_fields(one, name)) for name in names)]
+    names = [placed.row.name for placed in standings.placed]
+    return [explanation, *(Listing(name, config_lines(standings, name)) for name in names)]
 
 
-def copied_fields(one: Standings, name: str) -> str:
-    """A row's method, and what was chosen over the suite's settings, as tables of a config."""
-    row = next(p.row for p in one.placed if p.row.name == name)
-    tree: dict[str, dict[str, object]] = {"method": dict(one.suite.method(name))}
-    for key, value in row.fields.items():
-        table, _, field = key.partition(".")
-        tree.setdefault(table, {})[field] = value
-    return tomli_w.dumps(tree)
-
-
-def _agreement(every: Sequence[Standings]) -> Iterator[Section]:
-    lines = agreement.agreement_lines(every)
-    if lines:
-        table = Table(agreement.HEAD, lines, "numbers")
-        yield Section(AGREEMENT, agreement.TITLE, [Paragraph(agreement.MEANS), table])
+def config_lines(standings: Standings, name: str) -> str:
+    """A row's method and chosen fields, as TOML tables of a config."""
+    fields = {placed.row.name: placed.row.fields for placed in standings.placed}
+    tables: dict[str, dict[str, object]] = {"method": dict(standings.suite.method_of(name))}
+    for dotted_key, value in fields[name].items():
+        table, _, key = dotted_key.partition(".")
+        tables.setdefault(table, {})[key] = value
+    return tomli_w.dumps(tables)

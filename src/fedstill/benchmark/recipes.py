@@ -1,11 +1,12 @@
-"""Recipes: a paper's table as a file, with the setting of every cell and the number that was
-published.
+"""Recipes: a paper's table as a TOML file, with the settings of every cell and the published
+numbers.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import hashlib
+import itertools
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -20,32 +21,33 @@ from fedstill.config.overrides import COMMAND_LINE
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.running.compare import Variant, seeded
 
-TOP = {"paper", "common", "columns", "rows", "published"}
+Cell = tuple[str, str]
+"""A cell of a table: its row and its column."""
 
 RANKING = "rank"
-"""The folder of the ranking's suites, which have no published numbers and are no papers' tables."""
-USUAL = ("accuracy", "forgetting")
-"""What a cell prints, if the recipe does not say other ``measures``: keys of a run's summary."""
+"""The folder of the ranking's suites, which have no published numbers."""
 
+RECIPE_KEYS = {"paper", "common", "columns", "rows", "published"}
+"""The keys of every recipe; ``measures`` and ``starts`` are optional."""
 
-BESIDE_VALUES = ("measured", "clients")
-"""What a cell may hold beside its numbers in percent."""
+DEFAULT_MEASURES = ("accuracy", "forgetting")
+"""The keys of a run's summary that a cell prints if the recipe has no ``measures``."""
+
+STRUCTURED_KEYS = ("measured", "clients")
+"""The keys of a published cell that are not numbers in percent."""
 
 ONLY = "only"
-"""The key of a row beside its setting: the columns in which it has a meaning; all, if it is left
-out.
-"""
+"""The key of a row that lists the columns in which it has a cell; by default, all."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """What a paper prints in a cell: ``values`` in percent by the recipe's measures, ``spread``
-    that of the first.
+    """The numbers that a paper prints in one cell.
 
-    ``measured``: numbers of measures, as they are, by ``measure/key/key`` of what the journal
-    holds.
-    ``clients``: a number for each client, by what is measured (``private``: a run's
-    ``private_by_client``).
+    ``values``: in percent, by measure; ``spread`` is the deviation of the first measure.
+    ``measured``: further numbers, by ``measure/key/key`` as a journal nests them.
+    ``clients``: one number for each client, by kind; ``private`` is compared with
+    ``private_by_client`` in a run's summary.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
@@ -55,13 +57,12 @@ class Published:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A table: rows (methods, mostly) × columns (settings), each a part of a config, over what all
-    have in common.
+    """A table with rows (usually methods) and columns (settings).
 
-    Of two that have the same table the row's stands; but of ``[method]`` a column may set fields of
-    the rows' methods.
-    ``starts``: further runs by name, from whose models the cells start that say
-    ``start_from = "NAME"``.
+    Rows and columns are parts of a config, on top of ``common``. If both set a table, the row's
+    counts; only in ``[method]`` do a column's fields extend the row's.
+    ``starts``: further runs by name; cells with ``start_from = "NAME"`` start from their models.
+    ``only``: by row, the columns in which it has a cell, if these are not all.
     """
 
     name: str
@@ -69,72 +70,83 @@ class Recipe:
     common: Mapping[str, Any]
     rows: Mapping[str, Mapping[str, Any]]
     columns: Mapping[str, Mapping[str, Any]]
-    published: Mapping[tuple[str, str], Published]
-    measures: tuple[str, ...] = USUAL
+    published: Mapping[Cell, Published]
+    measures: tuple[str, ...] = DEFAULT_MEASURES
     starts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     only: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def cells(self, patterns: Sequence[str] = ()) -> list[tuple[str, str]]:
-        """(row, column) of the cells that match any ``ROW:COLUMN`` pattern (``*`` and ``?``), all
-        if there is none.
+    def published_in(self, cell: Cell) -> Published:
+        """The paper's numbers in a cell; empty if it prints none."""
+        return self.published.get(cell, Published())
 
-        Raises UnknownName for a pattern that matches nothing.
+    def cells(self, patterns: Sequence[str] = ()) -> list[Cell]:
+        """The cells that match any of the patterns ``ROW:COLUMN``; all cells if there is none.
+
+        Patterns may contain ``*`` and ``?``. Raises UnknownName for one that matches nothing.
         """
-        every = [
-            (r, c) for c in self.columns for r in self.rows if c in self.only.get(r, self.columns)
+        pairs = itertools.product(self.columns, self.rows)
+        cells = [
+            (row, column) for column, row in pairs if column in self.only.get(row, self.columns)
         ]
-        matching: dict[tuple[str, str], None] = {}
-        for pattern in patterns or ("*:*",):
-            row, _, column = pattern.partition(":")
-            wanted = [(r, c) for r, c in every if _like(r, row) and _like(c, column or "*")]
-            if not wanted:
-                raise UnknownName("cell", pattern, [f"{r}:{c}" for r, c in every], where=self.name)
-            matching.update(dict.fromkeys(wanted))
-        return list(matching)
+        if not patterns:
+            return cells
+        # The keys of a dictionary: each cell once, in order.
+        selected: dict[Cell, None] = {}
+        for pattern in patterns:
+            matching = [cell for cell in cells if _matches(cell, pattern)]
+            if not matching:
+                known = [f"{row}:{column}" for row, column in cells]
+                raise UnknownName("cell", pattern, known, where=self.name)
+            selected.update(dict.fromkeys(matching))
+        return list(selected)
 
-    def with_row(self, cells: Sequence[tuple[str, str]], row: str) -> list[tuple[str, str]]:
+    def with_row(self, cells: Sequence[Cell], row: str) -> list[Cell]:
         """Some cells, and those of a row in the same columns, each once."""
         columns = {column for _, column in cells}
-        return list(
-            dict.fromkeys([*cells, *((r, c) for r, c in self.cells() if r == row and c in columns)])
-        )
+        added = [(r, column) for r, column in self.cells() if r == row and column in columns]
+        return list(dict.fromkeys([*cells, *added]))
 
     def variants(
-        self,
-        cells: Sequence[tuple[str, str]],
-        seeds: Sequence[int],
-        changes: Mapping[str, Any],
-        out: Path,
+        self, cells: Sequence[Cell], seeds: Sequence[int], changes: Mapping[str, Any], out: Path
     ) -> list[Variant]:
-        """The runs of some cells; ``changes`` are dotted keys over the recipe's (a reduced size,
-        other data).
+        """The runs of some cells.
 
-        Other ``rounds`` are those of the run that a cell starts from, if it does: a visit stays as
-        long as it is.
+        ``changes``: by dotted key, values that replace the recipe's (a smaller size, other data).
+        If a cell starts from another run, ``rounds`` is the number of rounds of that run: the
+        visit after it keeps its length.
         """
-        runs = []
-        for row, column in cells:
-            tree = self._tree(row, column)
-            folder = _folder(out, f"{column} {row}")
-            for seed in seeds:
-                start = tree.get("start_from", "")
-                after = self._start(start, seed, changes, out) if start else None
-                own = {k: v for k, v in changes.items() if after is None or k != "rounds"}
-                own |= {"start_from": str(after.folder)} if after else {}
-                experiment = from_tree(tree, {}, None).with_values(own, COMMAND_LINE)
-                runs.append(
-                    replace(seeded(f"{row} | {column}", experiment, seed, folder), after=after)
-                )
-        return runs
+        return [
+            self._variant(cell, seed, changes, out)
+            for cell, seed in itertools.product(cells, seeds)
+        ]
 
-    def _tree(self, row: str, column: str) -> dict[str, Any]:
+    def _variant(self, cell: Cell, seed: int, changes: Mapping[str, Any], out: Path) -> Variant:
+        row, column = cell
+        tree = self._config(cell)
+        start = None
+        cell_changes = dict(changes)
+        if tree.get("start_from"):
+            start = self._start(tree["start_from"], seed, changes, out)
+            cell_changes.pop("rounds", None)
+            cell_changes["start_from"] = str(start.folder)
+        experiment = from_tree(tree, {}, None).with_values(cell_changes, COMMAND_LINE)
+        variant = seeded(f"{row} | {column}", experiment, seed, _folder(out, f"{column} {row}"))
+        return replace(variant, after=start)
+
+    def _config(self, cell: Cell) -> dict[str, Any]:
         """The config of a cell."""
-        tree = {**self.common, **self.columns[column], **self.rows[row]}
-        fields, method = self.columns[column].get("method", {}), self.rows[row].get("method", {})
-        named = {"name": method} if isinstance(method, str) else method
-        return {**tree, "method": {**fields, **named}} if fields else tree
+        row, column = cell
+        config = {**self.common, **self.columns[column], **self.rows[row]}
+        column_fields = self.columns[column].get("method")
+        if column_fields:
+            method = self.rows[row].get("method", {})
+            if isinstance(method, str):
+                method = {"name": method}
+            config["method"] = {**column_fields, **method}
+        return config
 
     def _start(self, name: str, seed: int, changes: Mapping[str, Any], out: Path) -> Variant:
+        """The run from whose model a cell starts."""
         if name not in self.starts:
             raise UnknownName("start", name, self.starts, where=self.name)
         experiment = from_tree({**self.common, **self.starts[name]}, {}, None)
@@ -142,91 +154,110 @@ class Recipe:
         return seeded(f"start {name}", changed, seed, _folder(out, f"start {name}"))
 
     def folder(self, changes: Mapping[str, Any]) -> Path:
-        """The default folder of its runs: one for every reduced size."""
-        base = Path("runs") / self.name.replace("/", "-")
+        """The default folder of the runs, a different one for each set of changes."""
+        folder = Path("runs") / self.name.replace("/", "-")
         if not changes:
-            return base
+            return folder
         key = hashlib.sha256(json.dumps(dict(changes), sort_keys=True).encode()).hexdigest()[:6]
-        return base.with_name(f"{base.name}-reduced-{key}")
+        return folder.with_name(f"{folder.name}-reduced-{key}")
 
 
-def recipe_names() -> list[str]:
-    """The recipes there are, as ``paper/table``."""
-    root = resources.files("fedstill.recipes")
-    folders = [
-        f for f in root.iterdir() if f.is_dir() and not f.name.startswith("_") and f.name != RANKING
-    ]
-    return sorted(
-        f"{f.name}/{t.name.removesuffix('.toml')}"
-        for f in folders
-        for t in f.iterdir()
-        if _is_toml(t)
-    )
+def _matches(cell: Cell, pattern: str) -> bool:
+    row, _, column = pattern.partition(":")
+    return _like(cell[0], row) and _like(cell[1], column or "*")
 
 
-def load_recipe(name: str) -> Recipe:
-    """A recipe by its name; raises UnknownName with the nearest one, ConfigError for a file that is
-    no recipe.
-    """
-    if name not in recipe_names():
-        raise UnknownName("recipe", name, recipe_names())
-    tree = tomllib.loads(recipe_text(name))
-    if set(tree) - {"measures", "starts"} != TOP:
-        raise ConfigError(f"recipe {name}: it has {sorted(tree)}, and must have {sorted(TOP)}")
-    return recipe_of(name, tree)
-
-
-def recipe_text(name: str) -> str:
-    """The text of ``recipes/NAME.toml``."""
-    return (
-        resources.files("fedstill.recipes")
-        .joinpath(*f"{name}.toml".split("/"))
-        .read_text(encoding="utf-8")
-    )
-
-
-def recipe_of(name: str, tree: Mapping[str, Any]) -> Recipe:
-    """A recipe from its tables; ``published`` may be left out. Raises ConfigError for cells and
-    columns it has not.
-    """
-    measures = tuple(tree.get("measures", USUAL))
-    published: dict[tuple[str, str], Published] = {}
-    for row, cells in tree.get("published", {}).items():
-        for column, cell in cells.items():
-            strange = sorted(set(cell) - {*measures, "spread", *BESIDE_VALUES})
-            if strange:
-                raise ConfigError(
-                    f"recipe {name}, {row}:{column}: {strange[0]!r} is not one of its measures"
-                )
-            values = {k: v for k, v in cell.items() if k not in BESIDE_VALUES}
-            published[row, column] = Published(
-                values, **{k: cell[k] for k in BESIDE_VALUES if k in cell}
-            )
-    rows = {
-        row: {k: v for k, v in setting.items() if k != ONLY}
-        for row, setting in tree["rows"].items()
-    }
-    only = {row: setting[ONLY] for row, setting in tree["rows"].items() if ONLY in setting}
-    strange = sorted(
-        {column for columns in only.values() for column in columns} - set(tree["columns"])
-    )
-    if strange:
-        raise ConfigError(
-            f"recipe {name}: column {strange[0]!r}, to which a row is limited, does not exist"
-        )
-    starts, columns = tree.get("starts", {}), tree["columns"]
-    return Recipe(
-        name, tree["paper"], tree["common"], rows, columns, published, measures, starts, only
-    )
+def _like(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name.lower(), pattern.strip().lower())
 
 
 def _folder(out: Path, label: str) -> Path:
     return out / label.replace("/", "-").replace(":", "-").replace(" ", "_")
 
 
-def _is_toml(file: Traversable) -> bool:
-    return file.name.endswith(".toml")
+# ---- reading recipes -----------------------------------------------------------------------------
 
 
-def _like(name: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(name.lower(), pattern.strip().lower())
+def recipe_names() -> list[str]:
+    """The names of all recipes, ``paper/table``."""
+    names = []
+    for folder in resources.files("fedstill.recipes").iterdir():
+        is_paper = folder.is_dir() and not folder.name.startswith("_") and folder.name != RANKING
+        if is_paper:
+            names += [f"{folder.name}/{table}" for table in _tables(folder)]
+    return sorted(names)
+
+
+def _tables(folder: Traversable) -> list[str]:
+    files = [file.name for file in folder.iterdir()]
+    return [name.removesuffix(".toml") for name in files if name.endswith(".toml")]
+
+
+def load_recipe(name: str) -> Recipe:
+    """A recipe by its name.
+
+    Raises UnknownName, with the most similar name, and ConfigError for a malformed file.
+    """
+    if name not in recipe_names():
+        raise UnknownName("recipe", name, recipe_names())
+    tree = tomllib.loads(recipe_text(name))
+    if set(tree) - {"measures", "starts"} != RECIPE_KEYS:
+        raise ConfigError(
+            f"recipe {name}: it has the keys {sorted(tree)} and must have {sorted(RECIPE_KEYS)}"
+        )
+    return parse_recipe(name, tree)
+
+
+def recipe_text(name: str) -> str:
+    """The text of ``recipes/NAME.toml``."""
+    parts = f"{name}.toml".split("/")
+    return resources.files("fedstill.recipes").joinpath(*parts).read_text(encoding="utf-8")
+
+
+def parse_recipe(name: str, tree: Mapping[str, Any]) -> Recipe:
+    """A recipe from its tables; ``published`` may be missing.
+
+    Raises ConfigError for a published number of an unknown measure, and for a row that is limited
+    to an unknown column.
+    """
+    measures = tuple(tree.get("measures", DEFAULT_MEASURES))
+    rows: dict[str, dict[str, Any]] = {}
+    only: dict[str, Sequence[str]] = {}
+    for row, table in tree["rows"].items():
+        rows[row] = {key: value for key, value in table.items() if key != ONLY}
+        if ONLY in table:
+            only[row] = table[ONLY]
+    unknown = sorted(set(itertools.chain.from_iterable(only.values())) - set(tree["columns"]))
+    if unknown:
+        raise ConfigError(f"recipe {name}: a row is limited to an unknown column {unknown[0]!r}")
+    return Recipe(
+        name=name,
+        paper=tree["paper"],
+        common=tree["common"],
+        rows=rows,
+        columns=tree["columns"],
+        published=_published(name, tree.get("published", {}), measures),
+        measures=measures,
+        starts=tree.get("starts", {}),
+        only=only,
+    )
+
+
+def _published(
+    recipe: str, tables: Mapping[str, Mapping[str, Mapping[str, Any]]], measures: Sequence[str]
+) -> dict[Cell, Published]:
+    published: dict[Cell, Published] = {}
+    for row, columns in tables.items():
+        for column, numbers in columns.items():
+            unknown = sorted(set(numbers) - {*measures, "spread", *STRUCTURED_KEYS})
+            if unknown:
+                raise ConfigError(
+                    f"recipe {recipe}, {row}:{column}: {unknown[0]!r} is not one of its measures"
+                )
+            values = {key: value for key, value in numbers.items() if key not in STRUCTURED_KEYS}
+            published[row, column] = Published(
+                values=values,
+                measured=numbers.get("measured", {}),
+                clients=numbers.get("clients", {}),
+            )
+    return published

@@ -1,4 +1,9 @@
-"""The numbers that the ranking takes from a run's journal, and the runs behind them."""
+"""The numbers that the ranking takes from a run's journal, and the runs behind them.
+
+Every score is computed from a matrix of accuracies, whose columns are classes, tasks or clients and
+whose rows follow one another in time. From each column's best row and last row follows
+accuracy = learned × kept, exactly.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +17,30 @@ from typing import Any
 import numpy as np
 
 from fedstill.core.errors import CorruptFile, Diverged, Interrupted, RunsFailed, TooFewReplies
-from fedstill.metrics import tasks as over
+from fedstill.metrics import tasks as task_metrics
 from fedstill.metrics.values import Values
 from fedstill.running.compare import Outcome, Variant
 from fedstill.running.journal import Event, read_journal
 from fedstill.running.numbers import RunNumbers
 
-# The numbers that the ranking takes from a run's journal: how much was learned, how much of it was
-# kept, what it cost.
-#
-# For each class (or task, or client that asked) there are a best row and a last row of a matrix:
-# accuracy = learned x kept, exactly.
-
-
-SUCCESSIVE = 5
-"""Rows are means of so many successive rounds: single rounds swing by twenty points where data are
-uneven.
+ROUNDS_PER_ROW = 5
+"""The number of successive rounds whose mean is one row of the matrix: on uneven data, single
+rounds differ by twenty points.
 """
+
+CACHED_JOURNALS = 64
+"""The number of journals whose events stay in memory: several checks read those of one entry."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """One run's numbers. Accuracies are shares; ``accuracy`` = ``learned`` x ``kept``.
+    """The numbers of one run. Accuracies are shares from 0 to 1; accuracy = learned × kept.
 
-    ``kept``: NaN for a run of two to nine rounds without tasks, which is one row. Of one round all
-    is kept.
-    ``forgetting``: FedNTD's F over rounds. ``average_forgetting``, ``backward_transfer``: over
-    tasks, NaN without.
-    ``sent``: bytes up and down. ``rounds``: how many were done; fewer than asked for where the run
-    diverged.
+    ``kept``: NaN if the matrix has a single row, which is the case for two to nine rounds without
+    tasks; 1 for a single round.
+    ``forgetting``: FedNTD's F, over rounds. ``average_forgetting``, ``backward_transfer``: over
+    tasks; NaN without tasks.
+    ``rounds``: completed rounds; fewer than planned if the run diverged.
     """
 
     accuracy: float
@@ -61,76 +61,84 @@ class Score:
 
     @property
     def table(self) -> dict[str, Any]:
-        """Name and number of each."""
+        """The numbers by name."""
         return asdict(self)
 
-    @staticmethod
-    def of(told: Mapping[str, str]) -> Score:
-        """A score from the text of its numbers, by name; an empty text is NaN. Raises KeyError,
-        ValueError.
+    @classmethod
+    def from_texts(cls, texts: Mapping[str, str]) -> Score:
+        """A score from its numbers as text, by name; an empty text is NaN.
+
+        Raises KeyError or ValueError for a number that is missing or malformed.
         """
-        whole = ("bytes_up", "bytes_down", "rounds")
-        numbers: dict[str, Any] = {
-            k: int(told[k]) if k in whole else float(told[k] or "nan") for k in NUMBERS
-        }
-        return Score(**numbers)
+        numbers: dict[str, Any] = {}
+        for name in SCORE_FIELDS:
+            if name in ("bytes_up", "bytes_down", "rounds"):
+                numbers[name] = int(texts[name])
+            else:
+                numbers[name] = float(texts[name] or "nan")
+        return cls(**numbers)
 
 
-NUMBERS = tuple(f.name for f in fields(Score))
-"""What a line of the table of all runs has, in order."""
+SCORE_FIELDS = tuple(score_field.name for score_field in fields(Score))
+"""The names of a score's numbers, in the order of table.csv."""
 
 
-KEPT = 64
-"""Of so many journals the events are kept: each check of an entry reads all of its runs'."""
+# ---- scores of journals --------------------------------------------------------------------------
 
 
-def events_of(journal: Path) -> Sequence[Event]:
-    """The events of a finished run's journal; read once for several checks. Raises CorruptFile as
-    ``read_journal``.
+def read_events(journal: Path) -> Sequence[Event]:
+    """The events of a finished run's journal, from a cache if the file has not changed.
+
+    Raises CorruptFile, as ``read_journal`` does.
     """
-    stat = journal.stat() if journal.is_file() else None
-    return _read(journal, *((stat.st_mtime_ns, stat.st_size) if stat else (0, 0)))
+    if not journal.is_file():
+        return _read_events(journal, 0, 0)
+    stat = journal.stat()
+    return _read_events(journal, stat.st_mtime_ns, stat.st_size)
 
 
-@lru_cache(KEPT)
-def _read(journal: Path, changed: int, size: int) -> Sequence[Event]:
+@lru_cache(CACHED_JOURNALS)
+def _read_events(journal: Path, changed: int, size: int) -> Sequence[Event]:
+    """The events; the time of the last change and the size are keys of the cache."""
     return tuple(read_journal(journal))
 
 
-def score_of(folder: Path, asked: int) -> Score:
-    """The score of a run's directory; ``asked``: how many rounds it was to have.
+def score_of(folder: Path, planned_rounds: int) -> Score:
+    """The score of a run's directory.
 
-    Rounds that it lacks, as it diverged, count as its last one. Raises CorruptFile for a journal
-    that cannot be read.
+    If the run diverged, the rounds that are missing count as its last one. Raises CorruptFile for a
+    journal that cannot be scored.
     """
-    events = events_of(folder / "journal.jsonl")
+    journal = folder / "journal.jsonl"
+    events = read_events(journal)
     try:
-        return score_from(events, asked)
+        return score_of_events(events, planned_rounds)
     except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
-        raise CorruptFile(
-            f"{folder / 'journal.jsonl'} cannot be scored: {type(error).__name__}: {error}"
-        ) from error
+        raise CorruptFile(f"{journal} cannot be scored: {type(error).__name__}: {error}") from error
 
 
-def score_from(events: Sequence[Event], asked: int) -> Score:
-    """The score of a journal's events; raises KeyError or another error where one is missing."""
+def score_of_events(events: Sequence[Event], planned_rounds: int) -> Score:
+    """The score of a journal's events. Raises KeyError or another error if one is missing."""
     numbers = RunNumbers.of([event for event in events if event["event"] != "client"])
-    rows = matrix_of(events, asked)
-    columns = np.zeros(rows.shape[1])
-    learned = over.learned(rows, columns)
+    accuracies = accuracy_matrix(events, planned_rounds)
+    # All columns are learned from the first row on.
+    column_tasks = np.zeros(accuracies.shape[1])
+    learned = task_metrics.learned(accuracies, column_tasks)
     kept = 0.0
-    if len(rows) == 1 < asked:
+    if len(accuracies) == 1 < planned_rounds:
         kept = math.nan
     elif learned > 0:
-        kept = over.kept_share(rows, columns)
-    forgetting = numbers.summary.get("forgetting", math.nan)
+        kept = task_metrics.kept_share(accuracies, column_tasks)
+    forgetting = 0.0
+    if numbers.rounds:
+        forgetting = numbers.summary.get("forgetting", math.nan)
     return Score(
-        accuracy=over.final_accuracy(rows, columns),
+        accuracy=task_metrics.final_accuracy(accuracies, column_tasks),
         learned=learned,
         kept=kept,
-        forgetting=forgetting if numbers.rounds else 0.0,
-        average_forgetting=_number(numbers.over_tasks.get("average_forgetting")),
-        backward_transfer=_number(numbers.over_tasks.get("backward_transfer")),
+        forgetting=forgetting,
+        average_forgetting=_float(numbers.over_tasks.get("average_forgetting")),
+        backward_transfer=_float(numbers.over_tasks.get("backward_transfer")),
         bytes_up=int(numbers.summary.get("bytes_up", 0)),
         bytes_down=int(numbers.summary.get("bytes_down", 0)),
         seconds_cpu=numbers.summary.get("seconds_cpu", 0.0),
@@ -138,130 +146,142 @@ def score_from(events: Sequence[Event], asked: int) -> Score:
     )
 
 
-def matrix_of(events: Sequence[Event], asked: int) -> Values:
-    """The accuracies that a score is taken from, oldest row first, (rows, columns).
+def accuracy_matrix(events: Sequence[Event], planned_rounds: int) -> Values:
+    """The accuracies that a score is computed from, (rows, columns), the oldest row first.
 
-    Rows are task ends where there are tasks; before and after where clients asked; else means of
-    successive rounds. Columns are classes, or tasks that are domains, or clients that asked.
+    With queries there are two rows, before and after the exchange, and a column for each client
+    that asked. With tasks there is a row for each end of a task. Otherwise a row is the mean of
+    ``ROUNDS_PER_ROW`` successive rounds. Columns are then classes, or tasks that are domains.
     """
     start = events[0]
     rounds = [event for event in events if event["event"] == "round"]
     if rounds and "queries" in start:
-        return _before_and_after(rounds[-1]["answers"])
+        return _rows_of_queries(rounds[-1]["answers"])
     if "stream" in start:
-        ends = [event for event in events if event["event"] == "task"]
-        return _by_task_end(ends, len(start["stream"]["classes"]))
-    by_round = _by_round(events)
-    by_round += by_round[-1:] * (asked - len(by_round))
-    first = 0
-    if len(by_round) > SUCCESSIVE:
-        first = len(by_round) % SUCCESSIVE
-    starts = range(first, len(by_round), SUCCESSIVE)
-    return np.array([np.mean(by_round[i : i + SUCCESSIVE], axis=0) for i in starts])
+        task_ends = [event for event in events if event["event"] == "task"]
+        return _rows_of_tasks(task_ends, len(start["stream"]["classes"]))
+    return _rows_of_rounds(_class_accuracies(events), planned_rounds)
 
 
-def _before_and_after(answers: Sequence[Mapping[str, Any]]) -> Values:
-    """Two rows, the average accuracy of each client that asked: alone, and then."""
-    before = [_number(answer["average_accuracy_before"]) for answer in answers]
-    after = [_number(answer["average_accuracy"]) for answer in answers]
-    return np.array([before, after])
+def _rows_of_queries(answers: Sequence[Mapping[str, Any]]) -> Values:
+    """Two rows: the average accuracy of each client that asked, before and after the exchange."""
+    accuracies_before = [_float(answer["average_accuracy_before"]) for answer in answers]
+    accuracies = [_float(answer["average_accuracy"]) for answer in answers]
+    return np.array([accuracies_before, accuracies])
 
 
-def _by_task_end(ends: Sequence[Event], tasks: int) -> Values:
-    """A row for each task; one that did not end counts as the last one that did."""
-    rows = [_end(end) for end in ends if end["task"]]
+def _rows_of_tasks(task_ends: Sequence[Event], task_count: int) -> Values:
+    """A row for each task; a task that did not end has the row of the last one that did."""
+    rows = [_task_end(event) for event in task_ends if event["task"]]
     if not rows:
-        rows = [_end(ends[0])]  # of the untrained model
-    return np.array(rows + rows[-1:] * (tasks - len(rows)))
+        # Only the untrained model was evaluated.
+        rows = [_task_end(task_ends[0])]
+    rows += rows[-1:] * (task_count - len(rows))
+    return np.array(rows)
 
 
-def _by_round(events: Sequence[Event]) -> list[list[float]]:
-    """The accuracy of each class after each round, or of the initial model without a round."""
+def _task_end(event: Mapping[str, Any]) -> list[float]:
+    """The accuracies at a task's end: by class if there is a single test set, else by task."""
+    if len(event["totals"]) > 1:
+        return [_float(accuracy) for accuracy in event["row"]]
+    counts = zip(event["correct"][0], event["totals"][0], strict=True)
+    return [correct / total if total else math.nan for correct, total in counts]
+
+
+def _rows_of_rounds(accuracies: list[list[float]], planned_rounds: int) -> Values:
+    """Means of successive rounds; the rounds that do not fill a row are left out at the start."""
+    # A run that diverged keeps its last accuracies.
+    padded = accuracies + accuracies[-1:] * (planned_rounds - len(accuracies))
+    first = 0
+    if len(padded) > ROUNDS_PER_ROW:
+        first = len(padded) % ROUNDS_PER_ROW
+    starts = range(first, len(padded), ROUNDS_PER_ROW)
+    return np.array([np.mean(padded[i : i + ROUNDS_PER_ROW], axis=0) for i in starts])
+
+
+def _class_accuracies(events: Sequence[Event]) -> list[list[float]]:
+    """The accuracy of each class after each round, or of the initial model if there is no round."""
     evaluated = [event for event in events if event["event"] in ("start", "initial", "round")]
     rows = RunNumbers.of(evaluated).class_accuracy
     has_rounds = evaluated[-1]["event"] == "round"
     numbers = [number for number in rows if (number > 0) == has_rounds]
     if not numbers:
         raise KeyError("class_accuracy")
-    return [[_number(value) for value in rows[number]] for number in numbers]
+    return [_floats(rows[number]) for number in numbers]
 
 
 def task_rows(events: Sequence[Event]) -> list[list[float]]:
     """The accuracy on each task at each task's end, (T, T); empty without tasks."""
-    ends = [event for event in events if event["event"] == "task"]
-    rows = RunNumbers.of(ends).task_accuracy()
-    return [[_number(value) for value in row] for number, row in rows.items() if number > 0]
+    task_ends = [event for event in events if event["event"] == "task"]
+    rows = RunNumbers.of(task_ends).task_accuracy()
+    return [_floats(row) for number, row in rows.items() if number > 0]
 
 
-def _end(event: Mapping[str, Any]) -> list[float]:
-    """The columns at a task's end: classes where there is one test set, else tasks."""
-    if len(event["totals"]) > 1:
-        return [_number(v) for v in event["row"]]
-    return [
-        c / n if n else math.nan
-        for c, n in zip(event["correct"][0], event["totals"][0], strict=True)
-    ]
+def _floats(values: Sequence[float | None]) -> list[float]:
+    return [_float(value) for value in values]
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
+def _float(value: float | None) -> float:
+    if value is None:
+        return math.nan
+    return float(value)
 
 
-# Runs of the ranking, done or gone on with, and their scores; a run that diverged counts as far as
-# it came.
+# ---- runs and their scores -----------------------------------------------------------------------
 
-
-Do = Callable[[Sequence[Variant]], Sequence[Outcome]]
-"""Carries runs out, and leaves alone those that are finished."""
+Execute = Callable[[Sequence[Variant]], Sequence[Outcome]]
+"""Executes runs, without those that are finished already."""
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A run that has come to its end, its score, and why it diverged; empty where it did not."""
+class ScoredRun:
+    """A finished run and its score. ``diverged``: the reason if it diverged, else empty."""
 
-    run: Variant
+    variant: Variant
     score: Score
     diverged: str = ""
 
 
-def ended(runs: Sequence[Variant], do: Do) -> list[Ended]:
-    """Do the runs and score them; raises as ``completed``."""
+def scored_runs(variants: Sequence[Variant], execute: Execute) -> list[ScoredRun]:
+    """Execute runs and score them. Raises Interrupted and RunsFailed as ``completed`` does."""
     return [
-        Ended(o.variant, score_of(o.variant.folder, o.rounds), o.problem)
-        for o in completed(runs, do)
+        ScoredRun(
+            outcome.variant, score_of(outcome.variant.folder, outcome.rounds), outcome.problem
+        )
+        for outcome in completed(variants, execute)
     ]
 
 
-def completed(runs: Sequence[Variant], do: Do) -> list[Outcome]:
-    """Do the runs, to their end; raises Interrupted if stopped, RunsFailed if one failed but did
-    not diverge.
+def completed(variants: Sequence[Variant], execute: Execute) -> list[Outcome]:
+    """Execute runs to their end; a run that diverges counts as complete.
+
+    Raises Interrupted if they were stopped, and RunsFailed if one failed for another reason.
     """
-    own = not_stopped(runs, do)
-    if failed := [o for o in own if o.problem and not _diverged(o)]:
+    outcomes = executed(variants, execute)
+    failed = [outcome for outcome in outcomes if outcome.problem and not _diverged(outcome)]
+    if failed:
         first = failed[0]
         raise RunsFailed(
-            f"{len(failed)} of {len(own)} failed; {first.variant.label}, seed "
+            f"{len(failed)} of {len(outcomes)} failed; {first.variant.label}, seed "
             f"{first.variant.seed}: {first.problem}"
         )
-    return own
+    return outcomes
 
 
-def not_stopped(runs: Sequence[Variant], do: Do) -> list[Outcome]:
-    """Do the runs, as far as each comes by itself; raises Interrupted if they were stopped."""
-    outcomes = {o.variant.folder: o for o in do(runs)}
-    own = [outcomes[run.folder] for run in runs]
-    if left := sum(o.state in ("waiting", "running", "stopped") for o in own):
-        raise Interrupted(f"stopped; the same command goes on with {left} of {len(own)} runs")
-    return own
+def executed(variants: Sequence[Variant], execute: Execute) -> list[Outcome]:
+    """Execute runs until each has finished or failed. Raises Interrupted if they were stopped."""
+    by_folder = {outcome.variant.folder: outcome for outcome in execute(variants)}
+    outcomes = [by_folder[variant.folder] for variant in variants]
+    unfinished = sum(outcome.state in ("waiting", "running", "stopped") for outcome in outcomes)
+    if unfinished:
+        raise Interrupted(
+            f"stopped; the same command continues with {unfinished} of {len(outcomes)} runs"
+        )
+    return outcomes
 
 
 def _diverged(outcome: Outcome) -> bool:
-    """Whether a run ended because its numbers grew beyond all bounds, not by a mistake in its
-    code.
-    """
-    last = outcome.trace.strip().rpartition("\n")[2]
-    kinds = (Diverged, TooFewReplies)
-    return (
-        any(last.startswith(f"{kind.__module__}.{kind.__name__}:") for kind in kinds)
-        and "failed" not in last
-    )
+    """Whether a run failed because its numbers diverged, not because of an error in its code."""
+    last_line = outcome.trace.strip().rpartition("\n")[2]
+    errors = (f"{error.__module__}.{error.__name__}:" for error in (Diverged, TooFewReplies))
+    return last_line.startswith(tuple(errors)) and "failed" not in last_line

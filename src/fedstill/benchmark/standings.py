@@ -1,93 +1,116 @@
-"""The standings of a suite: ranks, differences, costs, and how far the tiers agree."""
+"""The standings of a suite: ranks, differences, shares of the gap and costs, from entries' runs."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import kendalltau
 
-from fedstill.benchmark.entries import Entered, rounds_of, run_place
-from fedstill.benchmark.scoring import Score, events_of, score_of, task_rows
-from fedstill.benchmark.suites import TEST_SEEDS, TIERS, TRACKS, Suite
-from fedstill.metrics import ranks as over
+from fedstill.benchmark.entries import (
+    Entry,
+    check_entry,
+    find_entries,
+    planned_rounds,
+    read_entry,
+    run_path,
+    suite_of,
+)
+from fedstill.benchmark.replays import recorded_levels
+from fedstill.benchmark.scoring import Score, read_events, score_of, task_rows
+from fedstill.benchmark.suites import TEST_SEEDS, Suite, load_suite, suite_names
+from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.metrics import ranks as rank_metrics
 from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.metrics.values import Values
-from fedstill.report.summary import NONE
 from fedstill.running.runs import Spread, spread
-
-# The standings of a suite: from the entries' runs to ranks, differences, shares of the gap and what
-# they cost.
-
 
 NOT_REPLAYED = "not replayed"
 
-DIGITS = 5
-"""Of accuracies on tasks, which pictures show; of all other numbers all digits are kept."""
+TASK_DIGITS = 5
+"""Decimals of accuracies on tasks, which only pictures show; all other numbers keep all digits."""
+
+FEDAVG = "FedAvg"
+"""The row whose CPU seconds are the unit, if it is ranked."""
+
+RunKey = tuple[str, int]
+"""A column and a seed."""
 
 
 @dataclass(frozen=True)
 class RankedRow:
-    """One row's runs: a score for each (column, seed).
+    """The scores of one row's runs.
 
-    ``fields``: what was chosen over the suite's settings, of ``tries``
-    configurations. ``diverged``: why, by run.
-    ``tasks``: by run, the accuracy on each task at each task's end (T, T), where there are tasks.
-    ``status``: how near a replay came. ``processor``: what the runs were made on.
+    ``fields``: the chosen configuration, out of ``try_count``. ``diverged``: the reasons of runs
+    that diverged. ``status``: the level of its replay. ``tasks``: the accuracy on each task at each
+    task's end, (T, T), by run; empty without tasks. ``processor``: the one that made the runs.
     """
 
     name: str
-    scores: Mapping[tuple[str, int], Score]
+    scores: Mapping[RunKey, Score]
     fields: Mapping[str, Any] = field(default_factory=dict)
-    tries: int = 0
-    diverged: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    try_count: int = 0
+    diverged: Mapping[RunKey, str] = field(default_factory=dict)
     status: str = NOT_REPLAYED
-    tasks: Mapping[tuple[str, int], Sequence[Sequence[float]]] = field(default_factory=dict)
+    tasks: Mapping[RunKey, Sequence[Sequence[float]]] = field(default_factory=dict)
     processor: str = ""
 
     def column(self, column: str, number: str = "accuracy") -> dict[int, float]:
-        """A number by seed."""
+        """One of the score's numbers in a column, by seed."""
         return {
-            seed: getattr(score, number) for (c, seed), score in self.scores.items() if c == column
+            seed: getattr(score, number)
+            for (score_column, seed), score in self.scores.items()
+            if score_column == column
         }
 
     def mean(self, number: str, columns: Sequence[str]) -> float:
-        """The mean over columns and seeds; NaN where nothing has it."""
-        values = [v for c in columns for v in self.column(c, number).values() if not math.isnan(v)]
-        return float(np.mean(values)) if values else float("nan")
+        """The mean of a number over columns and seeds; NaN if no run has it."""
+        values = [value for value in self._values(number, columns) if not math.isnan(value)]
+        if not values:
+            return math.nan
+        return float(np.mean(values))
 
     def kept(self, columns: Sequence[str]) -> float:
-        """Mean accuracy over mean learned, so that the two multiply to the accuracy shown; NaN if a
-        run has no kept.
+        """Mean accuracy over mean learned accuracy, so that learned × kept is the accuracy shown.
+
+        NaN if ``kept`` is unknown for a run.
         """
-        if any(math.isnan(v) for c in columns for v in self.column(c, "kept").values()):
-            return float("nan")
+        if any(math.isnan(value) for value in self._values("kept", columns)):
+            return math.nan
         learned = self.mean("learned", columns)
-        return self.mean("accuracy", columns) / learned if learned else 0.0
+        if not learned:
+            return 0.0
+        return self.mean("accuracy", columns) / learned
+
+    def _values(self, number: str, columns: Sequence[str]) -> Iterator[float]:
+        for column in columns:
+            yield from self.column(column, number).values()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A row's place: numbers over all columns. Intervals are those of ``metrics.ranks.interval``,
-    95 of 100.
+    """A row's place and its numbers over all columns; intervals are those of
+    ``metrics.ranks.interval``, at 95 %.
 
-    ``apart``: the mean difference to the row that differences are to, with its interval and Holm's
-    p; None for that row itself. ``share``: of the gap between floor and ceiling, the mean over
-    columns that have both. ``cpu``: over FedAvg's; NaN where that was made on another processor.
+    ``difference``: the mean difference to the baseline; None for the baseline itself. ``p_holm``:
+    its p-value after Holm's correction; NaN for the baseline. ``share``: of the gap between floor
+    and ceiling, the mean over columns that have both. ``wins``: the mean share of blocks won
+    against another row. ``cpu``: CPU seconds relative to the unit row; NaN if that was made on
+    another processor. ``sent``: bytes of a run.
     """
 
     row: RankedRow
     place: int
     rank: float
-    rank_ends: tuple[float, float]
+    rank_interval: tuple[float, float]
     accuracy: float
     learned: float
     kept: float
-    apart: Difference | None
+    difference: Difference | None
     p_holm: float
     share: float
     wins: float
@@ -95,13 +118,13 @@ class Placed:
     sent: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Standings:
-    """One suite's rows, the best mean rank first; ``bounds``: rows that are not ranked, the
-    ceilings.
+    """The rows of a suite.
 
-    ``bars``: groups of rows of which no two can be told apart by rank. ``beats``: the share of
-    blocks that a row wins against another.
+    ``placed``: the ranked rows, best mean rank first. ``bounds``: the rows that are not ranked.
+    ``bars``: groups of rows, by name, whose mean ranks do not differ significantly in any pair.
+    ``missing``: rows of the suite without an entry.
     """
 
     suite: Suite
@@ -109,7 +132,6 @@ class Standings:
     placed: Sequence[Placed] = ()
     bounds: Sequence[RankedRow] = ()
     bars: Sequence[Sequence[str]] = ()
-    beats: Mapping[tuple[str, str], float] = field(default_factory=dict)
     missing: Sequence[str] = ()
 
     @property
@@ -118,223 +140,284 @@ class Standings:
         return list(self.suite.recipe.columns)
 
     @property
-    def blocks(self) -> int:
-        """Columns times seeds."""
+    def block_count(self) -> int:
+        """The number of blocks in which rows are ranked: columns × seeds."""
         return len(self.columns) * len(TEST_SEEDS)
 
     @property
-    def processors(self) -> dict[str, list[str]]:
-        """The rows that were made on each processor; the one with the most rows comes first."""
-        of = {
-            row.processor: [r.name for r in self.rows if r.processor == row.processor]
-            for row in self.rows
-        }
-        return dict(sorted(of.items(), key=lambda each: -len(each[1])))
+    def rows_by_processor(self) -> dict[str, list[str]]:
+        """The names of the rows made on each processor, the one with the most rows first."""
+        names: dict[str, list[str]] = {}
+        for row in self.rows:
+            names.setdefault(row.processor, []).append(row.name)
+        return dict(sorted(names.items(), key=lambda item: -len(item[1])))
 
-    def cell(self, row: RankedRow, column: str, number: str = "accuracy") -> Spread | None:
-        """Mean and sample standard deviation over seeds of a cell."""
-        return spread([v for v in row.column(column, number).values() if not math.isnan(v)])
+    def cell(self, row: RankedRow, column: str) -> Spread | None:
+        """Mean and sample standard deviation of the accuracy over seeds; None for no runs."""
+        values = row.column(column).values()
+        return spread([value for value in values if not math.isnan(value)])
 
     def difference(self, row: RankedRow, column: str) -> Difference | None:
-        """How far a cell is from the one that differences are to, paired by seed, with Student's
-        interval.
+        """The difference of a cell to the baseline, paired by seed, with Student's interval.
+
+        None for the baseline itself, and if it has no entry.
         """
-        base = next((r for r in self.rows if r.name == self.suite.against), None)
-        return (
-            None
-            if base is None or row is base
-            else paired_difference(row.column(column), base.column(column))
-        )
+        baseline = _find(self.rows, self.suite.baseline)
+        if baseline is None or row is baseline:
+            return None
+        return paired_difference(row.column(column), baseline.column(column))
 
     def ceiling(self, column: str) -> RankedRow | None:
-        """The row at share 1 of a column; None where there is none."""
-        return next(
-            (r for r in self.bounds if r.name in self.suite.ceilings and r.column(column)), None
-        )
+        """The row at share 1 of a column; None if there is none."""
+        for row in self.bounds:
+            if row.name in self.suite.ceilings and row.column(column):
+                return row
+        return None
 
 
-def row_of(entry: Entered, suite: Suite, status: str = NOT_REPLAYED) -> RankedRow:
-    """The scores of an entry's runs; the suite has its row."""
-    places = [(c, s) for c in suite.columns(entry.row) for s in TEST_SEEDS]
-    scores = {(c, s): score_of(entry.run(c, s), rounds_of(entry.run(c, s))) for c, s in places}
-    diverged = {
-        (c, s): entry.diverged[run_place(c, s)]
-        for c, s in scores
-        if run_place(c, s) in entry.diverged
-    }
-    ends = {(c, s): task_rows(events_of(entry.run(c, s) / "journal.jsonl")) for c, s in scores}
-    tasks = {
-        run: [[round(v, DIGITS) for v in row] for row in own] for run, own in ends.items() if own
-    }
-    made_on = str(entry.made.get("processor", ""))
-    return RankedRow(
-        entry.row, scores, entry.fields, len(entry.tries), diverged, status, tasks, made_on
-    )
+def _find(rows: Sequence[RankedRow], name: str) -> RankedRow | None:
+    for row in rows:
+        if row.name == name:
+            return row
+    return None
+
+
+# ---- ranking the rows of a suite -----------------------------------------------------------------
 
 
 def standings(suite: Suite, rows: Sequence[RankedRow]) -> Standings:
-    """Who is where in a suite, from rows that have all of its columns."""
+    """The standings of a suite, from rows that have runs in all of its columns."""
     ranked = [row for row in rows if row.name in suite.tries or row.name not in suite.recipe.rows]
-    bounds = [row for row in rows if row not in ranked]
-    missing = [name for name in suite.recipe.rows if name not in {row.name for row in rows}]
-    bare = Standings(suite, rows, (), bounds, (), {}, missing)
+    names = [row.name for row in rows]
+    unranked = Standings(
+        suite=suite,
+        rows=rows,
+        bounds=[row for row in rows if row not in ranked],
+        missing=[name for name in suite.recipe.rows if name not in names],
+    )
     if not ranked:
-        return bare
-    scores = np.array(
-        [[[row.scores[c, s].accuracy for s in TEST_SEEDS] for c in bare.columns] for row in ranked]
-    )
-    placed = _places(bare, ranked, scores)
-    names, order = [row.name for row in ranked], {p.row.name: p.rank for p in placed}
-    groups = [[names[i] for i in group] for group in over.bars(over.told_apart(over.ranks(scores)))]
-    by_order = [sorted(group, key=lambda n: order[n]) for group in groups]
-    bars = sorted(by_order, key=lambda group: (order[group[0]], order[group[-1]]))
-    both = [(i, j) for i in range(len(names)) for j in range(len(names)) if i != j]
-    beats = {(names[i], names[j]): over.win_rate(scores[i], scores[j]) for i, j in both}
-    return Standings(suite, rows, placed, bounds, bars, beats, missing)
+        return unranked
+    scores = _accuracies(ranked, unranked.columns)
+    placed = _places(unranked, ranked, scores)
+    return replace(unranked, placed=placed, bars=_bars(placed, ranked, scores))
 
 
-def _places(bare: Standings, ranked: Sequence[RankedRow], scores: Values) -> list[Placed]:
-    base = next((i for i, row in enumerate(ranked) if row.name == bare.suite.against), None)
-    apart = [
-        None if base is None or i == base else _apart(own - scores[base])
-        for i, own in enumerate(scores)
-    ]
-    adjusted = iter(over.holm([a.p for a in apart if a]))
-    by_rank = over.ranks(scores)
-    means, columns = by_rank.mean(axis=(1, 2)), bare.columns
-    order = sorted(range(len(ranked)), key=lambda i: (means[i], ranked[i].name))
-    floor = next(
-        (row for row in ranked if row.name == "FedAvg"), None if base is None else ranked[base]
-    )
-    holm = [next(adjusted) if a else math.nan for a in apart]
-    wins = [
-        [over.win_rate(own, other) for j, other in enumerate(scores) if j != i]
-        for i, own in enumerate(scores)
-    ]
+def _accuracies(rows: Sequence[RankedRow], columns: Sequence[str]) -> Values:
+    """Accuracies (rows, columns, seeds)."""
+    keys = list(itertools.product(columns, TEST_SEEDS))
+    flat = np.array([[row.scores[key].accuracy for key in keys] for row in rows])
+    return flat.reshape(len(rows), len(columns), len(TEST_SEEDS))
+
+
+def _bars(placed: Sequence[Placed], ranked: Sequence[RankedRow], scores: Values) -> list[list[str]]:
+    """The groups of rows that do not differ, rows and groups in the order of their mean ranks."""
+    rank_of = {place.row.name: place.rank for place in placed}
+    differ = rank_metrics.told_apart(rank_metrics.ranks(scores))
+    groups = []
+    for indices in rank_metrics.bars(differ):
+        names = [ranked[index].name for index in indices]
+        groups.append(sorted(names, key=rank_of.__getitem__))
+    return sorted(groups, key=lambda group: (rank_of[group[0]], rank_of[group[-1]]))
+
+
+def _places(unranked: Standings, ranked: Sequence[RankedRow], scores: Values) -> list[Placed]:
+    columns = unranked.columns
+    ranks = rank_metrics.ranks(scores)
+    mean_ranks = ranks.mean(axis=(1, 2))
+    baseline = _find(ranked, unranked.suite.baseline)
+    differences = _differences(ranked, scores, baseline)
+    p_values = _holm(differences)
+    cpu_unit = _find(ranked, FEDAVG) or baseline
+    order = sorted(range(len(ranked)), key=lambda i: (mean_ranks[i], ranked[i].name))
     return [
         Placed(
-            ranked[i],
-            place + 1,
-            float(means[i]),
-            over.interval(by_rank[i]),
-            float(scores[i].mean()),
-            ranked[i].mean("learned", columns),
-            ranked[i].kept(columns),
-            apart[i],
-            holm[i],
-            _share(bare, ranked, i),
-            float(np.mean(wins[i])) if wins[i] else math.nan,
-            _cpu(ranked[i], floor, columns),
-            ranked[i].mean("sent", columns),
+            row=ranked[i],
+            place=place,
+            rank=float(mean_ranks[i]),
+            rank_interval=rank_metrics.interval(ranks[i]),
+            accuracy=float(scores[i].mean()),
+            learned=ranked[i].mean("learned", columns),
+            kept=ranked[i].kept(columns),
+            difference=differences[i],
+            p_holm=p_values[i],
+            share=_share_of_gap(unranked, ranked, ranked[i]),
+            wins=_mean_win_rate(scores, i),
+            cpu=_relative_cpu(ranked[i], cpu_unit, columns),
+            sent=ranked[i].mean("sent", columns),
         )
-        for place, i in enumerate(order)
+        for place, i in enumerate(order, 1)
     ]
 
 
-def _cpu(row: RankedRow, floor: RankedRow | None, columns: Sequence[str]) -> float:
-    """CPU seconds over the floor's; NaN without one, and where it was made on another processor."""
-    if (
-        floor is None
-        or floor.processor != row.processor
-        or not (least := floor.mean("seconds_cpu", columns))
-    ):
-        return math.nan
-    return row.mean("seconds_cpu", columns) / least
+def _differences(
+    ranked: Sequence[RankedRow], scores: Values, baseline: RankedRow | None
+) -> list[Difference | None]:
+    """The mean difference of each row to the baseline, over all columns and seeds."""
+    if baseline is None:
+        return [None] * len(ranked)
+    baseline_scores = scores[ranked.index(baseline)]
+    differences: list[Difference | None] = []
+    for row, row_scores in zip(ranked, scores, strict=True):
+        if row is baseline:
+            differences.append(None)
+        else:
+            differences.append(_mean_difference(row_scores - baseline_scores))
+    return differences
 
 
-def _apart(differences: Values) -> Difference:
-    low, high = over.interval(differences)
+def _mean_difference(differences: Values) -> Difference:
+    low, high = rank_metrics.interval(differences)
     return Difference(
-        float(differences.mean()), low, high, over.sign_flips(differences), differences.size
+        mean=float(differences.mean()),
+        low=low,
+        high=high,
+        p=rank_metrics.sign_flips(differences),
+        pairs=differences.size,
     )
 
 
-def _share(bare: Standings, ranked: Sequence[RankedRow], i: int) -> float:
-    floor = next((row for row in ranked if row.name == bare.suite.floor), None)
-    shares = []
-    for column in bare.columns:
-        ceiling = bare.ceiling(column)
-        if floor is not None and ceiling is not None:
-            ends = [
-                float(np.mean(list(r.column(column).values()))) for r in (ranked[i], floor, ceiling)
-            ]
-            shares.append(over.share_of_gap(*ends))
-    known = [s for s in shares if not math.isnan(s)]
-    return float(np.mean(known)) if known else math.nan
+def _holm(differences: Sequence[Difference | None]) -> list[float]:
+    """The p-values of the differences after Holm's correction; NaN for the baseline."""
+    corrected = iter(rank_metrics.holm([item.p for item in differences if item]))
+    return [next(corrected) if item else math.nan for item in differences]
 
 
-# How far the tiers agree: what the small settings of a track say against what the larger ones do.
-
-
-TITLE = "Do the tiers agree?"
-
-MEANS = (
-    "For each track, the table compares the mean ranks of the methods in both tiers. Kendall's "
-    "tau is 1 for the same order and -1 for the reverse. p is the probability that a random order "
-    "is as far from 0. Ranks that cannot be told apart change tau, too. So the last columns count "
-    "the pairs that both tiers tell apart, and those in the same order. The other pairs are named "
-    "as the larger tier orders them."
-)
-
-PAIRS = ("pairs", "both tell apart", "same order", "other order")
-
-HEAD = ("track", "tiers", "methods in both", "Kendall's tau", "p", *PAIRS)
-
-
-def agreement_lines(every: Sequence[Standings]) -> list[list[str]]:
-    """A line for each track of which two tiers rank at least two methods alike in name."""
-    lines = []
-    for track in TRACKS:
-        tiers = [
-            one
-            for one in every
-            if one.suite.track == track and one.suite.tier in TIERS and one.placed
-        ]
-        for one, other in itertools.pairwise(tiers):
-            if len(both := _in_both(one, other)) > 1:
-                names = f"{one.suite.tier} and {other.suite.tier}"
-                lines.append(
-                    [
-                        track,
-                        names,
-                        str(len(both)),
-                        *_tau(one, other, both),
-                        *_pairs(one, other, both),
-                    ]
-                )
-    return lines
-
-
-def _in_both(one: Standings, other: Standings) -> list[str]:
-    names = {p.row.name for p in other.placed}
-    return [p.row.name for p in one.placed if p.row.name in names]
-
-
-def _tau(one: Standings, other: Standings, both: Sequence[str]) -> tuple[str, str]:
-    """Kendall's tau and its p; a dash where all ranks of a tier are alike."""
-    first, second = _ranks(one), _ranks(other)
-    tau, p = kendalltau([first[n] for n in both], [second[n] for n in both])
-    return (NONE, NONE) if math.isnan(tau) else (f"{tau:.2f}", f"{p:.3f}")
-
-
-def _pairs(one: Standings, other: Standings, both: Sequence[str]) -> tuple[str, str, str, str]:
-    """How many pairs of methods there are, how many both tiers tell apart, how many of these alike;
-    the others.
-    """
-    first, second = _ranks(one), _ranks(other)
-    pairs = list(itertools.combinations(both, 2))
-    apart = [
-        (a, b) for a, b in pairs if not _on_one_bar(one, a, b) and not _on_one_bar(other, a, b)
+def _mean_win_rate(scores: Values, index: int) -> float:
+    rates = [
+        rank_metrics.win_rate(scores[index], opponent)
+        for number, opponent in enumerate(scores)
+        if number != index
     ]
-    alike = [(a, b) for a, b in apart if (first[a] < first[b]) == (second[a] < second[b])]
-    unlike = [(a, b) if second[a] < second[b] else (b, a) for a, b in apart if (a, b) not in alike]
-    names = ", ".join(f"{above} above {below}" for above, below in unlike)
-    return str(len(pairs)), str(len(apart)), str(len(alike)), names or NONE
+    if not rates:
+        return math.nan
+    return float(np.mean(rates))
 
 
-def _ranks(one: Standings) -> dict[str, float]:
-    return {p.row.name: p.rank for p in one.placed}
+def _relative_cpu(row: RankedRow, unit: RankedRow | None, columns: Sequence[str]) -> float:
+    """CPU seconds relative to the unit row; NaN without one, and on another processor."""
+    if unit is None or unit.processor != row.processor:
+        return math.nan
+    unit_seconds = unit.mean("seconds_cpu", columns)
+    if not unit_seconds:
+        return math.nan
+    return row.mean("seconds_cpu", columns) / unit_seconds
 
 
-def _on_one_bar(one: Standings, a: str, b: str) -> bool:
-    return any(a in bar and b in bar for bar in one.bars)
+def _share_of_gap(unranked: Standings, ranked: Sequence[RankedRow], row: RankedRow) -> float:
+    """The mean share of the gap, over the columns with a floor and a ceiling; NaN without any."""
+    floor = _find(ranked, unranked.suite.floor)
+    if floor is None:
+        return math.nan
+    shares = []
+    for column in unranked.columns:
+        ceiling = unranked.ceiling(column)
+        if ceiling is not None:
+            means = [_mean_accuracy(bound, column) for bound in (row, floor, ceiling)]
+            shares.append(rank_metrics.share_of_gap(*means))
+    known = [share for share in shares if not math.isnan(share)]
+    if not known:
+        return math.nan
+    return float(np.mean(known))
+
+
+def _mean_accuracy(row: RankedRow, column: str) -> float:
+    return float(np.mean(list(row.column(column).values())))
+
+
+# ---- rows from entries ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EnteredRows:
+    """The rows of some entries.
+
+    ``rows``: by suite. ``suites``: by name, with rows for new methods. ``skipped``: a line for
+    each entry that failed a check.
+    """
+
+    rows: Mapping[str, Sequence[RankedRow]]
+    suites: Mapping[str, Suite]
+    skipped: Sequence[str] = ()
+
+
+def read_rows(folders: Sequence[Path]) -> EnteredRows:
+    """The rows of all entries below some folders that pass the checks that execute nothing.
+
+    Raises ConfigError for a folder without an entry.
+    """
+    rows: dict[str, list[RankedRow]] = {}
+    suites: dict[str, Suite] = {}
+    skipped = []
+    for folder, place in _places_of_entries(folders):
+        try:
+            entry = read_entry(place)
+            check_entry(entry)
+            suite = suite_of(entry)
+            level = recorded_levels(folder).get((entry.suite, entry.row, entry.sha), NOT_REPLAYED)
+            row = row_of(entry, suite, level)
+        except (ConfigError, CorruptFile) as error:
+            skipped.append(f"{place.name}: {error}")
+            continue
+        known_suite = suites.setdefault(suite.name, suite)
+        if entry.row not in known_suite.recipe.rows:
+            suites[suite.name] = known_suite.with_row(
+                entry.row, entry.method, entry.tries, entry.topology
+            )
+        rows.setdefault(suite.name, []).append(row)
+    return EnteredRows(rows, suites, skipped)
+
+
+def _places_of_entries(folders: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
+    """Each entry with the folder in which it was found."""
+    for folder in folders:
+        places = find_entries(folder)
+        if not places:
+            raise ConfigError(
+                f"{folder} contains no entry; name a folder of entries, such as runs/rank/entries"
+            )
+        yield from ((folder, place) for place in places)
+
+
+def row_of(entry: Entry, suite: Suite, status: str = NOT_REPLAYED) -> RankedRow:
+    """The scores of an entry's runs; the suite must have its row."""
+    scores: dict[RunKey, Score] = {}
+    diverged: dict[RunKey, str] = {}
+    tasks: dict[RunKey, list[list[float]]] = {}
+    for key in itertools.product(suite.columns_of(entry.row), TEST_SEEDS):
+        folder = entry.run_folder(*key)
+        scores[key] = score_of(folder, planned_rounds(folder))
+        if run_path(*key) in entry.diverged:
+            diverged[key] = entry.diverged[run_path(*key)]
+        accuracies = task_rows(read_events(folder / "journal.jsonl"))
+        if accuracies:
+            tasks[key] = [[round(value, TASK_DIGITS) for value in row] for row in accuracies]
+    return RankedRow(
+        name=entry.row,
+        scores=scores,
+        fields=entry.fields,
+        try_count=len(entry.tries),
+        diverged=diverged,
+        status=status,
+        tasks=tasks,
+        processor=str(entry.made_with.get("processor", "")),
+    )
+
+
+def all_standings(
+    rows: Mapping[str, Sequence[RankedRow]], suites: Mapping[str, Suite]
+) -> list[Standings]:
+    """The standings of all suites that have rows, in order.
+
+    If two rows of a suite have the same name, the last one counts.
+    """
+    shipped = suite_names()
+    names = [*shipped, *(name for name in rows if name not in shipped)]
+    result = []
+    for name in names:
+        by_name = {row.name: row for row in rows.get(name, ())}
+        if by_name:
+            suite = suites.get(name) or load_suite(name)
+            order = {row: index for index, row in enumerate(suite.recipe.rows)}
+            in_order = sorted(by_name.values(), key=lambda row: order.get(row.name, len(order)))
+            result.append(standings(suite, in_order))
+    return result

@@ -1,9 +1,10 @@
-"""Suites of the ranking: recipes without published numbers, which say what may be tried and which
-rows are bounds.
+"""Suites of the ranking: recipes without published numbers that list the configurations to try for
+each row, and the rows that serve as bounds.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,167 +15,15 @@ from typing import Any
 
 import tomli_w
 
-from fedstill.benchmark.recipes import RANKING, Recipe, recipe_of, recipe_text
+from fedstill.benchmark.recipes import RANKING, Recipe, parse_recipe, recipe_text
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.fields import as_table
 from fedstill.core.files import make_folder, parse_toml, read_toml, write_whole
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.compare import Variant
 
-# What may be tried of a row: a few tables of its method's own fields and of two further keys.
-
-
-MOST_TRIES = 5
-"""How many configurations of each method may be tried, a newcomer's too."""
-
-FREE = ("plan.lr", "stream.head")
-"""What a try may set beside its method's own fields."""
-
-
-def checked_tries(suite: str, row: str, tries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The tries of a row with dotted keys; raises ConfigError for a key that is not free, and for
-    too many or none.
-    """
-    if not 1 <= len(tries) <= MOST_TRIES:
-        raise ConfigError(f"{row} has {len(tries)} tries; every method has 1 to {MOST_TRIES}")
-    return [_dotted(suite, row, one) for one in tries]
-
-
-def _dotted(suite: str, row: str, one: Mapping[str, Any]) -> dict[str, Any]:
-    """A try with dotted keys: a bare one is a field of the method."""
-    keys = {key: key if "." in key else f"method.{key}" for key in one}
-    strange = [
-        key for key, whole in keys.items() if not whole.startswith("method.") and whole not in FREE
-    ]
-    if strange or "method.name" in keys.values():
-        raise ConfigError(
-            f"{suite}, {row}: a try sets fields of the method, {' and '.join(FREE)}, not "
-            f"{(strange or ['name'])[0]!r}"
-        )
-    return {keys[key]: value for key, value in one.items()}
-
-
-# What the folders of rows and columns are called, and that no two of a suite have one folder.
-
-
-def slug(name: str) -> str:
-    """A name as a folder's.
-
-    >>> slug("ExDir 2/.5"), slug("FedNTD + ASD")
-    ('exdir-2-.5', 'fedntd-+-asd')
-    """
-    return name.lower().replace("/", "-").replace(":", "-").replace(" ", "-")
-
-
-def refuse_one_folder(suite: str, what: str, names: Iterable[str]) -> None:
-    """Raises ConfigError where two names of a suite's rows or columns would have one folder: one
-    replaces the other.
-
-    >>> refuse_one_folder("clinics", "columns", ["even", "Even"])
-    Traceback (most recent call last):
-    ...
-    fedstill.core.errors.ConfigError: suite clinics: the columns 'even' and 'Even' would have one folder, even; rename one
-    """  # noqa: E501
-    folders: dict[str, str] = {}
-    for name in names:
-        if (other := folders.setdefault(slug(name), name)) != name:
-            raise ConfigError(
-                f"suite {suite}: the {what} {other!r} and {name!r} would have one folder, "
-                f"{slug(name)}; rename one"
-            )
-
-
-# What was chosen for each row of a suite: the scores of all tries on the seeds of choosing, and the
-# best of them.
-
-
-CHOOSING_SEEDS = (100, 101, 102)
-"""Fields are chosen on other seeds than those that are reported."""
-
-TIE = 0.002
-"""Scores that are nearer than this are alike: then fewer bytes win, and of these the try that
-stands first.
-"""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The scores of a row's tries, one by seed each, and the bytes that a run of each sends.
-
-    A run that diverged scores 0, as no accuracy is below it.
-    """
-
-    scores: tuple[tuple[float, ...], ...]
-    sent: tuple[int, ...]
-
-    @property
-    def best(self) -> int:
-        """The number of the try that is chosen, counted from 0: the best mean; of those alike, the
-        fewest bytes.
-        """
-        means = [statistics.fmean(own) for own in self.scores]
-        alike = [i for i, mean in enumerate(means) if mean >= max(means) - TIE]
-        return min(alike, key=lambda i: (self.sent[i], -means[i], i))
-
-    @property
-    def table(self) -> dict[str, Any]:
-        """As it stands in a file."""
-        return {"scores": [list(own) for own in self.scores], "sent": list(self.sent)}
-
-
-def read_choice(where: str, table: Any, tries: int) -> Choice:
-    """A choice from its table; raises ConfigError unless it has as many scores as there are
-    tries.
-    """
-    try:
-        scores = tuple(tuple(float(v) for v in own) for own in table["scores"])
-        sent = tuple(int(v) for v in table["sent"])
-    except (TypeError, ValueError, KeyError, IndexError) as error:
-        raise ConfigError(f"{where}: the scores of its tries cannot be read: {error}") from error
-    seeds = {len(try_scores) for try_scores in scores}
-    if len(scores) != tries or len(sent) != tries or seeds != {len(CHOOSING_SEEDS)}:
-        raise ConfigError(
-            f"{where}: it has scores of {len(scores)} tries; it needs {len(CHOOSING_SEEDS)} scores "
-            f"of each of {tries} tries, and the bytes sent"
-        )
-    shares = [score for try_scores in scores for score in try_scores]
-    if not all(0 <= score <= 1 for score in shares) or min(sent) < 0:
-        raise ConfigError(f"{where}: scores must be from 0 to 1, and bytes sent not negative")
-    return Choice(scores, sent)
-
-
-def chosen_from(suite: str, version: int, tries: Mapping[str, Sequence[Any]]) -> dict[str, Choice]:
-    """What ships with a suite, by row; nothing where nothing was chosen. Raises ConfigError for
-    another version's.
-    """
-    file = resources.files("fedstill.recipes") / RANKING / "chosen" / f"{suite}.toml"
-    if not file.is_file():
-        return {}
-    tree = parse_toml(file.read_bytes())
-    if tree.pop("version", None) != version:
-        raise ConfigError(f"recipes/rank/chosen/{suite}.toml is of another version than the suite")
-    return {
-        row: read_choice(f"{suite}, {row}", table, len(tries[row]))
-        for row, table in tree.items()
-        if row in tries
-    }
-
-
-def write_choices(
-    path: Path, version: int, chosen: Mapping[str, Choice], shown: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Write choices to a file, with the fields that each comes to for people to read."""
-    tree = {row: {"fields": dict(shown[row]), **choice.table} for row, choice in chosen.items()}
-    head = (
-        "# Made by `fedstill rank choose`: by row, the score of each try on each seed of choosing, "
-        "and bytes sent.\n"
-    )
-    make_folder(path.parent)
-    write_whole(path, (head + tomli_w.dumps({"version": version, **tree})).encode())
-
-
 TIERS = ("digits", "small")
-"""By cost: seconds a run, minutes a run."""
+"""By cost: a run takes seconds or minutes."""
 
 TRACKS = {
     "space": "clients differ",
@@ -184,37 +33,193 @@ TRACKS = {
     "public": "logits travel, on public images",
     "peers": "one exchange between clients",
 }
-"""The six questions."""
+"""The question that each track asks."""
 
 TEST_SEEDS = (0, 1, 2, 3, 4)
+"""The seeds of the runs that are reported."""
 
-KEYS = {"paper", "version", "against", "bounds", "choosing", "common", "columns", "rows", "tries"}
-
-CHOOSING = ({"of"}, {"column", "rounds"}, {"column", "rounds", "rate"})
-"""What ``choosing`` says: whose choices are taken; or where fields are chosen, and whose learning
-rate all have.
-"""
+CHOOSING_SEEDS = (100, 101, 102)
+"""The seeds of the runs that choose a configuration; none of them is reported."""
 
 Try = Mapping[str, Any]
-"""Values by dotted key over a row's."""
+"""A configuration to try: values by dotted key, which replace those of a row."""
 
-_own: dict[str, Suite] = {}
-"""Suites from files of yours that this process has read, by name."""
+# ---- the configurations to try -------------------------------------------------------------------
+
+MAX_TRIES = 5
+"""The maximum number of configurations per method, in a suite and for a new method."""
+
+FREE_KEYS = ("plan.lr", "stream.head")
+"""The keys that a try may set besides the fields of its method."""
+
+
+def checked_tries(suite: str, row: str, tries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tries of a row, with dotted keys.
+
+    Raises ConfigError for a key that a try must not set, and for too many tries or none.
+    """
+    if not 1 <= len(tries) <= MAX_TRIES:
+        raise ConfigError(f"{row} has {len(tries)} tries; every method has 1 to {MAX_TRIES}")
+    return [_with_dotted_keys(suite, row, values) for values in tries]
+
+
+def _with_dotted_keys(suite: str, row: str, values: Try) -> dict[str, Any]:
+    """A try with dotted keys; a key without a dot is a field of the method."""
+    dotted: dict[str, Any] = {}
+    for key, value in values.items():
+        dotted_key = key
+        if "." not in key:
+            dotted_key = f"method.{key}"
+        is_field = dotted_key.startswith("method.") and dotted_key != "method.name"
+        if not is_field and dotted_key not in FREE_KEYS:
+            raise ConfigError(
+                f"{suite}, {row}: a try sets fields of the method, {' and '.join(FREE_KEYS)}, "
+                f"not {key!r}"
+            )
+        dotted[dotted_key] = value
+    return dotted
+
+
+# ---- the folders of rows and columns -------------------------------------------------------------
+
+
+def slug(name: str) -> str:
+    """The folder of a row or column.
+
+    >>> slug("ExDir 2/.5"), slug("FedNTD + ASD")
+    ('exdir-2-.5', 'fedntd-+-asd')
+    """
+    return name.lower().replace("/", "-").replace(":", "-").replace(" ", "-")
+
+
+def check_slugs(suite: str, kind: str, names: Iterable[str]) -> None:
+    """Raise ConfigError if two rows or columns have the same folder: one would overwrite the other.
+
+    >>> check_slugs("clinics", "columns", ["even", "Even"])
+    Traceback (most recent call last):
+    ...
+    fedstill.core.errors.ConfigError: suite clinics: the columns 'even' and 'Even' share the folder even; rename one of them
+    """  # noqa: E501
+    names_by_slug: dict[str, str] = {}
+    for name in names:
+        first_name = names_by_slug.setdefault(slug(name), name)
+        if first_name != name:
+            raise ConfigError(
+                f"suite {suite}: the {kind} {first_name!r} and {name!r} share the folder "
+                f"{slug(name)}; rename one of them"
+            )
+
+
+# ---- the configuration chosen for a row ----------------------------------------------------------
+
+TIE = 0.002
+"""Scores closer than this count as equal; then the try with the fewest bytes wins, then the one
+with the higher score, then the first.
+"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The results of a row's tries, from which the best try follows.
+
+    ``scores``: by try, one accuracy for each of ``CHOOSING_SEEDS``; 0 for a run that diverged.
+    ``sent``: by try, the bytes that one run sends.
+    """
+
+    scores: tuple[tuple[float, ...], ...]
+    sent: tuple[int, ...]
+
+    @property
+    def best_try(self) -> int:
+        """The index of the chosen try: the best mean score; among equal ones, the fewest bytes."""
+        means = [statistics.fmean(seed_scores) for seed_scores in self.scores]
+        highest = max(means)
+        tied = [index for index, mean in enumerate(means) if mean >= highest - TIE]
+        return min(tied, key=lambda index: (self.sent[index], -means[index], index))
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The choice as a TOML table."""
+        return {"scores": [list(seed_scores) for seed_scores in self.scores], "sent": [*self.sent]}
+
+
+def read_choice(source: str, table: Any, try_count: int) -> Choice:
+    """A choice from its TOML table.
+
+    Raises ConfigError, which starts with ``source``, unless there is a valid result for each try.
+    """
+    try:
+        scores = tuple(tuple(map(float, seed_scores)) for seed_scores in table["scores"])
+        sent = tuple(map(int, table["sent"]))
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise ConfigError(f"{source}: cannot read the scores of the tries: {error}") from error
+
+    score_counts = {len(seed_scores) for seed_scores in scores}
+    is_complete = len(scores) == len(sent) == try_count
+    if not is_complete or score_counts != {len(CHOOSING_SEEDS)}:
+        raise ConfigError(
+            f"{source}: it has scores of {len(scores)} tries; it needs {len(CHOOSING_SEEDS)} "
+            f"scores of each of {try_count} tries, and the bytes sent"
+        )
+    all_scores = list(itertools.chain.from_iterable(scores))
+    if not all(0 <= score <= 1 for score in all_scores) or min(sent) < 0:
+        raise ConfigError(f"{source}: scores must be from 0 to 1, and bytes sent not negative")
+    return Choice(scores, sent)
+
+
+def shipped_choices(
+    suite: str, version: int, tries: Mapping[str, Sequence[Any]]
+) -> dict[str, Choice]:
+    """The choices that ship with a suite, by row; empty if none do.
+
+    Raises ConfigError for choices of another version of the suite.
+    """
+    file = resources.files("fedstill.recipes") / RANKING / "chosen" / f"{suite}.toml"
+    if not file.is_file():
+        return {}
+    tree = parse_toml(file.read_bytes())
+    if tree.pop("version", None) != version:
+        raise ConfigError(
+            f"recipes/rank/chosen/{suite}.toml belongs to another version of the suite; choose the "
+            "fields again"
+        )
+    return {
+        row: read_choice(f"{suite}, {row}", table, len(tries[row]))
+        for row, table in tree.items()
+        if row in tries
+    }
+
+
+def write_choices(
+    path: Path, version: int, choices: Mapping[str, Choice], fields: Mapping[str, Try]
+) -> None:
+    """Write choices to a file, with the chosen ``fields`` of each row for human readers."""
+    tables = {row: {"fields": dict(fields[row]), **choice.table} for row, choice in choices.items()}
+    head = (
+        "# Written by `fedstill rank choose`. By row: the score of each try on each seed of "
+        "choosing, and the bytes sent.\n"
+    )
+    make_folder(path.parent)
+    write_whole(path, (head + tomli_w.dumps({"version": version, **tables})).encode())
+
+
+# ---- suites --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Suite:
-    """One track of one tier: its settings, which never change within a version.
+    """One track in one tier. Its settings never change within a version.
 
-    ``tries``: by row, what may be tried; rows without any are bounds, which are not
-    ranked. ``floor``: the row at share 0 of the gap; ``ceilings``: the rows at share 1, of which a
-    column has one at most. ``against``: the row that differences are to. ``column``, ``rounds``:
-    where fields are chosen, and in how many rounds (0: all; a row that says its own has these).
-    ``rate_of``: the row whose chosen learning rate all others' tries have, where they set none; "":
-    the suite's.
-    ``chosen``: by row, what was.
-    ``there``: the suite in which all of this is chosen, where it is another; ``column`` is then
-    this one's first.
+    ``tries``: by row, the configurations to try; rows without tries are bounds and are not ranked.
+    ``baseline``: the row that differences are taken to.
+    ``floor``: the row at share 0 of the gap. ``ceilings``: the rows at share 1, at most one of them
+    in each column.
+    ``choosing_column``, ``choosing_rounds``: where the configurations are chosen, and over how many
+    rounds (0: all); a row with its own number of rounds keeps it.
+    ``rate_row``: the row whose chosen learning rate all other rows use in tries that set none;
+    empty: the suite's own rate.
+    ``choices``: by row, the results of its tries.
+    ``choices_from``: the suite whose choices this one uses, if it does not make its own.
     """
 
     tier: str
@@ -222,144 +227,147 @@ class Suite:
     version: int
     recipe: Recipe
     tries: Mapping[str, Sequence[Try]]
-    against: str
+    baseline: str
     floor: str
     ceilings: tuple[str, ...]
-    column: str
-    rounds: int
-    rate_of: str = ""
-    chosen: Mapping[str, Choice] = field(default_factory=dict)
-    there: Suite | None = None
+    choosing_column: str
+    choosing_rounds: int
+    rate_row: str = ""
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+    choices_from: Suite | None = None
 
     @property
     def name(self) -> str:
-        """``TIER-TRACK``; of a file of yours the file's, whatever it is."""
+        """``TIER-TRACK``, or the stem of a user's file."""
         return "-".join(filter(None, (self.tier, self.track)))
 
     @property
     def title(self) -> str:
-        """Tier, track and what it asks; of a suite of yours its name and what it says of itself."""
-        asked = TRACKS.get(self.track)
-        return (
-            f"{self.tier}, {self.track}: {asked}" if asked else f"{self.name}: {self.recipe.paper}"
-        )
+        """Tier, track and its question; for a user's suite, its name and description."""
+        question = TRACKS.get(self.track)
+        if question is None:
+            return f"{self.name}: {self.recipe.paper}"
+        return f"{self.tier}, {self.track}: {question}"
 
     @property
-    def chooses_in(self) -> Suite:
-        """The suite in which its fields are chosen: itself, mostly."""
-        return self.there or self
+    def choosing_suite(self) -> Suite:
+        """The suite in which the configurations are chosen, usually this one."""
+        return self.choices_from or self
 
     @property
-    def choosing(self) -> str:
-        """The command that chooses its fields."""
-        suite = self.chooses_in
-        ships = suite.name in suite_names()
-        return (
-            "fedstill rank choose "
-            f"{f'{suite.tier} --track {suite.track}' if ships else f'{suite.name}.toml'}"
-        )
+    def choose_command(self) -> str:
+        """The command that chooses the configurations."""
+        suite = self.choosing_suite
+        if suite.name in suite_names():
+            return f"fedstill rank choose {suite.tier} --track {suite.track}"
+        return f"fedstill rank choose {suite.name}.toml"
 
     @property
-    def competing(self) -> list[str]:
-        """The rows that are ranked."""
+    def ranked_rows(self) -> list[str]:
+        """The rows that are ranked, without the bounds."""
         return [row for row in self.recipe.rows if row in self.tries]
 
-    def columns(self, row: str) -> list[str]:
-        """The columns of a row."""
-        return [c for r, c in self.recipe.cells() if r == row]
+    def columns_of(self, row: str) -> list[str]:
+        """The columns in which a row has a cell."""
+        return [column for cell_row, column in self.recipe.cells() if cell_row == row]
 
-    def row_named(self, name: str) -> str:
-        """A row by its name in any case, or by its method's; raises UnknownName."""
+    def find_row(self, name: str) -> str:
+        """A row by its name or by its method's name, in any case. Raises UnknownName."""
         if name.lower() not in self._rows_by_name:
             raise UnknownName("row", name, self.recipe.rows, where=self.name)
         return self._rows_by_name[name.lower()]
 
-    def rows_named(self, names: Sequence[str]) -> list[str]:
-        """Rows by what people call them, from a list cut at its commas, which a row's name may
-        hold; UnknownName.
+    def find_rows(self, names: Sequence[str]) -> list[str]:
+        """Rows by name, from an option that was split at commas. Raises UnknownName.
+
+        The name of a row may contain commas, so adjacent parts are joined where that gives a row.
         """
-        rows, left = [], list(names)
-        while left:
-            held = (
-                n
-                for n in range(len(left), 1, -1)
-                if ", ".join(left[:n]).lower() in self._rows_by_name
-            )
-            many = next(held, 1)
-            rows.append(self.row_named(", ".join(left[:many])))
-            left = left[many:]
+        rows = []
+        remaining = list(names)
+        while remaining:
+            count = self._parts_of_first_name(remaining)
+            rows.append(self.find_row(", ".join(remaining[:count])))
+            remaining = remaining[count:]
         return rows
+
+    def _parts_of_first_name(self, parts: Sequence[str]) -> int:
+        for count in range(len(parts), 1, -1):
+            if ", ".join(parts[:count]).lower() in self._rows_by_name:
+                return count
+        return 1
 
     @cached_property
     def _rows_by_name(self) -> dict[str, str]:
-        like = {row.lower(): row for row in self.recipe.rows}
-        return like | {self.method(row)["name"]: row for row in reversed(self.competing)}
+        rows = {row.lower(): row for row in self.recipe.rows}
+        # If two rows have the same method, its name stands for the first of them.
+        for row in reversed(self.ranked_rows):
+            rows[self.method_of(row)["name"]] = row
+        return rows
 
-    def method(self, row: str) -> dict[str, Any]:
-        """A row's method and the fields that it sets."""
-        named = self.recipe.rows[row].get("method", {})
-        return {"name": named} if isinstance(named, str) else dict(named)
+    def method_of(self, row: str) -> dict[str, Any]:
+        """The table ``[method]`` of a row: the name and the fields that it sets."""
+        method = self.recipe.rows[row].get("method", {})
+        if isinstance(method, str):
+            return {"name": method}
+        return dict(method)
 
-    def settings_chosen(self, row: str) -> Try:
-        """What was chosen for a row over the suite's settings; raises ConfigError where nothing was
-        yet.
+    def chosen_fields(self, row: str) -> Try:
+        """The configuration chosen for a row; empty for a bound.
+
+        Raises ConfigError if none has been chosen yet.
         """
         if row not in self.tries:
             return {}
-        if row not in self.chosen:
-            raise ConfigError(f"{self.name}: nothing is chosen for {row} yet: {self.choosing}")
-        return self.tries_of(row)[self.chosen[row].best]
+        if row not in self.choices:
+            raise ConfigError(
+                f"{self.name}: nothing has been chosen for {row} yet; run {self.choose_command}"
+            )
+        return self.tries_of(row)[self.choices[row].best_try]
 
     def tries_of(self, row: str) -> Sequence[Try]:
-        """What may be tried of a row, the learning rate of ``rate_of`` under it; ConfigError before
-        that is chosen.
+        """The configurations to try for a row, with the learning rate chosen for ``rate_row``.
 
-        Else a row that tries learning rates would be compared with rows that could not.
+        Without it, a row that tries learning rates would be compared with rows that cannot.
+        Raises ConfigError if that rate has not been chosen yet.
         """
-        if not self.rate_of or row == self.rate_of:
+        if not self.rate_row or row == self.rate_row:
             return self.tries[row]
-        rate = {
-            key: value
-            for key, value in self.settings_chosen(self.rate_of).items()
-            if key == "plan.lr"
-        }
-        return [{**rate, **one} for one in self.tries[row]]
+        fields = self.chosen_fields(self.rate_row)
+        rate = {key: value for key, value in fields.items() if key == "plan.lr"}
+        return [{**rate, **values} for values in self.tries[row]]
 
     def runs(self, row: str, out: Path, seeds: Sequence[int] = TEST_SEEDS) -> list[Variant]:
-        """The runs that are reported of a row: all its columns, all seeds."""
-        cells = [(row, column) for column in self.columns(row)]
-        return self.recipe.variants(cells, seeds, self.settings_chosen(row), out)
+        """The runs of a row that are reported: all columns, all seeds."""
+        cells = [(row, column) for column in self.columns_of(row)]
+        return self.recipe.variants(cells, seeds, self.chosen_fields(row), out)
 
     def trials(self, row: str, out: Path) -> list[list[Variant]]:
-        """For each try of a row, the runs on the seeds of choosing: tested on training images that
-        clients lack.
-        """
-        if self.there:
-            return replace(self.there, chosen=self.chosen).trials(row, out)
-        fixed = self.trial_settings(row)
-        return [
-            self.recipe.variants(
-                [(row, self.column)], CHOOSING_SEEDS, {**fixed, **one}, out / f"try{number + 1}"
-            )
-            for number, one in enumerate(self.tries_of(row))
-        ]
+        """For each try of a row, the runs that score it, one for each of ``CHOOSING_SEEDS``."""
+        if self.choices_from:
+            return replace(self.choices_from, choices=self.choices).trials(row, out)
+        trials = []
+        for number, values in enumerate(self.tries_of(row), 1):
+            changes = {**self.trial_settings(row), **values}
+            cells = [(row, self.choosing_column)]
+            folder = out / f"try{number}"
+            trials.append(self.recipe.variants(cells, CHOOSING_SEEDS, changes, folder))
+        return trials
 
     def trial_settings(self, row: str) -> Try:
-        """What all trials of a row have over the suite's settings: what they are tested on, and how
-        long they are.
+        """The settings shared by all trials of a row: the test data and the number of rounds.
+
+        Trials are tested on training images that no client holds, never on the test set.
         """
-        size = (
-            {"rounds": self.rounds} if self.rounds and "rounds" not in self.recipe.rows[row] else {}
-        )
-        return {**size, "data.test_from": "held_out"}
+        settings: dict[str, Any] = {}
+        if self.choosing_rounds and "rounds" not in self.recipe.rows[row]:
+            settings["rounds"] = self.choosing_rounds
+        settings["data.test_from"] = "held_out"
+        return settings
 
     def with_defaults(self, name: str, method: str) -> Suite:
-        """The suite with one row more, of a method with its documented defaults; nothing is tried
-        or chosen of it.
-        """
-        return replace(
-            self, recipe=replace(self.recipe, rows={**self.recipe.rows, name: {"method": method}})
-        )
+        """The suite with one more row: a method with its default fields and without tries."""
+        rows = {**self.recipe.rows, name: {"method": method}}
+        return replace(self, recipe=replace(self.recipe, rows=rows))
 
     def with_row(
         self,
@@ -368,69 +376,95 @@ class Suite:
         tries: Sequence[Try],
         topology: Mapping[str, Any] | None = None,
     ) -> Suite:
-        """The suite with one row more, of a newcomer's method.
+        """The suite with one more row, for a new method.
 
-        ``topology``: its kind and the stages that the method adds to it (``row_topology``); by
-        default the suite's. Raises ConfigError for a name that is taken, and for a topology of
-        which the suite has no row.
+        ``topology``: its kind and the stages that the method adds, as ``topology_of_new_row`` takes
+        it; by default the suite's topology. Raises ConfigError for a name that is taken, and for a
+        topology that no row of the suite has.
         """
         if name in self.recipe.rows:
             raise ConfigError(
-                f"{self.name} has a row {name!r} already; choose another name with --name"
+                f"{self.name} already has a row {name!r}; choose another name with --name"
             )
         row: dict[str, Any] = {"method": method}
         if topology:
-            row["topology"] = self.row_topology(name, topology)
+            row["topology"] = self.topology_of_new_row(name, topology)
         if not any("plan" in column for column in self.recipe.columns.values()):
-            # What the suite leaves open is FedAvg's, whatever plans the method has.
+            # FedAvg's plan fills the keys that the suite leaves open, whatever plans the method
+            # has: all rows train alike.
             plan = {**as_table(FedAvg.plans["train"]), **self.recipe.common["plan"]}
             row["plan"] = {key: value for key, value in plan.items() if value is not None}
-        recipe = replace(self.recipe, rows={**self.recipe.rows, name: row})
-        own = {**self.tries, name: checked_tries(self.name, name, tries)}
+
+        choices_from = None
+        if self.choices_from is not None:
+            choices_from = self.choices_from.with_row(name, method, tries, topology)
         return replace(
             self,
-            recipe=recipe,
-            tries=own,
-            there=self.there and self.there.with_row(name, method, tries, topology),
+            recipe=replace(self.recipe, rows={**self.recipe.rows, name: row}),
+            tries={**self.tries, name: checked_tries(self.name, name, tries)},
+            choices_from=choices_from,
         )
 
-    def own_topology(self, row: str) -> dict[str, Any]:
-        """What a row's topology has beside the suite's: its kind, if it is another, and stages."""
+    def added_topology(self, row: str) -> dict[str, Any]:
+        """The topology options in which a row differs from the suite, without ``CLIENT_OPTIONS``:
+        its kind, and the stages that its method adds.
+        """
         common = self.recipe.common["topology"]
-        own = self.recipe.rows[row].get("topology", {})
-        return {k: v for k, v in own.items() if k not in OF_CLIENTS and v != common.get(k)}
+        topology = self.recipe.rows[row].get("topology", {})
+        return {
+            key: value
+            for key, value in topology.items()
+            if key not in CLIENT_OPTIONS and value != common.get(key)
+        }
 
-    def row_topology(self, row: str, topology: Mapping[str, Any]) -> dict[str, Any]:
-        """The topology of a newcomer's row: as many clients as the suite's rows have, and the
-        stages that the method adds.
+    def topology_of_new_row(self, row: str, topology: Mapping[str, Any]) -> dict[str, Any]:
+        """The topology of a new row: the clients of the suite's rows, and the stages that its
+        method adds.
 
-        topology: ``kind``, and further options, of which each names a stage. Raises ConfigError for
-        a kind of which no row is, and for options that are no names of stages.
+        ``topology``: ``kind``, and options that each name a stage. Raises ConfigError for a kind
+        that no row has, and for other options.
         """
         common = self.recipe.common["topology"]
         kind = topology.get("kind", common["kind"])
-        rows = [self.recipe.rows[other].get("topology", common) for other in self.competing]
-        known = {table["kind"]: table for table in reversed([common, *rows])}
+        known = self._topologies_by_kind()
         if kind not in known:
             raise ConfigError(
                 f"{row} has the topology {kind}, and the rows of {self.name} have "
-                f"{' or '.join(sorted(known))}; {_other_track(kind)}"
+                f"{' or '.join(sorted(known))}; {_track_hint(kind)}"
             )
         stages = {key: value for key, value in topology.items() if key != "kind"}
         for key, value in stages.items():
-            if key in OF_CLIENTS or not isinstance(value, str):
+            if key in CLIENT_OPTIONS or not isinstance(value, str):
                 raise ConfigError(
                     f"{row} sets topology.{key} = {value!r}, which is the same for all rows of "
-                    f"{self.name}; leave it out of the method's schedule"
+                    f"{self.name}; remove it from the method's schedule"
                 )
         if kind == common["kind"]:
             return {**common, **stages}
-        clients = {key: known[kind][key] for key in OF_CLIENTS if key in known[kind]}
+        clients = {key: value for key, value in known[kind].items() if key in CLIENT_OPTIONS}
         return {"kind": kind, **clients, **stages}
 
+    def _topologies_by_kind(self) -> dict[str, Mapping[str, Any]]:
+        """A topology of each kind that the suite has; the suite's own one comes first."""
+        common = self.recipe.common["topology"]
+        topologies = [common]
+        topologies += [self.recipe.rows[row].get("topology", common) for row in self.ranked_rows]
+        by_kind: dict[str, Mapping[str, Any]] = {}
+        for topology in topologies:
+            by_kind.setdefault(topology["kind"], topology)
+        return by_kind
 
-OF_CLIENTS = ("clients", "sampled", "cohorts", "order")
-"""The options of topologies that say which clients act: in a suite they are the same for all."""
+
+@dataclass(frozen=True)
+class SuiteRow:
+    """A row of a suite."""
+
+    suite: Suite
+    name: str
+
+
+CLIENT_OPTIONS = ("clients", "sampled", "cohorts", "order")
+"""The options of topologies that decide which clients act; all rows of a suite share them."""
 
 TRACK_OF_TOPOLOGY = {
     "parallel": "space",
@@ -441,93 +475,141 @@ TRACK_OF_TOPOLOGY = {
 """The first track whose rows have a topology."""
 
 
-def _other_track(topology: str) -> str:
-    """Where a method of a topology is entered, in words."""
+def _track_hint(topology: str) -> str:
+    """Advice on where to enter a method with a topology."""
     if topology in TRACK_OF_TOPOLOGY:
         return f"enter it with --track {TRACK_OF_TOPOLOGY[topology]}"
-    return "no track has it"
+    return "no track has this topology"
+
+
+# ---- reading suites ------------------------------------------------------------------------------
+
+SUITE_KEYS = {
+    "paper",
+    "version",
+    "against",
+    "bounds",
+    "choosing",
+    "common",
+    "columns",
+    "rows",
+    "tries",
+}
+
+CHOOSING_KEYS = ({"of"}, {"column", "rounds"}, {"column", "rounds", "rate"})
+"""The possible keys of the table ``choosing``: another suite whose choices are used, or the column
+and the rounds in which configurations are chosen, and the row whose learning rate all others use.
+"""
+
+_suites_from_files: dict[str, Suite] = {}
+"""The suites that this process has read from users' files, by name."""
 
 
 def suite_names(tier: str = "", track: str = "") -> list[str]:
-    """The suites there are, ``TIER-TRACK``, of a tier and a track where they are named; raises
-    UnknownName.
+    """The names of the suites that ship, ``TIER-TRACK``, of one tier and track if these are given.
+
+    Raises UnknownName for an unknown tier or track.
     """
-    for what, said, known in (("tier", tier, TIERS), ("track", track, tuple(TRACKS))):
-        if said and said not in known:
-            raise UnknownName(what, said, known)
-    every = [
-        f"{one}-{other}"
-        for one in TIERS
-        for other in TRACKS
-        if tier in ("", one) and track in ("", other)
-    ]
-    there = {f.name for f in (resources.files("fedstill.recipes") / RANKING).iterdir()}
-    return [name for name in every if f"{name}.toml" in there]
+    if tier and tier not in TIERS:
+        raise UnknownName("tier", tier, TIERS)
+    if track and track not in TRACKS:
+        raise UnknownName("track", track, tuple(TRACKS))
+    tiers = [tier] if tier else TIERS
+    tracks = [track] if track else TRACKS
+    names = ["-".join(pair) for pair in itertools.product(tiers, tracks)]
+    folder = resources.files("fedstill.recipes") / RANKING
+    return [name for name in names if (folder / f"{name}.toml").is_file()]
 
 
 def load_suite(name: str) -> Suite:
-    """A suite by its name, with what was chosen for its rows; raises UnknownName, ConfigError."""
-    if name in _own:
-        return _own[name]
+    """A suite by its name, with the choices that ship. Raises UnknownName or ConfigError."""
+    if name in _suites_from_files:
+        return _suites_from_files[name]
     if name not in suite_names():
         raise UnknownName("suite", name, suite_names())
-    return _suite(name, parse_toml(recipe_text(f"{RANKING}/{name}").encode()))
+    return _parse_suite(name, parse_toml(recipe_text(f"{RANKING}/{name}").encode()))
 
 
-def own_suite(path: Path) -> Suite:
-    """A suite from a file of yours, ``NAME.toml``; ``load_suite`` knows its name from then on, as
-    entries say it.
+def read_suite(path: Path) -> Suite:
+    """A suite from a user's file ``NAME.toml``; afterwards ``load_suite`` finds it by its name.
 
-    Raises ConfigError for a file that is no suite, or has the name of one that ships.
+    Raises ConfigError for a file that is not a suite, or has the name of one that ships.
     """
     if path.stem in suite_names():
         raise ConfigError(f"{path}: {path.stem} is the name of a built-in suite; rename the file")
     try:
         tree = read_toml(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the suite {path} cannot be read: {error}") from error
-    _own[path.stem] = _suite(path.stem, tree)
-    return _own[path.stem]
+        raise ConfigError(f"cannot read the suite {path}: {error}") from error
+    suite = _parse_suite(path.stem, tree)
+    _suites_from_files[path.stem] = suite
+    return suite
 
 
-def _suite(name: str, tree: Mapping[str, Any]) -> Suite:
-    if set(tree) != KEYS:
-        raise ConfigError(f"suite {name}: it has {sorted(tree)}, and must have {sorted(KEYS)}")
-    recipe = recipe_of(
-        f"{RANKING}/{name}",
-        {k: v for k, v in tree.items() if k in ("paper", "common", "columns", "rows")},
+def _parse_suite(name: str, tree: Mapping[str, Any]) -> Suite:
+    if set(tree) != SUITE_KEYS:
+        raise ConfigError(
+            f"suite {name}: it has the keys {sorted(tree)} and must have {sorted(SUITE_KEYS)}"
+        )
+    recipe = parse_recipe(
+        f"{RANKING}/{name}", {key: tree[key] for key in ("paper", "common", "columns", "rows")}
     )
-    for what, named_so in (("rows", recipe.rows), ("columns", recipe.columns)):
-        refuse_one_folder(name, what, named_so)
-    tries = {row: checked_tries(name, row, each) for row, each in tree["tries"].items()}
+    check_slugs(name, "rows", recipe.rows)
+    check_slugs(name, "columns", recipe.columns)
     tier, _, track = name.partition("-")
-    bounds, choosing = tree["bounds"], tree["choosing"]
-    if set(choosing) not in CHOOSING:
-        raise ConfigError(
-            f"suite {name}: choosing has {sorted(choosing)}, and must have column and rounds, also "
-            "rate; or of"
-        )
-    there = load_suite(choosing["of"]) if "of" in choosing else None
-    column, rounds = (
-        (next(iter(recipe.columns)), 0) if there else (choosing["column"], choosing["rounds"])
+    tries = {row: checked_tries(name, row, values) for row, values in tree["tries"].items()}
+    suite = Suite(
+        tier=tier,
+        track=track,
+        version=tree["version"],
+        recipe=recipe,
+        tries=tries,
+        baseline=tree["against"],
+        floor=tree["bounds"]["floor"],
+        ceilings=tuple(tree["bounds"]["ceiling"]),
+        choosing_column=next(iter(recipe.columns)),
+        choosing_rounds=0,
     )
-    rate_of = there.rate_of if there else choosing.get("rate", "")
-    named = [*tries, tree["against"], bounds["floor"], *bounds["ceiling"], *filter(None, [rate_of])]
-    if strange := sorted(set(named) - set(recipe.rows)):
+    suite = _with_choosing(suite, tree["choosing"])
+    _check_names(suite)
+    return suite
+
+
+def _with_choosing(suite: Suite, choosing: Mapping[str, Any]) -> Suite:
+    """A suite with what its table ``choosing`` says, and with the choices that ship."""
+    if set(choosing) not in CHOOSING_KEYS:
         raise ConfigError(
-            f"suite {name}: it says something of a row {strange[0]!r}, which it does not have"
+            f"suite {suite.name}: choosing has the keys {sorted(choosing)}; it must have column "
+            "and rounds (and may have rate), or of"
         )
-    if column not in recipe.columns:
+    if "of" not in choosing:
+        return replace(
+            suite,
+            choosing_column=choosing["column"],
+            choosing_rounds=choosing["rounds"],
+            rate_row=choosing.get("rate", ""),
+            choices=shipped_choices(suite.name, suite.version, suite.tries),
+        )
+    source = load_suite(choosing["of"])
+    for row, tries in suite.tries.items():
+        if tries != source.tries.get(row):
+            raise ConfigError(
+                f"suite {suite.name}: the tries of {row} must be those of {source.name}, which "
+                "chooses its fields"
+            )
+    return replace(suite, rate_row=source.rate_row, choices=source.choices, choices_from=source)
+
+
+def _check_names(suite: Suite) -> None:
+    """Raise ConfigError if a suite names a row or a column that it does not have."""
+    names = {*suite.tries, suite.baseline, suite.floor, *suite.ceilings}
+    if suite.rate_row:
+        names.add(suite.rate_row)
+    unknown = sorted(names - set(suite.recipe.rows))
+    if unknown:
+        raise ConfigError(f"suite {suite.name}: there is no row {unknown[0]!r}")
+    if suite.choosing_column not in suite.recipe.columns:
         raise ConfigError(
-            f"suite {name}: fields are chosen on {column!r}, which is none of its columns"
+            f"suite {suite.name}: choosing.column is {suite.choosing_column!r}, which is not one "
+            "of its columns"
         )
-    if there and (other := [row for row, own in tries.items() if own != there.tries.get(row)]):
-        raise ConfigError(
-            f"suite {name}: {other[0]} has not the tries of {there.name}, in which its fields are "
-            "chosen"
-        )
-    chosen = there.chosen if there else chosen_from(name, tree["version"], tries)
-    ends = (tree["against"], bounds["floor"], tuple(bounds["ceiling"]))
-    return Suite(
-        tier, track, tree["version"], recipe, tries, *ends, column, rounds, rate_of, chosen, there
-    )

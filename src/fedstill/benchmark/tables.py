@@ -1,26 +1,38 @@
-"""The standings as text: the same numbers for the page, Markdown, CSV and LaTeX; and all runs with
-all digits.
+"""The standings as tables of text, for the page, the terminal, Markdown, CSV and LaTeX.
+
+table.csv contains all runs with all digits: every other table can be computed from it.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from fedstill.benchmark import standings as agreement
-from fedstill.benchmark.scoring import NUMBERS, Score
-from fedstill.benchmark.standings import Placed, RankedRow, Standings
-from fedstill.benchmark.suites import TEST_SEEDS, Suite
+from rich.console import RenderableType
+from rich.text import Text
+from scipy.stats import kendalltau
+
+from fedstill.benchmark.recipes import RANKING
+from fedstill.benchmark.scoring import SCORE_FIELDS, Score
+from fedstill.benchmark.standings import FEDAVG, Placed, RankedRow, Standings
+from fedstill.benchmark.suites import TEST_SEEDS, TIERS, TRACKS, Suite
 from fedstill.core.errors import CorruptFile
 from fedstill.core.files import make_folder, write_whole
 from fedstill.metrics.ranks import Difference, nemenyi_width
+from fedstill.report import terminal
 from fedstill.report.summary import NONE
-from fedstill.report.table_files import csv_text, latex, markdown
+from fedstill.report.table_files import TextTable, csv_text, latex, markdown
+from fedstill.running.runs import Spread
+
+# ---- the table of a suite ------------------------------------------------------------------------
 
 HEAD = (
     "#",
@@ -43,281 +55,464 @@ HEAD = (
 """The columns of a suite's table."""
 
 
-def standing_head(standings: Standings) -> list[str]:
-    """The table's head; what the difference is to, and whose CPU seconds are 1."""
-    unit = f"CPU × {cpu_unit(standings)}"
-    return [h.replace("Δ", f"Δ to {standings.suite.against}").replace("CPU", unit) for h in HEAD]
+def standing_table(standings: Standings) -> TextTable:
+    """A line for each ranked row, best first, then the bounds, which have no rank.
+
+    The head names the baseline of the differences, and the row whose CPU seconds are the unit.
+    """
+    baseline = standings.suite.baseline
+    head = []
+    for title in HEAD:
+        title = title.replace("Δ", f"Δ to {baseline}")
+        head.append(title.replace("CPU", f"CPU × {cpu_unit(standings)}"))
+    lines = [_placed_line(placed) for placed in standings.placed]
+    lines += [_bound_line(standings, row) for row in standings.bounds]
+    return TextTable(head, lines)
+
+
+def standing_table_by_name(standings: Standings) -> TextTable:
+    """The same table with the name before the rank."""
+    table = standing_table(standings)
+    return TextTable(_name_first(table.head), [_name_first(line) for line in table.lines])
+
+
+def _name_first(line: Sequence[str]) -> list[str]:
+    rank, name, *numbers = line
+    return [name, rank, *numbers]
 
 
 def cpu_unit(standings: Standings) -> str:
-    """The row over whose CPU seconds the others' are: FedAvg; where it is not ranked, what
-    differences are to.
-    """
-    return (
-        "FedAvg"
-        if any(placed.row.name == "FedAvg" for placed in standings.placed)
-        else standings.suite.against
-    )
+    """The row whose CPU seconds are the unit: FedAvg, or the baseline if that is not ranked."""
+    names = [placed.row.name for placed in standings.placed]
+    if FEDAVG in names:
+        return FEDAVG
+    return standings.suite.baseline
 
 
-def chosen_where(suite: Suite) -> str:
-    """Where the fields of a suite's rows were chosen."""
-    other = f"in {suite.there.name}, " if suite.there else ""
-    return f"{other}on the column {suite.chooses_in.column}"
-
-
-def standing_lines(standings: Standings) -> list[list[str]]:
-    """A line a ranked row, then the bounds, which have no rank."""
-    return [_line(p) for p in standings.placed] + [
-        _bound(standings, row) for row in standings.bounds
-    ]
-
-
-def _line(placed: Placed) -> list[str]:
-    apart = placed.apart
+def _placed_line(placed: Placed) -> list[str]:
+    difference = NONE
+    p_value = NONE
+    if placed.difference is not None:
+        difference = f"{100 * placed.difference.mean:+.1f}"
+        p_value = f"{placed.p_holm:.3f}"
+    low, high = placed.rank_interval
     return [
         str(placed.place),
         marked_name(placed.row),
         f"{placed.rank:.2f}",
-        _ends(*placed.rank_ends, 2),
-        f"{100 * placed.accuracy:.1f}",
-        f"{100 * placed.learned:.1f}",
-        _or_none(100 * placed.kept, ".1f"),
-        f"{100 * apart.mean:+.1f}" if apart else NONE,
-        _points(apart),
-        f"{placed.p_holm:.3f}" if apart else NONE,
-        _or_none(100 * placed.share, "+.0f"),
-        _or_none(100 * placed.wins, ".0f"),
-        _or_none(placed.cpu, ".2f"),
-        _or_none(placed.sent / 1e6, ".1f"),
-        str(placed.row.tries),
+        _interval(low, high, ".2f"),
+        _percent(placed.accuracy),
+        _percent(placed.learned),
+        _percent(placed.kept),
+        difference,
+        _difference_interval(placed.difference),
+        p_value,
+        _number(100 * placed.share, "+.0f"),
+        _number(100 * placed.wins, ".0f"),
+        _number(placed.cpu, ".2f"),
+        _megabytes(placed.sent),
+        str(placed.row.try_count),
         placed.row.status,
     ]
 
 
-def _bound(standings: Standings, row: RankedRow) -> list[str]:
-    columns = [c for c in standings.columns if row.column(c)]
-    numbers = [*(row.mean(n, columns) for n in ("accuracy", "learned")), row.kept(columns)]
-    of = "" if len(columns) == len(standings.columns) else f" ({', '.join(columns)})"
-    shown = [
-        NONE,
-        f"{marked_name(row)}{of}",
-        NONE,
-        NONE,
-        *(_or_none(100 * v, ".1f") for v in numbers),
-    ]
-    return [
-        *shown,
-        *[NONE] * (len(HEAD) - 10),
-        _or_none(row.mean("sent", columns) / 1e6, ".1f"),
-        NONE,
-        row.status,
-    ]
+def _bound_line(standings: Standings, row: RankedRow) -> list[str]:
+    """A bound has numbers over those columns in which it has a meaning."""
+    columns = [column for column in standings.columns if row.column(column)]
+    name = marked_name(row)
+    if len(columns) < len(standings.columns):
+        name += f" ({', '.join(columns)})"
+    cells = {
+        "method": name,
+        "accuracy [%]": _percent(row.mean("accuracy", columns)),
+        "learned [%]": _percent(row.mean("learned", columns)),
+        "kept [%]": _percent(row.kept(columns)),
+        "MB": _megabytes(row.mean("sent", columns)),
+        "replayed": row.status,
+    }
+    return [cells.get(title, NONE) for title in HEAD]
 
 
 def marked_name(row: RankedRow) -> str:
-    """A row's name, marked if a run of it diverged."""
-    return f"{row.name} †" if row.diverged else row.name
+    """A row's name, marked if one of its runs diverged."""
+    if row.diverged:
+        return f"{row.name} †"
+    return row.name
 
 
-def cell_lines(standings: Standings) -> tuple[list[str], list[list[str]]]:
-    """By column: accuracy as mean ± sample sd over seeds, and the difference with Student's
-    interval.
+# ---- the table by column -------------------------------------------------------------------------
+
+
+def cell_table(standings: Standings) -> TextTable:
+    """By column: mean accuracy ± sample deviation over seeds, and the difference to the baseline
+    with Student's interval.
     """
-    head = [
-        "method",
-        *(h for c in standings.columns for h in (f"{c} [%]", f"Δ to {standings.suite.against}")),
-    ]
-    rows = [p.row for p in standings.placed] + list(standings.bounds)
-    return head, [
-        [marked_name(row), *(x for c in standings.columns for x in _cell(standings, row, c))]
-        for row in rows
-    ]
+    head = ["method"]
+    for column in standings.columns:
+        head += [f"{column} [%]", f"Δ to {standings.suite.baseline}"]
+    lines = [_cell_line(standings, placed.row) for placed in standings.placed]
+    lines += [_cell_line(standings, row) for row in standings.bounds]
+    return TextTable(head, lines)
 
 
-def _cell(standings: Standings, row: RankedRow, column: str) -> tuple[str, str]:
-    value, apart = standings.cell(row, column), standings.difference(row, column)
-    if apart is None or row in standings.bounds:
-        return (value.text(100, 1) if value else NONE), NONE
-    return (value.text(100, 1) if value else NONE), f"{100 * apart.mean:+.1f} ({_points(apart)})"
+def _cell_line(standings: Standings, row: RankedRow) -> list[str]:
+    line = [marked_name(row)]
+    for column in standings.columns:
+        difference = standings.difference(row, column)
+        text = NONE
+        if difference is not None and row not in standings.bounds:
+            text = f"{100 * difference.mean:+.1f} ({_difference_interval(difference)})"
+        line += [_spread(standings.cell(row, column)), text]
+    return line
 
 
-def run_lines(every: Sequence[Standings]) -> tuple[list[str], list[list[str]]]:
-    """A line a run with all digits: from these everything else can be computed anew."""
-    head = [
-        "suite",
-        "version",
-        "method",
-        "tries",
-        "fields",
-        "column",
-        "seed",
-        *NUMBERS,
-        "tasks",
-        "diverged",
-        "replayed",
-        "processor",
-    ]
+def _spread(value: Spread | None) -> str:
+    if value is None:
+        return NONE
+    return value.text(100, 1)
+
+
+# ---- the table of runs, with all digits ----------------------------------------------------------
+
+RUN_HEAD = (
+    "suite",
+    "version",
+    "method",
+    "tries",
+    "fields",
+    "column",
+    "seed",
+    *SCORE_FIELDS,
+    "tasks",
+    "diverged",
+    "replayed",
+    "processor",
+)
+"""The columns of table.csv."""
+
+SHIPPED_FILE = "shipped.csv"
+"""The table of runs of the entries that ship, a file of the package."""
+
+
+def run_table(all_standings: Sequence[Standings]) -> TextTable:
+    """A line for each run, with all digits."""
     lines = []
-    for one in every:
-        for row in one.rows:
-            fields = json.dumps(dict(row.fields), sort_keys=True)
-            where = [one.suite.name, str(one.suite.version), row.name, str(row.tries), fields]
-            for (column, seed), score in row.scores.items():
-                numbers = ["" if v != v else repr(v) for v in score.table.values()]
-                own, why = row.tasks.get((column, seed)), row.diverged.get((column, seed), "")
-                told = [json.dumps(own) if own else "", why, row.status, row.processor]
-                lines.append([*where, column, str(seed), *numbers, *told])
-    return head, lines
+    for standings in all_standings:
+        for row in standings.rows:
+            lines += [_run_line(standings.suite, row, *key) for key in row.scores]
+    return TextTable(RUN_HEAD, lines)
 
 
-def rows_from(text: str) -> dict[str, list[RankedRow]]:
-    """The rows of each suite, from the text of table.csv; raises CorruptFile for one that is no
-    such table.
-    """
+def _run_line(suite: Suite, row: RankedRow, column: str, seed: int) -> list[str]:
+    tasks = ""
+    if row.tasks.get((column, seed)):
+        tasks = json.dumps(row.tasks[column, seed])
+    return [
+        suite.name,
+        str(suite.version),
+        row.name,
+        str(row.try_count),
+        json.dumps(dict(row.fields), sort_keys=True),
+        column,
+        str(seed),
+        *map(in_full, row.scores[column, seed].table.values()),
+        tasks,
+        row.diverged.get((column, seed), ""),
+        row.status,
+        row.processor,
+    ]
+
+
+def in_full(value: float) -> str:
+    """A number with all digits; NaN is empty."""
+    if math.isnan(value):
+        return ""
+    return repr(value)
+
+
+def parse_run_table(text: str) -> dict[str, list[RankedRow]]:
+    """The rows of each suite, from the text of table.csv. Raises CorruptFile."""
     by_row: dict[tuple[str, str], list[dict[str, str]]] = {}
+    suites: dict[str, list[RankedRow]] = {}
     try:
         for line in csv.DictReader(io.StringIO(text)):
             by_row.setdefault((line["suite"], line["method"]), []).append(line)
-        suites: dict[str, list[RankedRow]] = {}
         for (suite, name), lines in by_row.items():
-            of = {(line["column"], int(line["seed"])): line for line in lines}
-            scores = {run: Score.of({k: line[k] for k in NUMBERS}) for run, line in of.items()}
-            diverged = {run: line["diverged"] for run, line in of.items() if line["diverged"]}
-            tasks = {run: json.loads(line["tasks"]) for run, line in of.items() if line["tasks"]}
-            fields, tries, status = (lines[0][key] for key in ("fields", "tries", "replayed"))
-            made_on = lines[0]["processor"]
-            row = RankedRow(
-                name, scores, json.loads(fields), int(tries), diverged, status, tasks, made_on
-            )
-            suites.setdefault(suite, []).append(row)
-        return suites
+            suites.setdefault(suite, []).append(_parse_row(name, lines))
     except (KeyError, ValueError, TypeError) as error:
-        raise CorruptFile(f"this is no table of the ranking's runs: {error}") from error
+        raise CorruptFile(f"this is not a table of the ranking's runs: {error}") from error
+    return suites
 
 
-def choice_lines(suite: Suite, rows: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Head and lines of what was tried for some rows: the mean score of each try, and the fields
-    that were chosen.
-    """
-    head = [
-        "method",
-        "chosen",
-        *(f"try {i + 1} [%]" for i in range(max(len(suite.tries[row]) for row in rows))),
-    ]
+def _parse_row(name: str, lines: Sequence[Mapping[str, str]]) -> RankedRow:
+    by_run = {(line["column"], int(line["seed"])): line for line in lines}
+    first = lines[0]
+    return RankedRow(
+        name=name,
+        scores={run: Score.from_texts(line) for run, line in by_run.items()},
+        fields=json.loads(first["fields"]),
+        try_count=int(first["tries"]),
+        diverged={run: line["diverged"] for run, line in by_run.items() if line["diverged"]},
+        status=first["replayed"],
+        tasks={run: json.loads(line["tasks"]) for run, line in by_run.items() if line["tasks"]},
+        processor=first["processor"],
+    )
+
+
+def shipped_rows() -> dict[str, list[RankedRow]]:
+    """The rows of the entries that ship, by suite."""
+    file = resources.files("fedstill.recipes") / RANKING / SHIPPED_FILE
+    if not file.is_file():
+        return {}
+    return parse_run_table(file.read_text(encoding="utf-8"))
+
+
+# ---- the table of choices ------------------------------------------------------------------------
+
+
+def choice_table(suite: Suite, rows: Sequence[str]) -> TextTable:
+    """For each row, its chosen configuration and the mean score of each try."""
+    most_tries = max(len(suite.tries[row]) for row in rows)
+    head = ["method", "chosen", *(f"try {number} [%]" for number in range(1, most_tries + 1))]
     lines = []
-    for row in (r for r in rows if r in suite.chosen):
-        means = [f"{100 * fmean(own):.1f}" for own in suite.chosen[row].scores]
-        fields = (
-            ", ".join(f"{k} = {v}" for k, v in suite.settings_chosen(row).items())
-            or "as in the suite"
-        )
-        lines.append([row, fields, *means, *[NONE] * (len(head) - 2 - len(means))])
-    return head, lines
+    for row in rows:
+        if row in suite.choices:
+            means = [_percent(fmean(scores)) for scores in suite.choices[row].scores]
+            missing = [NONE] * (most_tries - len(means))
+            lines.append([row, _fields(suite.chosen_fields(row)), *means, *missing])
+    return TextTable(head, lines)
 
 
-def about(standings: Standings) -> str:
-    """How many methods and blocks, how wide Nemenyi's intervals would be, where fields were chosen
-    and whose learning rate tries have, and where the rows were made.
+def _fields(fields: Mapping[str, Any]) -> str:
+    if not fields:
+        return "as in the suite"
+    return ", ".join(f"{key} = {value}" for key, value in fields.items())
+
+
+# ---- how far the tiers agree ---------------------------------------------------------------------
+
+AGREEMENT_TITLE = "Do the tiers agree?"
+
+AGREEMENT_EXPLANATION = (
+    "For each track, the table compares the mean ranks of the methods in both tiers. Kendall's "
+    "tau is 1 for the same order and -1 for the reverse. p is the probability that a random order "
+    "is as far from 0. Ranks that cannot be told apart change tau, too. So the last columns count "
+    "the pairs that both tiers tell apart, and those in the same order. The other pairs are named "
+    "as the larger tier orders them."
+)
+
+AGREEMENT_HEAD = (
+    "track",
+    "tiers",
+    "methods in both",
+    "Kendall's tau",
+    "p",
+    "pairs",
+    "both tell apart",
+    "same order",
+    "other order",
+)
+
+
+def agreement_lines(all_standings: Sequence[Standings]) -> list[list[str]]:
+    """A line for each track in which two tiers have at least two ranked methods in common."""
+    lines = []
+    for track in TRACKS:
+        tiers = [one for one in all_standings if one.suite.track == track and _is_ranked_tier(one)]
+        for smaller, larger in itertools.pairwise(tiers):
+            names_of_larger = _mean_ranks(larger)
+            common = [name for name in _mean_ranks(smaller) if name in names_of_larger]
+            if len(common) > 1:
+                tier_names = f"{smaller.suite.tier} and {larger.suite.tier}"
+                line = [track, tier_names, str(len(common)), *_tau(smaller, larger, common)]
+                lines.append([*line, *_pairs(smaller, larger, common)])
+    return lines
+
+
+def _is_ranked_tier(standings: Standings) -> bool:
+    return standings.suite.tier in TIERS and bool(standings.placed)
+
+
+def _mean_ranks(standings: Standings) -> dict[str, float]:
+    return {placed.row.name: placed.rank for placed in standings.placed}
+
+
+def _tau(smaller: Standings, larger: Standings, common: Sequence[str]) -> tuple[str, str]:
+    """Kendall's tau and its p-value; a dash if all ranks of a tier are equal."""
+    ranks = _mean_ranks(smaller)
+    ranks_of_larger = _mean_ranks(larger)
+    tau, p_value = kendalltau(
+        [ranks[name] for name in common], [ranks_of_larger[name] for name in common]
+    )
+    if math.isnan(tau):
+        return NONE, NONE
+    return f"{tau:.2f}", f"{p_value:.3f}"
+
+
+def _pairs(smaller: Standings, larger: Standings, common: Sequence[str]) -> list[str]:
+    """The number of pairs, of those that differ in both tiers, and of those in the same order; the
+    others by name.
     """
-    s, many = standings, len(standings.placed)
-    wide = f"; Nemenyi's width is {nemenyi_width(many, s.blocks):.2f} ranks" if many > 1 else ""
-    n = len(s.columns)
-    columns = f"{n} column{'s' * (n > 1)} × {len(TEST_SEEDS)} seeds"
-    rate = (
-        f" A try that sets no learning rate has the one that {s.suite.rate_of} chose."
-        if s.suite.rate_of
-        else ""
-    )
-    chosen = f" Fields were chosen {chosen_where(s.suite)}."
-    return (
-        f"{many} method{'s' * (many != 1)}, "
-        f"{columns}{wide}.{chosen}{rate}{_made_on(s.processors, cpu_unit(s))}"
-    )
+    ranks = _mean_ranks(smaller)
+    ranks_of_larger = _mean_ranks(larger)
+    pairs = list(itertools.combinations(common, 2))
+    differing = [pair for pair in pairs if _differ(smaller, *pair) and _differ(larger, *pair)]
+    reversed_pairs = []
+    for first, second in differing:
+        if (ranks[first] < ranks[second]) != (ranks_of_larger[first] < ranks_of_larger[second]):
+            above, below = sorted((first, second), key=ranks_of_larger.__getitem__)
+            reversed_pairs.append(f"{above} above {below}")
+    same_order = len(differing) - len(reversed_pairs)
+    names = ", ".join(reversed_pairs) or NONE
+    return [str(len(pairs)), str(len(differing)), str(same_order), names]
 
 
-def _made_on(processors: Mapping[str, Sequence[str]], unit: str) -> str:
-    """A sentence on the processors, and which rows are not of the usual one."""
-    (usual, _), *others = processors.items()
+def _differ(standings: Standings, first: str, second: str) -> bool:
+    """Whether two methods are on no common bar."""
+    return not any(first in bar and second in bar for bar in standings.bars)
+
+
+# ---- sentences -----------------------------------------------------------------------------------
+
+
+def description(standings: Standings) -> str:
+    """How many methods and blocks there are, where fields were chosen, and where runs were made."""
+    suite = standings.suite
+    blocks = f"{_plural(len(standings.columns), 'column')} × {len(TEST_SEEDS)} seeds"
+    text = f"{_plural(len(standings.placed), 'method')}, {blocks}"
+    if len(standings.placed) > 1:
+        width = nemenyi_width(len(standings.placed), standings.block_count)
+        text += f"; Nemenyi's width is {width:.2f} ranks"
+    text += f". Fields were chosen {choosing_place(suite)}."
+    if suite.rate_row:
+        text += f" A try that sets no learning rate has the one that {suite.rate_row} chose."
+    return text + _processors(standings.rows_by_processor, cpu_unit(standings))
+
+
+def _plural(count: int, noun: str) -> str:
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}s"
+
+
+def choosing_place(suite: Suite) -> str:
+    """Where the fields of a suite's rows were chosen."""
+    place = f"on the column {suite.choosing_suite.choosing_column}"
+    if suite.choices_from is None:
+        return place
+    return f"in {suite.choices_from.name}, {place}"
+
+
+def _processors(rows_by_processor: Mapping[str, Sequence[str]], unit: str) -> str:
+    """A sentence on the processors, and on the rows that were made on a different one."""
+    (usual, _), *others = rows_by_processor.items()
     if not others:
         return f" Made on {usual}." if usual else ""
-    each = "; ".join(
-        f"on {name or 'one that is not known'}: {', '.join(rows)}" for name, rows in others
+    exceptions = "; ".join(
+        f"on {name or 'an unknown processor'}: {', '.join(rows)}" for name, rows in others
     )
     return (
-        f" Made on {usual or 'a processor that is not known'}; {each}. Processors round "
-        "differently, which can change a"
-        f" run as much as another seed does. CPU seconds are compared only with those of {unit} on "
-        "the same processor."
+        f" Made on {usual or 'an unknown processor'}; {exceptions}. Processors round differently, "
+        "which can change a run as much as another seed does. CPU seconds are compared only with "
+        f"those of {unit} on the same processor."
     )
 
 
-def joined(standings: Standings) -> list[str]:
-    """The groups of methods of which no two can be told apart by rank."""
-    return [", ".join(group) for group in standings.bars]
+def bar_texts(standings: Standings) -> list[str]:
+    """The groups of methods whose ranks do not differ significantly."""
+    return [", ".join(names) for names in standings.bars]
 
 
-def write_ranking_files(every: Sequence[Standings], folder: Path) -> list[Path]:
+# ---- output --------------------------------------------------------------------------------------
+
+
+def terminal_tables(standings: Standings) -> Iterator[RenderableType]:
+    """A suite's tables in a terminal."""
+    yield Text(f"\n{standings.suite.recipe.paper}", style="bold")
+    yield Text(description(standings))
+    for table in (standing_table_by_name(standings), cell_table(standings)):
+        yield terminal.table(table.head, table.lines)
+    if standings.bars:
+        yield Text(f"cannot be told apart by rank: {'; '.join(bar_texts(standings))}")
+    if standings.missing:
+        yield Text(f"no entry yet: {', '.join(standings.missing)}")
+
+
+def markdown_tables(standings: Standings) -> str:
+    """A suite's tables in Markdown."""
+    parts = [description(standings), _markdown(standing_table(standings))]
+    has_difference = any(placed.difference for placed in standings.placed)
+    if len(standings.columns) > 1 or has_difference:
+        parts.append(_markdown(cell_table(standings)))
+    if standings.bars:
+        bullets = "\n".join(f"- {text}" for text in bar_texts(standings))
+        parts.append(f"Cannot be told apart by rank:\n\n{bullets}")
+    if standings.missing:
+        parts.append(f"No entry yet: {', '.join(standings.missing)}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown(table: TextTable) -> str:
+    return markdown(table.head, table.lines).rstrip()
+
+
+def markdown_agreement(all_standings: Sequence[Standings]) -> list[str]:
+    """A Markdown section on how far the tiers agree; empty if no track has two tiers."""
+    lines = agreement_lines(all_standings)
+    if not lines:
+        return []
+    table = markdown(AGREEMENT_HEAD, lines)
+    return [f"## {AGREEMENT_TITLE}\n\n{AGREEMENT_EXPLANATION}\n\n{table}"]
+
+
+def write_ranking_files(all_standings: Sequence[Standings], folder: Path) -> list[Path]:
     """Write table.csv, standings.csv, table.md and table.tex; the paths."""
     make_folder(folder)
-    head, lines = run_lines(every)
-    listed = [
-        ["suite", *HEAD],
-        *([s.suite.name, *line] for s in every for line in standing_lines(s)),
-    ]
+    runs = run_table(all_standings)
+    lines: list[list[str]] = []
+    sections = markdown_agreement(all_standings)
+    latex_tables = []
+    for standings in all_standings:
+        name = standings.suite.name
+        table = standing_table(standings)
+        lines += [[name, *line] for line in table.lines]
+        sections.append(f"## {name}\n\n{markdown_tables(standings)}")
+        latex_tables.append(f"% {name}\n{latex(table.head, table.lines)}")
     texts = {
-        "table.csv": csv_text(head, lines),
-        "standings.csv": csv_text(listed[0], listed[1:]),
-        "table.md": "\n".join(
-            [*agreement_text(every), *(f"## {s.suite.name}\n\n{tables_text(s)}" for s in every)]
-        ),
-        "table.tex": "\n".join(
-            f"% {s.suite.name}\n{latex(standing_head(s), standing_lines(s))}" for s in every
-        ),
+        "table.csv": csv_text(runs.head, runs.lines),
+        "standings.csv": csv_text(["suite", *HEAD], lines),
+        "table.md": "\n".join(sections),
+        "table.tex": "\n".join(latex_tables),
     }
     for name, text in texts.items():
         write_whole(folder / name, text.encode())
     return [folder / name for name in texts]
 
 
-def agreement_text(every: Sequence[Standings]) -> list[str]:
-    """A section in Markdown on how far the tiers agree; none where no track has two."""
-    lines = agreement.agreement_lines(every)
-    return (
-        [f"## {agreement.TITLE}\n\n{agreement.MEANS}\n\n{markdown(agreement.HEAD, lines)}"]
-        if lines
-        else []
-    )
+# ---- numbers as text -----------------------------------------------------------------------------
 
 
-def tables_text(standings: Standings) -> str:
-    """A suite's tables in Markdown."""
-    parts = [
-        about(standings),
-        markdown(standing_head(standings), standing_lines(standings)).rstrip(),
-    ]
-    if len(standings.columns) > 1 or any(p.apart for p in standings.placed):
-        parts.append(markdown(*cell_lines(standings)).rstrip())
-    if groups := joined(standings):
-        parts.append(
-            "Cannot be told apart by rank:\n\n" + "\n".join(f"- {group}" for group in groups)
-        )
-    if standings.missing:
-        parts.append(f"No entry yet: {', '.join(standings.missing)}.")
-    return "\n\n".join(parts) + "\n"
+def _difference_interval(difference: Difference | None) -> str:
+    if difference is None or difference.pairs < 2:
+        return NONE
+    return _interval(100 * difference.low, 100 * difference.high, "+.1f")
 
 
-def _points(apart: Difference | None) -> str:
-    return (
-        NONE
-        if apart is None or apart.pairs < 2
-        else _ends(100 * apart.low, 100 * apart.high, 1, "+")
-    )
+def _interval(low: float, high: float, number_format: str) -> str:
+    if math.isnan(low):
+        return NONE
+    return f"{low:{number_format}} to {high:{number_format}}"
 
 
-def _ends(low: float, high: float, digits: int, sign: str = "") -> str:
-    return NONE if math.isnan(low) else f"{low:{sign}.{digits}f} to {high:{sign}.{digits}f}"
+def _percent(share: float) -> str:
+    return _number(100 * share, ".1f")
 
 
-def _or_none(value: float, form: str) -> str:
-    return NONE if math.isnan(value) else f"{value:{form}}"
+def _megabytes(size: float) -> str:
+    return _number(size / 1e6, ".1f")
+
+
+def _number(value: float, number_format: str) -> str:
+    if math.isnan(value):
+        return NONE
+    return f"{value:{number_format}}"

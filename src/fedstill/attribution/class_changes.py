@@ -1,0 +1,450 @@
+"""Changes of a class's accuracy in a round, their attribution to clients, and both in words."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from fedstill.core.errors import ConfigError
+from fedstill.methods.fit import FIT
+from fedstill.metrics.shapley import culprits
+from fedstill.report.table_files import TextTable
+from fedstill.running.directory import settings_of
+from fedstill.running.journal import Event, Look, read_journal
+from fedstill.running.runs import Run
+
+# ---- the changes in a journal --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClassChange:
+    """The accuracy of a class before and after a round, as shares."""
+
+    round: int
+    label: int
+    before: float
+    after: float
+
+    @property
+    def change(self) -> float:
+        """The difference; negative if the class was forgotten."""
+        return self.after - self.before
+
+
+def class_changes(events: Sequence[Event]) -> list[ClassChange]:
+    """The changes of every class in every round of a journal, largest loss first.
+
+    Changes in round 1 come last: before it the model is untrained and usually predicts a single
+    class, whose accuracy was never learned.
+    """
+    evaluated = [event for event in events if event["event"] in ("initial", "round")]
+    changes = []
+    for event_before, event in pairwise(evaluated):
+        changes += _changes_between(
+            event["round"], event_before["class_accuracy"], event["class_accuracy"]
+        )
+    return sorted(changes, key=lambda item: (item.round == 1, item.change, item.round, item.label))
+
+
+def _changes_between(
+    round: int, accuracies_before: Sequence[float | None], accuracies: Sequence[float | None]
+) -> list[ClassChange]:
+    """The changes of all classes with test examples."""
+    changes = []
+    pairs = zip(accuracies_before, accuracies, strict=True)
+    for label, (before, after) in enumerate(pairs):
+        if before is not None and after is not None:
+            changes.append(ClassChange(round, label, before, after))
+    return changes
+
+
+def find_changes(folder: Path, label: int | None, round: int | None) -> list[ClassChange]:
+    """The changes of a class, or in a round, or all changes of a run; largest loss first.
+
+    Raises ConfigError if there is none.
+    """
+    events = read_journal(folder / "journal.jsonl")
+    if any(event.get("client_predictors") for event in events):
+        raise ConfigError(
+            f"{folder} has several models at the server; fedstill why explains the changes of a "
+            "single global model"
+        )
+    changes = class_changes(events)
+    if not changes:
+        hint = ""
+        if FIT in settings_of(folder).plans:
+            hint = "; to see what a client learned from its peers, use --client 0"
+        raise ConfigError(f"{folder} did not measure the classes of a global model{hint}")
+    found = [
+        item for item in changes if label in (None, item.label) and round in (None, item.round)
+    ]
+    if not found:
+        last = max(item.round for item in changes)
+        raise ConfigError(
+            f"{folder} did not measure this class in this round; it has rounds 1 to {last}"
+        )
+    return found
+
+
+# ---- attribution to clients ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """What a client held in a run with tasks: its task, its examples of the class in it, and all of
+    its examples.
+    """
+
+    task: int
+    of_class: int
+    examples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribution:
+    """How a class's change in a round is divided.
+
+    ``parts``: the change by part of the round, in order, on the test examples of the measure; they
+    sum to the change on these.
+    ``clients``: the contribution of each client in soft accuracy; empty if the change was not
+    divided between clients. ``error``: the uncertainty of a contribution.
+    ``server``: the change that the server makes if all clients are idle, for example by momentum.
+    ``game``, ``rule``: what clients outside a coalition do, and how the change is divided.
+    ``sampled_share``: the class's share of the data of the round's clients, relative to its share
+    of all clients' data; None if unknown.
+    ``task_data``: by client, in a run with tasks.
+    """
+
+    change: ClassChange
+    parts: Mapping[str, float]
+    clients: Mapping[int, float]
+    error: float
+    game: str
+    rule: str
+    sampled_share: float | None
+    task_data: Mapping[int, TaskData] = field(default_factory=dict)
+    server: float = 0.0
+
+
+def of_global_model(looks: Sequence[Look]) -> list[Look]:
+    """The looks that show one model, in the order of their stages.
+
+    Stages in which clients train models of their own beside the global one are left out. Without a
+    global model, each round keeps the looks at the clients of its first stage.
+    """
+    of_global = [look for look in looks if look.get("model") != "own"]
+    if of_global:
+        return of_global
+    first_clients: dict[int, list[int]] = {}
+    for look in looks:
+        first_clients.setdefault(look["round"], look["clients"])
+    return [look for look in looks if look["clients"] == first_clients[look["round"]]]
+
+
+def attribute(change: ClassChange, looks: Sequence[Look]) -> Attribution | None:
+    """The attribution of a change, from the measure's looks at the stages of its round.
+
+    None if the round was not measured, or if this class was not among those that were divided.
+    """
+    of_round = [look for look in of_global_model(looks) if look["round"] == change.round]
+    if not of_round:
+        return None
+    with_clients = [look for look in of_round if "classes" in look]
+    divided = [look for look in with_clients if change.label in look["classes"]]
+    if with_clients and not divided:
+        return None
+
+    game = ""
+    rule = ""
+    if divided:
+        game = divided[0].get("game", "")
+        rule = divided[0].get("rule", "")
+    shares = [look["drawn"][change.label] for look in with_clients if "drawn" in look]
+    sampled_share = None
+    if shares:
+        sampled_share = shares[0]
+    positions = [look["classes"].index(change.label) for look in divided]
+    pairs = list(zip(divided, positions, strict=True))
+    return Attribution(
+        change=change,
+        parts=_parts(change.label, of_round),
+        clients=_contributions(pairs),
+        error=sum(_error(look["gap"][position]) for look, position in pairs),
+        game=game,
+        rule=rule,
+        sampled_share=sampled_share,
+        task_data=_task_data(change.label, divided),
+        server=sum(look["nobody"][position] for look, position in pairs if "nobody" in look),
+    )
+
+
+def _parts(label: int, looks: Sequence[Look]) -> dict[str, float]:
+    parts: dict[str, float] = {}
+    for look in looks:
+        for name, changes in look["parts"].items():
+            parts[name] = parts.get(name, 0.0) + (changes[label] or 0.0)
+    return parts
+
+
+def _contributions(pairs: Sequence[tuple[Look, int]]) -> dict[int, float]:
+    """The contributions of clients, summed over stages."""
+    clients: dict[int, float] = {}
+    for look, position in pairs:
+        for client, value in zip(look["clients"], look["values"][position], strict=True):
+            clients[client] = clients.get(client, 0.0) + value
+    return clients
+
+
+def _error(gap: float | Sequence[float]) -> float:
+    """The error of a contribution: one for all clients, or the largest of those by client."""
+    if isinstance(gap, float):
+        return gap
+    return max(gap)
+
+
+def _task_data(label: int, looks: Sequence[Look]) -> dict[int, TaskData]:
+    data: dict[int, TaskData] = {}
+    for look in looks:
+        if "tasks" in look and "had" in look:
+            rows = zip(look["clients"], look["tasks"], look["had"], strict=True)
+            for client, task, counts in rows:
+                data[client] = TaskData(task, of_class=counts[label], examples=sum(counts))
+    return data
+
+
+# ---- the attribution in words --------------------------------------------------------------------
+
+MAX_NAMED = 3
+"""How many clients are named in a sentence."""
+
+MIN_ERROR = 0.005
+"""Contributions below half a point are not mentioned in a sentence."""
+
+RARELY_SAMPLED = 0.7
+"""A class is rare among the sampled clients if its ``sampled_share`` is below this."""
+
+HOLDS_CLASS = 0.5
+"""A client holds a class if its share of it is at least this much of the share over all clients."""
+
+SERVER_ROW = "server, with all clients idle"
+"""The row of the change that happens without any client."""
+
+GAMES = {
+    "idle": "the others idle: the effect of a client that changed nothing",
+    "absent": "the others absent: the effect of a client that did not reply",
+}
+"""What a contribution means, by game."""
+
+RULES = {
+    "path": "Aumann-Shapley along the line",
+    "exact": "Shapley, all coalitions",
+    "two ends": "mean of alone and left out",
+}
+"""How contributions are computed, by rule."""
+
+
+def client_name(run: Run, client: int) -> str:
+    """A client's name in the data with its number, or the number alone."""
+    names: Sequence[str] = run.start.get("client_names", ())
+    if client < len(names):
+        return f"{names[client]} ({client})"
+    return f"client {client}"
+
+
+def points(value: float) -> str:
+    """A share as signed percentage points.
+
+    >>> points(-0.314), points(0.02), points(0.0)
+    ('-31.4', '+2.0', '0.0')
+    """
+    if not round(1000 * value):
+        return "0.0"
+    return f"{100 * value:+.1f}"
+
+
+def sentence_of(run: Run, attribution: Attribution) -> str:
+    """The change, its parts, and the clients that contributed most."""
+    change = attribution.change
+    if change.change == 0:
+        movement = f"stayed at {100 * change.after:.1f} %"
+    else:
+        verb = "fell"
+        if change.change > 0:
+            verb = "rose"
+        movement = f"{verb} from {100 * change.before:.1f} % to {100 * change.after:.1f} %"
+    parts = ", ".join(f"{name} {points(value)}" for name, value in attribution.parts.items())
+    return (
+        f"Class {run.classes[change.label]!r}{_tasks_of_class(run, change)} {movement} in round "
+        f"{change.round}{_task_of_round(run, change)}: {parts}"
+        f"{_largest_contributions(run, attribution)}."
+    )
+
+
+def _tasks_of_class(run: Run, change: ClassChange) -> str:
+    """The tasks that contain the class, if not all do."""
+    classes: Sequence[Sequence[int]] = run.start.get("stream", {}).get("classes", ())
+    tasks = [str(task) for task, labels in enumerate(classes, 1) if change.label in labels]
+    if len(tasks) == len(classes):
+        return ""
+    return f" (of task {' and '.join(tasks)})"
+
+
+def _task_of_round(run: Run, change: ClassChange) -> str:
+    """The run's task in the round, if there are several."""
+    first_rounds: Sequence[int] = run.start.get("stream", {}).get("first_rounds", ())
+    if len(first_rounds) < 2:
+        return ""
+    task = bisect.bisect_right(first_rounds, change.round)
+    begins = ""
+    if change.round in first_rounds:
+        begins = ", which begins here"
+    return f" (task {task} of {len(first_rounds)}{begins})"
+
+
+def _largest_contributions(run: Run, attribution: Attribution) -> str:
+    if not attribution.clients or attribution.change.change == 0:
+        return ""
+    clients = _main_clients(attribution)
+    if not clients:
+        return "; no client's contribution is above its error"
+    texts = [f"{client_name(run, c)} {points(attribution.clients[c])}" for c in clients]
+    return f"; of the clients, {', '.join(texts)} contributed most"
+
+
+def _main_clients(attribution: Attribution) -> list[int]:
+    """The clients with the largest contributions in the direction of the change, without those
+    below their error.
+    """
+    contributions = attribution.clients
+    lowest_first = culprits(contributions, max(attribution.error, MIN_ERROR))
+    if attribution.change.change < 0:
+        return [client for client in lowest_first if contributions[client] < 0][:MAX_NAMED]
+    highest_first = lowest_first[::-1]
+    return [client for client in highest_first if contributions[client] > 0][:MAX_NAMED]
+
+
+def no_loss_note(run: Run, largest: ClassChange, label: int | None, round: int | None) -> str:
+    """A sentence that no class fell, if the largest loss is none; else empty.
+
+    ``label``, ``round``: the class and the round that were asked for.
+    """
+    if largest.change < 0:
+        return ""
+    subject = "No class fell"
+    if label is not None:
+        subject = f"Class {run.classes[label]!r} did not fall"
+    # Changes in round 1 come last, so there are no others.
+    if round is not None or largest.round == 1:
+        return f"{subject} in round {largest.round}."
+    return f"{subject} in any round after the first."
+
+
+def contribution_table(run: Run, attribution: Attribution) -> TextTable:
+    """The contribution of each client, and what it holds of the class; the server's share and the
+    sum come last.
+    """
+    held = _held_examples(run, attribution)
+    titles = []
+    if held:
+        titles = ["of the class", "examples"]
+    if attribution.task_data:
+        titles.insert(0, "in task")
+    contributions = attribution.clients
+    lines = [
+        [client_name(run, client), points(contributions[client]), *held.get(client, ())]
+        for client in sorted(contributions, key=lambda client: (contributions[client], client))
+    ]
+    empty = [""] * len(titles)
+    if points(attribution.server) != "0.0":
+        lines.append([SERVER_ROW, points(attribution.server), *empty])
+    if contributions:
+        total = sum(contributions.values()) + attribution.server
+        lines.append(["together", points(total), *empty])
+    return TextTable(["client", "contribution [points]", *titles], lines)
+
+
+def _held_examples(run: Run, attribution: Attribution) -> dict[int, list[str]]:
+    """The cells on each client's data: its task, if there are tasks, its examples of the class, and
+    all of its examples. Empty if unknown.
+    """
+    if attribution.task_data:
+        return {
+            client: [str(data.task), str(data.of_class), str(data.examples)]
+            for client, data in attribution.task_data.items()
+        }
+    if not run.label_counts:
+        return {}
+    counts = {client: run.label_counts[client] for client in attribution.clients}
+    label = attribution.change.label
+    return {client: [str(row[label]), str(sum(row))] for client, row in counts.items()}
+
+
+def advice(run: Run, attribution: Attribution) -> str:
+    """What may help against a loss of this kind; empty for other changes."""
+    if attribution.change.change >= 0:
+        return ""
+    task_data = attribution.task_data
+    if task_data and not any(data.of_class for data in task_data.values()):
+        return (
+            "None of the round's clients has the class in its task. A method for tasks (fedlwf) or "
+            "kept data (stream.past) may help."
+        )
+    share = attribution.sampled_share
+    if share is not None and share < RARELY_SAMPLED:
+        return (
+            f"The round's clients hold {share:.2f} times the usual share of the class: the sample "
+            "of clients explains much of the loss, and --draws 10 shows how much. More clients per "
+            "round (topology.sampled) may help."
+        )
+    if not {"local training", "averaging"} <= attribution.parts.keys():
+        if all(name.startswith("client ") for name in attribution.parts):
+            return (
+                "The clients of a chain train in the order shown. A method with teachers (sfedkd) "
+                "may preserve what earlier clients taught."
+            )
+        return ""
+    if attribution.parts["local training"] > attribution.parts["averaging"]:
+        return (
+            "Averaging caused more of the loss than local training: the local models know the "
+            "class, but their mean does not. Local models that stay closer to each other may help "
+            "(scaffold, fedprox, fewer local steps)."
+        )
+    main = _main_clients(attribution)
+    if main and _holds_class(run, attribution, main[0]):
+        return (
+            "Local training caused more of the loss than averaging, although "
+            f"{client_name(run, main[0])}, which contributed most, holds the class: check its "
+            "labels of this class."
+        )
+    return (
+        "Local training caused more of the loss than averaging: clients forget classes that they "
+        "do not hold. Distillation against forgetting (fedntd, fedadkd) or fewer or smaller local "
+        "steps (plan.epochs, plan.lr) may help."
+    )
+
+
+def _holds_class(run: Run, attribution: Attribution, client: int) -> bool:
+    """Whether a client has about as much of the class as all clients together have."""
+    label = attribution.change.label
+    if client in attribution.task_data:
+        return attribution.task_data[client].of_class > 0
+    if not run.label_counts:
+        return False
+    of_class = sum(counts[label] for counts in run.label_counts)
+    share = of_class / sum(sum(counts) for counts in run.label_counts)
+    counts = run.label_counts[client]
+    return counts[label] > 0 and counts[label] >= HOLDS_CLASS * share * sum(counts)
+
+
+def method_note(attribution: Attribution) -> str:
+    """How contributions were computed, and what they do not show; empty without contributions."""
+    if not attribution.clients:
+        return ""
+    return (
+        "Contributions to the change in this round, in points of soft accuracy, ± "
+        f"{100 * attribution.error:.1f}: {RULES[attribution.rule]}; {GAMES[attribution.game]}. "
+        "They do not explain the final model."
+    )
