@@ -13,7 +13,7 @@ import time
 import torch
 
 from benchmarks.speed import spread
-from fedstill.core.process_settings import keep_freed_memory
+from fedstill.engines.cores import keep_freed_memory
 from fedstill.core.records import Examples
 from fedstill.data.inputs import Inputs
 from fedstill.engines.cores import cores, torch_threads

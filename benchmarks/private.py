@@ -23,7 +23,7 @@ from benchmarks.ours import Ours
 from benchmarks.speed import spread
 from benchmarks.workloads import WORKLOADS, Workload
 from fedstill.config.resolve import settle
-from fedstill.core.process_settings import keep_freed_memory
+from fedstill.engines.cores import keep_freed_memory
 from fedstill.core.records import SERVER
 from fedstill.models import contract
 from fedstill.report import terminal

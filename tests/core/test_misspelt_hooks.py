@@ -11,9 +11,15 @@ import pytest
 
 import toys
 from fedstill.config.resolve import settle
+from fedstill.core import registry
 from fedstill.core.errors import ConfigError
 from fedstill.core.method import ClientWork, Method
-from fedstill.core.user_code import FORMER_NAMES, resembled
+from fedstill.core.user_code import (
+    FORMER_NAMES,
+    check_declarations,
+    reject_misspelt_hooks,
+    resembled,
+)
 from fedstill.measures.base import Measure
 from fedstill.measures.choice import measures
 from fedstill.running.preparation import prepare
@@ -163,3 +169,19 @@ def test_a_measure_that_measures_nothing_is_an_error(body: str, key: str, tmp_pa
     experiment = replace(toys.toy(), base=tmp_path, measure=("measure.py",))
     with pytest.raises(ConfigError, match=key):
         prepare(settle(experiment), toys.blobs())
+
+
+def subclasses(base: type) -> list[type]:
+    """All classes below a class that this process has imported."""
+    below = base.__subclasses__()
+    return below + [cls for child in below for cls in subclasses(child)]
+
+
+def test_the_librarys_own_classes_have_no_such_mistakes() -> None:
+    registry.names("method")  # imports all methods
+    classes = [*subclasses(Method), *subclasses(ClientWork)]
+    library = [cls for cls in classes if cls.__module__.startswith("fedstill.")]
+    assert len(library) > 100
+    for cls in library:
+        reject_misspelt_hooks(cls)
+        check_declarations(cls)

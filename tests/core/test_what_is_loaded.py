@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
-FILES = 41
-LINES = 8_800
+FILES = 40
+LINES = 8_200
 """Ceilings, which may fall and not rise. The goal is 40 files and 6,500 lines."""
 
 NEEDED = [
@@ -61,7 +61,7 @@ def test_the_core_imports_no_pydantic() -> None:
 
 
 def test_the_core_loads_nothing_but_itself_and_losses() -> None:
-    core = ["core.rounds", "core.census", "core.topology", "core.aggregation"]
+    core = ["core.rounds", "core.label_counts", "core.topology", "core.aggregation"]
     known = ("fedstill.core", "fedstill.losses", "fedstill.version")
     others = [name for name in loaded(*core) if not name.startswith(known) and name != "fedstill"]
     assert others == []

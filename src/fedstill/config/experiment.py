@@ -34,11 +34,10 @@ from fedstill.config.overrides import (
 from fedstill.config.tables import TopKeys
 from fedstill.config.validation import NOT_A_NAME, NOT_A_TABLE, Problem, WrongConfig
 from fedstill.core import registry
-from fedstill.core.errors import ConfigError
-from fedstill.core.fields import as_table, plain_value, shown
+from fedstill.core.errors import USER, ConfigError
+from fedstill.core.fields import as_table, of_kind, plain_value, shown
 from fedstill.core.files import digest, named_path, parse_toml
 from fedstill.core.method import Method
-from fedstill.core.user_code import USER, of_kind
 
 Values = Mapping[str, Any]
 """The values of a table, by key."""

@@ -33,6 +33,7 @@ from fedstill.continual.task_test import (
 )
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
+from fedstill.core.checks import returned
 from fedstill.core.errors import ConfigError, UnknownName, suggestion
 from fedstill.core.extensions import StageProvider
 from fedstill.core.fields import as_table, shown
@@ -41,7 +42,6 @@ from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.rounds import Schedule
 from fedstill.core.topology import Topology
-from fedstill.core.user_code import returned
 from fedstill.methods.fit import FIT, FITTING, FitStage
 from fedstill.methods.ridge import NO_TRAINING, RIDGE, RidgeStage
 

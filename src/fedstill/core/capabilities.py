@@ -6,11 +6,7 @@ round 1, ``running/compatibility.py`` checks them against the run's settings, da
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
 from enum import Flag, auto
-
-from fedstill.core.errors import ConfigError, suggestion
-from fedstill.core.fields import shown
 
 
 class Declared(Flag):
@@ -100,42 +96,3 @@ class Addition(Declared):
 
     SHIFT = auto()
     """A vector that is added to the features."""
-
-
-DECLARATIONS: Mapping[str, type[Declared]] = {"needs": Need, "permits": Permit, "adds": Addition}
-"""The class variables of a method that hold flags."""
-
-FORMER_NAMES = {
-    "linear_fold": "LINEAR_AGGREGATE",
-    "robust_fold": "ROBUST_AGGREGATE",
-}
-"""Names that flags had when they were strings and the hook ``aggregate`` was called ``fold``."""
-
-
-def check_declarations(cls: type) -> None:
-    """Raise ConfigError if a class declares anything but flags, such as a set of strings.
-
-    No flag is in a set of strings, so such a method would seem to need nothing.
-    """
-    for name, kind in DECLARATIONS.items():
-        value = vars(cls).get(name, kind(0))
-        if not isinstance(value, kind):
-            raise ConfigError(
-                f"{cls.__name__}.{name} = {shown(value)} must be fedstill.{kind.__name__} flags: "
-                f"{_remedy(value, kind)}"
-            )
-
-
-def _remedy(value: object, kind: type[Declared]) -> str:
-    """What to write instead of a value: the flags that its strings name, or the nearest flag."""
-    values = value if isinstance(value, (Set, tuple, list)) else [value]
-    strings = sorted(v for v in values if isinstance(v, str))
-    flags = []
-    for string in strings:
-        name = FORMER_NAMES.get(string, string.upper())
-        if name not in kind.__members__:
-            return f"there is no flag {string!r}; {suggestion(name, kind.__members__)}"
-        flags.append(f"{kind.__name__}.{name}")
-    if not flags:
-        return f"{kind.__name__}.NOTHING stands for none"
-    return f"write {' | '.join(flags)}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,17 +21,13 @@ from fedstill.core.errors import (
     MethodFailed,
     TooFewReplies,
 )
-from fedstill.core.extensions import Predictors, of_some_clients
-from fedstill.core.method import Method
+from fedstill.core.fields import of_kind
 from fedstill.core.records import SERVER, Reply, Stage, State, World
 from fedstill.core.screen import MODELS, Refusal, Rules, other_group
-from fedstill.core.user_code import bad_return, definition, is_users, reason, returned
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LISTED = 6
-"""The most clients or predictors that a message lists."""
 
 GROWTH = 100.0
 """The global parameters have diverged if their norm is this many times that of the initial ones (at
@@ -53,14 +49,56 @@ def in_hook(method: object, name: str, where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        on_purpose = isinstance(error, FedstillError) and not isinstance(error, BadReturn)
-        by_mistake = isinstance(error, BadPayload) and is_users(error)
-        if on_purpose and not by_mistake:
+        if _is_deliberate(error):
             raise
-        # A wrong return value has no line of its own, so a traceback would not help.
-        hint = "" if isinstance(error, BadReturn) else TRACEBACK
+        from fedstill.core.user_code import reason  # for errors alone
+
         text = f"{where}: {type(method).__name__}.{name} failed: {reason(error, method)}"
+        hint = TRACEBACK
+        if isinstance(error, BadReturn):
+            # A wrong return value has no line of its own, so a traceback would not help.
+            hint = ""
         raise MethodFailed(text, text + hint) from error
+
+
+def _is_deliberate(error: Exception) -> bool:
+    """Whether a method raised an error of the library on purpose."""
+    if isinstance(error, BadReturn):
+        return False
+    if isinstance(error, BadPayload):
+        from fedstill.core.user_code import is_users  # for errors alone
+
+        return not is_users(error)
+    return isinstance(error, FedstillError)
+
+
+def returned(value: object, kind: type[T], function: Callable[..., Any], expected: str) -> T:
+    """The return value of a method's function; raises BadReturn, naming the function and its place,
+    if it is not of a kind.
+    """
+    if isinstance(value, kind):
+        return value
+    raise bad_return(function, f"gives {of_kind(value)}, not {expected}")
+
+
+def bad_return(function: Callable[..., Any], problem: str) -> BadReturn:
+    """The error for a method's function that gave something else than it is asked for."""
+    from fedstill.core.user_code import definition  # for errors alone
+
+    place = definition(function)
+    note = f" ({place})" if place else ""
+    return BadReturn(f"{function.__qualname__} {problem}{note}")
+
+
+def users_definition(function: Callable[..., Any]) -> str:
+    """Where a user's function is written, as ``user_code.definition`` says it; empty for the
+    library's own.
+    """
+    if str(getattr(function, "__module__", "")).startswith("fedstill."):
+        return ""
+    from fedstill.core.user_code import definition  # for users' functions alone
+
+    return definition(function)
 
 
 def as_hook(method: object, name: str, where: str, function: Callable[P, T]) -> Callable[P, T]:
@@ -113,7 +151,7 @@ def _too_few(stage: Stage, accepted: Sequence[Reply], least: int, rules: Rules, 
 
 def check_anyone_asked(payload_for_client: Callable[..., Any], stage: Stage) -> None:
     """Raises BadReturn where a user's hook gave no client a payload in the whole of round 1."""
-    if not definition(payload_for_client):
+    if not users_definition(payload_for_client):
         return
     clients = f"all {len(stage.clients)} clients" if len(stage.clients) > 1 else "every client"
     raise bad_return(
@@ -129,81 +167,12 @@ def check_entries(
 
     Not where it returned another network, nor where the user's code says what is evaluated.
     """
-    is_free = not definition(aggregate) or bool(definition(predictors))
+    is_free = not users_definition(aggregate) or bool(users_definition(predictors))
     if is_free or after.model != before.model or not before.params:
         return
     difference = other_group("params", after.params, before.params)
     if difference:
         raise bad_return(aggregate, f"gives other parameters than the model has: {difference}")
-
-
-def client_predictors_of(
-    method: Method, predictors: Predictors, state: State, world: World
-) -> dict[int, str]:
-    """The name of the predictor that answers for each client; empty where one answers for all, or
-    the clients' own models do.
-
-    Raises BadReturn for a client without a predictor, and for a name that no predictor has.
-    """
-    declared = returned(
-        method.client_predictors(state, world),
-        dict,
-        method.client_predictors,
-        "a dict of clients to names of predictors",
-    )
-    if declared:
-        _check_names(method, declared, predictors, world)
-    elif method.personal or not predictors or not of_some_clients(next(iter(predictors))):
-        return {}
-
-    names = {client: f"client {client}" for client in range(world.clients)}
-    answers = {client: name for client, name in names.items() if name in predictors}
-    answers.update(declared)
-    missing = [client for client in names if client not in answers]
-    if not missing:
-        return dict(sorted(answers.items()))
-    if not declared and state.round > 1 and all(n.startswith("client ") for n in predictors):
-        # Models of single clients may be made one by one, as their clients act.
-        return {}
-    raise _no_predictor(method, missing, predictors)
-
-
-def _check_names(
-    method: Method, declared: Mapping[Any, Any], predictors: Predictors, world: World
-) -> None:
-    """Raises BadReturn for keys that are no clients, and for names that no predictor has."""
-    hook = method.client_predictors
-    if method.personal:
-        own = "personal says that clients have models of their own; leave one of both out"
-        raise bad_return(hook, f"names predictors for clients, and {own}")
-    for client, name in declared.items():
-        if client not in range(world.clients):
-            known = f"clients are numbered from 0 to {world.clients - 1}"
-            raise bad_return(hook, f"names a predictor for client {client!r}; {known}")
-        if name not in predictors:
-            known = _listed(list(predictors)) or "none"
-            raise bad_return(hook, f"names {name!r} for client {client}; predictors gives {known}")
-
-
-def _no_predictor(method: Method, clients: Sequence[int], predictors: Predictors) -> BadReturn:
-    """The error for clients that no predictor answers for."""
-    numbers = _listed(clients)
-    names = _listed(list(predictors))
-    if method.has_client_predictors:
-        what = f"names no predictor for {len(clients)} clients ({numbers}); give each of them one"
-        return bad_return(method.client_predictors, f"{what} of {names}")
-    example = f"return dict.fromkeys(range(world.clients), {next(iter(predictors))!r})"
-    return bad_return(
-        method.predictors,
-        f"gives {names}, and nothing says which answers for {len(clients)} clients ({numbers}); "
-        f"add client_predictors(self, state, world) to the method, such as: {example}",
-    )
-
-
-def _listed(values: Sequence[object]) -> str:
-    """The first of some values, as a message lists them."""
-    end = ", …" if len(values) > LISTED else ""
-    return ", ".join(map(str, values[:LISTED])) + end
 
 
 def check_norm(state: State, stage: Stage, accepted: Sequence[Reply], world: World) -> None:
@@ -230,8 +199,8 @@ def check_norm(state: State, stage: Stage, accepted: Sequence[Reply], world: Wor
 
 def written_in(sends: Callable[..., Any], expects: Callable[..., Any]) -> str:
     """Where a user's code says what is sent and what is expected; empty for the library's own."""
-    sent = definition(sends)
-    expected = definition(expects)
+    sent = users_definition(sends)
+    expected = users_definition(expects)
     places = []
     if sent:
         places.append(f"sent by {sent}")

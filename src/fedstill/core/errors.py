@@ -10,6 +10,10 @@ TRACEBACK = "; see the traceback with --debug"
 """What an error says to who typed a command that showed no traceback."""
 
 
+USER = "fedstill_user_"
+"""How the names of modules made from users' files begin (``core.user_modules``)."""
+
+
 class FedstillError(Exception):
     """The base of all errors that fedstill raises on purpose; its text is one line a user can act
     on.

@@ -173,6 +173,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
+def of_kind(value: object) -> str:
+    """What something is, in words: None, a Tensor, an int, the class TrainingStart itself."""
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
 @lru_cache(maxsize=1024)
 def _with_ranges(kind: type) -> dict[str, Any]:
     def is_ranged(hint: Any) -> bool:

@@ -9,8 +9,6 @@ afterwards they are again what they were.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
 import sys
 import threading
@@ -41,7 +39,8 @@ def process_settings() -> Iterator[None]:
     try:
         with ExitStack() as thread:
             thread.enter_context(_on_cpu_by_default())
-            thread.enter_context(torch_threads(1))
+            thread.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
             thread.enter_context(_small_numbers())
             for setting in _as_without_blocks():
                 thread.enter_context(setting)
@@ -50,19 +49,6 @@ def process_settings() -> Iterator[None]:
             yield
     finally:
         _process.leave()
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Meanwhile this thread computes with so many torch threads, and afterwards with as many as
-    before.
-    """
-    found = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(found)
 
 
 def is_settled() -> bool:
@@ -270,34 +256,3 @@ def _small_numbers() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(True)
-
-
-# A step allocates and frees the activations and gradients of a batch. If the C library returns
-# their pages to the system, the next step waits until they are found, cleared and mapped again.
-# ``python -m benchmarks.allocator`` prints what keeping them is worth.
-
-KEEP_FREED = "FEDSTILL_KEEP_FREED"
-"""The environment variable that, at 0, leaves the C library as it is. The process then holds less
-memory between stages.
-"""
-
-# mallopt's names for its parameters.
-_MMAP_THRESHOLD = -3
-_TRIM_THRESHOLD = -1
-_LARGEST_BLOCK = 32 * 2**20
-"""The largest value that glibc takes for ``_MMAP_THRESHOLD``, in bytes."""
-_NEVER_TRIM = 2**31 - 1
-
-
-@functools.cache
-def keep_freed_memory() -> bool:
-    """Have this process keep the memory that it frees, for good; return whether it does.
-
-    Only glibc can be asked to.
-    """
-    if sys.platform != "linux" or os.environ.get(KEEP_FREED) == "0":
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_TRIM_THRESHOLD, _NEVER_TRIM))

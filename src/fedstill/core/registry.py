@@ -12,14 +12,12 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path, PurePath
-from types import ModuleType
 from typing import Any, TypeVar, get_type_hints
 
-from fedstill.core.errors import ConfigError, UnknownName, name_advice
-from fedstill.core.user_code import USER
+from fedstill.core.errors import USER, ConfigError, UnknownName, name_advice
 
 HOMES = {
     "method": "fedstill.methods",
@@ -178,14 +176,8 @@ def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
             f"or put it in a file and name that"
         )
     path, _, attribute = name.partition(":")
-    if path.endswith(".py"):
-        from fedstill.core.user_modules import module_of_file  # for users' own things alone
-
-        return _of_module(kind, name, module_of_file((base or Path.cwd()) / path), attribute)
-    if path and attribute:
-        from fedstill.core.user_modules import module_of_name
-
-        return _of_module(kind, name, module_of_name(name, kind), attribute)
+    if path.endswith(".py") or (path and attribute):
+        return _users_entry(kind, name, base or Path.cwd())
     known = names(kind)
     raise UnknownName(kind, name, known, todo=name_advice(kind, name, known))
 
@@ -236,78 +228,19 @@ def _import_home(kind: str) -> None:
             part.load()
 
 
-def _of_module(kind: str, name: str, module: ModuleType, attribute: str) -> Entry:
-    """The entry of a user's module: of the attribute that a name gives, or the only one."""
+def _users_entry(kind: str, name: str, base: Path) -> Entry:
+    """The entry of a thing in a user's file or in another installed package."""
+    from fedstill.core import user_modules  # for users' own things alone
+
+    module = user_modules.module_of(kind, name, base)
     registered = [
         entry
-        for (of_kind, _), entry in _entries.items()
-        if of_kind == kind and entry.target.__module__ == module.__name__
+        for (entry_kind, _), entry in _entries.items()
+        if entry_kind == kind and entry.target.__module__ == module.__name__
     ]
-    if attribute:
-        entry = _of_attribute(kind, name, module, attribute, registered)
-    elif len(registered) == 1:
-        entry = registered[0]
-    else:
-        raise ConfigError(_which_is_meant(kind, Path(name).name, module, registered))
-    _refuse_undecorated(entry)
-    return entry
-
-
-def _of_attribute(
-    kind: str, name: str, module: ModuleType, attribute: str, registered: Sequence[Entry]
-) -> Entry:
-    target = getattr(module, attribute, None)
-    if not callable(target):
-        defined = [n for n, value in vars(module).items() if _is_defined_in(value, module)]
-        raise UnknownName(kind, attribute, defined, where=Path(name).name.split(":")[0])
+    target = user_modules.chosen_target(kind, name, module, [e.target for e in registered])
+    user_modules.check_fields(kind, target)
     for entry in registered:
         if entry.target is target:
             return entry
     return Entry(kind, name, target)
-
-
-def _which_is_meant(kind: str, file: str, module: ModuleType, registered: Sequence[Entry]) -> str:
-    """A message for a file that registers no thing of a kind, or several."""
-    targets = [entry.target for entry in registered] or filter(callable, vars(module).values())
-    choices = [f"{file}:{t.__name__}" for t in targets if _is_defined_in(t, module)]
-    count = f"no {kind}"
-    if registered:
-        count = f"{len(registered)} {kind}s"
-    return (
-        f"{kind} {file!r}: the file registers {count}; say what of it is meant: "
-        f"{' or '.join(choices[:5])}"
-    )
-
-
-def _is_defined_in(value: Any, module: ModuleType) -> bool:
-    return getattr(value, "__module__", "") == module.__name__
-
-
-def _refuse_undecorated(entry: Entry) -> None:
-    """Raise ConfigError for a class with fields below a dataclass that is none itself: a config
-    could not set them.
-    """
-    if not inspect.isclass(entry.target):
-        return
-    is_below_dataclass = False
-    for cls in reversed(entry.target.__mro__):
-        if "__dataclass_fields__" in vars(cls):
-            is_below_dataclass = True
-            continue
-        hints = inspect.get_annotations(cls)
-        fields = [name for name, hint in hints.items() if "ClassVar" not in str(hint)]
-        if is_below_dataclass and fields:
-            raise ConfigError(
-                f"{entry.kind} {cls.__name__}{_place(cls)} has fields ({', '.join(fields)}) that "
-                "no config can set: write @dataclass(frozen=True) above its class"
-            )
-
-
-def _place(cls: type) -> str:
-    """The file and line of a class, in brackets; empty if its source is gone."""
-    try:
-        file = Path(inspect.getfile(cls)).name
-        line = inspect.getsourcelines(cls)[1]
-    except (OSError, TypeError):
-        return ""
-    return f" ({file}, line {line})"

@@ -27,6 +27,7 @@ from fedstill.core.checks import (
     check_quorum,
     in_hook,
     place,
+    returned,
     written_in,
 )
 from fedstill.core.errors import ClientFailed
@@ -44,7 +45,6 @@ from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, World
 from fedstill.core.screen import Refusal, Rules, screen
-from fedstill.core.user_code import returned
 
 if TYPE_CHECKING:
     from fedstill.core.topology import Topology

@@ -1,4 +1,8 @@
-"""Calls of a user's code: where an error in it was raised, and hooks whose names are misspelt."""
+"""A user's code: where an error in it was raised, and mistakes in classes: misspelt hooks, and
+declarations that are no flags.
+
+Runs load this module for classes of users and for errors only.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,22 @@ import importlib
 import inspect
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from functools import cache, cached_property, partialmethod
 from pathlib import Path
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any
 
-from fedstill.core.errors import MAX_REASON, BadReturn, ConfigError, FedstillError, cut_reason
-
-T = TypeVar("T")
-
-USER = "fedstill_user_"
-"""How the names of modules made from users' files begin (``core.user_modules``)."""
+from fedstill.core.capabilities import Addition, Declared, Need, Permit
+from fedstill.core.errors import (
+    MAX_REASON,
+    BadReturn,
+    ConfigError,
+    FedstillError,
+    cut_reason,
+    suggestion,
+)
+from fedstill.core.fields import shown
 
 _LIBRARY = Path(__file__).parents[1]
 _METHODS = _LIBRARY / "methods"
@@ -54,29 +62,6 @@ def definition(function: Callable[..., Any]) -> str:
     if code is None or not _is_users(code.co_filename):
         return ""
     return _said(code.co_filename, code.co_firstlineno, code.co_name)
-
-
-def returned(value: object, kind: type[T], function: Callable[..., Any], wanted: str) -> T:
-    """What a method's function gave; raises BadReturn, naming the function and where it is, if it
-    is not of a kind.
-    """
-    if isinstance(value, kind):
-        return value
-    raise bad_return(function, f"gives {of_kind(value)}, not {wanted}")
-
-
-def of_kind(value: object) -> str:
-    """What something is, in words: None, a Tensor, an int, the class TrainingStart itself."""
-    if isinstance(value, type):
-        return f"the class {value.__name__} itself"
-    name = type(value).__name__
-    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def bad_return(function: Callable[..., Any], what: str) -> BadReturn:
-    """The error that says what a method's function gave instead of what it is asked for."""
-    where = definition(function)
-    return BadReturn(f"{function.__qualname__} {what}" + (f" ({where})" if where else ""))
 
 
 def _users_line(error: BaseException) -> str:
@@ -288,3 +273,46 @@ def _function(value: Any) -> Callable[..., Any]:
         value = value.fget
     inner = getattr(value, "__func__", getattr(value, "func", value))
     return inspect.unwrap(inner) if callable(inner) else inner  # type: ignore[no-any-return]
+
+
+# Declarations that are no flags. No flag is in a set of strings, so such a method would seem to
+# need nothing.
+
+
+DECLARATIONS: Mapping[str, type[Declared]] = {"needs": Need, "permits": Permit, "adds": Addition}
+"""The class variables of a method that hold flags."""
+
+FORMER_FLAGS = {
+    "linear_fold": "LINEAR_AGGREGATE",
+    "robust_fold": "ROBUST_AGGREGATE",
+}
+"""Names that flags had when they were strings and the hook ``aggregate`` was called ``fold``."""
+
+
+def check_declarations(cls: type) -> None:
+    """Raise ConfigError if a class declares anything but flags, such as a set of strings.
+
+    No flag is in a set of strings, so such a method would seem to need nothing.
+    """
+    for name, kind in DECLARATIONS.items():
+        value = vars(cls).get(name, kind(0))
+        if not isinstance(value, kind):
+            raise ConfigError(
+                f"{cls.__name__}.{name} = {shown(value)} must be fedstill.{kind.__name__} flags: "
+                f"{_remedy(value, kind)}"
+            )
+
+
+def _remedy(value: object, kind: type[Declared]) -> str:
+    """What to write instead of a value: the flags that its strings name, or the nearest flag."""
+    values = value if isinstance(value, (Set, tuple, list)) else [value]
+    strings = sorted(v for v in values if isinstance(v, str))
+    flags = []
+    for string in strings:
+        name = FORMER_FLAGS.get(string, string.upper())
+        if name not in kind.__members__:
+            return f"there is no flag {string!r}; {suggestion(name, kind.__members__)}"
+        flags.append(f"{kind.__name__}.{name}")
+    if not flags:
+        return f"{kind.__name__}.NOTHING stands for none"
+    return f"write {' | '.join(flags)}"

@@ -11,16 +11,15 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedstill.core.errors import ConfigError, FedstillError
+from fedstill.core.errors import USER, ConfigError, FedstillError, UnknownName
 from fedstill.core.files import digest, refuse_windows_path
-from fedstill.core.user_code import USER
 
 
 @dataclass(frozen=True)
@@ -170,3 +169,86 @@ def _sha(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return ""
+
+
+# Which thing of a module a name means.
+
+
+def module_of(kind: str, name: str, base: Path) -> ModuleType:
+    """The module of ``"mine.py"`` or ``"mine.py:Thing"``, relative to ``base``, or of
+    ``"package.module:Thing"``.
+    """
+    path, _, _ = name.partition(":")
+    if path.endswith(".py"):
+        return module_of_file(base / path)
+    return module_of_name(name, kind)
+
+
+def chosen_target(
+    kind: str, name: str, module: ModuleType, registered: Sequence[Callable[..., Any]]
+) -> Callable[..., Any]:
+    """The class or function that a name means in a module: the attribute that it names, or the only
+    thing of the kind that is registered there.
+
+    Raises UnknownName for an attribute that is not there, ConfigError if several things may be
+    meant, or none.
+    """
+    path, _, attribute = name.partition(":")
+    if not attribute:
+        if len(registered) == 1:
+            return registered[0]
+        raise ConfigError(_which_is_meant(kind, Path(path).name, module, registered))
+    target = getattr(module, attribute, None)
+    if not callable(target):
+        defined = [n for n, value in vars(module).items() if _is_defined_in(value, module)]
+        raise UnknownName(kind, attribute, defined, where=Path(path).name)
+    return target  # type: ignore[no-any-return]
+
+
+def _which_is_meant(
+    kind: str, file: str, module: ModuleType, registered: Sequence[Callable[..., Any]]
+) -> str:
+    """A message for a file that registers no thing of a kind, or several."""
+    targets = registered or [value for value in vars(module).values() if callable(value)]
+    choices = [f"{file}:{t.__name__}" for t in targets if _is_defined_in(t, module)]
+    count = f"no {kind}"
+    if registered:
+        count = f"{len(registered)} {kind}s"
+    return (
+        f"{kind} {file!r}: the file registers {count}; say what of it is meant: "
+        f"{' or '.join(choices[:5])}"
+    )
+
+
+def _is_defined_in(value: Any, module: ModuleType) -> bool:
+    return getattr(value, "__module__", "") == module.__name__
+
+
+def check_fields(kind: str, target: Callable[..., Any]) -> None:
+    """Raise ConfigError for a class with fields below a dataclass that is none itself: a config
+    could not set them.
+    """
+    if not inspect.isclass(target):
+        return
+    is_below_dataclass = False
+    for cls in reversed(target.__mro__):
+        if "__dataclass_fields__" in vars(cls):
+            is_below_dataclass = True
+            continue
+        hints = inspect.get_annotations(cls)
+        fields = [name for name, hint in hints.items() if "ClassVar" not in str(hint)]
+        if is_below_dataclass and fields:
+            raise ConfigError(
+                f"{kind} {cls.__name__}{_place(cls)} has fields ({', '.join(fields)}) that "
+                "no config can set: write @dataclass(frozen=True) above its class"
+            )
+
+
+def _place(cls: type) -> str:
+    """The file and line of a class, in brackets; empty if its source is gone."""
+    try:
+        file = Path(inspect.getfile(cls)).name
+        line = inspect.getsourcelines(cls)[1]
+    except (OSError, TypeError):
+        return ""
+    return f" ({file}, line {line})"

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from fedstill.core import trees
+from fedstill.core.checks import bad_return
 from fedstill.core.extensions import GradientRule
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Step, Tensors, TrainingResult, TrainingStart, View
-from fedstill.core.user_code import bad_return
 from fedstill.engines.clients import (
     Batch,
     LoneClient,

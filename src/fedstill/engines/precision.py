@@ -13,7 +13,6 @@ import torch.utils.deterministic
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.process_settings import set_environment
 
 Precision = Literal["fp32", "bf16", "tf32"]
 """``fp32``: everything in float32.
@@ -104,6 +103,8 @@ def steady(device: str) -> None:
     if device != "cuda":
         return
     # cuBLAS is deterministic only with a workspace of fixed size.
+    from fedstill.core.process_settings import set_environment  # for cards alone
+
     if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
         set_environment({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     torch.backends.cudnn.deterministic = True

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from fedstill.core.checks import place
+from fedstill.core.checks import place, returned
 from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
 from fedstill.core.extensions import ClientHook, Fields, GradientRule
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork
-from fedstill.core.process_settings import keep_freed_memory, torch_threads
 from fedstill.core.records import (
     KEEP,
     NOTHING,
@@ -36,8 +35,8 @@ from fedstill.core.records import (
 )
 from fedstill.core.reports import OWN
 from fedstill.core.trees import dtype_of
-from fedstill.core.user_code import reason, returned
 from fedstill.engines.clients import TrainingSetup, trained_labels
+from fedstill.engines.cores import keep_freed_memory, torch_threads
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.precision import Precision
 from fedstill.engines.step import FrozenModel, frozen
@@ -293,6 +292,8 @@ class SerialEngine:
         # torch.func, interrupted, fails at its own clearing up
         if isinstance(error.__context__, KeyboardInterrupt):
             raise error.__context__
+        from fedstill.core.user_code import reason  # for errors alone
+
         why = reason(error, work)
         if self.stops_on_failure or isinstance(error, CARD_FAILED):
             raise ClientFailed(place(stage), clients, why) from error

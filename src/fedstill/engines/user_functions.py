@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from fedstill.core.checks import bad_return, users_definition
 from fedstill.core.errors import ChangedInPlace
+from fedstill.core.fields import of_kind
 from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Keep, Payload
-from fedstill.core.user_code import bad_return, definition, of_kind
 
 
 class _Guarded(NamedTuple):
@@ -55,7 +56,7 @@ def _changed_in_place(name: str, function: Callable[..., Any], client: int | Non
         f"{function.__qualname__} writes into {name}{place}, which others share: make a new tensor "
         "(x + 1, not x.add_(1)), or change x.clone()"
     )
-    line = definition(function)
+    line = users_definition(function)
     if line:
         message += f" ({line})"
     return message

@@ -18,13 +18,13 @@ from torch import nn
 from fedstill.core.errors import on_one_line
 from fedstill.core.keys import put_aside
 from fedstill.core.method import ClientWork
-from fedstill.core.process_settings import torch_threads
 from fedstill.core.records import ModelSpec, Payload, Plan, Reply, Stage
 from fedstill.engines.clients import (
     TrainingSetup,
     available_examples,
     uses_scores,
 )
+from fedstill.engines.cores import torch_threads
 from fedstill.engines.footprint import activations
 from fedstill.engines.loop import train_stack
 from fedstill.engines.pooled import PooledEngine, SharedDraw

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.errors import ConfigError, DataError, on_one_line
+from fedstill.core.fields import of_kind
 from fedstill.core.process_settings import process_settings
-from fedstill.core.user_code import of_kind
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
 from fedstill.data.encoding import MISSING, category_name, encoded, table_rows, with_marks
 from fedstill.models.ensemble import module_of

@@ -27,7 +27,6 @@ from fedstill.core.keys import put_aside, seed_global
 from fedstill.core.records import ModelSpec, Plan, Tensors, as_pairs
 from fedstill.core.registry import short_name
 from fedstill.core.trees import only
-from fedstill.core.user_code import reason
 from fedstill.models.functional import features, forward, head, run_part, run_with
 from fedstill.models.network import ImageShape, RowShape, SeriesShape
 from fedstill.models.parameters import moving, put_in, with_additions
@@ -218,6 +217,8 @@ def construct(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Modul
     except FedstillError:
         raise
     except Exception as error:
+        from fedstill.core.user_code import reason  # for errors alone
+
         advice = ""
         if isinstance(error, TypeError):
             advice = f"; {_CONSTRUCTOR_HELP}"

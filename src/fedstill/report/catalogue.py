@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fedstill.core import docstrings
+from fedstill.core.errors import USER
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.registry import Entry
-from fedstill.core.user_code import USER
 
 # What an annotation allows, in words.
 

@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from fedstill import manifest
 from fedstill.config.settings import Settings
-from fedstill.core.checks import as_hook, client_predictors_of, in_hook
+from fedstill.core.checks import as_hook, in_hook, returned
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import Engine, Event, Fields, RoundResult, StageResult
 from fedstill.core.files import digest, write_whole
 from fedstill.core.keys import drawing_from, seed_for
-from fedstill.core.process_settings import torch_threads
 from fedstill.core.records import SERVER, Payload, State
 from fedstill.core.rounds import RunContext, run_round
-from fedstill.core.user_code import returned
 from fedstill.data.dataset import Dataset
+from fedstill.engines.cores import torch_threads
 from fedstill.engines.serial import Memory, SerialEngine, Version
 from fedstill.running.checkpoint import Checkpoints, Restored, StoredMemory
-from fedstill.running.evaluation import Evaluation, evaluated_answers
+from fedstill.running.evaluation import Evaluation, client_predictors_of, evaluated_answers
 from fedstill.running.extensions import run_context, run_extensions
 from fedstill.running.journal import CONFIG_SEAL, START, Journal, read_journal
 from fedstill.running.observers import seconds_by_measure

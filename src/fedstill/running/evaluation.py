@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.core.checks import bad_return, returned
+from fedstill.core.errors import BadReturn
 from fedstill.core.extensions import (
     Event,
     Fields,
@@ -553,3 +555,79 @@ def mean_row(rows: Collection[Row], tasks: int) -> list[float | None]:
     each = [[row[task] for row in rows] for task in range(tasks)]
     known = [[value for value in column if value is not None] for column in each]
     return [sum(column) / len(column) if column else None for column in known]
+
+
+# Which of the server's models answers for each client.
+
+
+LISTED = 6
+"""The most clients or predictors that a message lists."""
+
+
+def client_predictors_of(
+    method: Method, predictors: Predictors, state: State, world: World
+) -> dict[int, str]:
+    """The name of the predictor that answers for each client; empty where one answers for all, or
+    the clients' own models do.
+
+    Raises BadReturn for a client without a predictor, and for a name that no predictor has.
+    """
+    declared = returned(
+        method.client_predictors(state, world),
+        dict,
+        method.client_predictors,
+        "a dict of clients to names of predictors",
+    )
+    if declared:
+        _check_names(method, declared, predictors, world)
+    elif method.personal or not predictors or not of_some_clients(next(iter(predictors))):
+        return {}
+
+    names = {client: f"client {client}" for client in range(world.clients)}
+    answers = {client: name for client, name in names.items() if name in predictors}
+    answers.update(declared)
+    missing = [client for client in names if client not in answers]
+    if not missing:
+        return dict(sorted(answers.items()))
+    if not declared and state.round > 1 and all(n.startswith("client ") for n in predictors):
+        # Models of single clients may be made one by one, as their clients act.
+        return {}
+    raise _no_predictor(method, missing, predictors)
+
+
+def _check_names(
+    method: Method, declared: Mapping[Any, Any], predictors: Predictors, world: World
+) -> None:
+    """Raises BadReturn for keys that are no clients, and for names that no predictor has."""
+    hook = method.client_predictors
+    if method.personal:
+        own = "personal says that clients have models of their own; leave one of both out"
+        raise bad_return(hook, f"names predictors for clients, and {own}")
+    for client, name in declared.items():
+        if client not in range(world.clients):
+            known = f"clients are numbered from 0 to {world.clients - 1}"
+            raise bad_return(hook, f"names a predictor for client {client!r}; {known}")
+        if name not in predictors:
+            known = _listed(list(predictors)) or "none"
+            raise bad_return(hook, f"names {name!r} for client {client}; predictors gives {known}")
+
+
+def _no_predictor(method: Method, clients: Sequence[int], predictors: Predictors) -> BadReturn:
+    """The error for clients that no predictor answers for."""
+    numbers = _listed(clients)
+    names = _listed(list(predictors))
+    if method.has_client_predictors:
+        what = f"names no predictor for {len(clients)} clients ({numbers}); give each of them one"
+        return bad_return(method.client_predictors, f"{what} of {names}")
+    example = f"return dict.fromkeys(range(world.clients), {next(iter(predictors))!r})"
+    return bad_return(
+        method.predictors,
+        f"gives {names}, and nothing says which answers for {len(clients)} clients ({numbers}); "
+        f"add client_predictors(self, state, world) to the method, such as: {example}",
+    )
+
+
+def _listed(values: Sequence[object]) -> str:
+    """The first of some values, as a message lists them."""
+    end = ", …" if len(values) > LISTED else ""
+    return ", ".join(map(str, values[:LISTED])) + end

@@ -16,7 +16,6 @@ from fedstill.config.settings import Settings
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
 from fedstill.config.validation import descriptions
 from fedstill.core import docstrings, registry
-from fedstill.core.checks import client_predictors_of
 from fedstill.core.codec import encode
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Payload, Plan, Stage, World
@@ -25,6 +24,7 @@ from fedstill.core.stream import Stream
 from fedstill.data.dataset import examples_text
 from fedstill.measures.choice import measures
 from fedstill.models import contract
+from fedstill.running.evaluation import client_predictors_of
 from fedstill.running.extensions import run_extensions
 from fedstill.running.preparation import Prepared
 from fedstill.running.world import choose_engine

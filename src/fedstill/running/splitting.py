@@ -18,10 +18,11 @@ from torch import Tensor
 from fedstill.config.settings import Settings
 from fedstill.config.tables import NO_STREAM
 from fedstill.core.errors import ConfigError, FedstillError, InfeasiblePartition
+from fedstill.core.fields import of_kind
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples
 from fedstill.core.stream import Cut, Stream
-from fedstill.core.user_code import definition, of_kind, reason
+from fedstill.core.user_code import definition, reason
 from fedstill.data.client_split import ClientSplit, Positions
 from fedstill.data.partition import cached_split
 from fedstill.data.partition.column import column

@@ -21,9 +21,8 @@ import torch.utils.data as torch_data
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError, DataError, UnknownName, on_one_line
-from fedstill.core.fields import Count, plain_value, problem
+from fedstill.core.fields import Count, of_kind, plain_value, problem
 from fedstill.core.process_settings import process_settings
-from fedstill.core.user_code import of_kind
 from fedstill.data.dataset import (
     FILE,
     Broken,

@@ -21,10 +21,10 @@ from fedstill.core.errors import (
     UnknownName,
     on_one_line,
 )
-from fedstill.core.fields import Count, plain_value
+from fedstill.core.fields import Count, of_kind, plain_value
 from fedstill.core.process_settings import process_settings
 from fedstill.core.registry import Entry, lookup, names, register, short_name
-from fedstill.core.user_code import of_kind, reason
+from fedstill.core.user_code import reason
 from fedstill.data.cache import cached
 from fedstill.data.dataset import (
     DEFAULT_OPTIONS,

@@ -17,9 +17,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError, DataError, on_one_line
+from fedstill.core.fields import of_kind
 from fedstill.core.keys import drawing_from
 from fedstill.core.process_settings import process_settings
-from fedstill.core.user_code import of_kind
 from fedstill.data.dataset import (
     PLURALS,
     Dataset,
