@@ -8,7 +8,7 @@ import pytest
 
 import fedstill
 import toys
-from fedstill.report.summary import best_first, said_of_order
+from fedstill.report.summary import best_first, order_note
 from fedstill.report.table_files import results_table
 from fedstill.report.terminal import comparison_table
 from fedstill.running.runs import Group, groups
@@ -34,7 +34,7 @@ def test_lines_are_best_first_by_what_clients_have_of_it(three: list[Group]) -> 
     worth = [g.values("personal_accuracy")[0] for g in ordered]
     assert worth == sorted(worth, reverse=True)
     assert {g.label for g in ordered} == {"fedavg", "lg_fedavg", "ditto"}
-    assert 'ranked by "for the clients"' in said_of_order(by)
+    assert 'ranked by "for the clients"' in order_note(by)
     assert [line[0] for line in results_table(three).lines] == [g.label for g in ordered]
     assert [row[0] for row in comparison_table(three).rows] == [g.label for g in ordered]
 
@@ -62,4 +62,4 @@ def test_where_there_is_one_model_lines_stay_as_asked_for(tmp_path: Path) -> Non
         [g.label for g in two],
         None,
     )
-    assert said_of_order(None) == ""
+    assert order_note(None) == ""

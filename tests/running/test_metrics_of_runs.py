@@ -24,7 +24,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_clients, from_tensors
 from fedstill.metrics.classification import METRICS, RECORDED, RunMetrics
 from fedstill.report.page import write_page
-from fedstill.report.summary import best_first, said_of_order
+from fedstill.report.summary import best_first, order_note
 from fedstill.report.table_files import results_table
 from fedstill.report.terminal import comparison_table
 from fedstill.running import cautions
@@ -327,7 +327,7 @@ def test_lines_are_ranked_by_the_metric(two: Path) -> None:
     assert by is not None
     assert by.key == "balanced_accuracy"
     assert [group.label for group in ordered] == ["fedlc", "fedavg"]
-    assert by.title in said_of_order(by)
+    assert by.title in order_note(by)
     assert [line[0] for line in results_table(compared).lines] == ["fedlc", "fedavg"]
     table = comparison_table(compared)
     assert [row[0] for row in table.rows] == ["fedlc", "fedavg"]

@@ -229,16 +229,16 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool) -> None:
     from fedstill.report.summary import (
         BELOW_ZERO,
         best_first,
+        order_note,
         package_notes,
         refused,
-        said_of_order,
     )
     from fedstill.running.runs import groups
 
     screen, compared = terminal.console(), groups(begun)
     if show:
         screen.print(terminal.comparison_table(compared))
-        if said := said_of_order(best_first(compared)[1]):
+        if said := order_note(best_first(compared)[1]):
             terminal.tell(screen, said)
         if (leaks := terminal.leak_table(compared)) is not None:
             screen.print(leaks)

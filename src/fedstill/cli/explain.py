@@ -87,7 +87,7 @@ def _explain_values(screen: Console, rows: Sequence[tuple[str, str, str, str]]) 
 
     from fedstill.report import terminal
 
-    if screen.width >= terminal.SENTENCES:
+    if screen.width >= terminal.SENTENCES_WIDTH:
         screen.print(terminal.table(["key", "value", "origin", "what it is"], rows, words=4))
         return
     screen.print("key = value (origin)", style="bold")

@@ -18,7 +18,7 @@ from fedstill.report.blocks import (
     group_label,
 )
 from fedstill.report.page import Report
-from fedstill.report.summary import NONE, Column, Row, best_first, columns, rows, said_of_order
+from fedstill.report.summary import NONE, Column, Row, best_first, columns, order_note, rows
 from fedstill.report.table_files import differences, differences_table
 from fedstill.running.journal import Event
 from fedstill.running.runs import (
@@ -43,7 +43,7 @@ def results(report: Report) -> Section:
     ordered, ranked_by = best_first(report.groups)
     lines = rows(ordered)
     measures = columns(lines)
-    about = f"{ABOUT} {said_of_order(ranked_by)}".strip()
+    about = f"{ABOUT} {order_note(ranked_by)}".strip()
     return Section(
         "results",
         "Results",
@@ -81,7 +81,7 @@ def _explained(measures: Sequence[Column]) -> str:
     """What each column of the table is, as a sentence."""
     if not measures:
         return NO_ROUND
-    text = "; ".join(f"{measure.title}: {measure.says}" for measure in measures)
+    text = "; ".join(f"{measure.title}: {measure.description}" for measure in measures)
     return f"{text[0].upper()}{text[1:]}."
 
 

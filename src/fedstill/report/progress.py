@@ -1,4 +1,4 @@
-"""Progress of runs on the standard error: bars in a terminal, plain lines elsewhere."""
+"""The progress of runs on the standard error: bars in a terminal, lines in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -26,55 +27,57 @@ from fedstill.report.terminal import percent
 from fedstill.running.compare import Outcome
 from fedstill.running.selection import STOP_REASON
 
-# How far runs are, on the standard error: bars in a terminal, plain lines in a file or a pipe.
-
-
 EVERY = 10.0
-"""Seconds between two lines; the first and the last round, and the end of each run of several, have
-one anyway.
+"""Seconds between two lines. The first and the last round always have a line, and so has the end of
+each run of a comparison.
 """
 
+STOPPING = "ending after this stage (Ctrl-C again: at once)"
+
 Clock = Callable[[], float]
+"""Returns the time in seconds."""
+
+
+# One run
 
 
 class Display(Protocol):
-    """Shows how far something is."""
+    """Shows the progress of one run."""
 
     def begin(self) -> None:
-        """It begins."""
+        """Start to show it."""
 
     def end(self) -> None:
-        """It has ended, well or not."""
-
-
-class OneRun(Display, Protocol):
-    """Shows one run."""
+        """Stop, whether or not the run is finished."""
 
     def started(self, folder: Path, round: int) -> None:
-        """Everything is prepared, and a round begins."""
+        """Show that the run is prepared and a round begins."""
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
-        """A stage is done."""
+        """Show that a stage is finished."""
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
-        """A round is done."""
+        """Show that a round is finished."""
 
-    def asked(self) -> None:
-        """Ctrl-C was pressed."""
+    def stopping(self) -> None:
+        """Show that the run will stop, after Ctrl-C."""
 
 
 class Followed:
-    """One run that is followed (``running.recording.Progress``). Ctrl-C ends after the stage,
-    twice at once.
+    """The progress of one run (``running.recording.Progress``), and its reaction to Ctrl-C.
 
-    ``display``: shows it; None: nothing is shown.
+    Ctrl-C ends the run after the stage; pressed twice, it ends the run at once.
+
+    ``display``: shows the progress; None shows nothing.
     """
 
-    def __init__(self, display: OneRun | None) -> None:
-        self.display, self._asked = display, False
+    def __init__(self, display: Display | None) -> None:
+        self.display = display
+        self._is_stopping = False
 
     def __enter__(self) -> Followed:
-        self._old = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self._former_handlers = {number: signal.signal(number, self._stop) for number in signals}
         if self.display:
             self.display.begin()
         return self
@@ -82,234 +85,246 @@ class Followed:
     def __exit__(self, *_: object) -> None:
         if self.display:
             self.display.end()
-        for number, handler in self._old.items():
+        for number, handler in self._former_handlers.items():
             signal.signal(number, handler)
 
     def started(self, folder: Path, round: int) -> None:
-        """Show that the run starts, or goes on."""
+        """Show that the run starts or continues."""
         if self.display:
             self.display.started(folder, round)
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
-        """Show a stage that is done."""
+        """Show that a stage is finished; stages before round 1 are not shown."""
         if self.display and round > 0 and stages:
             self.display.stage(round, rounds, index, stages)
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
-        """Show a round that is done."""
+        """Show that a round is finished."""
         if self.display:
             self.display.round(event, rounds)
 
     def stop(self) -> bool:
         """Whether Ctrl-C was pressed."""
-        return self._asked
+        return self._is_stopping
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self._is_stopping:
             raise KeyboardInterrupt
-        self._asked = True
+        self._is_stopping = True
         if self.display:
-            self.display.asked()
+            self.display.stopping()
 
 
 def followed(rounds: int, label: str, quiet: bool = False) -> Followed:
-    """What follows a run: a bar in a terminal, elsewhere a line a round or every few seconds;
-    nothing if quiet.
-    """
+    """The progress of a run: a bar in a terminal, lines elsewhere, nothing if ``quiet``."""
     if quiet:
         return Followed(None)
-    return Followed(Bar(rounds, label) if in_terminal() else Lines(rounds, label))
+    if in_terminal():
+        return Followed(Bar(rounds, label))
+    return Followed(Lines(rounds, label))
 
 
 def in_terminal() -> bool:
-    """Whether people look at the standard error as it comes."""
+    """Whether the standard error is a terminal."""
     return _console().is_terminal
 
 
 class Bar:
-    """A progress bar for one run: round, accuracy, time left."""
+    """A progress bar for one run: rounds, the latest numbers, time left."""
 
     def __init__(self, rounds: int, label: str) -> None:
         self._bar = progress_bar()
-        self._task = self._bar.add_task(label, total=rounds, said="")
+        self._task = self._bar.add_task(label, total=rounds, note="")
 
     def begin(self) -> None:
-        """Draw it."""
+        """Draw the bar."""
         self._bar.start()
 
     def end(self) -> None:
-        """Take it away."""
+        """Remove the bar."""
         self._bar.stop()
 
     def started(self, folder: Path, round: int) -> None:
-        """Move to where a resumed run goes on."""
+        """Move to the round before the first one of this process."""
         self._bar.update(self._task, completed=round - 1)
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
-        """Move by the share of the round that is done."""
+        """Move by the stage's share of the round; measuring counts as one more stage."""
         self._bar.update(self._task, completed=round - 1 + (index + 1) / (stages + 1))
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
-        """Show a finished round."""
-        self._bar.update(self._task, completed=event["round"], said="  ".join(_numbers(event)))
+        """Move to the end of the round and show its numbers."""
+        note = "  ".join(_numbers(event))
+        self._bar.update(self._task, completed=event["round"], note=note)
 
-    def asked(self) -> None:
-        """Say that the run will end."""
-        self._bar.update(self._task, said="ending after this stage (Ctrl-C again: at once)")
+    def stopping(self) -> None:
+        """Show that the run will stop."""
+        self._bar.update(self._task, note=STOPPING)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A finished round and the seconds that had passed by then."""
+
+    round: int
+    seconds: float
 
 
 class Lines:
-    """Lines for one run: the first and the last round, and what is done at least ``EVERY`` seconds
-    after a line.
-    """
+    """Lines for one run: at its first and last round, and at least ``EVERY`` seconds apart."""
 
     def __init__(self, rounds: int, label: str, clock: Clock = time.monotonic) -> None:
-        self.rounds, self.label, self.clock = rounds, label, clock
-        # the first round done here, and when; a resumed run had others
-        self._first: tuple[int, float] | None = None
+        self.rounds = rounds
+        self.label = label
+        self.clock = clock
+        # Of a resumed run, the first round of this process.
+        self._first: Mark | None = None
 
     def begin(self) -> None:
-        """Time passes from now on."""
-        self._began = self._last = self.clock()
+        """Start the clock."""
+        self._began = self.clock()
+        self._last_line = self._began
 
     def started(self, folder: Path, round: int) -> None:
-        """Say how many rounds there are, and where their journal is."""
-        rounds = (
-            f"{self.rounds} rounds"
-            if round == 1
-            else f"goes on with round {round} of {self.rounds}"
-        )
-        self._say(f"{rounds}, in {folder}")
+        """Write the number of rounds and the run's directory."""
+        rounds = f"{self.rounds} rounds"
+        if round > 1:
+            rounds = f"goes on with round {round} of {self.rounds}"
+        self._write(f"{rounds}, in {folder}")
 
     def end(self) -> None:
-        """Nothing: the last round has had its line."""
+        """Nothing: the last round has a line."""
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
-        """A line, where a round takes long."""
-        if self._due() and index + 1 < stages:
-            self._say(
+        """Write a line in the middle of a long round."""
+        if self._is_due() and index + 1 < stages:
+            self._write(
                 f"round {round} of {rounds}, stage {index + 1} of {stages}, "
-                f"{duration(self._passed())}"
+                f"{duration(self._elapsed())}"
             )
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
-        """A line for a finished round."""
-        number, passed = int(event["round"]), self._passed()
+        """Write a line at the end of a round, unless the last line is recent."""
+        mark = Mark(int(event["round"]), self._elapsed())
         first = self._first
-        self._first = first or (number, passed)
-        is_last = number == rounds or STOP_REASON in event
-        if not (first is None or is_last or self._due()):
+        if first is None:
+            self._first = mark
+
+        is_last = mark.round == rounds or STOP_REASON in event
+        if first is not None and not is_last and not self._is_due():
             return
-        each = passed if first is None else (passed - first[1]) / (number - first[0])
-        ahead = "" if is_last else f", about {duration(each * (rounds - number))} left"
+        parts = [f"round {mark.round} of {rounds}", *_numbers(event), duration(mark.seconds)]
         if STOP_REASON in event:
-            ahead = f", stopped early: {event[STOP_REASON]}"
-        self._say(
-            f"{', '.join([f'round {number} of {rounds}', *_numbers(event)])}, "
-            f"{duration(passed)}{ahead}"
-        )
+            parts.append(f"stopped early: {event[STOP_REASON]}")
+        elif not is_last:
+            remaining = _seconds_per_round(first, mark) * (rounds - mark.round)
+            parts.append(f"about {duration(remaining)} left")
+        self._write(", ".join(parts))
 
-    def asked(self) -> None:
-        """Say that the run will end."""
-        self._say("ending after this stage (Ctrl-C again: at once)")
+    def stopping(self) -> None:
+        """Write that the run will stop."""
+        self._write(STOPPING)
 
-    def _passed(self) -> float:
+    def _elapsed(self) -> float:
         return self.clock() - self._began
 
-    def _due(self) -> bool:
-        return self.clock() - self._last >= EVERY
+    def _is_due(self) -> bool:
+        return self.clock() - self._last_line >= EVERY
 
-    def _say(self, text: str) -> None:
-        self._last = self.clock()
+    def _write(self, text: str) -> None:
+        self._last_line = self.clock()
         print(f"{self.label}: {text}", file=sys.stderr, flush=True)
 
 
+def _seconds_per_round(first: Mark | None, latest: Mark) -> float:
+    """The mean time of the rounds after the first one, whose time includes reading the data."""
+    if first is None:
+        return latest.seconds
+    return (latest.seconds - first.seconds) / (latest.round - first.round)
+
+
 def _numbers(event: Mapping[str, Any]) -> list[str]:
-    refused = [f"{event['refused']} refused"] if event.get("refused") else []
-    own = (
-        [f"for the clients {percent(event['personal_accuracy'])}"]
-        if "personal_clients" in event
-        else []
-    )
-    own += (
-        [f"on own tests {percent(event['own_test_accuracy'])}"]
-        if "own_test_accuracy" in event
-        else []
-    )
-    server = [
-        f"{name} {percent(event[name])}"
-        for name in ("accuracy", "forgetting")
-        if event[name] is not None
-    ]
-    measured = [name for name in METRICS if event.get(name) is not None]
-    metrics = [f"{METRICS[name].title} {METRICS[name].text(event[name])}" for name in measured]
-    return [*own, *server, *metrics, *refused]
+    """The numbers of a round that a line or a bar shows."""
+    numbers = []
+    if "personal_clients" in event:
+        numbers.append(f"for the clients {percent(event['personal_accuracy'])}")
+    if "own_test_accuracy" in event:
+        numbers.append(f"on own tests {percent(event['own_test_accuracy'])}")
+    server_numbers = [name for name in ("accuracy", "forgetting") if event[name] is not None]
+    numbers += [f"{name} {percent(event[name])}" for name in server_numbers]
+    for name, metric in METRICS.items():
+        if event.get(name) is not None:
+            numbers.append(f"{metric.title} {metric.text(event[name])}")
+    if event.get("refused"):
+        numbers.append(f"{event['refused']} refused")
+    return numbers
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it.
+    """A time in the two largest units that it has.
 
     >>> duration(9.6), duration(200), duration(7500)
     ('10 s', '3 min 20 s', '2 h 5 min')
     """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    minutes, remaining_seconds = divmod(round(seconds), 60)
+    hours, remaining_minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {remaining_minutes} min"
+    if minutes:
+        return f"{minutes} min {remaining_seconds} s"
+    return f"{remaining_seconds} s"
 
 
 def progress_bar() -> Progress:
-    """A bar with rounds done, time passed and time left."""
-    return Progress(
+    """A bar with finished rounds, elapsed time and time left; its tasks have a ``note``."""
+    columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[said]}", markup=False),
+        TextColumn("{task.fields[note]}", markup=False),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        console=_console(),
-        transient=True,
     )
+    return Progress(*columns, console=_console(), transient=True)
 
 
 def _console() -> Console:
     return Console(stderr=True, highlight=False, markup=False)
 
 
-# How far the runs of a comparison are, on the standard error: bars in a terminal, plain lines
-# elsewhere.
+# The runs of a comparison
 
 
 ENDS = ("finished", "failed")
-"""States of which a line is written: those of runs that were stopped, the last line counts."""
+"""States that a line reports. A run that is stopped has no line of its own."""
 
 
 class ManyRuns(Protocol):
-    """Shows several runs as long as its block runs."""
+    """Shows the progress of several runs while its block runs."""
 
     def __enter__(self) -> ManyRuns: ...
     def __exit__(self, *_: object) -> None: ...
     def show(self, outcomes: Sequence[Outcome]) -> None:
-        """Show how far they are; called a few times a second."""
+        """Show the state of all runs; it is called a few times a second."""
 
 
 def followed_runs(quiet: bool = False, runs: int = 0) -> ManyRuns:
-    """What follows a comparison: bars in a terminal, elsewhere a line every few seconds and for
-    each run that ends.
+    """The progress of a comparison: bars in a terminal, lines elsewhere, nothing if ``quiet``.
 
-    runs: how many there will be, where not all are known from the start.
+    runs: the number of runs, where not all of them are known from the start.
     """
     if quiet:
         return UnseenRuns()
-    return RunBars(runs) if in_terminal() else RunLines(runs=runs)
+    if in_terminal():
+        return RunBars(runs)
+    return RunLines(runs=runs)
 
 
 def _all_rounds(outcomes: Sequence[Outcome], runs: int) -> int:
-    """The rounds of all runs; those that are not known yet are taken to be like the others."""
-    known = sum(o.due for o in outcomes)
-    return known * max(runs, len(outcomes)) // max(1, len(outcomes))
+    """The rounds of all runs; a run that is not known yet counts as the mean of the others."""
+    rounds = sum(outcome.due for outcome in outcomes)
+    return rounds * max(runs, len(outcomes)) // max(1, len(outcomes))
 
 
 class UnseenRuns:
@@ -326,12 +341,12 @@ class UnseenRuns:
 
 
 class RunBars:
-    """A progress bar over all rounds of all runs, and one line for each run under way."""
+    """A progress bar over all rounds of all runs, and a bar for each run that is running."""
 
     def __init__(self, runs: int = 0) -> None:
         self.runs = runs
         self._bar = progress_bar()
-        self._all: TaskID | None = None
+        self._total: TaskID | None = None
         self._tasks: dict[Path, TaskID] = {}
 
     def __enter__(self) -> RunBars:
@@ -342,74 +357,80 @@ class RunBars:
         self._bar.stop()
 
     def show(self, outcomes: Sequence[Outcome]) -> None:
-        """Show how far the runs are."""
-        if self._all is None:
-            self._all = self._bar.add_task(
-                "all rounds", total=_all_rounds(outcomes, self.runs), said=""
-            )
-        self._bar.update(
-            self._all,
-            completed=sum(o.done for o in outcomes),
-            total=_all_rounds(outcomes, self.runs),
-        )
+        """Draw all bars."""
+        rounds = _all_rounds(outcomes, self.runs)
+        if self._total is None:
+            self._total = self._bar.add_task("all rounds", total=rounds, note="")
+        finished = sum(outcome.done for outcome in outcomes)
+        self._bar.update(self._total, completed=finished, total=rounds)
         for outcome in outcomes:
-            task = self._tasks.get(outcome.variant.folder)
-            if outcome.state == "running" and task is None:
-                task = self._bar.add_task(_name(outcome), total=outcome.rounds, said="")
-                self._tasks[outcome.variant.folder] = task
-            if task is not None:
-                said = "" if outcome.accuracy is None else f"accuracy {percent(outcome.accuracy)}"
-                self._bar.update(
-                    task, completed=outcome.done, said=said, visible=outcome.state == "running"
-                )
+            self._draw(outcome)
+
+    def _draw(self, outcome: Outcome) -> None:
+        """Draw the bar of a run; it is hidden while the run is not running."""
+        is_running = outcome.state == "running"
+        folder = outcome.variant.folder
+        if folder not in self._tasks:
+            if not is_running:
+                return
+            self._tasks[folder] = self._bar.add_task(_name(outcome), total=outcome.rounds, note="")
+        note = ""
+        if outcome.accuracy is not None:
+            note = f"accuracy {percent(outcome.accuracy)}"
+        self._bar.update(self._tasks[folder], completed=outcome.done, note=note, visible=is_running)
 
 
 class RunLines:
-    """A line when a run ends, and one for all of them at least ``EVERY`` seconds after a line."""
+    """A line at the end of each run, and lines about all runs at least ``EVERY`` seconds apart."""
 
     def __init__(self, clock: Clock = time.monotonic, runs: int = 0) -> None:
-        self.clock, self.runs = clock, runs
-        # rounds that a run had when it was begun or gone on with
-        self._before: dict[Path, int] = {}
+        self.clock = clock
+        self.runs = runs
+        # The rounds that each run had when it was started or continued.
+        self._initial_rounds: dict[Path, int] = {}
         self._ended: set[Path] = set()
-        self._last = -EVERY
 
     def __enter__(self) -> RunLines:
         self._began = self.clock()
-        self._last = self._began - EVERY
+        self._last_line = self._began - EVERY
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing: every run has had its last line."""
+        """Nothing: each run has had its last line."""
 
     def show(self, outcomes: Sequence[Outcome]) -> None:
-        """Say how far all are, at first and from time to time, and what has ended."""
+        """Write a line about all runs if one is due, and a line for each run that has ended."""
         self.runs = max(self.runs, len(outcomes))
         for outcome in outcomes:
             if outcome.state != "waiting":
-                self._before.setdefault(outcome.variant.folder, outcome.done)
-        if self.clock() - self._last >= EVERY:
-            self._say(self._far(outcomes))
+                self._initial_rounds.setdefault(outcome.variant.folder, outcome.done)
+        if self.clock() - self._last_line >= EVERY:
+            self._write(self._overview(outcomes))
         for outcome in outcomes:
             folder = outcome.variant.folder
             if outcome.state in ENDS and folder not in self._ended:
                 self._ended.add(folder)
-                self._say(
-                    f"{_name(outcome)}: {_end(outcome)}, {len(self._ended)} of "
-                    f"{max(self.runs, len(outcomes))} runs"
-                )
+                count = f"{len(self._ended)} of {self.runs} runs"
+                self._write(f"{_name(outcome)}: {_end(outcome)}, {count}")
 
-    def _far(self, outcomes: Sequence[Outcome]) -> str:
-        done, rounds = sum(o.done for o in outcomes), _all_rounds(outcomes, self.runs)
-        here, passed = done - sum(self._before.values()), self.clock() - self._began
-        at_work = sum(o.state == "running" for o in outcomes)
-        far = (
-            f"{done} of {rounds} rounds in {self.runs} runs, {at_work} at work, {duration(passed)}"
+    def _overview(self, outcomes: Sequence[Outcome]) -> str:
+        """The rounds of all runs, and the time left where any round was finished here."""
+        finished = sum(outcome.done for outcome in outcomes)
+        rounds = _all_rounds(outcomes, self.runs)
+        running = sum(outcome.state == "running" for outcome in outcomes)
+        elapsed = self.clock() - self._began
+        text = (
+            f"{finished} of {rounds} rounds in {self.runs} runs, {running} at work, "
+            f"{duration(elapsed)}"
         )
-        return f"{far}, about {duration(passed / here * (rounds - done))} left" if here else far
+        finished_here = finished - sum(self._initial_rounds.values())
+        if not finished_here:
+            return text
+        remaining = elapsed / finished_here * (rounds - finished)
+        return f"{text}, about {duration(remaining)} left"
 
-    def _say(self, text: str) -> None:
-        self._last = self.clock()
+    def _write(self, text: str) -> None:
+        self._last_line = self.clock()
         print(text, file=sys.stderr, flush=True)
 
 
@@ -418,6 +439,7 @@ def _name(outcome: Outcome) -> str:
 
 
 def _end(outcome: Outcome) -> str:
+    """How a run ended, in words."""
     if outcome.state != "finished":
         return f"{outcome.state} at round {outcome.done} of {outcome.rounds}"
     end = "finished"

@@ -17,8 +17,9 @@ from fedstill.running.runs import Group, Run, Spread
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: a key, a title, its unit, what a value is multiplied by, and the
-    digits shown.
+    """A column of the table.
+
+    key: as in a run's summary. scale: what a value is multiplied by. digits: decimals.
     """
 
     key: str
@@ -26,7 +27,7 @@ class Column:
     unit: str
     scale: float
     digits: int
-    says: str
+    description: str
     larger_is_better: bool = True
 
 
@@ -38,7 +39,7 @@ def _metric_column(metric: Metric, prefix: str, title: str, description: str) ->
         unit=metric.unit,
         scale=metric.scale,
         digits=metric.digits,
-        says=description,
+        description=description,
         larger_is_better=metric.larger_is_better,
     )
 
@@ -64,24 +65,23 @@ def _own_test_metric(metric: Metric) -> Column:
     return _metric_column(metric, "own_test_", f"{metric.title}, own tests", description)
 
 
+def _share(key: str, title: str, description: str) -> Column:
+    """A column of a share, which is shown in percent."""
+    return Column(key=key, title=title, unit="%", scale=100, digits=2, description=description)
+
+
 PERSONAL = (
-    Column(
+    _share(
         "personal_accuracy",
         "for the clients",
-        "%",
-        100,
-        2,
-        "accuracy of each client's answer, its own model or else the global one, on test examples "
-        "in its proportions "
-        "of classes; mean over clients",
+        "accuracy of each client's model, or else the server's, on test examples with the classes "
+        "in the client's proportions; mean over clients",
     ),
-    Column(
+    _share(
         "personal_forgetting",
         "forgetting at clients",
-        "%",
-        100,
-        2,
-        "how far the own classes of clients with own models are below their best earlier look",
+        "how far clients' models are below their best earlier accuracy on the client's classes, on "
+        "average",
     ),
 )
 """What clients have of a run; first in the table of a method that leaves each client a model of its
@@ -89,142 +89,110 @@ own.
 """
 
 COLUMNS = (
-    Column(
+    _share(
         "accuracy",
         "accuracy, last",
-        "%",
-        100,
-        2,
-        "top-1 accuracy of the server's model after the last round",
+        "accuracy of the server's model on the test set after the last round",
     ),
-    Column("best_accuracy", "best", "%", 100, 2, "the highest top-1 accuracy of any round"),
-    Column(
+    _share("best_accuracy", "best", "the highest accuracy of any round"),
+    _share(
         "best_round_accuracy",
         "selected round",
-        "%",
-        100,
-        2,
-        "top-1 accuracy of the round that select_on has selected as the best one",
+        "accuracy in the round that select_on selected as the best",
     ),
-    Column(
-        "mean_accuracy_last_10",
-        "mean of last 10",
-        "%",
-        100,
-        2,
-        "top-1 accuracy, mean of the last ten rounds",
-    ),
-    Column(
+    _share("mean_accuracy_last_10", "mean of last 10", "mean accuracy of the last ten rounds"),
+    _share(
         "forgetting",
         "forgetting F",
-        "%",
-        100,
-        2,
-        "mean drop of the classes below their best earlier round; below 0, they are above it",
+        "how far classes are below their best earlier round, on average; below 0: they are above",
     ),
     *map(_last_metric, METRICS.values()),
     *map(_best_metric, METRICS.values()),
-    Column(
+    _share(
         "query_average_accuracy",
         "asked: average",
-        "%",
-        100,
-        2,
-        "mean over own classes, weighed by share, and classes asked for, weighed by 1",
+        "mean over the client's classes, weighted by their share, and the classes that it asked "
+        "for, weighted by 1",
     ),
-    Column(
+    _share(
         "query_gain",
         "gain",
-        "%",
-        100,
-        2,
         "accuracy gained on the classes asked for, compared with the client alone",
     ),
-    Column(
+    _share(
         "query_forgetting",
         "loss",
-        "%",
-        100,
-        2,
         "accuracy lost on the client's own classes, compared with the client alone",
     ),
-    Column(
+    _share(
         "query_uniform_accuracy",
         "uniform",
-        "%",
-        100,
-        2,
-        "mean over own classes and classes asked for, weighed equally",
+        "mean over the client's classes and the classes that it asked for, weighted equally",
     ),
-    Column(
-        "query_average_accuracy_before",
-        "alone",
-        "%",
-        100,
-        2,
-        "average accuracy of the client alone",
-    ),
+    _share("query_average_accuracy_before", "alone", "average accuracy of the client alone"),
     *PERSONAL,
-    Column(
+    _share(
         "own_test_accuracy",
         "own tests",
-        "%",
-        100,
-        2,
-        "accuracy of each client's answer on the client's own test set; mean over clients",
+        "accuracy of each client's model, or else the server's, on the client's own test set; mean "
+        "over clients",
     ),
-    Column(
-        "own_test_worst",
-        "own tests, worst",
-        "%",
-        100,
-        2,
-        "the same, of the client where it is lowest",
+    _share(
+        "own_test_worst", "own tests, worst", "the same for the client with the lowest accuracy"
     ),
     *map(_own_test_metric, METRICS.values()),
-    Column(
-        "in_local_accuracy",
-        "in-local",
-        "%",
-        100,
-        2,
-        "local models, on classes in their client's proportions",
+    _share(
+        "in_local_accuracy", "in-local", "local models on classes in their client's proportions"
     ),
-    Column(
+    _share(
         "out_local_accuracy",
         "out-local",
-        "%",
-        100,
-        2,
-        "local models, on classes that their client lacks or has little of",
+        "local models on classes that their client lacks or has little of",
     ),
-    Column(
+    _share(
         "leakage/seen/loss/auc",
         "leakage: AUC",
-        "%",
-        100,
-        2,
-        "how well training examples are told from what clients sent, by the loss; 50: not at all",
+        "how well an attack finds training examples in what clients sent, by the loss; 50: it "
+        "cannot",
     ),
-    Column(
+    _share(
         "leakage/seen/loss/tpr_at_0.01",
         "found at 1 % false",
-        "%",
-        100,
-        2,
-        "training examples found where 1 % of other images are taken for such",
+        "training examples that the attack finds when it takes 1 % of other examples for training "
+        "examples",
     ),
     Column(
-        "epsilon",
-        "epsilon",
-        "largest",
-        1,
-        2,
-        "what the client with the largest has spent in privacy",
+        key="epsilon",
+        title="epsilon",
+        unit="largest",
+        scale=1,
+        digits=2,
+        description="privacy loss of the client with the largest one",
     ),
-    Column("seconds", "time", "s", 1, 1, "training and measuring, all rounds"),
-    Column("bytes_up", "sent up", "MB", 1e-6, 2, "sent by clients, all rounds"),
-    Column("bytes_down", "sent down", "MB", 1e-6, 2, "sent to clients, all rounds"),
+    Column(
+        key="seconds",
+        title="time",
+        unit="s",
+        scale=1,
+        digits=1,
+        description="training and measuring, all rounds",
+    ),
+    Column(
+        key="bytes_up",
+        title="sent up",
+        unit="MB",
+        scale=1e-06,
+        digits=2,
+        description="sent by clients, all rounds",
+    ),
+    Column(
+        key="bytes_down",
+        title="sent down",
+        unit="MB",
+        scale=1e-06,
+        digits=2,
+        description="sent to clients, all rounds",
+    ),
 )
 """The columns in their order; accuracies and forgetting are shares, shown in percent."""
 
@@ -232,12 +200,11 @@ BELOW_ZERO = (
     "forgetting below 0: in the last round the classes are on average better than in any earlier "
     "one"
 )
-"""What a table says that has such a number."""
+"""The note of a table with such a number."""
 
 
 def three_digits(value: float, *others: float) -> str:
-    """A number of any size with three digits that count, and other ones with as many decimals:
-    never an exponent.
+    """A number with three significant digits, and further ones with as many decimals.
 
     >>> (
     ...     three_digits(1693.2),
@@ -248,8 +215,10 @@ def three_digits(value: float, *others: float) -> str:
     ... )
     ('1,693', '12.3', '0.0346', '0', '1,693 ± 1,104')
     """
-    decimals = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
-    return " ± ".join(f"{v:,.{decimals}f}" for v in (value, *others))
+    decimals = 0
+    if value:
+        decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    return " ± ".join(f"{number:,.{decimals}f}" for number in (value, *others))
 
 
 OVER_TIME = (
@@ -260,50 +229,53 @@ OVER_TIME = (
     ("learned", "learned: best of each task"),
     ("kept", "kept of what was learned"),
 )
-"""What a run with tasks has in its summary, and what people read of it; all are shares, by task."""
+"""Keys of the summary of a run with tasks, and their titles; all are shares, by task."""
 
 
 def over_time(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a summary says of tasks, as rows; none of a run without."""
+    """Titles and numbers on tasks in a summary; empty for a run without tasks."""
     return [
-        (what, f"{100 * summary[key]:.2f} %")
-        for key, what in OVER_TIME
+        (title, f"{100 * summary[key]:.2f} %")
+        for key, title in OVER_TIME
         if summary.get(key) is not None
     ]
 
 
-# The order of a comparison's lines: as asked for, or best first where some methods leave each
-# client its own model.
+# The order of lines: as the groups come, or the best first
 
 
-BY = ("own_test_accuracy", "personal_accuracy")
-"""What such methods are ranked by: accuracy on the clients' own tests, or else on test examples in
-their own mix.
+OWN_MODELS = ("own_test_accuracy", "personal_accuracy")
+"""By what methods are ranked that give clients different models: accuracy on the clients' own test
+sets, or else on test examples in their proportions of classes.
 """
 
 
 def best_first(compared: Sequence[Group]) -> tuple[list[Group], Column | None]:
-    """The groups in the order of their lines, and the number by which they are ranked; None where
-    they are as asked.
+    """The groups in the order of their lines, and the column that ranks them; None if nothing does.
 
-    They are ranked by the metric that all of their configs name in ``rank_by``. Groups of which
-    nobody has that number come last. Equal ones stay in the order asked for.
+    They are ranked by the metric that all of their configs name in ``rank_by``. Groups without that
+    number come last. Equal groups stay in their order.
     """
     column = _ranking_column(compared) or _own_models_column(compared)
     if column is None:
         return list(compared), None
-    sign = 1 if column.larger_is_better else -1
+    sign = 1
+    if not column.larger_is_better:
+        sign = -1
 
     def score(group: Group) -> float:
         value = group.mean_spread(column.key)
-        return sign * value.mean if value else float("-inf")
+        if value is None:
+            return float("-inf")
+        return sign * value.mean
 
     return sorted(compared, key=score, reverse=True), column
 
 
 def _ranking_column(compared: Sequence[Group]) -> Column | None:
-    """The number of the metric ``rank_by``: on clients' own tests if some of their answers are
-    models of their own; None for accuracy, and if the groups name several metrics.
+    """The column of the metric ``rank_by``, on clients' own test sets if clients have own models.
+
+    None for accuracy, and if the groups name several metrics.
     """
     names = {str(group.settings.get("rank_by", ACCURACY)) for group in compared}
     if len(names) != 1 or ACCURACY in names:
@@ -316,12 +288,10 @@ def _ranking_column(compared: Sequence[Group]) -> Column | None:
 
 
 def _own_models_column(compared: Sequence[Group]) -> Column | None:
-    """The number by which methods are ranked that leave each client a model of its own; None if no
-    method does.
-    """
+    """The column that ranks methods with a model for each client; None without such a method."""
     if not any(group.own_models for group in compared):
         return None
-    return _first_measured(BY, compared)
+    return _first_measured(OWN_MODELS, compared)
 
 
 def _first_measured(keys: Sequence[str], compared: Sequence[Group]) -> Column | None:
@@ -333,30 +303,32 @@ def _first_measured(keys: Sequence[str], compared: Sequence[Group]) -> Column | 
     return None
 
 
-def said_of_order(column: Column | None) -> str:
-    """How the lines are ordered, in a sentence; empty where they are as asked for."""
+def order_note(column: Column | None) -> str:
+    """A sentence on the order of the lines; empty if no column ranks them."""
     if column is None:
         return ""
-    if column.key not in BY:
-        direction = "highest first" if column.larger_is_better else "lowest first"
-        return f'Lines are ranked by "{column.title}", {direction}.'
-    why = "Some of these methods give clients different models, so lines are ranked by"
-    return f'{why} "{column.title}": {column.says}.'
+    if column.key in OWN_MODELS:
+        reason = "Some of these methods give clients different models, so lines are ranked by"
+        return f'{reason} "{column.title}": {column.description}.'
+    direction = "highest first"
+    if not column.larger_is_better:
+        direction = "lowest first"
+    return f'Lines are ranked by "{column.title}", {direction}.'
 
 
-# The table of a comparison: a line for each group of runs, a column for each number that was
-# measured.
+# The lines of the table
 
 
 NONE = "–"
+"""The cell of a number that was not measured."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a group, its number of seeds, and each number over them; None where
-    nothing was measured.
+    """A line of the table: a group, and its numbers over seeds; None for one that was not measured.
 
-    ``columns``: those that any line may have.
+    seeds: how many runs the group has. note: which of them are not complete. columns: the columns
+    that any line may have.
     """
 
     label: str
@@ -368,11 +340,13 @@ class Row:
     def text(self, column: Column) -> str:
         """The cell of a column."""
         value = self.values[column.key]
-        return NONE if value is None else value.text(column.scale, column.digits)
+        if value is None:
+            return NONE
+        return value.text(column.scale, column.digits)
 
 
 def rows(groups: Sequence[Group]) -> list[Row]:
-    """The table: one line a group."""
+    """The lines of the table, one for each group."""
     possible = [*COLUMNS, *own_columns(groups)]
     return [
         Row(
@@ -387,13 +361,13 @@ def rows(groups: Sequence[Group]) -> list[Row]:
 
 
 def own_metrics(groups: Sequence[Group]) -> list[str]:
-    """The metrics that measures of the user's own gave in some run."""
+    """The metrics of the user's own measures in any run."""
     runs = [run for group in groups for run in group.started]
     return list(dict.fromkeys(metric for run in runs for metric in run.own_metrics))
 
 
 def own_columns(groups: Sequence[Group]) -> list[Column]:
-    """A column for each number that measures of the user's own gave: the latest of each run."""
+    """A column for each metric of the user's own measures: the latest number of each run."""
     columns = []
     for metric in own_metrics(groups):
         spreads = [group.mean_spread(metric) for group in groups]
@@ -405,35 +379,37 @@ def own_columns(groups: Sequence[Group]) -> list[Column]:
                 unit="latest",
                 scale=1,
                 digits=_three_digits_of(largest),
-                says="the latest number of your measure",
+                description="the latest number of your measure",
             )
         )
     return columns
 
 
 def _three_digits_of(value: float) -> int:
-    """The decimals with which a number shows three digits that count, 6 at most."""
+    """The decimals with which a number shows three significant digits, 6 at most."""
     if value == 0:
         return 0
     return min(6, max(0, 2 - math.floor(math.log10(value))))
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns that at least one line has; what clients have of a run only where some have
-    models of their own.
+    """The columns that at least one line has; those on clients come first if clients have models.
+
+    The columns ``PERSONAL`` are shown only then.
     """
-    possible = rows[0].columns if rows else COLUMNS
-    there = [m for m in possible if any(r.values[m.key] is not None for r in rows)]
-    own = any(r.values["personal_forgetting"] is not None for r in rows)
-    first = [
-        *(m for m in there if own and m.key.startswith("own_test_")),
-        *(PERSONAL if own else ()),
-    ]
-    return [*first, *(m for m in there if m not in (*first, *PERSONAL))]
+    possible = COLUMNS
+    if rows:
+        possible = tuple(rows[0].columns)
+    measured = [c for c in possible if any(row.values[c.key] is not None for row in rows)]
+    if not any(row.values["personal_forgetting"] is not None for row in rows):
+        return [column for column in measured if column not in PERSONAL]
+    own_tests = [column for column in measured if column.key.startswith("own_test_")]
+    first = [*own_tests, *PERSONAL]
+    return [*first, *(column for column in measured if column not in first)]
 
 
 def rounds_note(group: Group) -> str:
-    """Which runs of a group have fewer rounds than they were asked for, and why."""
+    """Which runs of a group have fewer rounds than their configs ask for, and why."""
     unfinished = [run for run in group.runs if not run.finished]
     stopped = [run for run in group.runs if run.finished and run.stop_reason]
     notes = []
@@ -445,22 +421,32 @@ def rounds_note(group: Group) -> str:
 
 
 def _share_of(group: Group, runs: Sequence[Run]) -> str:
-    return "" if len(group.runs) == 1 else f"{len(runs)} of {len(group.runs)} runs "
+    """How many of a group's runs these are; empty for a group of one run."""
+    if len(group.runs) == 1:
+        return ""
+    return f"{len(runs)} of {len(group.runs)} runs "
 
 
 def _reached(runs: Sequence[Run]) -> str:
-    """The rounds that runs have reached, of those that they were asked for."""
-    reached = [run.rounds[-1]["round"] if run.rounds else 0 for run in runs]
-    first, last = min(reached), max(reached)
-    rounds = f"{first}" if first == last else f"{first}–{last}"
+    """The rounds that runs have reached, and the number of rounds in their configs."""
+    reached = sorted({_last_round(run) for run in runs})
+    rounds = f"{reached[0]}"
+    if len(reached) > 1:
+        rounds = f"{reached[0]}–{reached[-1]}"
     return f"round {rounds} of {runs[0].asked}"
 
 
-# What packages add below the table of a comparison.
+def _last_round(run: Run) -> int:
+    if not run.rounds:
+        return 0
+    return int(run.rounds[-1]["round"])
+
+
+# Notes below the table
 
 
 def package_notes(runs: Mapping[str, Sequence[Run]]) -> list[str]:
-    """The sentences of outer packages on runs, by what the runs are called."""
+    """The notes of outer packages on runs, which are given by the name of their group."""
     notes = []
     for part in manifest.comparison_notes():
         note_on = part.load()
@@ -468,12 +454,13 @@ def package_notes(runs: Mapping[str, Sequence[Run]]) -> list[str]:
     return [note for note in notes if note]
 
 
-# Refused replies, said beside the numbers: a table without them would look as usual
+# Refused replies are mentioned with the numbers: they change the numbers, and no table shows it.
 
 
 def refused(runs: Mapping[str, Sequence[Run]]) -> list[str]:
-    """A sentence for each name of which a run has refusals: those of its first such run, and which
-    other runs have some.
+    """A sentence for each name with refused replies: those of its first such run, and its seeds.
+
+    runs: the runs by the name of their group.
     """
     sentences = []
     for name, named_runs in runs.items():
@@ -486,7 +473,7 @@ def refused(runs: Mapping[str, Sequence[Run]]) -> list[str]:
 
 
 def refusals_of(run: Run) -> Refusals:
-    """What was refused in a run, finished or not."""
+    """The refused replies of a run, finished or not."""
     return Refusals.of(run.clients, int(run.settings.get("topology.clients", 0)), len(run.rounds))
 
 

@@ -1,4 +1,4 @@
-"""Tables and the drawn split in a terminal."""
+"""Tables in a terminal, and the split of the data as a drawing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import IO, Literal, cast
@@ -19,6 +19,7 @@ from rich.text import Text
 from fedstill.metrics.classification import METRICS
 from fedstill.report.summary import (
     COLUMNS,
+    NONE,
     PERSONAL,
     Column,
     best_first,
@@ -31,21 +32,22 @@ from fedstill.running.runs import Group, differing_schedule, schedule_cells
 from fedstill.running.split_file import StoredSplit
 
 SHADES = " ░▒▓█"
+"""The marks of a drawn split, from no examples to many."""
 
 MOST_OF_NAME = 30
-"""Letters of a client's name that are shown beside its row of a split."""
+"""The most letters of a client's name beside its row of a split."""
 
 GAP = 2
-"""Columns between two columns of a table."""
+"""The width between two columns of a table."""
 
-LEAST = 20
-"""Columns that a text has in a table at least; it is broken between words."""
+LEAST_TEXT = 20
+"""The least width of a column of text, which is broken between words."""
 
+NUMBERS_WIDTH = 1000
+"""The width of a standard output that is no terminal: rows of numbers and paths are not broken."""
 
-UNBROKEN, SENTENCES = 1000, 100
-"""Columns of a standard output that is no terminal: rows of numbers and paths stay whole there,
-sentences don't.
-"""
+SENTENCES_WIDTH = 100
+"""The width of sentences in a standard output that is no terminal."""
 
 
 class _Trimmed(io.TextIOBase):
@@ -64,37 +66,43 @@ class _Trimmed(io.TextIOBase):
 
 
 def console(sentences: bool = False) -> Console:
-    """Where people look: the standard output, as wide as the terminal is, or as ``COLUMNS`` says.
+    """The standard output, as wide as the terminal or as the variable ``COLUMNS`` says.
 
-    sentences: what is printed is text more than numbers; in a file or a pipe its lines are broken
-    to be read.
+    sentences: whether the output is text rather than numbers; in a file or a pipe, the lines of
+    text are broken.
     """
-    here = Console(highlight=False, markup=False)
-    if here.is_terminal:
-        return here
-    width = None if "COLUMNS" in os.environ else SENTENCES if sentences else UNBROKEN
+    terminal = Console(highlight=False, markup=False)
+    if terminal.is_terminal:
+        return terminal
+    width: int | None = NUMBERS_WIDTH
+    if "COLUMNS" in os.environ:
+        width = None
+    elif sentences:
+        width = SENTENCES_WIDTH
     return Console(highlight=False, markup=False, file=cast("IO[str]", _Trimmed()), width=width)
 
 
 def tell(screen: Console, text: str) -> None:
-    """Print a sentence: a terminal's lines are broken between words; in a file or a pipe it is one
-    line.
-    """
+    """Print a sentence; only a terminal breaks it into lines."""
     screen.print(text, soft_wrap=not screen.is_terminal)
 
 
 def percent(value: float | None) -> str:
-    """A share as a percentage."""
-    return "–" if value is None else f"{100 * value:.2f} %"
+    """A share as a percentage; a dash for None."""
+    if value is None:
+        return NONE
+    return f"{100 * value:.2f} %"
+
+
+# Tables
 
 
 @dataclass(frozen=True)
 class PlainTable:
-    """A table in a terminal, in as many parts as its width needs: each begins with the first
-    column.
+    """A table in a terminal. A wide one is split into parts, which all begin with the first column.
 
-    words: so many columns hold text, which is broken between words; the others hold numbers, which
-    stay whole.
+    words: the number of columns of text, which is broken between words. The columns after them hold
+    numbers, which are not broken.
     """
 
     head: Sequence[str]
@@ -102,67 +110,183 @@ class PlainTable:
     words: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        whole = [max(cell_len(head), self._longest(i)) for i, head in enumerate(self.head)]
-        if sum(whole) + GAP * (len(whole) - 1) <= options.max_width:
-            yield self._part(list(range(len(whole))), whole)
+        full_widths = [
+            max(cell_len(head), self._longest(column)) for column, head in enumerate(self.head)
+        ]
+        all_columns = list(range(len(full_widths)))
+        if _total_width(full_widths, all_columns) <= options.max_width:
+            yield self._part(all_columns, full_widths)
             return
-        needs = self._needs(options.max_width)
-        parts: list[list[int]] = [[0]]
-        for i in range(1, len(needs)):
-            if len(parts[-1]) > 1 and _together(needs, [*parts[-1], i]) > options.max_width:
-                parts.append([0])
-            parts[-1].append(i)
-        for part in parts:
-            yield self._part(part, self._filled(part, needs, whole, options.max_width))
+        least_widths = self._least_widths(options.max_width)
+        for part in _parts(least_widths, options.max_width):
+            yield self._part(part, self._filled(part, least_widths, full_widths, options.max_width))
 
     def _longest(self, column: int) -> int:
         return max((cell_len(row[column]) for row in self.rows), default=0)
 
-    def _needs(self, width: int) -> list[int]:
-        """The least width of each column, so that any of them has room beside the first."""
-        longest = list(map(self._longest, range(len(self.head))))
-        least = [min(n, LEAST) if 0 < i < self.words else n for i, n in enumerate(longest)]
-        needs = [
-            max([n, *map(cell_len, head.split())]) for n, head in zip(least, self.head, strict=True)
-        ]
-        others = [min(n, width - GAP - min(needs[0], width // 2)) for n in needs[1:]]
-        return [min(needs[0], width - GAP - max(others, default=0)), *others]
+    def _is_broken(self, column: int) -> bool:
+        """Whether the cells of a column are broken; those of the first column are not."""
+        return 0 < column < self.words
+
+    def _least_widths(self, width: int) -> list[int]:
+        """The least width of each column, with which any column fits beside the first one."""
+        widths = []
+        for column, head in enumerate(self.head):
+            least = self._longest(column)
+            if self._is_broken(column):
+                least = min(least, LEAST_TEXT)
+            widths.append(max([least, *map(cell_len, head.split())]))
+        room = width - GAP - min(widths[0], width // 2)
+        others = [min(least, room) for least in widths[1:]]
+        first = min(widths[0], width - GAP - max(others, default=0))
+        return [first, *others]
 
     def _filled(
-        self, part: Sequence[int], needs: Sequence[int], whole: Sequence[int], width: int
+        self,
+        part: Sequence[int],
+        least_widths: Sequence[int],
+        full_widths: Sequence[int],
+        width: int,
     ) -> list[int]:
-        """The widths of all columns: what a part's line has left goes to heads that it has room
-        for, then to texts.
-        """
-        widths = list(needs)
-        more = [a - b for a, b in zip(whole, needs, strict=True)]
-        for i in part:
-            if not 0 < i < self.words and more[i] <= width - _together(widths, part):
-                widths[i] = whole[i]
-        texts = sorted((i for i in part if 0 < i < self.words), key=more.__getitem__)
-        for left, i in zip(range(len(texts), 0, -1), texts, strict=True):
-            widths[i] += min(more[i], (width - _together(widths, part)) // left)
+        """The widths of all columns: the free width of a part goes to heads, then to texts."""
+        widths = list(least_widths)
+        missing = [full - least for full, least in zip(full_widths, least_widths, strict=True)]
+        for column in part:
+            free = width - _total_width(widths, part)
+            if not self._is_broken(column) and missing[column] <= free:
+                widths[column] = full_widths[column]
+
+        texts = sorted(filter(self._is_broken, part), key=missing.__getitem__)
+        for index, column in enumerate(texts):
+            free = width - _total_width(widths, part)
+            widths[column] += min(missing[column], free // (len(texts) - index))
         return widths
 
     def _part(self, part: Sequence[int], widths: Sequence[int]) -> Table:
-        out = Table(box=None, pad_edge=False, header_style="bold")
-        for i in part:
-            side: Literal["left", "right"] = "left" if i < self.words else "right"
-            out.add_column(self.head[i], justify=side, overflow="fold", width=widths[i])
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in part:
+            side: Literal["left", "right"] = "right"
+            if column < self.words:
+                side = "left"
+            table.add_column(self.head[column], justify=side, overflow="fold", width=widths[column])
         for row in self.rows:
-            out.add_row(*(row[i] for i in part))
-        return out
+            table.add_row(*(row[column] for column in part))
+        return table
 
 
-def _together(widths: Sequence[int], part: Sequence[int]) -> int:
-    return sum(widths[i] for i in part) + GAP * (len(part) - 1)
+def _parts(widths: Sequence[int], width: int) -> list[list[int]]:
+    """The columns of each part of a table; every part begins with the first column."""
+    parts: list[list[int]] = [[0]]
+    for column in range(1, len(widths)):
+        has_others = len(parts[-1]) > 1
+        if has_others and _total_width(widths, [*parts[-1], column]) > width:
+            parts.append([0])
+        parts[-1].append(column)
+    return parts
+
+
+def _total_width(widths: Sequence[int], columns: Sequence[int]) -> int:
+    """The width of some columns with the gaps between them."""
+    return sum(widths[column] for column in columns) + GAP * (len(columns) - 1)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> PlainTable:
-    """A plain table; the first ``words`` columns hold text and are left-aligned, the others
-    numbers.
+    """A plain table.
+
+    words: the number of columns of text, aligned on the left; the others hold numbers.
     """
     return PlainTable(columns, rows, words)
+
+
+def comparison_table(compared: Sequence[Group]) -> PlainTable:
+    """The table of a comparison: mean ± standard deviation over seeds, in the order of
+    ``best_first``.
+    """
+    columns = _shown_columns(compared)
+    schedule = differing_schedule(compared)
+    ordered, _ = best_first(compared)
+    rows = []
+    for group in ordered:
+        numbers = [_spread_text(group, column) for column in columns]
+        rows.append([_row_label(group), *schedule_cells(group, schedule), *numbers, group.counted])
+    titles = [f"{column.title} [{column.unit}]" for column in columns]
+    return table(["", *schedule.values(), *titles, "seeds"], rows)
+
+
+SERVER_KEYS = (
+    "accuracy",
+    "best_round_accuracy",
+    "mean_accuracy_last_10",
+    "best_accuracy",
+    "forgetting",
+)
+
+
+def _shown_columns(compared: Sequence[Group]) -> list[Column]:
+    """The columns of the table in a terminal: fewer than those of the page."""
+    columns = [
+        column
+        for column in COLUMNS
+        if column.key.startswith("query_") and any(g.mean_spread(column.key) for g in compared)
+    ]
+    if not columns:
+        columns = _accuracy_columns(compared)
+    columns += own_columns(compared)
+    columns += _measured_columns(compared, ["epsilon"])
+    columns += [column for column in COLUMNS if column.key == "seconds"]
+    return columns
+
+
+def _accuracy_columns(compared: Sequence[Group]) -> list[Column]:
+    """Accuracies and metrics on clients' own tests, of clients' models, and of the server's."""
+    own_metrics = [f"own_test_{metric}" for metric in METRICS]
+    columns = _measured_columns(compared, ["own_test_accuracy", "own_test_worst"])
+    columns += _measured_columns(compared, own_metrics)
+    if any(group.own_models for group in compared):
+        columns += PERSONAL
+    columns += _measured_columns(compared, SERVER_KEYS)
+    columns += _measured_columns(compared, METRICS)
+    return columns
+
+
+def _measured_columns(compared: Sequence[Group], keys: Collection[str]) -> list[Column]:
+    """The columns of these keys that any group has, in the order of ``COLUMNS``."""
+    columns = [column for column in COLUMNS if column.key in keys]
+    return [column for column in columns if any(group.values(column.key) for group in compared)]
+
+
+def _spread_text(group: Group, column: Column) -> str:
+    spread = group.mean_spread(column.key)
+    if spread is None:
+        return NONE
+    digits = column.digits
+    if column.unit == "%":
+        digits = 1
+    return spread.text(column.scale, digits)
+
+
+def _row_label(group: Group) -> str:
+    """The label of a group, with a note if not all rounds of its runs are there."""
+    note = "unfinished"
+    if group.finished:
+        note = rounds_note(group)
+    if not note:
+        return group.label
+    return f"{group.label}, {note}"
+
+
+def leak_table(compared: Sequence[Group]) -> PlainTable | None:
+    """How well attacks find training examples, without intervals; None if it was not measured."""
+    # Imports jinja2, which a run without a report does not need.
+    from fedstill.report.leaks import HEAD, leak_rows
+
+    rows = [[row.group.label, *row.plain_cells] for row in leak_rows(compared)]
+    if not rows:
+        return None
+    return table(HEAD, rows, words=3)
+
+
+# The split of data over clients
 
 
 def drawn_split(
@@ -173,164 +297,128 @@ def drawn_split(
     names: Sequence[str] = (),
     tests: Mapping[int, int] = MappingProxyType({}),
 ) -> Text:
-    """The split drawn: a row for each client, a mark for each class (or a few), darker where the
-    client has more.
+    """A drawing of a split: a row for each client, a mark for each class or for a few classes.
 
-    Of more clients than ``most`` the first are drawn, and the others counted. names: what clients
-    are called in the data. tests: how many examples their own test sets have.
+    Marks are darker where the client has more examples. Clients after the first ``most`` are only
+    counted. names: the names of clients in the data. tests: the sizes of clients' own test sets.
     """
-    labels = [str(name)[:MOST_OF_NAME] for name in names[:most]]
-    if not labels:
-        labels = [str(client) for client in range(min(most, len(counts)))]
-    label_width = max(6, *map(len, labels)) if labels else 6
+    labels = _client_labels(names[:most], min(most, len(counts)))
+    label_width = max([6, *map(len, labels)])
     room = width - label_width - 34
     if tests:
         room -= 20
     room = max(10, room)
-    by_mark = -(-len(classes) // room)
-    mark_width = 2 if 2 * len(classes) <= room else 1
-    starts = range(0, len(classes), by_mark)
-    rows = [[sum(row[start : start + by_mark]) for start in starts] for row in counts[:most]]
+    classes_per_mark = -(-len(classes) // room)
+    mark_width = 1
+    if 2 * len(classes) <= room:
+        mark_width = 2
+    starts = range(0, len(classes), classes_per_mark)
+    rows = [
+        [sum(row[start : start + classes_per_mark]) for start in starts] for row in counts[:most]
+    ]
     largest = max((max(row) for row in rows), default=0) or 1
 
-    class_names = ", ".join(classes)
-    if len(class_names) >= width:
-        class_names = f"0 to {len(classes) - 1}"
-    mark = "a class" if by_mark == 1 else f"{by_mark} classes"
-    text = Text(f"classes {class_names}; ", no_wrap=True, overflow="ellipsis")
+    text = Text(f"classes {_class_list(classes, width)}; ", no_wrap=True, overflow="ellipsis")
+    mark = "a class"
+    if classes_per_mark > 1:
+        mark = f"{classes_per_mark} classes"
     text.append(f"each mark is {mark}; a full mark is {largest:,} examples\n")
     for client, row in enumerate(rows):
-        cells = "".join(mark_width * SHADES[min(4, -(-4 * count // largest))] for count in row)
-        size = f"{sum(row):,} examples, {_classes(counts[client])}"
-        if client in tests:
-            size += f", own test {tests[client]:,}"
-        elif tests:
-            size += ", no own test"
-        text.append(f"{labels[client]:>{label_width}}  {cells}  {size}\n")
+        marks = "".join(mark_width * SHADES[min(4, -(-4 * count // largest))] for count in row)
+        size = _size_text(client, counts[client], tests)
+        text.append(f"{labels[client]:>{label_width}}  {marks}  {size}\n")
     if len(counts) > most:
         text.append(f"{'…':>{label_width}}  and {len(counts) - most:,} more clients\n")
     return text
 
 
-def _classes(counts: Sequence[int]) -> str:
+def _client_labels(names: Sequence[str], clients: int) -> list[str]:
+    """The names of clients, cut where they are long, or else their numbers."""
+    if names:
+        return [str(name)[:MOST_OF_NAME] for name in names]
+    return [str(client) for client in range(clients)]
+
+
+def _class_list(classes: Sequence[str], width: int) -> str:
+    """The names of classes, or their numbers if the names are too long for a line."""
+    names = ", ".join(classes)
+    if len(names) < width:
+        return names
+    return f"0 to {len(classes) - 1}"
+
+
+def _size_text(client: int, counts: Sequence[int], tests: Mapping[int, int]) -> str:
+    """How many examples and classes a client has."""
     present = sum(count > 0 for count in counts)
-    return "1 class" if present == 1 else f"{present} classes"
-
-
-def comparison_table(compared: Sequence[Group]) -> PlainTable:
-    """The table of a comparison: mean ± spread over seeds; best first where answers are each
-    client's own.
-    """
-    known = [column for column in COLUMNS if any(g.values(column.key) for g in compared)]
-
-    def among(*keys: str) -> list[Column]:
-        return [column for column in known if column.key in keys]
-
-    shown = [
-        column
-        for column in COLUMNS
-        if column.key.startswith("query_") and any(g.mean_spread(column.key) for g in compared)
-    ]
-    if not shown:
-        shown = among("own_test_accuracy", "own_test_worst")
-        shown += among(*(f"own_test_{metric}" for metric in METRICS))
-        if any(group.own_models for group in compared):
-            shown += PERSONAL
-        shown += among(
-            "accuracy",
-            "best_round_accuracy",
-            "mean_accuracy_last_10",
-            "best_accuracy",
-            "forgetting",
-        )
-        shown += among(*METRICS)
-    shown += own_columns(compared)
-    shown += among("epsilon")
-    shown += [column for column in COLUMNS if column.key == "seconds"]
-
-    schedule = differing_schedule(compared)
-    rows = []
-    for group in best_first(compared)[0]:
-        cells = schedule_cells(group, schedule)
-        for column in shown:
-            spread = group.mean_spread(column.key)
-            digits = 1 if column.unit == "%" else column.digits
-            cells.append(spread.text(column.scale, digits) if spread else "–")
-        note = rounds_note(group) if group.finished else "unfinished"
-        label = f"{group.label}, {note}" if note else group.label
-        rows.append([label, *cells, group.counted])
-    titles = [f"{column.title} [{column.unit}]" for column in shown]
-    return table(["", *schedule.values(), *titles, "seeds"], rows)
-
-
-def leak_table(compared: Sequence[Group]) -> PlainTable | None:
-    """How well members are told from what clients sent, without intervals; None if it was not
-    measured.
-    """
-    # Imports plotly and jinja2, which a run without a report does not need.
-    from fedstill.report.leaks import HEAD, leak_rows
-
-    rows = [[row.group.label, *row.plain_cells] for row in leak_rows(compared)]
-    return table(HEAD, rows, words=3) if rows else None
-
-
-# Who has which data, drawn in a terminal: of a run with tasks, for each task.
+    classes = f"{present} classes"
+    if present == 1:
+        classes = "1 class"
+    text = f"{sum(counts):,} examples, {classes}"
+    if client in tests:
+        return f"{text}, own test {tests[client]:,}"
+    if tests:
+        return f"{text}, no own test"
+    return text
 
 
 MOST_CLASSES = 12
-"""Of a task with more classes than these their number is said, and no names."""
+"""Of a task with more classes than these, their number is printed instead of their names."""
 
 MOST_DRAWN = 10
-"""Of later tasks than these only a line is said."""
+"""The splits of later tasks than these are not drawn."""
 
 
 def drawn_data(prepared: Prepared, width: int) -> Iterator[Text]:
-    """The split of a run, clients × classes; with tasks a line and a split for each task."""
-    classes, tests = (
-        prepared.dataset.classes,
-        {c: len(own) for c, own in prepared.sites.own_tests.items()},
-    )
+    """The split of a run, clients × classes; with tasks, a line and a split for each task."""
+    classes = prepared.dataset.classes
+    tests = {client: len(examples) for client, examples in prepared.sites.own_tests.items()}
+    names = prepared.client_names
     if prepared.sites.tasks is None:
         split = StoredSplit.of_sites(prepared.sites)
-        counts: Sequence[Sequence[int]] = split.label_counts(len(classes)) if split else ()
-        yield drawn_split(counts, classes, width, names=prepared.client_names, tests=tests)
+        counts: Sequence[Sequence[int]] = ()
+        if split:
+            counts = split.label_counts(len(classes))
+        yield drawn_split(counts, classes, width, names=names, tests=tests)
         return
-    each = task_label_counts(prepared)
-    for task, line in enumerate(told_of_tasks(prepared)):
+
+    task_counts = task_label_counts(prepared)
+    for task, line in enumerate(task_lines(prepared)):
         yield Text(line)
         if task < MOST_DRAWN:
-            yield drawn_split(
-                each[:, task].tolist(), classes, width, names=prepared.client_names, tests=tests
-            )
+            of_task = task_counts[:, task].tolist()
+            yield drawn_split(of_task, classes, width, names=names, tests=tests)
     if prepared.sites.public is not None:
         yield Text(
             "The public set is the same in all tasks: it may hold classes of tasks to come.\n"
         )
 
 
-def told_of_tasks(prepared: Prepared) -> Iterator[str]:
+def task_lines(prepared: Prepared) -> Iterator[str]:
     """A line for each task: its rounds, its classes, and how many clients and examples it has."""
-    stream, names = prepared.world.stream, prepared.dataset.classes
+    stream = prepared.world.stream
     counts = task_label_counts(prepared)
-    ends = [*(first - 1 for first in stream.starts[1:]), stream.rounds]
-    for task, (first, last) in enumerate(zip(stream.starts, ends, strict=True)):
-        own = stream.classes(task)
-        if len(own) == len(names):
-            said = "all classes"
-        else:
-            said = (
-                f"classes {', '.join(names[c] for c in own)}"
-                if len(own) <= MOST_CLASSES
-                else f"{len(own)} classes"
-            )
-        rounds = f"round {first}" if first == last else f"rounds {first} to {last}"
-        there = sum(
-            stream.task(last, c) == task and bool(counts[c, task].sum())
-            for c in range(stream.clients)
+    last_rounds = [*(first - 1 for first in stream.starts[1:]), stream.rounds]
+    for task, (first, last) in enumerate(zip(stream.starts, last_rounds, strict=True)):
+        rounds = f"round {first}"
+        if last > first:
+            rounds = f"rounds {first} to {last}"
+        classes = _task_classes(stream.classes(task), prepared.dataset.classes)
+        examples = int(counts[:, task].sum())
+        line = f"task {task + 1}, {rounds}: {classes}; {examples:,} examples"
+
+        clients = range(stream.clients)
+        taking_part = sum(
+            stream.task(last, client) == task and bool(counts[client, task].sum())
+            for client in clients
         )
-        late = (
-            f", {there} of {stream.clients} clients in it by its end"
-            if there < stream.clients
-            else ""
-        )
-        yield f"task {task + 1}, {rounds}: {said}; {int(counts[:, task].sum()):,} examples{late}"
+        if taking_part < stream.clients:
+            line += f", {taking_part} of {stream.clients} clients in it by its end"
+        yield line
+
+
+def _task_classes(task_classes: Sequence[int], names: Sequence[str]) -> str:
+    if len(task_classes) == len(names):
+        return "all classes"
+    if len(task_classes) > MOST_CLASSES:
+        return f"{len(task_classes)} classes"
+    return f"classes {', '.join(names[number] for number in task_classes)}"
