@@ -15,7 +15,7 @@ demo: .venv/core
 	.venv/bin/fedstill demo
 
 # The tests' own files are in UTF-8, whatever a machine's locale is; tests/cli/test_other_encodings.py has another.
-test slow scorecard: export PYTHONUTF8 = 1
+test slow lint scorecard: export PYTHONUTF8 = 1
 
 test: .venv/ready
 	unset PYTHONDONTWRITEBYTECODE; .venv/bin/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
@@ -35,6 +35,7 @@ lint: .venv/ready
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
 	.venv/bin/python tools/house.py
 	.venv/bin/python tools/public_api.py
+	.venv/bin/python tools/docs_lint.py
 
 # make docs-check: the documentation against its sources; make docs-tables: its generated tables, written anew.
 docs-check docs-tables: export PYTHONUTF8 = 1

@@ -35,6 +35,8 @@ SENTENCE_END = re.compile(r"(?<=[.!?])[\"”)]?\s+(?=[\"“(]?(?:[A-Z`\d]|fedsti
 ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|cf|vs|et al|eq|eqs|sec|fig|tab|no)\.$", re.IGNORECASE)
 WORD = re.compile(r"(?<![\w./@-])[A-Za-z]?[a-z]+(?:['’][a-z]+)?(?![\w/@]|\.\w)")
 POSSESSIVE = re.compile(r"['’]s?$")
+DIRECTIVE = re.compile(r"^::: .*$", re.MULTILINE)
+"""A line of the reference that stands for the docstrings of a module."""
 MARKS = {"softbreak": " ", "hardbreak": " ", "code_inline": "`"}
 """What stands for tokens that are not text; a piece of code counts as one word."""
 
@@ -53,7 +55,8 @@ def passages(path: Path) -> Iterator[Passage]:
     """The passages of a Markdown page or a notebook."""
     for cell in cells(path):
         in_table = False
-        for token in MarkdownIt("commonmark").enable("table").parse(cell.text):
+        text = DIRECTIVE.sub("", cell.text)
+        for token in MarkdownIt("commonmark").enable("table").parse(text):
             if token.type in ("table_open", "table_close"):
                 in_table = token.type == "table_open"
             if token.type == "inline" and token.map is not None:
