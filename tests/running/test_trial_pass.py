@@ -14,7 +14,7 @@ from fedstill.core.errors import ConfigError, FedstillError, IncompatibleMethod
 from fedstill.core.registry import names, register
 from fedstill.data.sources import from_tensors
 from fedstill.models import contract
-from fedstill.models.contract import built_size
+from fedstill.models.building import built_size
 from fedstill.running.cautions import cautions
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run

@@ -301,6 +301,8 @@ class Training:
         def example_terms(entries: Tensors, example: StepInputs) -> Terms:
             return self._terms(self.work.terms, {**self.params, **entries}, example)
 
+        from fedstill.engines.stack import example_gradients  # few runs have such a rule
+
         by_example: dict[str, Tensor] = {}
         terms: Terms = {}
         if len(inputs.y):
@@ -468,35 +470,6 @@ def gradients_of(leaves: Tensors) -> dict[str, Tensor]:
         else:
             gradients[name] = leaf.grad.detach().clone()
     return gradients
-
-
-def example_gradients(
-    example_terms: Callable[[Tensors, StepInputs], Terms], leaves: Tensors, inputs: StepInputs
-) -> tuple[dict[str, Tensor], Terms]:
-    """The gradient of each example by trained entry, (B, ...), and its terms, (B,).
-
-    example_terms: from the trained entries and a batch of one example to its terms.
-    """
-
-    def loss(
-        entries: Tensors, x: Tensor, y: Tensor, positions: Tensor, rows: Tensor
-    ) -> tuple[Tensor, Terms]:
-        example = StepInputs(
-            x=x.unsqueeze(0),
-            y=y.unsqueeze(0),
-            positions=positions.unsqueeze(0),
-            rows=rows.unsqueeze(0),
-            mask=None,
-            epoch=inputs.epoch,
-        )
-        terms = example_terms(entries, example)
-        return torch.stack(list(terms.values())).sum(), terms
-
-    entries = {name: leaf.detach() for name, leaf in leaves.items()}
-    gradient = torch.func.grad(loss, has_aux=True)
-    of_each_example = torch.func.vmap(gradient, in_dims=(None, 0, 0, 0, 0))
-    gradients, terms = of_each_example(entries, inputs.x, inputs.y, inputs.positions, inputs.rows)
-    return gradients, terms
 
 
 @dataclass

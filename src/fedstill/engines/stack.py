@@ -632,3 +632,37 @@ def _concatenated(examples: Sequence[Examples]) -> Examples:
     return Examples(
         torch.cat([e.values for e in examples]), torch.cat([e.labels for e in examples])
     )
+
+
+# ---- single examples under vmap ------------------------------------------------------------------
+
+
+def example_gradients(
+    example_terms: Callable[[Tensors, StepInputs], dict[str, Tensor]],
+    leaves: Tensors,
+    inputs: StepInputs,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The gradient of each example by trained entry, (B, ...), and its terms, (B,).
+
+    example_terms: from the trained entries and a batch of one example to its terms.
+    """
+
+    def loss(
+        entries: Tensors, x: Tensor, y: Tensor, positions: Tensor, rows: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        example = StepInputs(
+            x=x.unsqueeze(0),
+            y=y.unsqueeze(0),
+            positions=positions.unsqueeze(0),
+            rows=rows.unsqueeze(0),
+            mask=None,
+            epoch=inputs.epoch,
+        )
+        terms = example_terms(entries, example)
+        return torch.stack(list(terms.values())).sum(), terms
+
+    entries = {name: leaf.detach() for name, leaf in leaves.items()}
+    gradient = torch.func.grad(loss, has_aux=True)
+    of_each_example = torch.func.vmap(gradient, in_dims=(None, 0, 0, 0, 0))
+    gradients, terms = of_each_example(entries, inputs.x, inputs.y, inputs.positions, inputs.rows)
+    return gradients, terms

@@ -31,10 +31,10 @@ from fedstill.engines.pooled import PooledEngine, SharedDraw
 from fedstill.engines.serial import ClientJob, StartedClient, TimedTraining
 from fedstill.engines.stack import Structures
 from fedstill.models import contract
+from fedstill.models.building import is_of_library
 from fedstill.models.contract import (
     draws_random_numbers,
     freeze_norms,
-    is_of_library,
     joins_last_example,
 )
 from fedstill.models.wrapped import Wrapped

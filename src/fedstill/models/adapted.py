@@ -20,7 +20,7 @@ from fedstill.core.keys import generator
 from fedstill.core.payload import Tensors
 from fedstill.core.records import ModelSpec, as_pairs, as_table_again
 from fedstill.core.registry import register
-from fedstill.models import contract
+from fedstill.models import building, contract
 from fedstill.models.network import InputShape
 from fedstill.models.parameters import matches
 
@@ -82,7 +82,7 @@ def etf(
     Reading: its old linear head stays in the model, unused and decayed; here there is none.
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
-    made = contract.construct(of, spec, as_table_again(arguments or {}))
+    made = building.construct(of, spec, as_table_again(arguments or {}))
     body = getattr(made, "body", None)
     if not isinstance(body, nn.Module) or not isinstance(getattr(made, "head", None), nn.Module):
         raise ConfigError(f"model.of = {of!r} has no body and head; choose a network that has")
@@ -142,7 +142,7 @@ def lifted(
     trained nor sent.
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
-    made = contract.construct(of, spec, as_table_again(arguments or {}))
+    made = building.construct(of, spec, as_table_again(arguments or {}))
     body, head = getattr(made, "body", None), getattr(made, "head", None)
     if not isinstance(body, nn.Module) or not isinstance(head, nn.Linear):
         raise ConfigError(
@@ -215,7 +215,7 @@ def low_rank(
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
     fields: Mapping[str, Any] = as_table_again(arguments or {})
-    made = contract.construct(of, spec, fields)
+    made = building.construct(of, spec, fields)
     named = [
         (n, m) for n, m in made.named_modules() if type(m) is nn.Linear and matches(f"{n}.", layers)
     ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedstill.core.payload import Tensors
 from fedstill.core.records import ModelSpec, as_pairs, as_table_again
 from fedstill.core.registry import register
-from fedstill.models import contract
+from fedstill.models import building
 from fedstill.models.contract import Predictor
 from fedstill.models.network import InputShape
 
@@ -123,7 +123,7 @@ def pair(
     spec = ModelSpec("pair", input_shape, classes, vocabulary=vocabulary)
     both = ((own, own_arguments), (shared, shared_arguments))
     return Pair(
-        *(contract.construct(name, spec, as_table_again(fields or {})) for name, fields in both)
+        *(building.construct(name, spec, as_table_again(fields or {})) for name, fields in both)
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedstill.core.errors import ConfigError, FedstillError, on_one_line
 from fedstill.core.records import ModelSpec, as_table_again
 from fedstill.core.registry import lookup, register, short_name
-from fedstill.models import contract
+from fedstill.models import building, contract
 from fedstill.models.network import InputShape, Network, masked_mean
 
 MASKS = ("attention_mask", "padding_mask", "mask")
@@ -94,7 +94,7 @@ def _made(of: str, arguments: Mapping[str, Any], spec: ModelSpec) -> nn.Module:
             f"model.of = {of!r} must be an import path, 'package.module:Name', or a file, "
             "'nets.py:Name'"
         )
-    return contract.construct(of, spec, fields)
+    return building.construct(of, spec, fields)
 
 
 def _object(value: Any) -> Any:

@@ -22,7 +22,7 @@ from fedstill.core.records import ModelSpec, Plan, Stage
 from fedstill.core.rounds import Schedule
 from fedstill.data.dataset import PLURALS
 from fedstill.data.views import SiteViews
-from fedstill.models import contract
+from fedstill.models import building, contract
 from fedstill.models.parameters import moving
 from fedstill.running.world import RunWorld
 
@@ -69,9 +69,9 @@ def huge_network(networks: Iterable[ModelSpec]) -> str:
     for spec in networks:
         is_made_of_others = bool({"of", "own"} & dict(spec.fields).keys())
         is_for_images = len(spec.input_shape) == 3
-        if not is_for_images or is_made_of_others or not contract.is_of_library(spec):
+        if not is_for_images or is_made_of_others or not building.is_of_library(spec):
             continue
-        size = contract.built_size(spec)
+        size = building.built_size(spec)
         if size > HUGE:
             height, width = spec.input_shape[1:]
             return (

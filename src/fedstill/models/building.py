@@ -1,0 +1,201 @@
+"""Builds networks from their specs: looks up the constructor, and gives it what follows from the
+data.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fedstill.core import registry
+from fedstill.core.errors import ConfigError, FedstillError
+from fedstill.core.keys import put_aside
+from fedstill.core.records import ModelSpec
+from fedstill.core.registry import short_name
+from fedstill.models.network import ImageShape, RowShape, SeriesShape
+from fedstill.models.parameters import put_in, with_additions
+
+
+def build(spec: ModelSpec) -> nn.Module:
+    """A new module of a spec, on the CPU; its initial weights come from torch's process-wide
+    generator.
+
+    Raises ConfigError if the model cannot be built for this input shape and class count.
+    """
+    _check_inputs(registry.lookup("model", spec.name).target, spec)
+    network = construct(spec.name, spec, dict(spec.fields))
+    if spec.widths:
+        from fedstill.models.layer_chain import with_widths  # few networks have other widths
+
+        network = with_widths(network, spec.widths)
+    if spec.adds:
+        network = with_additions(network, spec)
+    whole: nn.Module = put_in(network, spec)
+    return whole.cpu()
+
+
+def construct(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Module:
+    """A module of a registered name, a file or an import path, from its fields and from what a spec
+    knows of the data.
+
+    Raises ConfigError if the constructor fails, or does not return a module.
+    """
+    entry = registry.lookup("model", name)
+    if isinstance(entry.target, nn.Module):
+        raise ConfigError(
+            f"model {short_name(name)!r} is a network, not what makes one: name its class, or a "
+            "function that gives it; from Python, Experiment(model=NETWORK) takes one"
+        )
+    data = _constructor_arguments(entry.target, spec)
+    try:
+        network = entry.build(**{**data, **fields})
+    except FedstillError:
+        raise
+    except Exception as error:
+        from fedstill.core.user_code import reason  # for errors alone
+
+        advice = ""
+        if isinstance(error, TypeError):
+            advice = f"; {_CONSTRUCTOR_HELP}"
+        raise ConfigError(
+            f"model {name!r} cannot be made: {reason(error, entry.target)}{advice}"
+        ) from error
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"model {name!r} made a {type(network).__name__}, not a torch.nn.Module")
+    if any(is_lazy(value) for value in (*network.parameters(), *network.buffers())):
+        raise ConfigError(
+            f"model {name!r} has lazy layers, whose sizes only a first batch tells; write them"
+        )
+    return network
+
+
+def is_of_library(spec: ModelSpec) -> bool:
+    """Whether a network is one that the library has, and not a user's, nor made of one."""
+    names = (spec.name, *(str(v) for k, v in spec.fields if k in ("of", "own", "shared")))
+    return all(
+        str(registry.lookup("model", name).target.__module__).startswith("fedstill.models.")
+        for name in names
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def built_size(spec: ModelSpec) -> int:
+    """How many parameters a network of the library has. Only shapes are computed, so no memory is
+    taken for them.
+    """
+    with put_aside(), torch.device("meta"):
+        network = construct(spec.name, spec, dict(spec.fields))
+        return sum(value.numel() for value in network.parameters())
+
+
+_CONSTRUCTOR_HELP = (
+    "a model's parameters named input_shape, in_channels (of images and series), vocabulary (of "
+    "texts), classes or "
+    "num_classes are given what the data have; one with **kwargs gets num_classes; the others are "
+    "fields of [model]"
+)
+"""How a user's model gets the number of classes and channels."""
+
+
+@dataclass(frozen=True)
+class _InputKind:
+    """A kind of examples: how people call them, and how many axes one of them has."""
+
+    name: str
+    axes: int
+
+
+_INPUT_KINDS: Mapping[Any, _InputKind] = {
+    ImageShape: _InputKind("images", axes=3),
+    SeriesShape: _InputKind("series", axes=2),
+    RowShape: _InputKind("rows of numbers", axes=1),
+}
+"""The annotations of ``input_shape`` by which a network takes one kind of numbers only."""
+
+_SUITABLE_MODELS = {1: "mlp", 2: "series_cnn", 3: "cnn"}
+"""A model for examples of so many axes."""
+
+
+def _constructor_arguments(target: Callable[..., Any], spec: ModelSpec) -> dict[str, Any]:
+    """The arguments of a model's constructor that follow from the data, by the names of its
+    parameters.
+    """
+    values = {
+        "input_shape": spec.input_shape,
+        "vocabulary": spec.vocabulary,
+        "classes": spec.classes,
+        "num_classes": spec.classes,
+    }
+    if len(spec.input_shape) > 1:
+        values["in_channels"] = spec.input_shape[0]
+    parameters = inspect.signature(target).parameters
+    arguments = {name: value for name, value in values.items() if name in parameters}
+    if _takes_any(parameters) and not {"classes", "num_classes"} & set(parameters):
+        arguments["num_classes"] = spec.classes
+    return arguments
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a function takes keyword arguments of any name."""
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _check_inputs(target: Callable[..., Any], spec: ModelSpec) -> None:
+    """Raise ConfigError for a network of images, of numbers or of token ids if the examples are of
+    another kind.
+    """
+    accepted = _other_kind(target, spec)
+    if accepted:
+        raise ConfigError(
+            f"model {short_name(spec.name)!r} takes {accepted}, and these examples are "
+            f"{_described(spec)}; set model.name = {_suitable_model(spec)!r}"
+        )
+
+
+def _other_kind(target: Callable[..., Any], spec: ModelSpec) -> str:
+    """The kind of examples that a network takes, if it does not take those of a spec."""
+    parameters = inspect.signature(target).parameters
+    if spec.vocabulary:
+        takes_tokens = "vocabulary" in parameters or _takes_any(parameters)
+        return "" if takes_tokens else "numbers"
+    if "vocabulary" in parameters and parameters["vocabulary"].default is inspect.Parameter.empty:
+        return "the token ids of texts"
+    kind = _INPUT_KINDS.get(_hints(target).get("input_shape"))
+    if kind is None or kind.axes == len(spec.input_shape):
+        return ""
+    return kind.name
+
+
+def _described(spec: ModelSpec) -> str:
+    """The kind and shape of a spec's examples, as people read them."""
+    if spec.vocabulary:
+        return "texts, as token ids"
+    names = {kind.axes: kind.name for kind in _INPUT_KINDS.values()}
+    name = names.get(len(spec.input_shape), "numbers")
+    return f"{name} of shape ({', '.join(map(str, spec.input_shape))})"
+
+
+def _suitable_model(spec: ModelSpec) -> str:
+    """A model of the library for the examples of a spec."""
+    if spec.vocabulary:
+        return "bag"
+    return _SUITABLE_MODELS.get(len(spec.input_shape), "mlp")
+
+
+def _hints(target: Callable[..., Any]) -> Mapping[str, Any]:
+    """The annotations of a constructor; none if they cannot be read."""
+    function = target
+    if inspect.isclass(target):
+        function = target.__init__
+    try:
+        return typing.get_type_hints(function)
+    except (NameError, TypeError, AttributeError):  # names that are there for type checkers only
+        return {}
