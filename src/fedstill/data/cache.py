@@ -115,10 +115,12 @@ def _read(folder: Path) -> Decoded | None:
             for split, shape in entry["splits"].items()
         }
         classes = entry["classes"]
+        if classes is not None:
+            classes = tuple(classes)
         about = DatasetInfo.from_json(entry["about"])
     except (OSError, EOFError, ValueError, KeyError, TypeError):
         return None
-    return Decoded(splits, None if classes is None else tuple(classes), about=about)
+    return Decoded(splits, classes, about=about)
 
 
 def _read_split(folder: Path, split: str, shape: list[int], *, has_owners: bool) -> Split:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -218,7 +219,9 @@ class DatasetInfo:
     @property
     def many_or_examples(self) -> str:
         """The word in a sentence that counts: "images", or else "examples"."""
-        return self.many if self.kind == "image" else "examples"
+        if self.kind == "image":
+            return self.many
+        return "examples"
 
 
 JSON_NAMES = {"binary_features": "marks"}
@@ -237,11 +240,25 @@ IMAGE_INFO = DatasetInfo()
 
 def _with_tuples(value: Any) -> Any:
     """A value with tuples for lists, at any depth."""
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(map(_with_tuples, value))
+    return value
 
 
 MOST_FEATURES = 12
-"""The number of features that a sentence names. It counts the others."""
+"""The number of features that a sentence names."""
+
+
+def shortened_list(names: Sequence[str], most: int) -> str:
+    """Names for a message: the first ones, and the number of the others.
+
+    >>> shortened_list(["a", "b"], 2), shortened_list(["a", "b", "c"], 2)
+    ('a, b', 'a, b and 1 more')
+    """
+    listed = ", ".join(names[:most])
+    if len(names) > most:
+        listed += f" and {len(names) - most:,} more"
+    return listed
 
 
 def examples_text(inputs: Mapping[str, Any]) -> str:
@@ -256,28 +273,20 @@ def examples_text(inputs: Mapping[str, Any]) -> str:
     shape = list(inputs.get("shape", ()))
     if kind == "table":
         names = [str(name) for name in inputs.get("features", ())]
-        return f"examples are {PLURALS['table']}, {shape[0]} features{_feature_list(names)}"
+        sentence = f"examples are {PLURALS['table']}, {shape[0]} features"
+        if names:
+            sentence += f": {shortened_list(names, MOST_FEATURES)}"
+        return sentence
     if kind == "series":
         return f"examples are {PLURALS['series']}: {shape[0]} channels of {shape[1]} steps"
     if kind == "text":
-        tokenizer = inputs.get("tokenizer")
-        by_tokenizer = f" by {tokenizer}" if tokenizer else ""
-        return (
-            f"examples are {PLURALS['text']} as {shape[0]} token ids{by_tokenizer}, of "
-            f"{inputs.get('vocabulary', 0):,}"
-        )
+        tokens = f"{shape[0]} token ids"
+        if inputs.get("tokenizer"):
+            tokens += f" by {inputs['tokenizer']}"
+        return f"examples are {PLURALS['text']} as {tokens}, of {inputs.get('vocabulary', 0):,}"
     if kind == "vector":
         return f"examples are {PLURALS['vector']} of {' x '.join(map(str, shape))} numbers"
     return ""
-
-
-def _feature_list(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    listed = ", ".join(names[:MOST_FEATURES])
-    if len(names) > MOST_FEATURES:
-        listed += f" and {len(names) - MOST_FEATURES} more"
-    return f": {listed}"
 
 
 # Arrays.
@@ -296,6 +305,13 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def selected(self, mask: NDArray[np.bool_], values: NDArray[Any]) -> Split:
+        """The examples in a mask (N,), of which the values are given."""
+        owners = None
+        if self.owners is not None:
+            owners = self.owners[mask]
+        return Split(values, self.labels[mask], owners)
 
 
 @dataclass(frozen=True)
@@ -393,9 +409,11 @@ def as_dataset(
     splits = {split: _as_examples(arrays) for split, arrays in data.splits.items()}
     size = splits["train"].values.shape[1]
     is_image = data.about.kind == "image"
-    default = half(size) if is_image else ()
-    means = default if mean is None else tuple(mean)
-    stds = default if std is None else tuple(std)
+    default: tuple[float, ...] = ()
+    if is_image:
+        default = half(size)
+    means = tuple(default if mean is None else mean)
+    stds = tuple(default if std is None else std)
     if data.about.kind == "text" and means:
         raise ConfigError(f"dataset {name!r}: texts have no mean and std; leave them out")
     if is_image or means or stds:
@@ -413,7 +431,9 @@ def as_dataset(
 
 
 def _as_examples(split: Split) -> Examples:
-    owners = None if split.owners is None else torch.from_numpy(split.owners)
+    owners = None
+    if split.owners is not None:
+        owners = torch.from_numpy(split.owners)
     return Examples(torch.from_numpy(split.values), torch.from_numpy(split.labels), owners)
 
 

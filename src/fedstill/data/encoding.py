@@ -120,7 +120,9 @@ class Categories:
     values: tuple[str, ...]
 
     @staticmethod
-    def of(what: str, column: str, declared: Sequence[Value], train: pa.ChunkedArray) -> Categories:
+    def of(
+        source: str, column: str, declared: Sequence[Value], train: pa.ChunkedArray
+    ) -> Categories:
         """The declared categories, or else those in the training data, in order.
 
         Raises DataError for none, or more than ``MOST_CATEGORIES``.
@@ -130,12 +132,12 @@ class Categories:
         names = names_in_order(distinct_values(train).values)
         if not 0 < len(names) <= MOST_CATEGORIES:
             raise DataError(
-                f"{what}: column {column!r} has {len(names):,} categories, not 1 to "
+                f"{source}: column {column!r} has {len(names):,} categories, not 1 to "
                 f"{MOST_CATEGORIES:,}; leave it out"
             )
         return Categories(column, names)
 
-    def encoded(self, what: str, column: pa.ChunkedArray) -> NDArray[np.float32]:
+    def encoded(self, source: str, column: pa.ChunkedArray) -> NDArray[np.float32]:
         """(n, categories) of 0 and 1, NaN in rows without a value.
 
         Raises DataError for a value that is none of the categories.
@@ -143,7 +145,7 @@ class Categories:
         place = {value: index for index, value in enumerate(self.values)}
         distinct = distinct_values(column)
         places = [place.get(category_name(value), -1) for value in distinct.values]
-        self._check_known(what, distinct, np.array(places, dtype=np.int64))
+        self._check_known(source, distinct, np.array(places, dtype=np.int64))
 
         # One row for each different value; the last one is for rows without a value.
         rows = np.zeros((len(places) + 1, len(place)), dtype=np.float32)
@@ -151,13 +153,15 @@ class Categories:
         rows[-1] = np.nan
         return rows[distinct.codes]
 
-    def _check_known(self, what: str, distinct: DistinctValues, places: NDArray[np.int64]) -> None:
+    def _check_known(
+        self, source: str, distinct: DistinctValues, places: NDArray[np.int64]
+    ) -> None:
         unknown = np.isin(distinct.codes, np.flatnonzero(places < 0))
         if unknown.any():
             row = int(np.argmax(unknown))
             value = category_name(distinct.values[distinct.codes[row]])
             raise DataError(
-                f"{what}: example {row} has {value[:60]!r} in column {self.column!r}, which is "
+                f"{source}: example {row} has {value[:60]!r} in column {self.column!r}, which is "
                 f"none of {', '.join(self.values)[:200]}; correct it, or add it to data.categorical"
             )
 
@@ -213,7 +217,9 @@ def float_values(
         if chunk.null_count:
             values = np.where(null_mask(chunk), dtype(np.nan), values)
         parts.append(values)
-    return parts[1] if len(parts) == 2 else np.concatenate(parts)
+    if len(parts) == 2:
+        return parts[1]  # a single chunk is not copied
+    return np.concatenate(parts)
 
 
 def null_mask(array: pa.Array) -> NDArray[np.bool_]:
@@ -258,7 +264,7 @@ Floats = NDArray[np.float32]
 
 
 def table_rows(
-    what: str, table: pa.Table | Mapping[str, pa.ChunkedArray], about: DatasetInfo
+    source: str, table: pa.Table | Mapping[str, pa.ChunkedArray], about: DatasetInfo
 ) -> Floats:
     """Columns as the inputs (n, features) of ``about``, NaN where a value is missing; without
     marks.
@@ -267,15 +273,15 @@ def table_rows(
     """
     categories = dict(about.categories)
     positions = first_features(about)
-    width = sum(len(categories[name]) if name in categories else 1 for name in about.columns)
-    count = len(next(iter(table.values()))) if isinstance(table, Mapping) else len(table)
+    width = sum(_width(name, categories) for name in about.columns)
+    count = len(table[about.columns[0]])
     rows = np.empty((count, width), dtype=np.float32)
     for name, position in positions.items():
         if name in categories:
-            columns = Categories(name, categories[name]).encoded(what, table[name])
+            columns = Categories(name, categories[name]).encoded(source, table[name])
             rows[:, position : position + len(categories[name])] = columns
         else:
-            rows[:, position] = numbers(table[name], f"{what}: column {name!r}")
+            rows[:, position] = numbers(table[name], f"{source}: column {name!r}")
     return rows
 
 
@@ -286,8 +292,15 @@ def first_features(about: DatasetInfo) -> dict[str, int]:
     position = 0
     for name in about.columns:
         positions[name] = position
-        position += len(categories[name]) if name in categories else 1
+        position += _width(name, categories)
     return positions
+
+
+def _width(column: str, categories: Mapping[str, Sequence[str]]) -> int:
+    """The number of inputs that a column becomes."""
+    if column in categories:
+        return len(categories[column])
+    return 1
 
 
 def with_features(about: DatasetInfo, marked: Collection[str] = ()) -> DatasetInfo:
@@ -306,7 +319,7 @@ def with_marks(rows: Floats, about: DatasetInfo, marked: Collection[str]) -> Flo
     return np.concatenate([rows, marks.astype(np.float32)], axis=1)
 
 
-def numbers(column: pa.ChunkedArray, what: str = "") -> Floats:
+def numbers(column: pa.ChunkedArray, source: str = "") -> Floats:
     """A column of numbers (n,) float32, NaN where one is missing.
 
     Raises DataError for values that are no numbers, or too large for float32.
@@ -318,16 +331,16 @@ def numbers(column: pa.ChunkedArray, what: str = "") -> Floats:
     except pa.ArrowException as error:
         if pa.types.is_integer(column.type):
             raise DataError(
-                f"{what} holds whole numbers beyond 2^53, which no float holds; if it is an id, "
+                f"{source} holds whole numbers beyond 2^53, which no float holds; if it is an id, "
                 "leave it out with data.columns"
             ) from error
         raise DataError(
-            f"{what} holds something that is no number: {on_one_line(error)}; correct it"
+            f"{source} holds something that is no number: {on_one_line(error)}; correct it"
         ) from error
     large = np.flatnonzero(np.isfinite(exact) & (np.abs(exact) > np.finfo(np.float32).max))
     if len(large):
         raise DataError(
-            f"{what} holds {exact[large[0]]:g}, too large for a number of 32 bits; correct or "
+            f"{source} holds {exact[large[0]]:g}, too large for a number of 32 bits; correct or "
             "rescale it"
         )
     as_floats: Floats = exact.astype(np.float32)
@@ -511,7 +524,9 @@ def _by_file(texts: Sequence[str], path: Path, length: int) -> TokenIds:
     """As a file of Hugging Face's ``tokenizers`` says, its special tokens included."""
     tokenizer, sha = _read_tokenizer(path)
     size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    shift = 0 if _zero_is_padding(tokenizer) else 1
+    shift = 1
+    if _zero_is_padding(tokenizer):
+        shift = 0
     tokenizer.no_padding()
     ids = np.zeros((len(texts), length), dtype=np.int64)
     cut_count = 0

@@ -55,7 +55,9 @@ class Inputs:
         """Values (n, …) as inputs: pixels normalised, in float32; other numbers, and token ids, as
         they are.
         """
-        return normalise(values, self.mean, self.std) if values.dtype == torch.uint8 else values
+        if values.dtype == torch.uint8:
+            return normalise(values, self.mean, self.std)
+        return values
 
     def trained_on(self, values: Tensor, generator: torch.Generator) -> Tensor:
         """Values as one training batch, augmented with draws from the generator."""

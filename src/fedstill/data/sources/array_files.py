@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from fedstill.core.errors import DataError, on_one_line
+from fedstill.core.errors import DataError, cut_reason, on_one_line
 from fedstill.data.dataset import Decoded, Split
 from fedstill.data.sources.limits import EXAMPLE_BYTES, check_size, file_errors
 from fedstill.data.sources.verify import class_ids
@@ -77,7 +77,9 @@ def _unpacked(path: Path, dimensions: int) -> NDArray[np.uint8] | None:
         count = math.prod(shape)
         check_size(path, count, path.stat().st_size)
         data = file.read(count + 1)
-    return np.frombuffer(data, dtype=np.uint8).reshape(shape) if len(data) == count else None
+    if len(data) != count:
+        return None
+    return np.frombuffer(data, dtype=np.uint8).reshape(shape)
 
 
 # NPZ: the archive of arrays that MedMNIST is published in. Headers are read and checked before
@@ -165,8 +167,9 @@ def _checked_splits(path: Path, archive: zipfile.ZipFile) -> dict[str, str]:
 def _check_array_names(path: Path, names: Collection[str], members: Sequence[str]) -> None:
     """Raise DataError for an archive of arrays that lacks one of them."""
     arrays = sorted(name.removesuffix(".npy") for name in names if name.endswith(".npy"))
-    # Without training images, these are what to add first.
-    required = members if "train_images.npy" in members else ["train_images.npy"]
+    required = members
+    if "train_images.npy" not in members:
+        required = ["train_images.npy"]  # the first to add
     absent = [name.removesuffix(".npy") for name in required if name not in names]
     if arrays and absent:
         raise DataError(
@@ -233,8 +236,8 @@ def _npz_split(path: Path, archive: zipfile.ZipFile, key: str) -> Split:
     if images.ndim == 3:
         images = images[..., None]
     ids = class_ids(f"{path}, {key}_labels", labels.reshape(-1).tolist())
-    has_channels_first = images.shape[1] in CHANNELS and images.shape[3] not in CHANNELS
-    if not has_channels_first:
+    has_channels_last = images.shape[3] in CHANNELS or images.shape[1] not in CHANNELS
+    if has_channels_last:
         images = images.transpose(0, 3, 1, 2)
     return Split(np.ascontiguousarray(images), ids)
 
@@ -246,4 +249,4 @@ def _npz_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def _short(shape: tuple[int, ...]) -> str:
-    return str(shape) if len(str(shape)) <= 60 else str(shape)[:60] + "…"
+    return cut_reason(str(shape), 60)

@@ -307,8 +307,8 @@ _FOLDERS = (
     AG_NEWS_SMALL,
 )
 
-KNOWN_FOLDERS = {known.name: known for known in _FOLDERS}
+KNOWN_FOLDERS = {entry.name: entry for entry in _FOLDERS}
 """The folders that are verified, by name."""
 
-KNOWN = {known.name: known for known in REGISTERED} | KNOWN_FOLDERS
+KNOWN = {entry.name: entry for entry in REGISTERED} | KNOWN_FOLDERS
 """All data sets of the catalogue by name."""

@@ -24,6 +24,7 @@ from fedstill.data.dataset import (
     Digests,
     ReadingOptions,
     ReadRequest,
+    shortened_list,
 )
 from fedstill.data.encoding import (
     Categories,
@@ -48,7 +49,13 @@ from fedstill.data.sources.schema import (
     table_schema,
 )
 from fedstill.data.sources.splits import SPLITS, client_name, split_named
-from fedstill.data.sources.tables import MISSING_TEXTS, CsvFrame, Frame, ParquetFrame
+from fedstill.data.sources.tables import (
+    MISSING_TEXTS,
+    CsvFrame,
+    Frame,
+    ParquetFrame,
+    single_file,
+)
 from fedstill.data.sources.verify import RawSplit, checked_label, decoded_with_class_ids
 
 Tables = Mapping[str, pa.Table]
@@ -57,7 +64,7 @@ Tables = Mapping[str, pa.Table]
 FileFrame = TypeVar("FileFrame", CsvFrame, ParquetFrame)
 
 
-def read_frames(what: str, frames: Mapping[str, Frame], schema: TableSchema) -> Decoded:
+def read_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema) -> Decoded:
     """All rows of {split: frame} as arrays.
 
     Numbers are float32, and NaN where ``missing = "mean"`` fills them in later. Labels that are
@@ -66,20 +73,20 @@ def read_frames(what: str, frames: Mapping[str, Frame], schema: TableSchema) -> 
     different lengths.
     """
     options = schema.options
-    split_tables = _split_tables(what, frames, schema)
+    split_tables = _split_tables(source, frames, schema)
     tables = split_tables.tables
     if options.split_column:
         frames = {}  # their rows are not those of a split
     owners = NO_OWNERS
     if options.owner:
-        owners = owners_of(what, tables, options.owner, frames)
-    examples = ENCODERS[options.kind](what, tables, options)
+        owners = owners_of(source, tables, options.owner, frames)
+    examples = ENCODERS[options.kind](source, tables, options)
     info = replace(examples.info, owners=owners.names)
 
     raw = {}
     for split, table in tables.items():
         rows = _Rows(
-            what=f"{what}, {split}",
+            source=f"{source}, {split}",
             split=split,
             values=examples.values[split],
             table=table,
@@ -89,7 +96,7 @@ def read_frames(what: str, frames: Mapping[str, Frame], schema: TableSchema) -> 
         complete = rows.complete(schema, info)
         info = info.with_notes(*complete.notes)
         raw[split] = rows.examples(schema.label, complete.mask)
-    _check_label_types(what, raw)
+    _check_label_types(source, raw)
 
     digests = {}
     if schema.has_checksums and not options.length:
@@ -129,14 +136,14 @@ def frames_of(
     return frames
 
 
-def schema_of(what: str, frames: Mapping[str, Frame], request: ReadRequest) -> TableSchema | None:
+def schema_of(source: str, frames: Mapping[str, Frame], request: ReadRequest) -> TableSchema | None:
     """The schema of a data set, by the columns of its first split; None for images."""
     frame = frames[min(frames, key=SPLITS.index)]
 
     def categories(name: str) -> list[Any]:
         return list(names_in_order(distinct_values(frame.read([name])[name]).values))
 
-    return table_schema(what, frame.schema, request, categories)
+    return table_schema(source, frame.schema, request, categories)
 
 
 # The tables of all splits.
@@ -150,7 +157,7 @@ class _SplitTables:
     caution: str = ""
 
 
-def _split_tables(what: str, frames: Mapping[str, Frame], schema: TableSchema) -> _SplitTables:
+def _split_tables(source: str, frames: Mapping[str, Frame], schema: TableSchema) -> _SplitTables:
     """The columns to read of every split, of the types of the first split."""
     options = schema.options
     # Only a table has a way to treat rows that lack a whole column.
@@ -159,35 +166,35 @@ def _split_tables(what: str, frames: Mapping[str, Frame], schema: TableSchema) -
     first = ""
     for split in sorted(frames, key=SPLITS.index):
         frame = frames[split]
-        where = str(frame.files[0]) if len(frame.files) == 1 else f"{what}, {split}"
-        first = first or where
-        _check_columns(where, frame, first, schema)
+        part = str(single_file(frame.files) or f"{source}, {split}")
+        first = first or part
+        _check_columns(part, frame, first, schema)
         table = frame.read(schema.names, optional)
         if not len(table):
-            raise DataError(f"{where} holds no examples; leave the file out or download it again")
-        check_same_types(where, table, first, next(iter(tables.values()), table), schema)
+            raise DataError(f"{part} holds no examples; leave the file out or download it again")
+        check_same_types(part, table, first, next(iter(tables.values()), table), schema)
         tables[split] = table
     if options.split_column:
-        return _divided(what, tables, options.split_column)
+        return _divided(source, tables, options.split_column)
     return _SplitTables(tables)
 
 
-def _check_columns(where: str, frame: Frame, first: str, schema: TableSchema) -> None:
+def _check_columns(part: str, frame: Frame, first: str, schema: TableSchema) -> None:
     present = frame.schema.names
     absent = [name for name in schema.names if name not in (FILE, *present)]
     if absent:
         raise DataError(
-            f"{where} has no column {absent[0]!r} among "
+            f"{part} has no column {absent[0]!r} among "
             f"{', '.join(map(repr, present))[:300] or 'none'}, and {first} has it; write it there, "
             "or name the columns to read in data.columns"
         )
 
 
-def _divided(what: str, tables: Tables, column: str) -> _SplitTables:
+def _divided(source: str, tables: Tables, column: str) -> _SplitTables:
     """The rows of one table, divided by the split that a column names; others are left out."""
     if len(tables) > 1:
         raise DataError(
-            f"{what}: data.split_column is for one table, and there are files of the splits "
+            f"{source}: data.split_column is for one table, and there are files of the splits "
             f"{', '.join(tables)}; leave it out"
         )
     (table,) = tables.values()
@@ -200,7 +207,7 @@ def _divided(what: str, tables: Tables, column: str) -> _SplitTables:
             by_split[split] = rows
     if "train" not in by_split:
         raise DataError(
-            f"{what}: no row is of the split train by column {column!r}, which has "
+            f"{source}: no row is of the split train by column {column!r}, which has "
             f"{', '.join(map(repr, distinct.values[:5]))}; its values must be train, validation "
             "and test"
         )
@@ -226,17 +233,19 @@ class _Encoded:
     info: DatasetInfo
 
 
-def _table_values(what: str, tables: Tables, options: ReadingOptions) -> _Encoded:
+def _table_values(source: str, tables: Tables, options: ReadingOptions) -> _Encoded:
     """Rows (n, features), with the marks of missing numbers behind them."""
     categorical = dict(options.categorical)
     train = tables.get("train", next(iter(tables.values())))
     categories = tuple(
-        (name, Categories.of(what, name, categorical[name], train[name]).values)
+        (name, Categories.of(source, name, categorical[name], train[name]).values)
         for name in options.columns
         if name in categorical
     )
     info = with_features(DatasetInfo("table", columns=options.columns, categories=categories))
-    values = {split: table_rows(f"{what}, {split}", table, info) for split, table in tables.items()}
+    values = {
+        split: table_rows(f"{source}, {split}", table, info) for split, table in tables.items()
+    }
     if not options.marks:
         return _Encoded(values, info)
 
@@ -244,26 +253,26 @@ def _table_values(what: str, tables: Tables, options: ReadingOptions) -> _Encode
         marked = options.marks
     else:
         has_gap = np.logical_or.reduce([np.isnan(rows).any(0) for rows in values.values()])
-        marked = tuple(name for name, at in first_features(info).items() if has_gap[at])
+        marked = tuple(name for name, feature in first_features(info).items() if has_gap[feature])
     with_all = {split: with_marks(rows, info, marked) for split, rows in values.items()}
     return _Encoded(with_all, with_features(info, marked))
 
 
-def _list_values(what: str, tables: Tables, options: ReadingOptions) -> _Encoded:
+def _list_values(source: str, tables: Tables, options: ReadingOptions) -> _Encoded:
     """Vectors (n, D), or series (n, channels, L)."""
     values = {
-        split: _lists(f"{what}, {split}", table, options).values()
+        split: _lists(f"{source}, {split}", table, options).values()
         for split, table in tables.items()
     }
     return _Encoded(values, DatasetInfo(options.kind))  # type: ignore[arg-type]
 
 
-def _lists(what: str, table: pa.Table, options: ReadingOptions) -> ListColumn:
-    depth = 1 if options.kind == "vector" else 2
-    return ListColumn.of(what, table[options.input], depth, options.length)
+def _lists(source: str, table: pa.Table, options: ReadingOptions) -> ListColumn:
+    depth = {"vector": 1, "series": 2}[options.kind]
+    return ListColumn.of(source, table[options.input], depth, options.length)
 
 
-def _text_values(what: str, tables: Tables, options: ReadingOptions) -> _Encoded:
+def _text_values(source: str, tables: Tables, options: ReadingOptions) -> _Encoded:
     """Token ids (n, length)."""
     length = options.length or DEFAULT_TEXT_LENGTH
     info = DatasetInfo("text", tokenizer=options.tokenizer)
@@ -273,7 +282,7 @@ def _text_values(what: str, tables: Tables, options: ReadingOptions) -> _Encoded
         if column.null_count:
             row = int(np.flatnonzero(null_mask(column.combine_chunks()))[0])
             raise DataError(
-                f"{what}, {split}: example {row} has no text; leave it out, or write a word"
+                f"{source}, {split}: example {row} has no text; leave it out, or write a word"
             )
         tokens = encoded(column.to_pylist(), options.tokenizer, options.vocabulary, length)
         values[split] = tokens.ids
@@ -307,7 +316,7 @@ class _CompleteRows:
 class _Rows:
     """All rows of a split: their values, and the table and the frame that they come from."""
 
-    what: str
+    source: str
     split: str
     values: NDArray[Any]
     table: pa.Table
@@ -339,15 +348,17 @@ class _Rows:
         complete = ~gaps & ~unlabelled
         if not complete.any():
             raise DataError(
-                f"{self.what}: every row misses a value or its label; set data.columns to "
+                f"{self.source}: every row misses a value or its label; set data.columns to "
                 "columns that have values"
             )
         return _CompleteRows(complete, tuple(notes))
 
     def examples(self, label: str, complete: NDArray[np.bool_]) -> RawSplit:
         """The values, labels and owners of complete rows."""
-        labels = labels_of(self.what, self.table[label], complete)
-        owners = None if self.owners is None else self.owners[complete]
+        labels = labels_of(self.source, self.table[label], complete)
+        owners = self.owners
+        if owners is not None:
+            owners = owners[complete]
         return RawSplit(self.values[complete], labels, owners)
 
     def _gaps(self, options: ReadingOptions, info: DatasetInfo) -> NDArray[np.bool_]:
@@ -359,7 +370,7 @@ class _Rows:
         if options.missing == "mean" and options.kind == "table":
             return nothing
         if options.kind == "series":  # the end of a series that is too short is NaN as well
-            return _lists(self.what, self.table, options).has_gap()
+            return _lists(self.source, self.table, options).has_gap()
         has_gap: NDArray[np.bool_] = np.isnan(self.values).reshape(len(self.values), -1).any(1)
         return has_gap
 
@@ -368,9 +379,12 @@ class _Rows:
         rows = np.flatnonzero(infinite.any(1))
         if len(rows):
             feature = int(np.flatnonzero(infinite[rows[0]])[0])
-            column = f" in column {info.features[feature]!r}" if info.features else ""
+            place = ""
+            if info.features:
+                place = f" in column {info.features[feature]!r}"
             raise DataError(
-                f"{self.what}: example {rows[0]} has a value that is not finite{column}; correct it"
+                f"{self.source}: example {rows[0]} has a value that is not finite{place}; correct "
+                "it"
             )
 
     def _missing_value(
@@ -387,7 +401,7 @@ class _Rows:
         if options.kind == "table":
             remedy += ", or 'mean'"
         return (
-            f"{self.what}: example {row} has no value{place} ({gaps.sum():,} of {len(gaps):,} "
+            f"{self.source}: example {row} has no value{place} ({gaps.sum():,} of {len(gaps):,} "
             f"rows miss one); {hint}set data.missing = {remedy}"
         )
 
@@ -395,8 +409,9 @@ class _Rows:
         row = int(np.flatnonzero(unlabelled)[0])
         hint = missing_text_hint(self.frame, column, row)
         return (
-            f"{self.what}: example {row} has no label ({unlabelled.sum():,} of {len(unlabelled):,} "
-            f"rows have none); {hint}set data.unlabelled = 'drop' to leave such rows out"
+            f"{self.source}: example {row} has no label ({unlabelled.sum():,} of "
+            f"{len(unlabelled):,} rows have none); {hint}set data.unlabelled = 'drop' to leave "
+            "such rows out"
         )
 
 
@@ -407,11 +422,15 @@ def missing_text_hint(frame: Frame | None, column: str, row: int) -> str:
     text = frame.missing_text_at(column, row)
     if not text:
         return ""
-    examples = [other for other in MISSING_TEXTS if other != text][:1]
+    examples = [candidate for candidate in MISSING_TEXTS if candidate != text][:1]
     return (
         f"{text} means missing in a CSV file: where it is a name, write it in quotes, or list the "
         f"marks of this file, as in data.missing_values = {examples}; where it means missing, "
     )
+
+
+NAMED_OWNERS = 12
+"""The number of owners that a note names."""
 
 
 def _left_out(
@@ -423,27 +442,26 @@ def _left_out(
         return note
     by_owner = np.bincount(owners[gaps], minlength=len(names))
     counts = [f"{name} {n:,}" for name, n in zip(names, by_owner.tolist(), strict=True) if n]
-    ellipsis = ", …" if len(counts) > 12 else ""
-    return f"{note} ({', '.join(counts[:12])}{ellipsis})"
+    return f"{note} ({shortened_list(counts, NAMED_OWNERS)})"
 
 
 # Labels and owners.
 
 
-def labels_of(what: str, column: pa.ChunkedArray, complete: NDArray[np.bool_]) -> list[int | str]:
+def labels_of(source: str, column: pa.ChunkedArray, complete: NDArray[np.bool_]) -> list[int | str]:
     """The labels of complete rows, as whole numbers or names."""
     distinct = distinct_values(column)
     rows = np.flatnonzero(complete)
     codes = distinct.codes[rows]
     used, first = np.unique(codes, return_index=True)
     labels = {
-        code: checked_label(what, row, distinct.values[code])
+        code: checked_label(source, row, distinct.values[code])
         for code, row in zip(used.tolist(), rows[first].tolist(), strict=True)
     }
     return [labels[code] for code in codes.tolist()]
 
 
-def _check_label_types(what: str, splits: Mapping[str, RawSplit]) -> None:
+def _check_label_types(source: str, splits: Mapping[str, RawSplit]) -> None:
     """Raise DataError if one split has names for labels, and train numbers, and none is in both."""
     if "train" not in splits:
         return
@@ -455,15 +473,14 @@ def _check_label_types(what: str, splits: Mapping[str, RawSplit]) -> None:
         shared = {*map(str, classes)} & {*map(str, train)}
         if has_names != train_has_names and not shared:
             raise DataError(
-                f"{what}: the labels of {name} are {_first_labels(classes)}, those of train "
+                f"{source}: the labels of {name} are {_first_labels(classes)}, those of train "
                 f"{_first_labels(train)}; make them alike"
             )
 
 
 def _first_labels(labels: set[int | str]) -> str:
     names = sorted(map(str, labels))
-    ellipsis = ", …" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + ellipsis
+    return shortened_list([repr(name) for name in names], 3)
 
 
 def _stray_label_caution(splits: Mapping[str, RawSplit]) -> str:
@@ -494,7 +511,7 @@ NO_OWNERS = Owners()
 
 
 def owners_of(
-    what: str, tables: Tables, column: str, frames: Mapping[str, Frame] = MappingProxyType({})
+    source: str, tables: Tables, column: str, frames: Mapping[str, Frame] = MappingProxyType({})
 ) -> Owners:
     """The owners that a column names: numbers in order of size, texts in alphabetical order.
 
@@ -507,7 +524,7 @@ def owners_of(
         if len(unowned):
             row = int(unowned[0])
             raise DataError(
-                f"{what}, {split}: example {row} has no {column!r}, its owner; "
+                f"{source}, {split}: example {row} has no {column!r}, its owner; "
                 f"{missing_text_hint(frames.get(split), column, row)}write the owner"
             )
         names += distinct.values
@@ -569,21 +586,21 @@ class ListColumn:
     """Lists of numbers (``depth`` 1) or lists of such lists (``depth`` 2), one for each example.
 
     length: the values that are kept of each innermost list; 0 keeps all, and then all lists must
-    have the same length. what: the place of the column, for messages.
+    have the same length. source: the place of the column, for messages.
     """
 
-    what: str
+    source: str
     array: pa.Array
     depth: int
     length: int = 0
 
     @staticmethod
-    def of(what: str, column: pa.ChunkedArray, depth: int, length: int) -> ListColumn:
+    def of(source: str, column: pa.ChunkedArray, depth: int, length: int) -> ListColumn:
         """The column of a table."""
         array = column.combine_chunks()
         if isinstance(array, pa.ChunkedArray):  # of extension types, and in older versions
             array = array.chunk(0)
-        return ListColumn(what, array, depth, length)
+        return ListColumn(source, array, depth, length)
 
     def values(self) -> Floats:
         """(n, D) or (n, channels, L) float32; longer lists are cut, shorter ones end with NaN.
@@ -594,7 +611,7 @@ class ListColumn:
         rows = np.flatnonzero(~self._has_null_list())
         if not len(rows):
             raise DataError(
-                f"{self.what}: no example has all its values; write them, or leave the column out"
+                f"{self.source}: no example has all its values; write them, or leave the column out"
             )
         if len(rows) == len(self.array):
             # Arrow's memory must not be written to.
@@ -659,15 +676,16 @@ class ListColumn:
             return
         lists_an_example = max(1, int(np.prod(shape[1:])))
         example = rows[wrong[0] // lists_an_example]
-        parts = "values" if is_innermost else "channels"
+        parts = "channels"
         remedy = "leave it out"
         if is_innermost:
+            parts = "values"
             remedy = "correct it, or leave it out"
         if is_innermost and self.depth > 1:
             remedy = "set data.length to cut and fill up all to one length"
         raise DataError(
-            f"{self.what}: example {example} has {sizes[wrong[0]]} {parts}, the first {sizes[0]}; "
-            f"{remedy}"
+            f"{self.source}: example {example} has {sizes[wrong[0]]} {parts}, the first "
+            f"{sizes[0]}; {remedy}"
         )
 
 

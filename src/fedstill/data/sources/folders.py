@@ -46,8 +46,12 @@ DATA_SUFFIXES = (*TABLE_SUFFIXES, ".npz")
 
 def data_root(folder: str | Path | None) -> Path | None:
     """The folder of local data: ``folder``, or the environment's ``FEDSTILL_DATA``, or None."""
-    root = folder if folder is not None else os.environ.get("FEDSTILL_DATA")
-    return at_home(root) if root else None
+    root = folder
+    if root is None:
+        root = os.environ.get("FEDSTILL_DATA")
+    if not root:
+        return None
+    return at_home(root)
 
 
 def at_home(path: str | Path) -> Path:
@@ -65,7 +69,10 @@ def local_folder(name: str, folder: str | Path | None) -> Path | None:
     root = data_root(folder)
     if root is None or name in ("", ".", "..") or "/" in name:
         return None
-    return root / name if (root / name).is_dir() else None
+    place = root / name
+    if not place.is_dir():
+        return None
+    return place
 
 
 def is_data_file(path: Path) -> bool:
@@ -103,7 +110,7 @@ def _decoded_file(path: Path, request: ReadRequest) -> Decoded:
 
 
 def read_folder(
-    name: str, place: Path, request: ReadRequest, known: KnownData | None = None
+    name: str, place: Path, request: ReadRequest, entry: KnownData | None = None
 ) -> Decoded:
     """The data in a folder, verified; without a test split, a fifth is held out.
 
@@ -115,7 +122,7 @@ def read_folder(
         "folder": str(place.resolve()),
         "files": [_stamp(place, path) for path in files],
         "request": asdict(request),
-        "known": None if known is None else asdict(known),
+        "known": None if entry is None else asdict(entry),
     }
 
     def decode() -> Decoded:
@@ -124,8 +131,10 @@ def read_folder(
                 f"{place} is empty; it needs parquet or CSV files, or images in folders named by "
                 "their class"
             )
-        data = _with_test_split(name, _decoded_folder(place, files, request), request, known)
-        return data if known else _with_file_note(data, place, files)
+        data = _with_test_split(name, _decoded_folder(place, files, request), request, entry)
+        if entry is not None:
+            return data
+        return _with_file_note(data, place, files)
 
     return cached(name, key_fields, decode)
 
@@ -137,12 +146,12 @@ def _stamp(place: Path, path: Path) -> tuple[str, int, int]:
 
 
 def _with_test_split(
-    name: str, data: Decoded, request: ReadRequest, known: KnownData | None = None
+    name: str, data: Decoded, request: ReadRequest, entry: KnownData | None = None
 ) -> Decoded:
     """Verified data with a test split."""
     if "train" in data.splits:
         data = hold_out(name, data, request.options, in_place=True)
-    return verified(name, data, known)
+    return verified(name, data, entry)
 
 
 def _decoded_folder(place: Path, files: Sequence[Path], request: ReadRequest) -> Decoded:
@@ -155,7 +164,9 @@ def _decoded_folder(place: Path, files: Sequence[Path], request: ReadRequest) ->
     if not is_idx(place) and not archives:
         return read_image_folder(place, files, request)
     check_not_encoded(str(place), request)
-    return read_idx(place) if is_idx(place) else read_npz(archives[0])
+    if is_idx(place):
+        return read_idx(place)
+    return read_npz(archives[0])
 
 
 def _decoded_tables(
@@ -179,9 +190,11 @@ def table_splits(place: Path, files: Sequence[Path]) -> FileSplits:
     """
     parquet = [path for path in files if path.suffix.lower() == ".parquet"]
     csv = [path for path in files if path.suffix.lower() in CSV_SUFFIXES]
+    has_images = any(path.suffix.lower() in IMAGE_SUFFIXES for path in files)
+    if not parquet and has_images:
+        return FileSplits({})
     if not parquet:
-        has_images = any(path.suffix.lower() in IMAGE_SUFFIXES for path in files)
-        return split_tables(place, [] if has_images else csv)
+        return split_tables(place, csv)
 
     splits = split_tables(place, parquet)
     for path in csv:
@@ -219,19 +232,19 @@ def read_csv(folder: Path, files: Mapping[str, Sequence[Path]], request: ReadReq
 
     Raises DataError for a file that cannot be read, and for unclear columns.
     """
-    what = _name_of(folder, files)
+    source = _name_of(folder, files)
     frames = frames_of(CsvFrame, folder, files, request.options)
     for frame in frames.values():
         if not frame.rows:
-            where = single_file(frame.files) or what
-            raise DataError(f"{where} has a line of column names and no rows below it; add rows")
-    schema = schema_of(what, frames, request)
+            place = single_file(frame.files) or source
+            raise DataError(f"{place} has a line of column names and no rows below it; add rows")
+    schema = schema_of(source, frames, request)
     if schema is None:
         raise DataError(
-            f"{what}: a CSV file holds no images; leave data.image_column and data.kind out"
+            f"{source}: a CSV file holds no images; leave data.image_column and data.kind out"
         )
-    check_not_encoded(what, request)
-    return read_frames(what, frames, schema)
+    check_not_encoded(source, request)
+    return read_frames(source, frames, schema)
 
 
 def read_parquet(
@@ -241,11 +254,11 @@ def read_parquet(
 
     Raises DataError for a damaged file, for unclear columns, and for more than may be read.
     """
-    what = _name_of(folder, files)
+    source = _name_of(folder, files)
     try:
-        with file_errors(what):
+        with file_errors(source):
             frames = frames_of(ParquetFrame, folder, files, request.options)
-            return read_columns(what, frames, request, folder)
+            return read_columns(source, frames, request, folder)
     except DataError:
         raise
     except Exception as error:  # many kinds, by version of the library
@@ -296,9 +309,9 @@ def likely_kind(name: str, folder: str, label_column: str, options: Mapping[str,
         return options["kind"]  # type: ignore[no-any-return]
     if name in names("dataset") or ":" in name:
         return "image"
-    known = KNOWN_FOLDERS.get(name)
-    if known is not None and known.options.kind != "auto":
-        return known.options.kind
+    entry = KNOWN_FOLDERS.get(name)
+    if entry is not None and entry.options.kind != "auto":
+        return entry.options.kind
     place = local_folder(name, folder or None) or Path(name)
     try:
         file = _first_table(place)
@@ -312,8 +325,8 @@ def likely_kind(name: str, folder: str, label_column: str, options: Mapping[str,
 
 def _first_table(place: Path) -> Path | None:
     """The file itself, or the first table in a folder."""
-    if place.is_file():
-        return place if place.suffix.lower() in TABLE_SUFFIXES else None
+    if place.is_file() and place.suffix.lower() in TABLE_SUFFIXES:
+        return place
     if not place.is_dir():
         return None
     paths = sorted(islice(place.iterdir(), FILES_LOOKED_AT))
@@ -324,11 +337,14 @@ def _first_table(place: Path) -> Path | None:
 @lru_cache(maxsize=64)
 def _kind_of_table(file: Path, modified: int, label_column: str, options: ReadingOptions) -> Kind:
     """The kind of a table's examples; ``modified``, its time, is a part of the cache's key."""
-    frame_type = ParquetFrame if file.suffix.lower() == ".parquet" else CsvFrame
-    frame = frame_type((file,), options)
+    frame: ParquetFrame | CsvFrame = CsvFrame((file,), options)
+    if file.suffix.lower() == ".parquet":
+        frame = ParquetFrame((file,), options)
     request = ReadRequest(label=label_column or None, options=options.normalised)
     try:
         schema = table_schema(str(file), frame.schema, request)
     except (DataError, ValueError, OSError):
         return "image"  # reading the data reports the error
-    return "image" if schema is None else schema.options.kind  # type: ignore[return-value]
+    if schema is None:
+        return "image"
+    return schema.options.kind  # type: ignore[return-value]

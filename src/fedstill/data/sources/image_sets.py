@@ -21,7 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.core.errors import DataError
-from fedstill.data.dataset import FILE, Decoded, ReadingOptions, ReadRequest, nfc
+from fedstill.data.dataset import (
+    FILE,
+    Decoded,
+    ReadingOptions,
+    ReadRequest,
+    nfc,
+    shortened_list,
+)
 from fedstill.data.encoding import is_missing
 from fedstill.data.sources.encode import owners_of, read_frames, schema_of
 from fedstill.data.sources.images import (
@@ -121,16 +128,16 @@ def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows
                 unlabelled += 1
             else:
                 assert row.picture is not None
-                labels.append(checked_label(pictures.what, row.index, row.label))
+                labels.append(checked_label(pictures.source, row.index, row.label))
                 positions.append(row.index)
                 stack.add(row.picture)
     if not count:
         raise DataError(
-            f"{pictures.what} holds no examples; leave the file out or download it again"
+            f"{pictures.source} holds no examples; leave the file out or download it again"
         )
     if not positions:
-        check_broken(pictures.what, broken, can_skip=False)
-        raise DataError(f"{pictures.what}: no example has a label; give them labels")
+        check_broken(pictures.source, broken, can_skip=False)
+        raise DataError(f"{pictures.source}: no example has a label; give them labels")
     return ImageRows(
         images=stack.images(),
         labels=labels,
@@ -154,7 +161,9 @@ class _Row:
     @property
     def bytes(self) -> int:
         """The bytes of the encoded image, if they are in memory."""
-        return len(self.cell.get("bytes") or b"") if isinstance(self.cell, Mapping) else 0
+        if not isinstance(self.cell, Mapping):
+            return 0
+        return len(self.cell.get("bytes") or b"")
 
 
 @dataclass(frozen=True)
@@ -296,7 +305,10 @@ class _Stack:
 
 
 def labelled_images(
-    what: str, splits: Mapping[str, ImageRows], request: ReadRequest, names: tuple[str, ...] | None
+    source: str,
+    splits: Mapping[str, ImageRows],
+    request: ReadRequest,
+    names: tuple[str, ...] | None,
 ) -> Decoded:
     """The images of all splits with class ids, and warnings about them.
 
@@ -305,7 +317,7 @@ def labelled_images(
     """
     if request.broken == "refuse":
         broken = [image for rows in splits.values() for image in rows.broken]
-        check_broken(what, broken, can_skip=True)
+        check_broken(source, broken, can_skip=True)
     raw = {split: RawSplit(rows.images, rows.labels) for split, rows in splits.items()}
     data = decoded_with_class_ids(raw, names)
     notes = [
@@ -313,36 +325,36 @@ def labelled_images(
         for split, rows in splits.items()
         if rows.unlabelled
     ]
-    about = data.about.with_notes(*notes).with_cautions(*image_cautions(what, splits))
+    about = data.about.with_notes(*notes).with_cautions(*image_cautions(source, splits))
     return replace(data, about=about)
 
 
-def image_cautions(what: str, splits: Mapping[str, ImageRows]) -> list[str]:
+def image_cautions(source: str, splits: Mapping[str, ImageRows]) -> list[str]:
     """Warnings about broken and dark images."""
-    cautions = [_broken_caution(what, split, rows) for split, rows in splits.items()]
+    cautions = [_broken_caution(source, split, rows) for split, rows in splits.items()]
     cautions.append(_dark_caution([rows.largest for rows in splits.values()]))
     return cautions
 
 
 def with_owners(
-    what: str, data: Decoded, rows: Mapping[str, ImageRows], owner_tables: Mapping[str, pa.Table]
+    source: str, data: Decoded, rows: Mapping[str, ImageRows], owner_tables: Mapping[str, pa.Table]
 ) -> Decoded:
     """Images with their owners. owner_tables: the single column of owners of each split."""
     tables = {split: owner_tables[split].take(pa.array(rows[split].positions)) for split in rows}
     (column,) = {name for table in tables.values() for name in table.column_names}
-    owners = owners_of(what, tables, column)
+    owners = owners_of(source, tables, column)
     splits = {
         name: replace(split, owners=owners.codes[name]) for name, split in data.splits.items()
     }
     return replace(data, splits=splits, about=replace(data.about, owners=owners.names))
 
 
-def _broken_caution(what: str, split: str, rows: ImageRows) -> str:
+def _broken_caution(source: str, split: str, rows: ImageRows) -> str:
     if not rows.broken:
         return ""
     return (
         f"left out, because they are broken: {len(rows.broken):,} of {rows.rows:,} images in "
-        f"{split} ({_named(what, rows.broken)})"
+        f"{split} ({_named(source, rows.broken)})"
     )
 
 
@@ -357,89 +369,91 @@ def _dark_caution(largest_pixels: Sequence[int | None]) -> str:
     )
 
 
-def check_broken(what: str, broken: Sequence[BrokenImage], *, can_skip: bool) -> None:
+def check_broken(source: str, broken: Sequence[BrokenImage], *, can_skip: bool) -> None:
     """Raise DataError for broken images, if there are any.
 
     can_skip: whether ``data.broken`` would leave them out.
     """
     if not broken:
         return
-    pronoun = "it" if len(broken) == 1 else "them"
+    pronoun = "them"
+    if len(broken) == 1:
+        pronoun = "it"
     remedy = f"replace {pronoun}"
     if can_skip:
         remedy += f", or set data.broken = 'skip' to leave {pronoun} out"
     if len(broken) == 1:
         raise DataError(f"{broken[0].name} {broken[0].reason}; {remedy}")
     raise DataError(
-        f"{what}: {len(broken):,} images are broken: {_named(what, broken)}; the first "
+        f"{source}: {len(broken):,} images are broken: {_named(source, broken)}; the first "
         f"{broken[0].reason}; {remedy}"
     )
 
 
 NAMED_IMAGES = 10
-"""The number of broken images that a message names. It counts the others."""
+"""The number of broken images that a message names."""
 
 
-def _named(what: str, broken: Sequence[BrokenImage]) -> str:
+def _named(source: str, broken: Sequence[BrokenImage]) -> str:
     separators = f",: {os.sep}"
-    names = [image.name.removeprefix(what).lstrip(separators) for image in broken[:NAMED_IMAGES]]
-    more = len(broken) - NAMED_IMAGES
-    ending = f" and {more:,} more" if more > 0 else ""
-    return ", ".join(names) + ending
+    names = [image.name.removeprefix(source).lstrip(separators) for image in broken]
+    return shortened_list(names, NAMED_IMAGES)
 
 
 # Columns of a table, of which one may hold images.
 
 
 def read_columns(
-    what: str, frames: Mapping[str, ImageFrame], request: ReadRequest, within: Path | str
+    source: str, frames: Mapping[str, ImageFrame], request: ReadRequest, within: Path | str
 ) -> Decoded:
     """The rows of {split: frame} as arrays, of images or of other columns.
 
     within: the folder, or the data set on the hub, outside of which no file is opened because a row
     names it. Raises DataError for absent or unclear columns, and for what cannot be read in them.
     """
-    schema = schema_of(what, frames, request)
+    schema = schema_of(source, frames, request)
     if schema is not None:
-        check_not_encoded(what, request)
-        return read_frames(what, frames, schema)
+        check_not_encoded(source, request)
+        return read_frames(source, frames, schema)
 
     rows = {}
     names: tuple[str, ...] | None = None
     for split, frame in frames.items():
-        _check_owner(what, frame.schema.names, request.options)
-        image = _image_column(what, frame.schema, request)
-        label = label_column(what, frame.schema, request)
+        _check_owner(source, frame.schema.names, request.options)
+        image = _image_column(source, frame.schema, request)
+        label = label_column(source, frame.schema, request)
         names = names or class_names(frame.schema, label)
-        pictures = Pictures(f"{what}, {split}", request, frame.rows, within)
+        pictures = Pictures(f"{source}, {split}", request, frame.rows, within)
         rows[split] = read_rows(pictures, frame.cells(image, label))
-    data = labelled_images(what, rows, request, names)
+    data = labelled_images(source, rows, request, names)
 
     owner = request.options.owner
     if not owner:
         return data
     owner_tables = {split: frame.read([owner]) for split, frame in frames.items()}
-    return with_owners(what, data, rows, owner_tables)
+    return with_owners(source, data, rows, owner_tables)
 
 
-def _image_column(what: str, schema: pa.Schema, request: ReadRequest) -> str:
+def _image_column(source: str, schema: pa.Schema, request: ReadRequest) -> str:
     """The column of images; DataError if it is not there, or not clear which it is."""
     candidates = image_columns(schema)
-    name = nfc(request.image) or (candidates[0] if len(candidates) == 1 else None)
+    name = nfc(request.image)
+    if not name and len(candidates) == 1:
+        name = candidates[0]
     if name is None or name not in schema.names:
-        raise DataError(no_column(what, "image", name, schema.names))
+        raise DataError(no_column(source, "image", name, schema.names))
     return name
 
 
-def _check_owner(what: str, columns: Sequence[str], options: ReadingOptions) -> None:
+def _check_owner(source: str, columns: Sequence[str], options: ReadingOptions) -> None:
     if options.owner and options.owner not in (FILE, *columns):
-        raise DataError(no_owner(what, options, columns))
+        raise DataError(no_owner(source, options, columns))
 
 
-def check_not_encoded(what: str, request: ReadRequest) -> None:
+def check_not_encoded(source: str, request: ReadRequest) -> None:
     """Raise DataError for a mode of images where the data are no encoded images."""
     if request.mode is not None:
-        raise DataError(f"{what} holds no encoded images, which data.mode is for; leave it out")
+        raise DataError(f"{source} holds no encoded images, which data.mode is for; leave it out")
 
 
 # Images in folders named by their class.
@@ -485,12 +499,11 @@ def read_image_folder(place: Path, files: Sequence[Path], request: ReadRequest) 
 
 def _no_images(place: Path, files: Sequence[Path]) -> str:
     kinds = Counter(path.suffix.lower() for path in files if path.suffix)
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3))
-    holds = f" (it holds {counts})" if counts else ""
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3)) or "nothing else"
     return (
-        f"{place} holds no images{holds}; a folder of images holds one folder a class, e.g. "
-        "train/cat/1.png. "
-        "Other files, sounds say, are read by a function of yours: data.name = 'mine.py:data'"
+        f"{place} holds no images (it holds {counts}); a folder of images holds one folder a "
+        "class, e.g. train/cat/1.png. Other files, such as sounds, are read by a function of yours:"
+        " data.name = 'mine.py:data'"
     )
 
 
@@ -530,12 +543,18 @@ def _folder_owners(place: Path, splits: FileSplits) -> dict[str, pa.Table]:
 
 
 def _without_class(images: Sequence[Path]) -> Path | None:
-    """An image that lies in no folder, or in a split's own, where no folder at its level names a
-    class.
+    """An image that lies in no folder of a class: in no folder, or in that of a split.
+
+    In the layout split/image.png, all folders of images are splits. In the layout class/image.png,
+    a folder may be named as a split, such as "test", and is a class.
     """
     folders = {path.parts[0].lower() for path in images if len(path.parts) == 2}
-    flat = {1, 2} if all(map(split_named, folders)) else {1}
-    return next((path for path in images if len(path.parts) in flat), None)
+    has_class_folders = not all(map(split_named, folders))
+    for path in images:
+        in_split = len(path.parts) == 2 and not has_class_folders
+        if len(path.parts) == 1 or in_split:
+            return path
+    return None
 
 
 # Images in a folder without labels, such as a user's own for public data.
@@ -574,7 +593,7 @@ def read_unlabelled(place: Path, request: ReadRequest) -> UnlabelledImages:
         kinds = ", ".join(sorted(IMAGE_SUFFIXES))
         raise DataError(f"{place} holds no images ({kinds}); put some in, or name another folder")
     pictures = Pictures(
-        what=str(place),
+        source=str(place),
         request=request,
         rows=len(paths),
         within=place,

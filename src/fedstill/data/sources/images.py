@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from fedstill.core.errors import DataError, on_one_line
+from fedstill.core.errors import DataError, cut_reason, on_one_line
 from fedstill.data.dataset import ReadRequest
 from fedstill.data.sources.limits import (
     EXAMPLE_BYTES,
@@ -49,6 +49,8 @@ MODES = {
 
 SIXTEEN_BITS = ("I", "I;16", "I;16B")
 """Pillow's modes of grey images with 16 bits a pixel."""
+
+CHANNEL_NAMES = {1: "grey", 3: "RGB"}
 
 TWELVE_BITS = 4095
 """The largest pixel of a camera or scanner with 12 bits, whose images are often stored in 16."""
@@ -148,7 +150,7 @@ class PixelBudget:
 class Pictures:
     """Decodes the images of one split; several threads may do so at the same time."""
 
-    what: str
+    source: str
     """The split, for messages."""
     request: ReadRequest = field(default_factory=ReadRequest)
     """The size and mode of the images, and what is done about broken ones."""
@@ -194,7 +196,7 @@ class Pictures:
 
     def check_total(self, count: int, image_bytes: int) -> None:
         """Raise DataError if images of this size are too large together."""
-        check_size(self.what, max(self.rows, count) * (image_bytes + EXAMPLE_BYTES))
+        check_size(self.source, max(self.rows, count) * (image_bytes + EXAMPLE_BYTES))
 
     def mismatch(self, name: str, shape: Shape, first: Shape) -> DataError:
         """The error for an image of another shape than the first one's."""
@@ -209,13 +211,15 @@ class Pictures:
         )
 
     def _name(self, cell: Any, index: int) -> str:
-        return str(cell) if isinstance(cell, Path) else f"{self.what}: example {index}"
+        if isinstance(cell, Path):
+            return str(cell)
+        return f"{self.source}: example {index}"
 
     def _bytes(self, picture: Image.Image) -> int:
         width, height = picture.size
-        side = self.request.size
-        pixels = width * height if side is None else side * side
-        return pixels * len(self._mode(picture))
+        if self.request.size is not None:
+            width = height = self.request.size
+        return width * height * len(self._mode(picture))
 
     def _mode(self, picture: Image.Image) -> str:
         """The mode that an image is converted to: "L" or "RGB", a letter a channel."""
@@ -271,14 +275,13 @@ class Pictures:
 
 def _inside(name: str, path: str, within: Path | str) -> Path:
     """The file that a table names, if it lies in the data set's folder after links are followed."""
-    shortened = path if len(path) <= 200 else path[:200] + "…"
     if isinstance(within, Path) and "\0" not in path:
         real = Path(os.path.realpath(within / path))
         if real.is_relative_to(os.path.realpath(within)):
             return real
     raise DataError(
-        f"{name} names the file {shortened!r}, not in {within}; put it there, or its bytes in the "
-        "table"
+        f"{name} names the file {cut_reason(path, 200)!r}, not in {within}; put it there, or its "
+        "bytes in the table"
     )
 
 
@@ -352,10 +355,12 @@ def _orientation(picture: Image.Image) -> int:
     Pillow turns TIFF files itself and then drops their tag.
     """
     try:
-        orientation = picture.getexif().get(ExifTags.Base.Orientation, 1)
+        orientation: int = picture.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # many kinds, by version; viewers show such images as they are, too
         return 1
-    return orientation if orientation in range(1, 9) else 1
+    if orientation not in range(1, 9):
+        return 1
+    return orientation
 
 
 def _checked_largest(name: str, values: NDArray[Any]) -> int:
@@ -391,5 +396,4 @@ def _raise_decoding_error(name: str, error: Exception) -> NoReturn:
 
 def _shape_text(shape: Shape) -> str:
     channels, height, width = shape
-    kind = "grey" if channels == 1 else "RGB"
-    return f"{width}×{height} {kind}"
+    return f"{width}×{height} {CHANNEL_NAMES[channels]}"

@@ -86,7 +86,9 @@ def from_python(
     """
     fields = plain_value(fields)
     for key, hint in IMAGE_FIELDS.items():
-        fault = problem(hint, fields[key]) if key in fields else ""
+        if key not in fields:
+            continue
+        fault = problem(hint, fields[key])
         if fault:
             raise ConfigError(f"dataset {name!r}: {key} = {fault}")
     python_data = _python_data(name, data, {"test": test, "validation": validation}, fields)
@@ -124,7 +126,9 @@ def _check_fields(name: str, fields: Mapping[str, Any], legal: Sequence[str]) ->
             continue
         if key not in (*FIELDS, *PAIR_FIELDS):
             raise UnknownName("field", key, legal, where=f"dataset {name!r}")
-        kind = "columns" if legal is PAIR_FIELDS else "tensors"
+        kind = "tensors"
+        if legal is PAIR_FIELDS:
+            kind = "columns"
         raise ConfigError(
             f"dataset {name!r}: {key} is for data with {kind}; leave it out (these data have "
             f"{', '.join(legal)})"
@@ -259,7 +263,9 @@ def _named_splits(part: str, data: Mapping[Any, Any]) -> _Splits:
             f"{part}: {unknown[0]!r} is no split; the keys are either splits (train, validation, "
             "test) or clients"
         )
-    caution = f"left out: the splits {', '.join(unknown)}" if unknown else ""
+    caution = ""
+    if unknown:
+        caution = f"left out: the splits {', '.join(unknown)}"
     return _Splits(splits, caution)
 
 

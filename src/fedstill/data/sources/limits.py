@@ -61,7 +61,7 @@ def most_bytes() -> int:
     return memory_bytes() // SHARE
 
 
-def check_size(what: str | Path, claimed: int, stored: int | None = None) -> None:
+def check_size(source: str | Path, claimed: int, stored: int | None = None) -> None:
     """Raise DataError for data that claim more bytes than may be read.
 
     stored: the bytes of their file, if it is compressed.
@@ -69,18 +69,18 @@ def check_size(what: str | Path, claimed: int, stored: int | None = None) -> Non
     most = most_bytes()
     if claimed > most:
         raise DataError(
-            f"{what} says that it holds {size_text(claimed)}, and this machine reads at most "
+            f"{source} says that it holds {size_text(claimed)}, and this machine reads at most "
             f"{size_text(most)}, 1/{SHARE} of its memory; take a part of it, or a machine with more"
         )
     if stored is not None:
-        check_ratio(what, claimed, stored)
+        check_ratio(source, claimed, stored)
 
 
-def check_ratio(what: str | Path, claimed: int, stored: int) -> None:
+def check_ratio(source: str | Path, claimed: int, stored: int) -> None:
     """Raise DataError for a file that claims to unpack to far more than data do."""
     if claimed > max(FREE, RATIO * stored):
         raise DataError(
-            f"{what} has {size_text(stored)} and says that it holds {size_text(claimed)}, over "
+            f"{source} has {size_text(stored)} and says that it holds {size_text(claimed)}, over "
             f"{RATIO} times as much; if that is right, write it uncompressed"
         )
 
@@ -96,37 +96,40 @@ def size_text(count: int) -> str:
     while value >= 999.5 and unit < len(_UNITS) - 1:
         value /= 1000
         unit += 1
-    decimals = 1 if unit and value < 9.95 else 0
-    return f"{value:,.{decimals}f} {_UNITS[unit]}"
+    if unit and value < 9.95:
+        return f"{value:.1f} {_UNITS[unit]}"
+    return f"{value:,.0f} {_UNITS[unit]}"
 
 
 @contextlib.contextmanager
-def file_errors(what: str | Path) -> Iterator[None]:
+def file_errors(source: str | Path) -> Iterator[None]:
     """Turn an error of the system, or a lack of memory, into a DataError that names the file."""
     try:
         yield
     except MemoryError as error:
-        raise memory_error(what, error) from error
+        raise memory_error(source, error) from error
     except OSError as error:
-        where = what if error.filename is None else error.filename
+        path = source
+        if error.filename is not None:
+            path = error.filename
         raise DataError(
-            f"{where} cannot be read ({error.strerror or on_one_line(error)}); make it readable, "
+            f"{path} cannot be read ({error.strerror or on_one_line(error)}); make it readable, "
             "or name other data"
         ) from error
 
 
-def memory_error(what: str | Path, error: MemoryError) -> DataError:
+def memory_error(source: str | Path, error: MemoryError) -> DataError:
     """The error for data that do not fit into memory."""
     return DataError(
-        f"{what}{_size(what)} does not fit into memory ({on_one_line(error)}); take a part of it, "
-        "or a machine with more"
+        f"{source}{_size(source)} does not fit into memory ({on_one_line(error)}); take a part of "
+        "it, or a machine with more"
     )
 
 
-def _size(what: str | Path) -> str:
+def _size(source: str | Path) -> str:
     with contextlib.suppress(OSError, ValueError):
-        if Path(what).is_file():
-            return f", {size_text(Path(what).stat().st_size)},"
+        if Path(source).is_file():
+            return f", {size_text(Path(source).stat().st_size)},"
     return ""
 
 

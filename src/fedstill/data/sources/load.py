@@ -196,9 +196,12 @@ def _by_path(name: str, folder: Folder, base: Path | None, fields: Mapping[str, 
     if unknown:
         raise _unknown_field(name, unknown[0], FIELDS)
     _check_size(name, fields.get("size"))
-    known = KNOWN_FOLDERS.get(name)
-    options = DEFAULT_OPTIONS if known is None else known.options
-    has_checksums = known is not None and bool(known.digests)
+    entry = KNOWN_FOLDERS.get(name)
+    options = DEFAULT_OPTIONS
+    has_checksums = False
+    if entry is not None:
+        options = entry.options
+        has_checksums = bool(entry.digests)
     request = request_of_fields(fields, options, has_checksums=has_checksums)
     mean = fields.get("mean")
     std = fields.get("std")
@@ -212,11 +215,11 @@ def _by_path(name: str, folder: Folder, base: Path | None, fields: Mapping[str, 
 
     # What is known of a folder holds for its usual columns and sizes.
     if request.image or request.label or request.size or request.mode:
-        known = None
-    data = read_folder(name, place, request, known)
-    if known is not None:
-        mean = mean or known.mean
-        std = std or known.std
+        entry = None
+    data = read_folder(name, place, request, entry)
+    if entry is not None:
+        mean = mean or entry.mean
+        std = std or entry.std
     return as_dataset(name, data, mean, std)
 
 
@@ -283,34 +286,36 @@ def _from_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
 # Data sets of the catalogue.
 
 
-def load_known(known: KnownData, folder: Folder, size: int | None = None) -> Dataset:
+def load_known(entry: KnownData, folder: Folder, size: int | None = None) -> Dataset:
     """A data set of the catalogue: from its folder in ``folder``, from the system, or the hub.
 
     size: the side to which images are resized. Raises DataAbsent if it is at none of these.
     """
     request = ReadRequest(size=size)
-    place = local_folder(known.name, folder)
-    if place is None and known.system is not None and Path(known.system).is_dir():
-        place = Path(known.system)
+    place = local_folder(entry.name, folder)
+    if place is None and entry.system is not None and Path(entry.system).is_dir():
+        place = Path(entry.system)
     if place is None:
-        data = _known_from_hub(known, folder, request)
+        data = _known_from_hub(entry, folder, request)
     else:
-        data = read_folder(known.name, place, request, known)
-    return as_dataset(known.name, data, known.mean, known.std)
+        data = read_folder(entry.name, place, request, entry)
+    return as_dataset(entry.name, data, entry.mean, entry.std)
 
 
-def _known_from_hub(known: KnownData, folder: Folder, request: ReadRequest) -> Decoded:
+def _known_from_hub(entry: KnownData, folder: Folder, request: ReadRequest) -> Decoded:
     root = data_root(folder)
-    absence = f"there is no folder {root / known.name}" if root else "FEDSTILL_DATA is not set"
-    if known.hub is None:
-        raise DataAbsent(f"dataset {known.name!r} is not here: {absence}; {known.remedy}")
-    hub = known.hub
-    key_fields = {"hub": hub, "request": asdict(request), "known": asdict(known)}
+    absence = "FEDSTILL_DATA is not set"
+    if root is not None:
+        absence = f"there is no folder {root / entry.name}"
+    if entry.hub is None:
+        raise DataAbsent(f"dataset {entry.name!r} is not here: {absence}; {entry.remedy}")
+    hub = entry.hub
+    key_fields = {"hub": hub, "request": asdict(request), "known": asdict(entry)}
 
     def decode() -> Decoded:
-        return verified(hub, read_hub(hub, request, f"{absence}; {known.remedy}"), known)
+        return verified(hub, read_hub(hub, request, f"{absence}; {entry.remedy}"), entry)
 
-    return cached(known.name, key_fields, decode)
+    return cached(entry.name, key_fields, decode)
 
 
 # The registered data sets.
@@ -335,13 +340,13 @@ def digits(folder: Folder = None) -> Dataset:
     """1,797 handwritten digits, 8×8 grey, that ship with scikit-learn; a fifth is held out for the
     test.
     """
-    known = catalog.DIGITS
+    entry = catalog.DIGITS
 
     def decode() -> Decoded:
-        return verified("digits", read_digits(), known)
+        return verified("digits", read_digits(), entry)
 
-    data = cached("digits", {"known": asdict(known)}, decode)
-    return as_dataset("digits", data, known.mean, known.std)
+    data = cached("digits", {"known": asdict(entry)}, decode)
+    return as_dataset("digits", data, entry.mean, entry.std)
 
 
 @register("dataset", "mnist")
@@ -427,7 +432,9 @@ def read_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
         }
         data = read_columns(name, frames, request, within=name)
     left_out = [hub_name for hub_name in streams if hub_name not in splits.values()]
-    caution = f"left out: the splits {', '.join(left_out)} of the hub" if left_out else ""
+    if not left_out:
+        return data
+    caution = f"left out: the splits {', '.join(left_out)} of the hub"
     return replace(data, about=data.about.with_cautions(caution))
 
 
@@ -523,7 +530,7 @@ def _check_hub_has(name: str, remedy: str) -> None:
 
 
 @contextlib.contextmanager
-def _hub_errors(what: str, remedy: str) -> Iterator[None]:
+def _hub_errors(source: str, remedy: str) -> Iterator[None]:
     """Turn the libraries' errors about bad files into a DataError that names the data set."""
     import datasets
 
@@ -531,6 +538,6 @@ def _hub_errors(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        raise memory_error(what, error) from error
+        raise memory_error(source, error) from error
     except (*kinds, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{what} cannot be read ({on_one_line(error)}); {remedy}") from error
+        raise DataError(f"{source} cannot be read ({on_one_line(error)}); {remedy}") from error

@@ -12,7 +12,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedstill.core.errors import DataError
-from fedstill.data.dataset import FILE, Kind, ReadingOptions, ReadRequest, nfc
+from fedstill.data.dataset import (
+    FILE,
+    Kind,
+    ReadingOptions,
+    ReadRequest,
+    nfc,
+    shortened_list,
+)
 
 # What a column holds, by its Arrow type.
 
@@ -50,7 +57,9 @@ def list_depth(arrow_type: pa.DataType) -> int:
         return 0
     if holds_numbers(arrow_type.value_type):
         return 1
-    return 2 if list_depth(arrow_type.value_type) == 1 else 0
+    if list_depth(arrow_type.value_type) == 1:
+        return 2
+    return 0
 
 
 def type_name(arrow_type: pa.DataType) -> str:
@@ -122,8 +131,9 @@ def index_columns(schema: pa.Schema) -> set[str]:
     The index of rows that were sorted or selected by their labels reveals the labels.
     """
     index = _metadata(schema, b"pandas", "index_columns")
-    names = index if isinstance(index, list) else []
-    return {name for name in names if isinstance(name, str)} | {""}
+    if not isinstance(index, list):
+        return {""}
+    return {name for name in index if isinstance(name, str)} | {""}
 
 
 def _metadata(schema: pa.Schema, key: bytes, *path: str) -> Any:
@@ -137,7 +147,7 @@ def _metadata(schema: pa.Schema, key: bytes, *path: str) -> Any:
     return value
 
 
-def label_column(what: str, schema: pa.Schema, request: ReadRequest) -> str:
+def label_column(source: str, schema: pa.Schema, request: ReadRequest) -> str:
     """The column of labels: the one that the request names, or one with a usual name.
 
     Raises DataError if it is not there, or if it is not clear which it is.
@@ -147,21 +157,25 @@ def label_column(what: str, schema: pa.Schema, request: ReadRequest) -> str:
     last_resort = [name for name in ("labels",) if name in schema.names]
     label = nfc(request.label) or next(iter([*usual, *declared, *last_resort]), None)
     if label is None or label not in schema.names:
-        raise DataError(no_column(what, "label", label, schema.names))
+        raise DataError(no_column(source, "label", label, schema.names))
     return label
 
 
-def no_column(what: str, role: str, name: str | None, columns: Iterable[str]) -> str:
+def no_column(source: str, role: str, name: str | None, columns: Iterable[str]) -> str:
     """The message on a column of images or labels that is absent or unclear."""
-    problem = f"no column {name!r}" if name else f"not one clear {role} column"
+    problem = f"not one clear {role} column"
+    if name:
+        problem = f"no column {name!r}"
     names = ", ".join(map(repr, columns)) or "none"
-    return f"{what} has {problem} among {names}; set data.{role}_column"
+    return f"{source} has {problem} among {names}; set data.{role}_column"
 
 
-def no_owner(what: str, options: ReadingOptions, columns: Collection[str]) -> str:
+def no_owner(source: str, options: ReadingOptions, columns: Collection[str]) -> str:
     """The message on a column of owners, or of times, that is not there."""
-    remedy = "correct time_column in site.toml" if options.cuts else "set partition.column"
-    return f"{what} has no column {options.owner!r} among {', '.join(columns)}; {remedy}"
+    remedy = "set partition.column"
+    if options.cuts:
+        remedy = "correct time_column in site.toml"
+    return f"{source} has no column {options.owner!r} among {', '.join(columns)}; {remedy}"
 
 
 # Strays: values that are no numbers, and because of which a column of a CSV file is read as text.
@@ -185,8 +199,12 @@ def with_strays(path: str, table: pa.Table) -> pa.Table:
     """A table in whose metadata text columns have their stray, if most values are numbers."""
     fields = []
     for field, column in zip(table.schema, table.columns, strict=True):
-        stray = _first_stray(column) if holds_text(field.type) else ""
-        fields.append(field.with_metadata({STRAY: f"{path}: {stray}"}) if stray else field)
+        stray = ""
+        if holds_text(field.type):
+            stray = _first_stray(column)
+        if stray:
+            field = field.with_metadata({STRAY: f"{path}: {stray}"})
+        fields.append(field)
     return pa.Table.from_arrays(table.columns, schema=pa.schema(fields))
 
 
@@ -212,7 +230,7 @@ def _first_stray(column: pa.ChunkedArray) -> str:
 
 
 MOST_NAMED = 12
-"""The number of columns that a warning names. It counts the others."""
+"""The number of columns that a warning names."""
 
 SUGGESTED_CATEGORIES = 20
 """A column of text with at most so many different values is suggested as categorical."""
@@ -251,7 +269,9 @@ class TableSchema:
     @property
     def inputs(self) -> list[str]:
         """The columns that examples are made of."""
-        return [self.options.input] if self.options.input else [*self.options.columns]
+        if self.options.input:
+            return [self.options.input]
+        return [*self.options.columns]
 
     @property
     def names(self) -> list[str]:
@@ -266,15 +286,14 @@ class TableSchema:
         if not columns or self.chosen:
             return ""
         names = [f"{role.name or 'a column without a name'} ({role.reason})" for role in columns]
-        others = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        return f"left out: {', '.join(names[:MOST_NAMED])}{others}"
+        return f"left out: {shortened_list(names, MOST_NAMED)}"
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.roles))
 
 
 def table_schema(
-    what: str,
+    source: str,
     schema: pa.Schema,
     request: ReadRequest,
     categories: Callable[[str], Sequence[Any]] | None = None,
@@ -286,11 +305,11 @@ def table_schema(
     """
     options = request.options
     if _are_images(schema, request):
-        check_images_only(what, options)
+        check_images_only(source, options)
         return None
-    _check_extra_columns(what, schema, options)
-    label = label_column(what, schema, request)
-    candidates = _candidates(what, schema, options, label)
+    _check_extra_columns(source, schema, options)
+    label = label_column(source, schema, request)
+    candidates = _candidates(source, schema, options, label)
     _check_strays(schema, options, options.columns or list(candidates.types))
     resolved = candidates.resolved(options, categories)
     chosen = bool(options.columns or options.input)
@@ -313,7 +332,7 @@ def _are_images(schema: pa.Schema, request: ReadRequest) -> bool:
     return options.kind == "auto" and not has_input and bool(image_columns(schema))
 
 
-def check_images_only(what: str, options: ReadingOptions) -> None:
+def check_images_only(source: str, options: ReadingOptions) -> None:
     """Raise DataError for keys of tables, texts or lists where the data are images."""
     keys = {
         "data.columns": options.columns,
@@ -325,18 +344,18 @@ def check_images_only(what: str, options: ReadingOptions) -> None:
     key = next((key for key, value in keys.items() if value), "")
     if key:
         raise DataError(
-            f"{what} holds images, and {key} is for other data; leave it out, or name a file of "
+            f"{source} holds images, and {key} is for other data; leave it out, or name a file of "
             "columns"
         )
 
 
-def _check_extra_columns(what: str, schema: pa.Schema, options: ReadingOptions) -> None:
+def _check_extra_columns(source: str, schema: pa.Schema, options: ReadingOptions) -> None:
     """Raise DataError if the columns of owners or splits are not there."""
     if options.owner not in ("", FILE) and options.owner not in schema.names:
-        raise DataError(no_owner(what, options, schema.names))
+        raise DataError(no_owner(source, options, schema.names))
     if options.split_column and options.split_column not in schema.names:
         raise DataError(
-            f"{what} has no column {options.split_column!r} among {', '.join(schema.names)}; "
+            f"{source} has no column {options.split_column!r} among {', '.join(schema.names)}; "
             "correct data.split_column"
         )
 
@@ -346,8 +365,8 @@ def _check_strays(schema: pa.Schema, options: ReadingOptions, names: Iterable[st
     if options.input or options.kind not in ("auto", "table"):
         return
     for name in names:
-        stray = "" if name in dict(options.categorical) else stray_of(schema.field(name))
-        if not stray:
+        stray = stray_of(schema.field(name))
+        if not stray or name in dict(options.categorical):
             continue
         if re.search(r"'[-+]?\d+,\d+'$", stray) and options.decimal == ".":
             remedy = 'set data.decimal = "," if commas are decimal marks'
@@ -362,7 +381,7 @@ def _check_strays(schema: pa.Schema, options: ReadingOptions, names: Iterable[st
 
 
 def _candidates(
-    what: str, schema: pa.Schema, options: ReadingOptions, label: str
+    source: str, schema: pa.Schema, options: ReadingOptions, label: str
 ) -> _CandidateColumns:
     """The columns of inputs that the options name, and all others but an index.
 
@@ -373,21 +392,21 @@ def _candidates(
         for field in schema
         if field.name not in (label, options.owner, options.split_column)
     }
-    named = {
+    chosen = {
         "columns": options.columns,
         "categorical": tuple(dict(options.categorical)),
-        "input_column": (options.input,) if options.input else (),
+        "input_column": tuple(filter(None, [options.input])),
     }
-    for key, names in named.items():
+    for key, names in chosen.items():
         absent = [name for name in names if name not in types]
         if absent:
             raise DataError(
-                f"{what} has no column {absent[0]!r} among {', '.join(types) or 'none'}; correct "
+                f"{source} has no column {absent[0]!r} among {', '.join(types) or 'none'}; correct "
                 f"data.{key}"
             )
-    index = index_columns(schema).difference(*named.values())
+    index = index_columns(schema).difference(*chosen.values())
     return _CandidateColumns(
-        what, {name: arrow_type for name, arrow_type in types.items() if name not in index}
+        source, {name: arrow_type for name, arrow_type in types.items() if name not in index}
     )
 
 
@@ -395,7 +414,7 @@ def _candidates(
 class _CandidateColumns:
     """The columns that examples may be made of."""
 
-    what: str
+    source: str
     types: Mapping[str, pa.DataType]
 
     def resolved(
@@ -408,8 +427,8 @@ class _CandidateColumns:
         if options.columns or options.categorical or options.kind == "table":
             if options.kind not in ("auto", "table") or options.input:
                 raise DataError(
-                    f"{self.what}: data.columns and data.categorical are for tables; leave them or "
-                    "data.kind out"
+                    f"{self.source}: data.columns and data.categorical are for tables; leave them "
+                    "or data.kind out"
                 )
             return self._with_columns(options)
 
@@ -424,7 +443,9 @@ class _CandidateColumns:
         texts = by_kind["text"]
         lists = by_kind["vector"] + by_kind["series"]
         if len(lists) == 1:
-            kind: Kind = "vector" if by_kind["vector"] else "series"
+            kind: Kind = "series"
+            if by_kind["vector"]:
+                kind = "vector"
             return replace(options, kind=kind, input=lists[0])
         if len(texts) == 1 and not numbers and not lists:
             return replace(options, kind="text", input=texts[0])
@@ -455,7 +476,7 @@ class _CandidateColumns:
             if options.input in names and options.kind in ("auto", kind):
                 return kind
         raise DataError(
-            f"{self.what}: column {options.input!r} holds {str(self.types[options.input])[:60]}, "
+            f"{self.source}: column {options.input!r} holds {str(self.types[options.input])[:60]}, "
             "not texts or lists of numbers; correct data.input_column"
         )
 
@@ -466,7 +487,7 @@ class _CandidateColumns:
         if names:
             problem = f"{len(names)} such columns ({', '.join(names)})"
         raise DataError(
-            f"{self.what}: data.kind = {kind!r} needs one column of it, and there are {problem}; "
+            f"{self.source}: data.kind = {kind!r} needs one column of it, and there are {problem}; "
             "set data.input_column"
         )
 
@@ -481,11 +502,16 @@ class _CandidateColumns:
         columns = options.columns or tuple(
             name for name in self.types if name in categorical or name in numbers
         )
+        if not columns:
+            raise DataError(
+                f"{self.source}: no column holds numbers, among {', '.join(self.types) or 'none'}; "
+                "name the columns of a table in data.columns and data.categorical"
+            )
         for name in columns:
             is_number = name in numbers or pa.types.is_null(self.types[name])
             if name not in categorical and not is_number:
                 raise DataError(
-                    f"{self.what}: column {name!r} holds {str(self.types[name])[:60]}, not "
+                    f"{self.source}: column {name!r} holds {str(self.types[name])[:60]}, not "
                     "numbers; name it in data.categorical if its values are names, or leave it out "
                     "of data.columns"
                 )
@@ -500,7 +526,7 @@ class _CandidateColumns:
         """The message on columns that could be several kinds of examples, with the keys to set."""
         if not texts or not numbers:
             return (
-                f"{self.what}: it is not clear what an example is, among columns "
+                f"{self.source}: it is not clear what an example is, among columns "
                 f"{', '.join(self.types)[:300] or 'none'}; set data.input_column to one column of "
                 "texts or lists, or data.columns to those of a table"
             )
@@ -517,7 +543,7 @@ class _CandidateColumns:
             keys += f" and categorical = {{{', '.join(entries)}}}"
         most_varied = max(values, key=lambda name: len(values[name]))
         return (
-            f"{self.what}: it is not clear what an example is: columns of numbers "
+            f"{self.source}: it is not clear what an example is: columns of numbers "
             f"({', '.join(numbers)[:200]}) and of text ({', '.join(texts)[:200]}); for a table, "
             f"write into [data] {keys} (whose they are: partition.column); for texts, "
             f"input_column = {_toml(most_varied)}"
@@ -530,7 +556,9 @@ def _toml(value: Any) -> str:
 
 
 def _toml_key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+    if re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        return name
+    return _toml(name)
 
 
 def _role(
@@ -542,7 +570,9 @@ def _role(
     if name == label:
         return ColumnRole(name, word, "label", "the column of labels")
     if name == options.input or name in options.columns:
-        reason = "asked for" if chosen else f"all columns of {word} are"
+        reason = f"all columns of {word} are"
+        if chosen:
+            reason = "asked for"
         if name in dict(options.categorical):
             reason = "a category"
         return ColumnRole(name, word, "input", reason)
@@ -571,4 +601,6 @@ def check_same_types(
             continue
         stray = stray_of(field) or stray_of(first_field)
         conflict = type_conflict(where, name, field.type, first, first_field.type)
-        raise DataError(f"{conflict} ({stray})" if stray else conflict)
+        if stray:
+            conflict = f"{conflict} ({stray})"
+        raise DataError(conflict)

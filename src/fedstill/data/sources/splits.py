@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
 from fedstill.core.stream import tasks_of_times
-from fedstill.data.dataset import DEFAULT_OPTIONS, Decoded, ReadingOptions, Split, nfc
+from fedstill.data.dataset import DEFAULT_OPTIONS, Decoded, ReadingOptions, nfc, shortened_list
 
 SPLITS = ("train", "validation", "test")
 """The splits, in the order in which they are read."""
@@ -40,7 +41,7 @@ SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-\d{5}")
 """The name of one of several files of a split, such as ``train-00000-of-00003``."""
 
 NAMED_FILES = 8
-"""The number of files that a message names. It counts the others."""
+"""The number of files that a message names."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,7 @@ def splits_in(name: str) -> list[str]:
 
 def file_list(files: Sequence[Path]) -> str:
     """The names of some files, and the number of the others."""
-    names = ", ".join(path.name for path in files[:NAMED_FILES])
-    if len(files) <= NAMED_FILES:
-        return names
-    return f"{names} and {len(files) - NAMED_FILES} more"
+    return shortened_list([path.name for path in files], NAMED_FILES)
 
 
 def split_tables(place: Path, files: Sequence[Path]) -> FileSplits:
@@ -151,8 +149,10 @@ def client_name(place: Path, path: Path, *, class_folders: bool) -> str:
         parts.append(_without_split_words(SHARD.sub(r"\g<name>", relative.stem)))
     name = nfc("/".join(part for part in parts if part))
     if not name:
-        where = "a folder of its client above its class" if class_folders else "its client's name"
-        raise DataError(f"{path}: give it {where}, because each client has files of its own")
+        remedy = "its client's name"
+        if class_folders:
+            remedy = "a folder of its client above its class"
+        raise DataError(f"{path}: give it {remedy}, because each client has files of its own")
     return name
 
 
@@ -173,8 +173,7 @@ def _without_split_words(name: str) -> str:
 
 
 def _table_split(place: Path, path: Path) -> str:
-    shard = SHARD.fullmatch(path.stem)
-    splits = splits_in(shard["name"] if shard else path.stem)
+    splits = splits_in(SHARD.sub(r"\g<name>", path.stem))
     if len(splits) > 1:
         raise DataError(
             f"{path}: its name contains the words of two splits, {splits[0]} and {splits[1]}; "
@@ -193,8 +192,10 @@ def _folder_split(folders: Iterable[str]) -> str:
 
 def _unused_words(place: Path, files: Sequence[Path], *, class_folders: bool) -> list[str]:
     """A warning for each folder whose longer name contains the word of a split."""
-    inner = -2 if class_folders else -1
-    folders = {folder: None for path in files for folder in path.relative_to(place).parts[:inner]}
+    parents = [path.relative_to(place).parent for path in files]
+    if class_folders:
+        parents = [parent.parent for parent in parents]
+    folders = dict.fromkeys(chain.from_iterable(parent.parts for parent in parents))
     return [
         f"the folder {folder!r} is not read as the split {splits_in(folder)[0]}, because its name "
         f"has other words; to make it that split, name it {splits_in(folder)[0]}"
@@ -219,7 +220,7 @@ TEST_SHARE = 0.2
 SEED = 0
 
 NAMED_CLASSES = 5
-"""The number of classes that a warning names. It counts the others."""
+"""The number of classes that a warning names."""
 
 MOVED_BYTES = 1 << 24
 """The bytes that are moved at the same time where an array is changed in place."""
@@ -252,12 +253,12 @@ def hold_out(
             "examples; give a test split"
         )
 
-    test = _selected(train, held_out, train.values[held_out])
+    test = train.selected(held_out, train.values[held_out])
     if in_place and train.values.flags.writeable:
         train_values = _moved_together(train.values, np.flatnonzero(~held_out))
     else:
         train_values = train.values[~held_out]
-    splits = {**data.splits, "train": _selected(train, ~held_out, train_values), "test": test}
+    splits = {**data.splits, "train": train.selected(~held_out, train_values), "test": test}
 
     cautions = [_untested_classes_caution(train.labels, test.labels, data.classes)]
     if "validation" in data.splits:
@@ -278,10 +279,9 @@ def _untested_classes_caution(
     names = [str(label) for label in untested]
     if classes is not None:
         names = [classes[label] for label in untested if 0 <= label < len(classes)]
-    more = f" and {len(names) - NAMED_CLASSES} more" if len(names) > NAMED_CLASSES else ""
     return (
-        f"the held-out test set has no example of {', '.join(names[:NAMED_CLASSES])}{more}, as "
-        "such small classes have no fifth; give a test split to test them"
+        f"the held-out test set has no example of {shortened_list(names, NAMED_CLASSES)}, as such "
+        "small classes have no fifth; give a test split to test them"
     )
 
 
@@ -293,12 +293,6 @@ def _parts_of_train(data: Decoded, options: ReadingOptions) -> list[NDArray[np.i
     tasks = tasks_of_times("the data", options.owner, data.about.owners, options.cuts)
     task_of_example = np.array(tasks, dtype=np.int64)[train.owners]
     return [np.flatnonzero(task_of_example == task) for task in range(len(options.cuts) + 1)]
-
-
-def _selected(split: Split, mask: NDArray[np.bool_], values: NDArray[Any]) -> Split:
-    """The examples of a split in a mask, whose values are known already."""
-    owners = None if split.owners is None else split.owners[mask]
-    return Split(values, split.labels[mask], owners)
 
 
 def _moved_together(values: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:

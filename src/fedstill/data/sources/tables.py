@@ -214,8 +214,9 @@ class _ColumnReader:
         columns = {}
         for name in names:
             chunks = [batch.column(name) for batch in batches]
-            # Without rows there is no chunk to tell the type.
-            arrow_type = chunks[0].type if chunks else schema.field(name).type
+            arrow_type = schema.field(name).type
+            if chunks:
+                arrow_type = chunks[0].type  # it may be dictionary-encoded
             columns[name] = pa.chunked_array(chunks, arrow_type)
         return columns
 
@@ -294,7 +295,9 @@ def _image_cells(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]
 
     image_type = schema.field(image).type
     stored_bytes = path.stat().st_size
-    batch_size = 1 if _has_dictionary(claims, names[:-1]) else IMAGES_AT_ONCE
+    batch_size = IMAGES_AT_ONCE
+    if _has_dictionary(claims, names[:-1]):
+        batch_size = 1
     count = 0
     unpacked = 0
     with pq.ParquetFile(path, buffer_size=PAGE_BUFFER, pre_buffer=False) as file:
@@ -328,7 +331,9 @@ def _as_cell(value: Any, arrow_type: pa.DataType) -> dict[str, Any] | None:
     """An image as {"bytes": …} or {"path": …}, from a column of records, bytes or paths."""
     if value is None or pa.types.is_struct(arrow_type):
         return value  # type: ignore[no-any-return]
-    return {"bytes" if _is_binary(arrow_type) else "path": value}
+    if _is_binary(arrow_type):
+        return {"bytes": value}
+    return {"path": value}
 
 
 def _image_parts(path: Path, schema: pa.Schema, name: str) -> list[str]:
@@ -618,4 +623,6 @@ def with_missing(table: pa.Table, values: Sequence[str | int | float]) -> pa.Tab
 def single_file(files: Iterable[Path]) -> Path | None:
     """The file, if there is only one."""
     paths = list(files)
-    return paths[0] if len(paths) == 1 else None
+    if len(paths) != 1:
+        return None
+    return paths[0]

@@ -209,14 +209,18 @@ def join_clients(
 
 def _client_text(client: str) -> str:
     """A client in messages: "client 0", "client north"."""
-    return client if client.startswith("client ") else f"client {client}"
+    if client.startswith("client "):
+        return client
+    return f"client {client}"
 
 
 def _client_arrays(part: str, split: str, pair: Pair) -> Split:
     values = as_array(f"{part}: values", pair[0])
     labels = as_array(f"{part}: labels", pair[1])
     if not len(labels):
-        remedy = "leave it out" if split == "train" else f"leave its {split} set out"
+        remedy = f"leave its {split} set out"
+        if split == "train":
+            remedy = "leave it out"
         raise DataError(f"{part} has no {split} examples; {remedy}")
     check_labels(f"{part}, {split}", labels, len(values))
     return Split(values, labels)
@@ -305,8 +309,10 @@ def _checked_arrays(part: str, pair: Pair, vocabulary: int) -> Split:
             "example"
         )
     check_labels(part, labels, len(values))
-    checked = _ids(part, values, vocabulary) if vocabulary else _numbers(part, values)
-    return Split(checked, labels.astype(np.int64))
+    class_ids = labels.astype(np.int64)
+    if vocabulary:
+        return Split(_ids(part, values, vocabulary), class_ids)
+    return Split(_numbers(part, values), class_ids)
 
 
 def _numbers(part: str, values: NDArray[Any]) -> NDArray[Any]:

@@ -32,7 +32,7 @@ NAME_LENGTH = 1000
 """The most characters of a label that is a name."""
 
 
-def checked_label(what: str, row: int, value: Any) -> int | str:
+def checked_label(source: str, row: int, value: Any) -> int | str:
     """A label: whole numbers (3, 3.0, True) as int, names in one Unicode form.
 
     Raises DataError with the row for anything else.
@@ -46,7 +46,7 @@ def checked_label(what: str, row: int, value: Any) -> int | str:
     is_nan = isinstance(value, (float, np.floating)) and np.isnan(value)
     if value is None or is_nan:
         raise DataError(
-            f"{what}: example {row} has no label; give it one, or leave the example out"
+            f"{source}: example {row} has no label; give it one, or leave the example out"
         )
     text = repr(value)
     if len(text) > 60:
@@ -54,17 +54,17 @@ def checked_label(what: str, row: int, value: Any) -> int | str:
     remedy = "labels are class ids, whole numbers from 0, or names"
     if isinstance(value, float):
         remedy += "; fedstill classifies and has no regression"
-    raise DataError(f"{what}: example {row} has the label {text}; {remedy}")
+    raise DataError(f"{source}: example {row} has the label {text}; {remedy}")
 
 
-def class_ids(what: str, values: Iterable[Any]) -> NDArray[np.int64]:
+def class_ids(source: str, values: Iterable[Any]) -> NDArray[np.int64]:
     """Labels (N,) that are numbers; raises DataError for the first that is not a whole number."""
-    labels = [checked_label(what, row, value) for row, value in enumerate(values)]
+    labels = [checked_label(source, row, value) for row, value in enumerate(values)]
     for row, label in enumerate(labels):
         if isinstance(label, str):
             raise DataError(
-                f"{what}: example {row} has the label {label!r}; here labels are class ids, whole "
-                "numbers from 0"
+                f"{source}: example {row} has the label {label!r}; here labels are class ids, "
+                "whole numbers from 0"
             )
     return np.array(labels, dtype=np.int64)
 
@@ -154,7 +154,7 @@ BLOCK = 4096
 """The images hashed at once, so that a large data set is not copied."""
 
 
-def verified(name: str, data: Decoded, known: KnownData | None = None) -> Decoded:
+def verified(name: str, data: Decoded, entry: KnownData | None = None) -> Decoded:
     """The data with class names and with splits in order, after all checks.
 
     All data need a train and a test split, equal shapes, and labels that are ids of classes. A
@@ -162,7 +162,7 @@ def verified(name: str, data: Decoded, known: KnownData | None = None) -> Decode
     recorded. Raises DataError for the first check that fails.
     """
     _check_splits(name, data)
-    classes = _classes(name, data, known)
+    classes = _classes(name, data, entry)
     _check_shapes(name, data)
     for split, arrays in data.splits.items():
         labels = arrays.labels
@@ -172,10 +172,10 @@ def verified(name: str, data: Decoded, known: KnownData | None = None) -> Decode
                 f"{name}, {split}: example {wrong[0]} has label {labels[wrong[0]]}, outside 0 to "
                 f"{len(classes) - 1}; correct or leave out the example"
             )
-    if known is not None and data.about.kind == "image":
-        _check_images(known, data)
-    elif known is not None:
-        _check_columns(known, data)
+    if entry is not None and data.about.kind == "image":
+        _check_images(entry, data)
+    elif entry is not None:
+        _check_columns(entry, data)
     splits = {split: data.splits[split] for split in SPLITS if split in data.splits}
     return replace(data, splits=splits, classes=classes)
 
@@ -222,15 +222,15 @@ def _check_shapes(name: str, data: Decoded) -> None:
     )
 
 
-def _classes(name: str, data: Decoded, known: KnownData | None) -> tuple[str, ...]:
+def _classes(name: str, data: Decoded, entry: KnownData | None) -> tuple[str, ...]:
     """The names of the classes: known, declared, or the numbers up to the highest label."""
-    if known is not None:
-        if data.classes is not None and _letters(data.classes) != _letters(known.classes):
+    if entry is not None:
+        if data.classes is not None and _letters(data.classes) != _letters(entry.classes):
             raise DataError(
                 f"{name}: the classes are {', '.join(data.classes)}, not "
-                f"{', '.join(known.classes)}; this is other data: give the folder another name"
+                f"{', '.join(entry.classes)}; this is other data: give the folder another name"
             )
-        return known.classes
+        return entry.classes
     if data.classes is not None:
         return data.classes
     highest = max(int(split.labels.max(initial=0)) for split in data.splits.values())
@@ -246,36 +246,36 @@ def _letters(names: Iterable[str]) -> list[str]:
     return [re.sub(r"[^a-z0-9]", "", name.lower()) for name in names]
 
 
-def _check_columns(known: KnownData, data: Decoded) -> None:
+def _check_columns(entry: KnownData, data: Decoded) -> None:
     """Compare checksums of the columns that were read, if they are those of the data set."""
-    if data.about.columns != known.options.columns:
+    if data.about.columns != entry.options.columns:
         return
-    for split, expected in known.digests.items():
+    for split, expected in entry.digests.items():
         if data.source_digests.get(split, expected) != expected:
             raise DataError(
-                f"{known.name}, {split}: the examples are not those of that name; give the folder "
+                f"{entry.name}, {split}: the examples are not those of that name; give the folder "
                 "another"
             )
 
 
-def _check_images(known: KnownData, data: Decoded) -> None:
+def _check_images(entry: KnownData, data: Decoded) -> None:
     """Compare the sizes, the shape and the checksums of images."""
     sizes = {split: len(data.splits[split]) for split in SPLITS if split in data.splits}
     remedy = (
         "the files are incomplete or other data: download them again, or give the folder another "
         "name"
     )
-    if any(sizes.get(split) != size for split, size in known.sizes.items()):
-        raise DataError(f"{known.name} has {sizes} examples, not {dict(known.sizes)}; {remedy}")
+    if any(sizes.get(split) != size for split, size in entry.sizes.items()):
+        raise DataError(f"{entry.name} has {sizes} examples, not {dict(entry.sizes)}; {remedy}")
     total = sum(sizes.values())
-    if known.total is not None and total != known.total:
-        raise DataError(f"{known.name} has {total} examples, not {known.total}; {remedy}")
+    if entry.total is not None and total != entry.total:
+        raise DataError(f"{entry.name} has {total} examples, not {entry.total}; {remedy}")
     shape = data.splits["train"].values.shape[1:]
-    if shape != known.shape:
+    if shape != entry.shape:
         raise DataError(
-            f"{known.name} has images of (C, H, W) = {shape}, not {known.shape}; {remedy}"
+            f"{entry.name} has images of (C, H, W) = {shape}, not {entry.shape}; {remedy}"
         )
-    for split, expected in known.digests.items():
+    for split, expected in entry.digests.items():
         digests = image_digests(data.splits[split])
         if digests.values != expected.values:
             part = "pixels"
@@ -285,7 +285,7 @@ def _check_images(known: KnownData, data: Decoded) -> None:
             comparison = f"{digests.labels}, not {expected.labels}"
         else:
             continue
-        raise DataError(f"{known.name}, {split}: the {part} have SHA-256 {comparison}; {remedy}")
+        raise DataError(f"{entry.name}, {split}: the {part} have SHA-256 {comparison}; {remedy}")
 
 
 # Images in arrays: where their channels are, and the scale of their pixels.
