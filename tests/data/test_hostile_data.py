@@ -24,6 +24,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from fedstill.core.errors import DataError
+from fedstill.data.dataset import ReadRequest
 from fedstill.data.sources import images as pictures
 from fedstill.data.sources import limits, load_dataset
 from fedstill.data.sources.image_sets import read_unlabelled
@@ -149,7 +150,7 @@ def test_an_image_of_too_many_pixels_is_refused_from_its_header(side: int, tmp_p
             rf"image of {side} × {side} pixels, and at most 67,108,864|larger image", place, size=8
         )
         with pytest.raises(DataError, match=r"images/large\.png"):
-            read_unlabelled(tmp_path / "images", 8)
+            read_unlabelled(tmp_path / "images", ReadRequest(size=8))
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -580,11 +580,13 @@ def test_images_have_the_same_order_in_both_unicode_forms(form: str, place: Path
     assert values[:, 0, 0, 0].tolist() == [0, 1, 0, 1]
 
 
-def test_broken_public_images_are_listed_and_never_skipped(place: Path) -> None:
+def test_broken_public_images_are_listed_or_skipped(place: Path) -> None:
     folder(place / "mine", [BAD, GOOD, BAD])
-    with pytest.raises(DataError, match=r"2 images are broken: 00\.png, 02\.png") as caught:
+    with pytest.raises(DataError, match=r"2 images are broken: 00\.png, 02\.png"):
         read_unlabelled(place / "mine/cat")
-    assert "data.broken" not in str(caught.value)
+    read = read_unlabelled(place / "mine/cat", ReadRequest(broken="skip"))
+    assert len(read.images) == 1
+    assert "00.png, 02.png" in read.cautions[0]
 
 
 # Threads.

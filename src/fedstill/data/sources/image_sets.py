@@ -582,12 +582,13 @@ class UnlabelledImages:
     cautions: tuple[str, ...]
 
 
-def read_unlabelled(place: Path, request: ReadRequest) -> UnlabelledImages:
+def read_unlabelled(place: Path, request: ReadRequest | None = None) -> UnlabelledImages:
     """All images of a folder.
 
     Raises DataError for a file that is no image, unless such files are skipped, and for an image
     that differs from the first in size or kind.
     """
+    request = request or ReadRequest()
     paths = images_in(place)
     if not paths:
         kinds = ", ".join(sorted(IMAGE_SUFFIXES))
