@@ -11,6 +11,7 @@ from double import NEAR
 from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import Plan, Stage, TrainingStart
+from fedstill.core.registry import register
 from fedstill.core.trees import same_bits
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
@@ -104,7 +105,7 @@ def test_a_network_that_cannot_be_cut_is_refused() -> None:
         prepare(settle(toy("fedmlb", model="toy_uncut")), blobs())
 
 
-@contract.registry.register("model", "toy_uncut")
+@register("model", "toy_uncut")
 class Uncut(nn.Module):
     def __init__(self, input_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedstill.core.capabilities import Need
+from fedstill.core.registry import register
 from fedstill.models import contract
 from fedstill.models.layer_chain import levels, run_from_level, run_to_levels
 
@@ -42,7 +43,7 @@ def test_a_body_that_is_no_chain_has_none() -> None:
     assert Need.LEVELS not in contract.capabilities(spec)
 
 
-@contract.registry.register("model", "toy_whole")
+@register("model", "toy_whole")
 class Whole(torch.nn.Module):
     def __init__(self, input_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
