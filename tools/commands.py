@@ -286,7 +286,7 @@ def check_tune(config: Path | None = None, **options: Any) -> None:
 def _some_value(dimension: Dimension) -> Any:
     if dimension.choices:
         return dimension.choices[0]
-    return int(dimension.low) if dimension.whole else dimension.low
+    return int(dimension.low) if dimension.is_whole else dimension.low
 
 
 def check_reproduce(recipe: str = "", **options: Any) -> None:

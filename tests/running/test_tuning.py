@@ -59,7 +59,7 @@ def search(out: Path, trials: int, goal: str = "", stop_at: int = 10**9) -> Tuni
 def test_a_space_says_ends_scale_and_choices() -> None:
     assert parse_space(SPACE) == [
         Dimension("method.beta", 0.1, 10.0, log=True),
-        Dimension("plan.epochs", 1, 5, whole=True),
+        Dimension("plan.epochs", 1, 5, is_whole=True),
         Dimension("model", choices=("mlp", "logistic")),
     ]
 

@@ -153,54 +153,61 @@ def _end_at_once() -> None:
     os._exit(1)
 
 
-def _at_home(given: Any) -> Any:
-    """A value of a command; a path as it was meant where a shell leaves ``~`` as it is, as in
-    --out=~/runs.
+def _with_home(value: Any) -> Any:
+    """A value of a command with ``~`` expanded in its paths, which a shell leaves in
+    ``--out=~/runs``.
     """
-    if isinstance(given, tuple):
-        return tuple(map(_at_home, given))
-    if not isinstance(given, Path):
-        return given
+    if isinstance(value, tuple):
+        return tuple(map(_with_home, value))
+    if not isinstance(value, Path):
+        return value
     from fedstill.core.files import named_path
 
-    return named_path(given)
+    return named_path(value)
 
 
 def call(tokens: list[str]) -> int:
-    """Run one command; its exit code. What is wrong is one line on the standard error."""
+    """Runs one command and returns its exit code. An error is one line on the standard error."""
     try:
-        if hint := no_value(tokens) or spaced_list(tokens):
+        hint = no_value(tokens) or spaced_list(tokens)
+        if hint:
             return say(hint, 2)
-        tokens = with_values(tokens)
-        _import_command(tokens)
-        command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
-        result = command(
-            *map(_at_home, bound.args), **{k: _at_home(v) for k, v in bound.kwargs.items()}
-        )
-    except UnusedCliTokensError as error:
-        return say(
-            unused_words(tokens)
-            or f"nothing takes {' '.join(map(repr, error.unused_tokens or ()))} here",
-            2,
-        )
-    except UnknownOptionError as error:
-        return say(as_key(tokens, error.token.keyword or error.token.value) or str(error), 2)
-    except MissingArgumentError as error:
-        return say(first_argument(tokens) or str(error), 2)
+        return _run(with_values(tokens))
     except CycloptsError as error:
-        return say(str(error), 2)
+        return say(_usage_hint(with_values(tokens), error), 2)
     except FedstillError as error:
         return say(error.in_shell, error.exit_code)
     except Interrupted as stopped:
         return say(str(stopped), 1)
     except BrokenPipeError:
         return 1
-    except (
-        OSError
-    ) as error:  # of a path that was named: a folder one may not enter, a name that is too long
+    except OSError as error:
+        # About a path on the command line: a folder without permission, a name that is too long.
         if not (error.filename and error.strerror):
             raise
         return say(
             f"cannot use {cut_reason(str(error.filename))}: {error.strerror}; name another path", 2
         )
-    return result if isinstance(result, int) else 0
+
+
+def _run(tokens: list[str]) -> int:
+    """Runs the command of a command line and returns its exit code."""
+    _import_command(tokens)
+    command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
+    keywords = {name: _with_home(value) for name, value in bound.kwargs.items()}
+    result = command(*map(_with_home, bound.args), **keywords)
+    if isinstance(result, int):
+        return result
+    return 0
+
+
+def _usage_hint(tokens: list[str], error: CycloptsError) -> str:
+    """What to write instead of a command line that cyclopts cannot read."""
+    if isinstance(error, UnusedCliTokensError):
+        words = " ".join(map(repr, error.unused_tokens or ()))
+        return unused_words(tokens) or f"nothing takes {words} here"
+    if isinstance(error, UnknownOptionError):
+        return as_key(tokens, error.token.keyword or error.token.value) or str(error)
+    if isinstance(error, MissingArgumentError):
+        return first_argument(tokens) or str(error)
+    return str(error)

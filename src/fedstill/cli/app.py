@@ -30,29 +30,31 @@ app = App(
 
 def _comma_separated(type_: Any, tokens: Sequence[Token]) -> tuple[Any, ...]:
     """``1,2,3`` as a tuple; each part is converted, so that a wrong one is named."""
-    one = get_args(type_)[0]
-    parts = [part.strip() for token in tokens for part in token.value.split(",") if part.strip()]
-    if one is int and (
-        wrong := next(
-            (part for part in parts if re.fullmatch(r"[+-]?\d{1,18}", part) is None), None
-        )
-    ):
-        raise ConfigError(
-            f"{tokens[0].keyword}: {wrong!r} is no whole number; write 1,2,3, for example"
-        )
-    return tuple(one(part) for part in parts)
+    part_type = get_args(type_)[0]
+    text = ",".join(token.value for token in tokens)
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    for part in parts:
+        if part_type is int and re.fullmatch(r"[+-]?\d{1,18}", part) is None:
+            raise ConfigError(
+                f"{tokens[0].keyword}: {part!r} is no whole number; write 1,2,3, for example"
+            )
+    return tuple(part_type(part) for part in parts)
 
 
 def _one_kind(type_: Any, tokens: Sequence[Token]) -> str:
     """A kind of things, in the singular or the plural; raises UnknownName for any other."""
     kinds = get_args(type_)
-    (said,) = (token.value for token in tokens)
-    plurals = {
-        f"{kind.removesuffix('y')}{'ies' if kind.endswith('y') else 's'}": kind for kind in kinds
-    }
-    if said not in kinds and said not in plurals:
-        raise UnknownName("kind", said, kinds)
-    return str(plurals.get(said, said))
+    (word,) = (token.value for token in tokens)
+    plurals = {_plural(kind): kind for kind in kinds}
+    if word not in kinds and word not in plurals:
+        raise UnknownName("kind", word, kinds)
+    return str(plurals.get(word, word))
+
+
+def _plural(kind: str) -> str:
+    if kind.endswith("y"):
+        return f"{kind.removesuffix('y')}ies"
+    return f"{kind}s"
 
 
 _LIST = Parameter(converter=_comma_separated, n_tokens=1, negative="", show_default=False)
@@ -98,19 +100,19 @@ def experiment_of(
 
 
 @contextmanager
-def tracebacks(shown: bool) -> Iterator[None]:
-    """Print the traceback of an error, and of what caused it, if they are to be shown; the error
-    goes on.
+def tracebacks(is_shown: bool) -> Iterator[None]:
+    """Prints the traceback of an error and of its cause if ``is_shown``, and raises the error
+    again.
     """
     try:
         yield
     except (FedstillError, OSError) as error:
-        if shown:
+        if is_shown:
             traceback.print_exception(error)
         raise
 
 
 def say(text: str, code: int) -> int:
-    """One line on the standard error; the exit code is returned."""
+    """Prints one line on the standard error and returns the exit code."""
     print(f"fedstill: {' '.join(text.split())}", file=sys.stderr)
     return code

@@ -159,9 +159,10 @@ def pack_command(directory: Path) -> int:
     from fedstill.running import directory as run_directory
 
     packed = run_directory.pack(directory)
-    size, unpack = f"{packed.stat().st_size / 1e3:,.0f} kB", f"`fedstill unpack {in_shell(packed)}`"
+    kilobytes = packed.stat().st_size / 1e3
     print(
-        f"{packed}: {size}; {unpack} restores configs, journals, splits and summaries, not models"
+        f"{packed}: {kilobytes:,.0f} kB; `fedstill unpack {in_shell(packed)}` restores configs, "
+        "journals, splits and summaries, not models"
     )
     return 0
 
@@ -190,8 +191,8 @@ def carry_out(
     overwrite: bool = False,
     show: bool = True,
 ) -> int:
-    """Do the runs and show how far they are, then print their table (unless not to ``show``) and
-    write the report.
+    """Does the runs and shows their progress, prints their table if ``show``, and writes the
+    report; returns the exit code.
 
     Raises RunBusy, before anything is done, if another comparison is under way in the folder.
     """
@@ -204,26 +205,35 @@ def carry_out(
         outcomes = followed_outcomes(
             runs, jobs, quiet=quiet, debug=debug, overwrite=overwrite, track=track
         )
-        if begun := begun_of(runs, outcomes):
-            _present(begun, folder, show=show)
-    worst = 0
-    for o in outcomes:
-        if debug and o.trace:
-            print(o.trace, file=sys.stderr)
-        if o.problem:
-            worst = max(
-                worst, say(f"{o.variant.label}, seed {o.variant.seed}: {o.problem}", o.exit_code)
-            )
-    left = sum(o.state in ("waiting", "stopped") for o in outcomes)
-    if left:
-        worst = max(
-            worst, say(f"stopped; the same command goes on with {left} of {len(outcomes)} runs", 1)
-        )
-    return worst
+        started = begun_of(runs, outcomes)
+        if started:
+            _present(started, folder, show=show)
+    return _report_problems(outcomes, debug)
 
 
-def _present(begun: Sequence[Path], folder: Path, *, show: bool) -> None:
-    """Print the table of some runs, and write their report and their tables as files."""
+def _report_problems(outcomes: Sequence[Outcome], debug: bool) -> int:
+    """Prints a line for each run that failed, and returns the exit code; ``debug``: also prints
+    tracebacks.
+    """
+    codes = [0]
+    for outcome in outcomes:
+        if debug and outcome.trace:
+            print(outcome.trace, file=sys.stderr)
+        if outcome.problem:
+            run = f"{outcome.variant.label}, seed {outcome.variant.seed}"
+            codes.append(say(f"{run}: {outcome.problem}", outcome.exit_code))
+
+    unfinished = sum(outcome.state in ("waiting", "stopped") for outcome in outcomes)
+    if unfinished:
+        remaining = f"{unfinished} of {len(outcomes)} runs"
+        codes.append(say(f"stopped; the same command goes on with {remaining}", 1))
+    return max(codes)
+
+
+def _present(started: Sequence[Path], folder: Path, *, show: bool) -> None:
+    """Prints the table of the runs that have started if ``show``, and writes their report and their
+    tables as files.
+    """
     from fedstill.report import terminal
     from fedstill.report.comparison import write_files
     from fedstill.report.summary import (
@@ -235,20 +245,24 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool) -> None:
     )
     from fedstill.running.runs import groups
 
-    screen, compared = terminal.console(), groups(begun)
+    screen = terminal.console()
+    compared = groups(started)
     if show:
         screen.print(terminal.comparison_table(compared))
-        if said := order_note(best_first(compared)[1]):
-            terminal.tell(screen, said)
-        if (leaks := terminal.leak_table(compared)) is not None:
+        note_on_order = order_note(best_first(compared)[1])
+        if note_on_order:
+            terminal.tell(screen, note_on_order)
+        leaks = terminal.leak_table(compared)
+        if leaks is not None:
             screen.print(leaks)
-        if any(v < 0 for g in compared for v in g.values("forgetting")):
+        if any(min(group.values("forgetting"), default=0) < 0 for group in compared):
             terminal.tell(screen, BELOW_ZERO)
-        for note in package_notes({g.label: g.started for g in compared}):
+        runs_by_label = {group.label: group.started for group in compared}
+        for note in package_notes(runs_by_label):
             screen.print(note)
-        for line in refused({g.label: g.started for g in compared}):
+        for line in refused(runs_by_label):
             terminal.tell(screen, f"warning: {line}")
-    screen.print(f"report: {write_files(begun, folder)}", soft_wrap=True)
+    screen.print(f"report: {write_files(started, folder)}", soft_wrap=True)
 
 
 Numbers = Annotated[tuple[float, ...], *Seeds.__metadata__[:1], Parameter(metavar="10,10,...")]
@@ -284,11 +298,12 @@ def forgetting_command(
             "forgetting: give a CSV file, a row for each task's end and a column for each task, or "
             "a run"
         )
-    each = [
-        run_matrices(p) if p.is_dir() else [read_matrix(p, unit, initial, class_tasks)]
-        for p in matrices
-    ]
-    read = [matrix for some in each for matrix in some]
+    read = []
+    for path in matrices:
+        if path.is_dir():
+            read += run_matrices(path)
+        else:
+            read.append(read_matrix(path, unit, initial, class_tasks))
     screen = terminal.console(sentences=True)
     for matrix in read:
         for note in matrix.notes:
@@ -299,8 +314,10 @@ def forgetting_command(
     rows = [row.cells for row in accuracy_matrix.definition_rows(read)]
     screen.print(terminal.table(accuracy_matrix.definition_head(read), rows, words=3))
     for matrix in read:
-        of = f" for {matrix.name}" if len(read) > 1 else ""
-        terminal.tell(screen, f"\nBeside average_forgetting, Chaudhry's{of}:")
+        place = ""
+        if len(read) > 1:
+            place = f" for {matrix.name}"
+        terminal.tell(screen, f"\nBeside average_forgetting, Chaudhry's{place}:")
         for line in accuracy_matrix.how_they_differ(matrix):
             terminal.tell(screen, f"  {line}")
     return 0
@@ -355,22 +372,23 @@ def tune_command(
     from fedstill.running.directory import claimed
     from fedstill.running.tuning import Tuning, parse_space
 
-    folder, experiment = out or new_folder("tune"), load(config, set_)
+    experiment = load(config, set_)
+    folder = out or new_folder("tune")
     count = jobs or compared.jobs_that_fit(experiment.device)
-    before: list[Outcome] = []
-    with claimed(folder), followed_runs(quiet, trials * len(seeds)) as shown:
+    finished: list[Outcome] = []
+    with claimed(folder), followed_runs(quiet, trials * len(seeds)) as progress:
 
-        def do(runs: Sequence[Variant]) -> Sequence[Outcome]:
-            before.extend(
-                ended := compared.carry_out_runs(
-                    runs, count, lambda now: shown.show([*before, *now])
-                )
+        def carry_out_trial(runs: Sequence[Variant]) -> Sequence[Outcome]:
+            outcomes = compared.carry_out_runs(
+                runs, count, lambda current: progress.show([*finished, *current])
             )
-            return ended
+            finished.extend(outcomes)
+            return outcomes
 
-        tuning = Tuning(experiment, parse_space(space), seeds, folder, do, goal)
+        tuning = Tuning(experiment, parse_space(space), seeds, folder, carry_out_trial, goal=goal)
         for _ in tuning.run(trials):
             tuned.write_tuning_page(tuning, folder / "tuning.html")
+
     screen = terminal.console()
     if tuning.trials:
         screen.print(terminal.table(*tuned.trial_lines(tuning)))
@@ -382,4 +400,5 @@ def tune_command(
             f"{folder} goes on",
             1,
         )
-    return 0 if any(t.scores for t in tuning.trials) else 1
+    has_scores = any(trial.scores for trial in tuning.trials)
+    return int(not has_scores)

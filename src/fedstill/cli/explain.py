@@ -56,13 +56,13 @@ def explain(
     _explain_values(screen, rows)
     prepared = prepare(settings)
     screen.print()
-    one_round = explained.arithmetic(prepared)
-    screen.print(terminal.table(["what", "how much"], one_round.lines()))
+    arithmetic = explained.arithmetic(prepared)
+    screen.print(terminal.table(["what", "how much"], arithmetic.lines()))
     for line in explained.data_sentences(prepared):
         terminal.tell(screen, f"data: {line}")
     for caution in cautions(prepared):
         terminal.tell(screen, caution)
-    _explain_measures(explained.costs(prepared, one_round), one_round.many)
+    _explain_measures(explained.costs(prepared, arithmetic), arithmetic.many)
     screen.print()
     networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
     screen.print(terminal.table(["network", "parameters", "has"], networks))
@@ -80,8 +80,8 @@ def explain(
 
 
 def _explain_values(screen: Console, rows: Sequence[tuple[str, str, str, str]]) -> None:
-    """Every value, its origin and what it is: a row each, or in a narrow terminal what it is on a
-    line of its own.
+    """Prints a row for each value with its origin and its description. In a narrow terminal the
+    description has a line of its own.
     """
     from rich.padding import Padding
 
@@ -91,29 +91,31 @@ def _explain_values(screen: Console, rows: Sequence[tuple[str, str, str, str]]) 
         screen.print(terminal.table(["key", "value", "origin", "what it is"], rows, words=4))
         return
     screen.print("key = value (origin)", style="bold")
-    for key, value, origin, what in rows:
+    for key, value, origin, description in rows:
         screen.print(f"{key} = {value} ({origin})")
-        screen.print(Padding(what, (0, 0, 0, 4)))
+        screen.print(Padding(description, (0, 0, 0, 4)))
 
 
-def _explain_measures(costs: Sequence[Cost], many: str) -> None:
+def _explain_measures(costs: Sequence[Cost], unit: str) -> None:
+    """Prints what each measure costs in a round, and a warning for an expensive one."""
     from fedstill.report import terminal
 
     screen = terminal.console(sentences=True)
     if costs:
-        head = ["measure", "what it is", "rounds", f"{many} a round", "of training"]
+        head = ["measure", "what it is", "rounds", f"{unit} a round", "of training"]
         screen.print()
         screen.print(terminal.table(head, [c.row for c in costs], words=2))
     for cost in costs:
         if cost.share is not None and cost.share > DEAR:
-            more = (
-                "more than training itself"
-                if cost.share > 1
-                else f"{100 * cost.share:.0f} % of what training costs"
-            )
-            todo = (
-                "raise measure_every, or leave it out"
-                if cost.rounds > 1
-                else "leave it out if you do not need it"
-            )
-            terminal.tell(screen, f"warning: measure {cost.name} costs {more}; {todo}")
+            terminal.tell(screen, _cost_warning(cost, cost.share))
+
+
+def _cost_warning(cost: Cost, share: float) -> str:
+    """A warning of an expensive measure; ``share``: of the cost of training."""
+    amount = f"{100 * share:.0f} % of what training costs"
+    if share > 1:
+        amount = "more than training itself"
+    remedy = "leave it out if you do not need it"
+    if cost.rounds > 1:
+        remedy = "raise measure_every, or leave it out"
+    return f"warning: measure {cost.name} costs {amount}; {remedy}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +82,7 @@ def run_command(
                 f"{in_shell(str(stopped))}",
                 1,
             )
-    return _show(result, again=settings.exchange_each_round)
+    return _show(result, has_queries_each_round=settings.exchange_each_round)
 
 
 def resume_command(
@@ -114,7 +114,7 @@ def resume_command(
                 f"{in_shell(str(stopped))}",
                 1,
             )
-    return _show(result, again=settings.exchange_each_round)
+    return _show(result, has_queries_each_round=settings.exchange_each_round)
 
 
 def list_(
@@ -134,15 +134,15 @@ def list_(
     if kind and name:
         screen.print(catalogue.card(registry.lookup(kind, name)))
         return 0
-    for one in [kind] if kind else list(registry.HOMES):
-        entries = [registry.lookup(one, n) for n in registry.names(one)]
-        if kind:
-            screen.print(*catalogue.overview(entries))
-        else:
-            screen.print(
-                terminal.table([one, "what it is"], [(e.name, e.summary) for e in entries], words=3)
-            )
-            screen.print()
+    if kind:
+        entries = [registry.lookup(kind, entry) for entry in registry.names(kind)]
+        screen.print(*catalogue.overview(entries))
+        return 0
+    for home in registry.HOMES:
+        entries = [registry.lookup(home, entry) for entry in registry.names(home)]
+        rows = [(entry.name, entry.summary) for entry in entries]
+        screen.print(terminal.table([home, "what it is"], rows, words=3))
+        screen.print()
     return 0
 
 
@@ -209,55 +209,66 @@ def _confusion_table(classes: Sequence[str], matrix: Sequence[Sequence[int]]) ->
     return terminal.table(head, rows)
 
 
-def _by_query(history: Sequence[Mapping[str, Any]], key: str) -> str:
-    """A number of each round in which clients asked, in order."""
+def _show(result: Result, has_queries_each_round: bool) -> int:
+    """Prints the table of a finished run, and its warnings; returns the exit code."""
     from fedstill.report import terminal
+    from fedstill.report.summary import BELOW_ZERO
 
-    return " → ".join(terminal.percent(e[key]) for e in history if key in e)
-
-
-def _show(result: Result, again: bool) -> int:
-    from fedstill.metrics.local_models import UNTAUGHT
-    from fedstill.report import terminal
-    from fedstill.report.summary import BELOW_ZERO, COLUMNS, over_time
-
-    s = result.summary
-    rows = [
-        *_for_the_clients(s),
-        *(
-            ((what, terminal.percent(s[key])) for what, key in OF_SERVER)
-            if s["accuracy"] is not None
-            else ()
-        ),
-        *_metrics(s),
-        *(
-            (m.title, f"{m.scale * s[m.key]:.{m.digits}f} {m.unit}")
-            for m in COLUMNS
-            if m.key.startswith(("query_", "own_test")) and s.get(m.key) is not None
-        ),
-        *(
-            (m.title, terminal.percent(v))
-            for m in COLUMNS
-            if "/" in m.key and (v := _last_seen(result, m.key)) is not None
-        ),
-        *([("gain, query after query", _by_query(result.history, "query_gain"))] if again else []),
-        *over_time(s),
-        *_of_selection(s),
-        *([("queries without a teacher", str(s[UNTAUGHT]))] if s.get(UNTAUGHT) else []),
-        ("seconds", f"{s['seconds']:.1f}"),
-        *(
-            (f"of these, measure {name}", f"{spent:.1f}")
-            for name, spent in s.get("seconds_measures", {}).items()
-        ),
-        ("directory", str(result.directory)),
-    ]
+    summary = result.summary
     screen = terminal.console()
-    screen.print(terminal.table([s["method"], f"{s['dataset']}, seed {s['seed']}"], rows))
-    if "confusion" in s and len(result.classes) <= MOST_CLASSES:
-        screen.print(_confusion_table(result.classes, s["confusion"]))
-    if (s["forgetting"] or 0) < 0:
+    head = [summary["method"], f"{summary['dataset']}, seed {summary['seed']}"]
+    screen.print(terminal.table(head, list(_rows(result, has_queries_each_round))))
+    if "confusion" in summary and len(result.classes) <= MOST_CLASSES:
+        screen.print(_confusion_table(result.classes, summary["confusion"]))
+    if (summary["forgetting"] or 0) < 0:
         terminal.tell(screen, BELOW_ZERO)
     for warning in ("frequent_class", "refusals"):
-        if s.get(warning):
-            terminal.tell(screen, f"warning: {s[warning]}")
+        if summary.get(warning):
+            terminal.tell(screen, f"warning: {summary[warning]}")
     return 0
+
+
+def _rows(result: Result, has_queries_each_round: bool) -> Iterator[tuple[str, str]]:
+    """The rows of a finished run's table: a title and a number."""
+    from fedstill.metrics.local_models import UNTAUGHT
+    from fedstill.report.summary import over_time
+    from fedstill.report.terminal import percent
+
+    summary = result.summary
+    yield from _for_the_clients(summary)
+    if summary["accuracy"] is not None:
+        for title, key in OF_SERVER:
+            yield title, percent(summary[key])
+    yield from _metrics(summary)
+    yield from _columns(result)
+    if has_queries_each_round:
+        gains = [event["query_gain"] for event in result.history if "query_gain" in event]
+        yield "gain, query after query", " → ".join(map(percent, gains))
+    yield from over_time(summary)
+    yield from _of_selection(summary)
+    if summary.get(UNTAUGHT):
+        yield "queries without a teacher", str(summary[UNTAUGHT])
+
+    yield "seconds", f"{summary['seconds']:.1f}"
+    for name, seconds in summary.get("seconds_measures", {}).items():
+        yield f"of these, measure {name}", f"{seconds:.1f}"
+    yield "directory", str(result.directory)
+
+
+def _columns(result: Result) -> Iterator[tuple[str, str]]:
+    """The columns of a comparison that a single run shows, too: queries, own tests, and the last
+    numbers of measures.
+    """
+    from fedstill.report.summary import COLUMNS
+    from fedstill.report.terminal import percent
+
+    for column in COLUMNS:
+        value = result.summary.get(column.key)
+        if column.key.startswith(("query_", "own_test")) and value is not None:
+            yield column.title, f"{column.scale * value:.{column.digits}f} {column.unit}"
+    for column in COLUMNS:
+        if "/" not in column.key:
+            continue
+        share = _last_seen(result, column.key)
+        if share is not None:
+            yield column.title, percent(share)

@@ -1,5 +1,5 @@
-"""What to write instead of a command line that cannot be read: spaced lists, keys as options,
-missing arguments.
+"""Hints for command lines that cannot be read: lists with spaces, keys as options, missing
+arguments.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import codecs
 import io
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,10 +46,11 @@ def print_what_is_near() -> None:
 
 
 def _near(error: UnicodeError) -> tuple[str, int]:
-    """What a codec prints in the place of what it cannot encode, and where it goes on."""
+    """The replacement of characters that a codec cannot encode, and the position after them."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(NEAR.get(c, "?") for c in error.object[error.start : error.end]), error.end
+    characters = error.object[error.start : error.end]
+    return "".join(NEAR.get(character, "?") for character in characters), error.end
 
 
 LISTS = frozenset(
@@ -131,14 +133,14 @@ def no_value(tokens: Sequence[str]) -> str:
     >>> no_value(["run", "my.toml", "-s", "data.name="])
     ''
     """  # noqa: E501
-    for before, token in zip(["", *tokens], tokens, strict=False):
-        if not token or (token.startswith("--") and token.find("=") == len(token) - 1):
-            what = (token or before).removesuffix("=")
-            return (
-                f"{what} has an empty value; give one, or leave it out"
-                if what.startswith("-")
-                else "a word is empty"
-            )
+    for previous, token in pairwise(["", *tokens]):
+        has_empty_value = token.startswith("--") and token.find("=") == len(token) - 1
+        if token and not has_empty_value:
+            continue
+        option = (token or previous).removesuffix("=")
+        if option.startswith("-"):
+            return f"{option} has an empty value; give one, or leave it out"
+        return "a word is empty"
     return ""
 
 
@@ -158,10 +160,14 @@ def as_key(tokens: Sequence[str], option: str) -> str:
     from fedstill.config.unknown_keys import key_for
     from fedstill.core.files import in_shell
 
-    if not (key := key_for(option.lstrip("-").replace("-", "_"))):
+    key = key_for(option.lstrip("-").replace("-", "_"))
+    if not key:
         return ""
-    values = next((words for said, words in _values(tokens) if said == option), [])
-    value = in_shell(values[0]) if values else "VALUE"
+    value = "VALUE"
+    for group in _values(tokens):
+        if group.option == option and group.words:
+            value = in_shell(group.words[0])
+            break
     return f"{option} is a key of the config, not an option; write -s {key}={value}"
 
 
@@ -171,14 +177,13 @@ def first_argument(tokens: Sequence[str]) -> str:
     >>> first_argument(["run"]), first_argument(["run", "-q"]), first_argument(["list"])
     ('run needs a config, e.g. fedstill run my.toml', 'run needs a config, e.g. fedstill run my.toml', '')
     """  # noqa: E501
-    if (
-        not tokens
-        or tokens[0] not in NEEDS
-        or any(words and not option for option, words in _values(tokens[1:]))
-    ):
+    if not tokens or tokens[0] not in NEEDS:
         return ""
-    what, example = NEEDS[tokens[0]]
-    return f"{tokens[0]} needs {what}, e.g. fedstill {tokens[0]} {example}"
+    has_argument = any(group.words and not group.option for group in _values(tokens[1:]))
+    if has_argument:
+        return ""
+    argument, example = NEEDS[tokens[0]]
+    return f"{tokens[0]} needs {argument}, e.g. fedstill {tokens[0]} {example}"
 
 
 def spaced_list(tokens: Sequence[str]) -> str:
@@ -200,8 +205,9 @@ def unused_words(tokens: Sequence[str]) -> str:
     >>> unused_words(["run", "my.toml", "plan.lr=0.1"])
     'to override a value of the config, write -s before it: -s plan.lr=0.1'
     """
-    alone = next((words for option, words in _values(tokens) if not option), [])
-    if settings := [f"-s {word}" for word in alone if "=" in word]:
+    arguments = next((group.words for group in _values(tokens) if not group.option), [])
+    settings = [f"-s {word}" for word in arguments if "=" in word]
+    if settings:
         return f"to override a value of the config, write -s before it: {' '.join(settings)}"
     return _corrected(tokens, LISTS | REPEATED, lambda _: True)
 
@@ -209,39 +215,46 @@ def unused_words(tokens: Sequence[str]) -> str:
 def _corrected(
     tokens: Sequence[str], options: frozenset[str], is_part: Callable[[str], bool]
 ) -> str:
-    for option, words in _values(tokens):
-        parts = [words[0], *filter(is_part, words[1:])] if words else []
-        if option in options and len(parts) > 1:
-            if option == "--grid" and not any("=" in part for part in parts[1:]):
-                return (
-                    "the values of a key are written with commas: --grid "
-                    f"{','.join(p.strip(',') for p in parts)}"
-                )
-            if option in REPEATED:
-                return (
-                    f"each value has its own {option}: "
-                    f"{' '.join(f'{option} {part}' for part in parts)}"
-                )
-            return (
-                f"a list is written with commas: {option} "
-                f"{','.join(part.strip(',') for part in parts)}"
-            )
+    """A line on the first of some options whose values are separated by spaces."""
+    for group in _values(tokens):
+        if group.option not in options:
+            continue
+        parts = group.words[:1] + list(filter(is_part, group.words[1:]))
+        if len(parts) < 2:
+            continue
+        option = group.option
+        with_commas = ",".join(part.strip(",") for part in parts)
+        if option == "--grid" and not any("=" in part for part in parts[1:]):
+            return f"the values of a key are written with commas: --grid {with_commas}"
+        if option in REPEATED:
+            repeated = " ".join(f"{option} {part}" for part in parts)
+            return f"each value has its own {option}: {repeated}"
+        return f"a list is written with commas: {option} {with_commas}"
     return ""
 
 
-def _values(tokens: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each option, with the words up to the next one."""
-    option, words = "", list[str]()
+@dataclass
+class _OptionWords:
+    """An option and the words after it, up to the next option; the first has no option."""
+
+    option: str
+    words: list[str]
+
+
+def _values(tokens: Sequence[str]) -> list[_OptionWords]:
+    """The words of a command line by option."""
+    groups = [_OptionWords("", [])]
     for token in tokens:
-        if token.startswith("-") and not token.lstrip("-")[:1].isdigit():
-            yield option, words
-            option, equals, value = (
-                token.partition("=") if token.startswith("--") else (token, "", "")
-            )
-            words = [value] if equals else []
+        is_negative_number = token.lstrip("-")[:1].isdigit()
+        if not token.startswith("-") or is_negative_number:
+            groups[-1].words.append(token)
+            continue
+        option, equals, value = token.partition("=")
+        if token.startswith("--") and equals:
+            groups.append(_OptionWords(option, [value]))
         else:
-            words.append(token)
-    yield option, words
+            groups.append(_OptionWords(token, []))
+    return groups
 
 
 def _is_part(word: str) -> bool:

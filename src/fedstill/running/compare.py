@@ -52,7 +52,7 @@ from fedstill.running.same_run import (
     why_not_same,
 )
 from fedstill.running.selection import STOP_REASON
-from fedstill.running.trackers import wanted
+from fedstill.running.trackers import ready_trackers
 
 LONGEST_NAME = 255
 """The most bytes that a file system takes as a name."""
@@ -547,7 +547,7 @@ def carry_out_runs(
     for outcome in outcomes:
         _refuse_lacking(outcome.variant)
     make_way([o.variant for o in outcomes], overwrite)
-    wanted(track)
+    ready_trackers(track)
     _leave_alone([o for o in outcomes if not track and _is_whole(o.variant.folder)])
     if not (waiting := [o for o in outcomes if o.state == "waiting"]):
         watch(outcomes)

@@ -34,7 +34,7 @@ from fedstill.running.recording import OnRound, Progress, Quiet
 from fedstill.running.result import Result
 from fedstill.running.same_run import check_checkpoints, check_config
 from fedstill.running.selection import STOP_REASON
-from fedstill.running.trackers import Track, behind, send_late, wanted
+from fedstill.running.trackers import Track, behind, ready_trackers, send_late
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
@@ -140,7 +140,7 @@ def run(
         remote.require()  # before there is a directory
     if place == "federation":
         check_calls(on_round, track)
-    trackers = wanted(track)
+    trackers = ready_trackers(track)
     prepared = prepare(settings, dataset)
     log_cautions(prepared)
     folder = new_directory(settings, named_path(out) if out else None, overwrite)
@@ -198,7 +198,7 @@ def resume(
         if place == "federation":
             check_calls(on_round, track)
             return remote.submit(settings, folder, True, watch or Quiet())
-    trackers = wanted(track)
+    trackers = ready_trackers(track)
     # which one that was killed leaves
     done = (folder / "summary.json").is_file() and not (folder / HOLDER).exists()
     if done and not behind(folder, settings, trackers):

@@ -83,8 +83,12 @@ both.
 EXPERIMENT = "fedstill"
 """The experiment, unless ``MLFLOW_EXPERIMENT_NAME`` says another."""
 
-MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000
-"""What one request may hold, and a parameter's text."""
+MOST_METRICS = 1000
+MOST_PARAMS = 100
+"""The most metrics and parameters in one request."""
+
+LONGEST_PARAM = 6000
+"""The most characters of a parameter's text."""
 
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
@@ -111,9 +115,14 @@ class MLflow:
         if "run" in memo:
             self._run = memo["run"]
             self._client.update_run(self._run, status="RUNNING")
-            return max(
-                (m.step for m in self._client.get_metric_history(self._run, MARK)), default=last
-            )
+            history = self._client.get_metric_history(self._run, MARK)
+            return max((metric.step for metric in history), default=last)
+        self._create(run, memo)
+        self._send_settings(run.settings)
+        return last
+
+    def _create(self, run: AboutRun, memo: dict[str, str]) -> None:
+        """Create a run, and note in the memo how to find it again."""
         place = str(run.folder.resolve())
         tags = {f"fedstill.version.{name}": version for name, version in run.versions.items()}
         tags |= {
@@ -122,49 +131,53 @@ class MLflow:
             "fedstill.runs": run.shared_name,
         }
         tags["mlflow.note.content"] = f"The run's directory: {place}"
-        made = self._client.create_run(self._experiment(self._client), run_name=run.name, tags=tags)
-        self._run = memo["run"] = made.info.run_id
-        if (uri := self._client.tracking_uri).startswith(("sqlite:", "file:")):
-            # a server's address is taken from the environment: it may hold a password
+        experiment = self._experiment(self._client)
+        created = self._client.create_run(experiment, run_name=run.name, tags=tags)
+        self._run = created.info.run_id
+        memo["run"] = self._run
+        uri = self._client.tracking_uri
+        if uri.startswith(("sqlite:", "file:")):
+            # A server's address is taken from the environment: it may hold a password.
             memo["uri"] = uri
+
+    def _send_settings(self, settings: Mapping[str, Any]) -> None:
         param = importlib.import_module("mlflow.entities").Param
-        params = [
-            param(_legal(key), str(value)[:LONGEST_PARAM]) for key, value in run.settings.items()
-        ]
+        params = [param(_legal(key), str(v)[:LONGEST_PARAM]) for key, v in settings.items()]
         for first in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._run, params=params[first : first + MOST_PARAMS])
-        return last
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
         """The numbers of a round as metrics, with the round as their step."""
-        metric, now = importlib.import_module("mlflow.entities").Metric, int(1000 * time.time())
-        ordered = sorted(numbers.items(), key=lambda each: each[0] == MARK)
-        every = [metric(_legal(name), value, now, round) for name, value in ordered]
-        for first in range(0, len(every), MOST_METRICS):
-            self._client.log_batch(self._run, metrics=every[first : first + MOST_METRICS])
+        metric = importlib.import_module("mlflow.entities").Metric
+        milliseconds = int(1000 * time.time())
+        ordered = sorted(numbers.items(), key=lambda item: item[0] == MARK)
+        metrics = [metric(_legal(name), value, milliseconds, round) for name, value in ordered]
+        for first in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self._run, metrics=metrics[first : first + MOST_METRICS])
 
     def end(self, how: HowEnded, summary: Mapping[str, float | str]) -> None:
-        """Say how the run ended; the numbers of a finished run's summary are metrics, its words are
+        """Notes how the run ended. Of a finished run's summary, numbers are metrics and texts are
         tags.
         """
-        metric, tag = (
-            getattr(importlib.import_module("mlflow.entities"), name)
-            for name in ("Metric", "RunTag")
-        )
-        now = int(1000 * time.time())
-        words = [tag(f"summary.{_legal(k)}", v) for k, v in summary.items() if isinstance(v, str)]
-        numbers = [
-            metric(f"summary/{_legal(k)}", v, now, 0)
-            for k, v in summary.items()
-            if isinstance(v, (int, float))
-        ]
-        self._client.log_batch(self._run, metrics=numbers, tags=words)
+        entities = importlib.import_module("mlflow.entities")
+        milliseconds = int(1000 * time.time())
+        tags = []
+        metrics = []
+        for key, value in summary.items():
+            if isinstance(value, str):
+                tags.append(entities.RunTag(f"summary.{_legal(key)}", value))
+            else:
+                name = f"summary/{_legal(key)}"
+                metrics.append(entities.Metric(name, value, milliseconds, 0))
+        self._client.log_batch(self._run, metrics=metrics, tags=tags)
         self._client.set_terminated(self._run, STATUS[how])
 
     def _experiment(self, client: Any) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
-        there = client.get_experiment_by_name(name)
-        return str(there.experiment_id if there else client.create_experiment(name))
+        experiment = client.get_experiment_by_name(name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
+        return str(client.create_experiment(name))
 
 
 def _client(uri: str | None = None) -> Any:
@@ -211,7 +224,10 @@ class TensorBoard:
         does not count.
         """
         folder = self.folder or run.folder / "tensorboard"
-        self._writer: Any = _writer_class()(str(folder), purge_step=last + 1 if last >= 0 else None)
+        purge_step = None
+        if last >= 0:
+            purge_step = last + 1
+        self._writer: Any = _writer_class()(str(folder), purge_step=purge_step)
         if last < 0:
             about = {"directory": run.folder.resolve(), **run.versions, **run.settings}
             self._writer.add_text(
@@ -287,7 +303,7 @@ class WandB:
     def end(self, how: HowEnded, summary: Mapping[str, float | str]) -> None:
         """The summary of a finished run; and how the run ended."""
         self._run.summary.update({f"summary/{name}": value for name, value in summary.items()})
-        self._run.finish(exit_code=0 if how == "finished" else 1)
+        self._run.finish(exit_code=int(how != "finished"))
 
 
 def _wandb() -> Any:
@@ -307,13 +323,12 @@ GATHERED = frozenset({"initial", "round", "client", "measure"})
 
 
 class RoundNumbers:
-    """Takes a journal's events in order, and gives the numbers of a round when its last event has
-    come.
+    """Takes the events of a journal in order, and returns the numbers of a round after its last
+    event.
 
-    They are the numbers of the whole federation in ``fedstill.load_runs``, by metric, and below
-    ``class_accuracy/`` the accuracy of each class by its name. Those of a further model stand below
-    its name: ``client 3/accuracy``. settings: the run's, by dotted key; learning rates come from
-    them.
+    They are the numbers of the whole federation in ``fedstill.load_runs``, by metric. The accuracy
+    of a class is ``class_accuracy/NAME``, and the numbers of a further model begin with its name:
+    ``client 3/accuracy``. settings: the run's settings by dotted key, for the learning rates.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -349,15 +364,14 @@ class RoundNumbers:
         of_classes = name.endswith("class_accuracy") and axes == {"round", "class"}
         if axes != OF_ROUND and not of_classes:
             return
-        here = np.flatnonzero(column.about["round"] == number)
-        for index in here:
-            place = name
+        for index in np.flatnonzero(column.about["round"] == number):
+            full_name = name
             if of_classes:
-                place = f"{name}/{self._classes[column.about['class'][index]]}"
-            yield place, float(column.values[index])
+                full_name = f"{name}/{self._classes[column.about['class'][index]]}"
+            yield full_name, float(column.values[index])
 
 
-# The trackers of one run: told what its journal is told, and kept from harming it.
+# The trackers of one run. They receive every event of its journal, and their errors are warnings.
 
 
 TRACKERS: dict[str, type[Tracker]] = {"mlflow": MLflow, "tensorboard": TensorBoard, "wandb": WandB}
@@ -372,34 +386,37 @@ Named = dict[str, Tracker]
 """Trackers by name; one of your own has the name of its class."""
 
 
-def wanted(track: Track) -> Named:
-    """The trackers that are asked for, each ready; raises UnknownName, or ConfigError for one that
-    cannot work here.
+def ready_trackers(track: Track) -> Named:
+    """The trackers that ``track`` names, ready for a run.
+
+    Raises UnknownName, or ConfigError for a tracker that cannot work here.
     """
-    trackers = dict(_each(track))
+    trackers = dict(_named_trackers(track))
     for tracker in trackers.values():
         tracker.ready()
     return trackers
 
 
-def _each(track: Track) -> Iterator[tuple[str, Tracker]]:
+def _named_trackers(track: Track) -> Iterator[tuple[str, Tracker]]:
+    """Each tracker with its name."""
     if isinstance(track, str):
         for name in filter(None, map(str.strip, track.split(","))):
             if name not in TRACKERS:
                 raise UnknownName("tracker", name, TRACKERS)
             yield name, TRACKERS[name]()
-    elif isinstance(track, Iterable):
-        for one in track:
-            yield from _each(one)
-    elif isinstance(track, type) or not all(
-        hasattr(track, call) for call in ("ready", "begin", "log", "end")
-    ):
+        return
+    if isinstance(track, Iterable):
+        for entry in track:
+            yield from _named_trackers(entry)
+        return
+
+    methods = ("ready", "begin", "log", "end")
+    if isinstance(track, type) or not all(hasattr(track, name) for name in methods):
         raise ConfigError(
             f"track: {track!r} is neither a name ({', '.join(TRACKERS)}) nor has ready, begin, log "
             "and end"
         )
-    else:
-        yield type(track).__name__, track
+    yield type(track).__name__, track
 
 
 def behind(folder: Path, settings: Settings, trackers: Named) -> bool:
@@ -424,33 +441,37 @@ def send_late(
 class Tracking:
     """The trackers of a run: ``trackers``, and those that it had before it was stopped.
 
-    As a context: however the run leaves it, the trackers are told.
+    It is a context manager: the trackers learn how the run ended, even by an exception.
     """
 
     def __init__(self, folder: Path, settings: Settings, trackers: Named) -> None:
-        self.folder, self.settings = folder, settings
+        self.folder = folder
+        self.settings = settings
         self._memos = _read(folder / MEMO)
         earlier = {name: TRACKERS[name]() for name in self._memos if name in TRACKERS}
         self._trackers: Named = {**earlier, **trackers}
-        self._begun: Named = {}
+        self._active: Named = {}
         self._numbers = RoundNumbers(flat(settings.tree))
         self._summary: Mapping[str, Any] = {}
 
     def take(self, event: Event) -> None:
-        """An event that the journal has; the one that ends a round is sent on."""
+        """Takes an event of the journal, and sends the numbers of a round after its last event."""
         if not self._trackers:
             return
         if event["event"] == "start":
             self._begin(event)
-        done = self._numbers.take(event)
-        for name, tracker in list(self._begun.items()) if done else ():
-            number, numbers = done or (0, {})
+        finished_round = self._numbers.take(event)
+        if finished_round is None:
+            return
+        number, numbers = finished_round
+        for name, tracker in list(self._active.items()):
             memo = self._memos[name]
-            if number > memo["round"]:
-                with self._harmless(name, f"round {number}"):
-                    tracker.log(number, numbers)
-                    memo["round"] = number
-                    self._write()
+            if number <= memo["round"]:
+                continue
+            with self._errors_as_warnings(name, f"round {number}"):
+                tracker.log(number, numbers)
+                memo["round"] = number
+                self._write()
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """The run is finished."""
@@ -463,16 +484,18 @@ class Tracking:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        at: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
-        stopped = kind is not None and issubclass(kind, (Interrupted, KeyboardInterrupt))
-        how: HowEnded = "stopped" if stopped else "failed" if kind else "finished"
-        words = {k: v for k, v in self._summary.items() if isinstance(v, (int, float, str))}
-        for name, tracker in list(self._begun.items()):
-            with self._harmless(name, "the run's end"):
-                tracker.end(how, words if how == "finished" else {})
-                self._memos[name]["how"] = how
-        if self._begun:
+        status = _status(kind)
+        summary: dict[str, float | str] = {}
+        if status == "finished":
+            values = self._summary.items()
+            summary = {key: v for key, v in values if isinstance(v, (int, float, str))}
+        for name, tracker in list(self._active.items()):
+            with self._errors_as_warnings(name, "the run's end"):
+                tracker.end(status, summary)
+                self._memos[name]["how"] = status
+        if self._active:
             self._write()
 
     @property
@@ -481,41 +504,65 @@ class Tracking:
         return any(self._memos.get(name, {}).get("how") != "finished" for name in self._trackers)
 
     def _begin(self, start: Event) -> None:
-        folder, seeded = self.folder, self.folder.name == f"seed{self.settings.seed}"
-        name = f"{folder.parent.name}, seed {self.settings.seed}" if seeded else folder.name
-        shared = folder.parent.name if seeded else self.settings.named.method.label
-        versions = {name: str(start[name]) for name in VERSIONS if name in start}
-        values = flat(self.settings.tree)
-        run = AboutRun(folder, name, shared, self.settings.seed, values, versions)
+        run = self._about_run(start)
         for name, tracker in self._trackers.items():
             memo = self._memos.setdefault(name, {"round": -1, "memo": {}})
-            with self._harmless(name, "the run's beginning"):
-                memo["round"] = max(memo["round"], tracker.begin(run, memo["memo"], memo["round"]))
+            with self._errors_as_warnings(name, "the run's beginning"):
+                last_round = tracker.begin(run, memo["memo"], memo["round"])
+                memo["round"] = max(memo["round"], last_round)
                 memo["how"] = "running"
-                self._begun[name] = tracker
+                self._active[name] = tracker
         self._write()
+
+    def _about_run(self, start: Event) -> AboutRun:
+        name = self.folder.name
+        shared_name = self.settings.named.method.label
+        if name == f"seed{self.settings.seed}":
+            # A run of a comparison: all seeds of its group are in one folder.
+            shared_name = self.folder.parent.name
+            name = f"{shared_name}, seed {self.settings.seed}"
+        return AboutRun(
+            folder=self.folder,
+            name=name,
+            shared_name=shared_name,
+            seed=self.settings.seed,
+            settings=flat(self.settings.tree),
+            versions={key: str(start[key]) for key in VERSIONS if key in start},
+        )
 
     def _write(self) -> None:
         write_whole(self.folder / MEMO, json.dumps(self._memos, indent=2).encode())
 
     @contextmanager
-    def _harmless(self, name: str, what: str) -> Iterator[None]:
-        """What a tracker raises is a warning, and the last that is heard of it."""
+    def _errors_as_warnings(self, name: str, content: str) -> Iterator[None]:
+        """Makes a warning of an error of a tracker, which then gets nothing more.
+
+        content: what the tracker was to take.
+        """
         try:
             yield
         except Exception as error:
-            self._begun.pop(name, None)
+            self._active.pop(name, None)
             reason = cut_reason(f"{type(error).__name__}: {error}")
             todo = (
                 f"the run goes on without it; `fedstill resume {in_shell(self.folder)}` sends what "
                 "it missed"
             )
-            log.warning("%s did not take %s (%s): %s", name, what, reason, todo)
+            log.warning("%s did not take %s (%s): %s", name, content, reason, todo)
+
+
+def _status(error: type[BaseException] | None) -> HowEnded:
+    """How a run ended that left its context with an error, or without one."""
+    if error is None:
+        return "finished"
+    if issubclass(error, (Interrupted, KeyboardInterrupt)):
+        return "stopped"
+    return "failed"
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What each tracker has; nothing if the file is not there, or is none of ours: then all is sent
-    anew.
+    """The memos of all trackers. Without a readable file there are none, and everything is sent
+    again.
     """
     try:
         memos = json.loads(path.read_bytes())

@@ -5,6 +5,7 @@ are not reported.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,14 +61,15 @@ def minimised(goal: str) -> bool:
 
 @dataclass(frozen=True)
 class Dimension:
-    """A key and the values that it may take: from ``low`` to ``high``, whole or not, evenly or by
-    their logarithm; or one of ``choices``.
+    """A key and the values that it may take: from ``low`` to ``high``, or one of ``choices``.
+
+    ``is_whole``: only whole numbers. ``log``: sampled evenly on a logarithmic scale.
     """
 
     key: str
     low: float = 0.0
     high: float = 0.0
-    whole: bool = False
+    is_whole: bool = False
     log: bool = False
     choices: tuple[Any, ...] = ()
 
@@ -76,8 +78,9 @@ class Dimension:
         write it.
         """
         if self.choices:
-            return self.choices[trial.suggest_categorical(self.key, list(range(len(self.choices))))]
-        if self.whole:
+            index = trial.suggest_categorical(self.key, list(range(len(self.choices))))
+            return self.choices[index]
+        if self.is_whole:
             return trial.suggest_int(self.key, int(self.low), int(self.high), log=self.log)
         return float(f"{trial.suggest_float(self.key, self.low, self.high, log=self.log):.3g}")
 
@@ -86,7 +89,7 @@ def parse_space(texts: Sequence[str]) -> list[Dimension]:
     """``("method.beta=0.1..10:log", "plan.epochs=1..5", "method.head=a,b")`` as dimensions; raises
     ConfigError.
 
-    >>> parse_space(["plan.epochs=1..5"])[0].whole
+    >>> parse_space(["plan.epochs=1..5"])[0].is_whole
     True
     """
     if not texts:
@@ -99,23 +102,33 @@ def parse_space(texts: Sequence[str]) -> list[Dimension]:
 
 def _dimension(text: str) -> Dimension:
     key, equals, values = text.partition("=")
-    key, (ends, _, scale) = key.strip(), values.strip().partition(":")
-    low, dots, high = ends.partition("..")
+    key = key.strip()
     if not equals or not key or not values.strip():
         raise ConfigError(
             f"--space {text!r} is not of the form KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A,B,C"
         )
+    ends, _, scale = values.strip().partition(":")
+    low, dots, high = ends.partition("..")
     if not dots:
         return Dimension(key, choices=tuple(parse_grid((text,))[key]))
+
     try:
-        ends_ = float(low), float(high)
+        dimension = Dimension(
+            key=key,
+            low=float(low),
+            high=float(high),
+            is_whole=all(end.strip().lstrip("+-").isdecimal() for end in (low, high)),
+            log=bool(scale),
+        )
     except ValueError:
         raise ConfigError(f"--space {text!r}: {low!r} and {high!r} must be numbers") from None
-    if scale not in ("", "log") or not ends_[0] < ends_[1] or (scale and ends_[0] <= 0):
-        why = "the first end must be below the second, and above 0 with :log, the only scale"
-        raise ConfigError(f"--space {text!r}: {why}")
-    whole = all(end.strip().lstrip("+-").isdecimal() for end in (low, high))
-    return Dimension(key, *ends_, whole=whole, log=bool(scale))
+    is_legal_log = not scale or (scale == "log" and dimension.low > 0)
+    if not is_legal_log or not dimension.low < dimension.high:
+        raise ConfigError(
+            f"--space {text!r}: the first end must be below the second, and above 0 with :log, the "
+            "only scale"
+        )
+    return dimension
 
 
 @dataclass(frozen=True)
@@ -132,7 +145,9 @@ class Trial:
     @property
     def mean(self) -> float:
         """The goal's mean over seeds; NaN where a run failed."""
-        return statistics.fmean(self.scores.values()) if self.scores else float("nan")
+        if not self.scores:
+            return math.nan
+        return statistics.fmean(self.scores.values())
 
 
 @dataclass
@@ -173,9 +188,10 @@ class Tuning:
             ) from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         sampler = optuna.samplers.TPESampler(seed=self.experiment.seed)
-        self.study = optuna.create_study(
-            sampler=sampler, direction="minimize" if self.is_minimised else "maximize"
-        )
+        direction = optuna.study.StudyDirection.MAXIMIZE
+        if self.is_minimised:
+            direction = optuna.study.StudyDirection.MINIMIZE
+        self.study = optuna.create_study(sampler=sampler, direction=direction)
 
     @property
     def metric(self) -> str:
@@ -202,17 +218,22 @@ class Tuning:
         from optuna.trial import TrialState
 
         for number in range(trials):
-            asked = self.study.ask()
-            values = {d.key: d.suggested(asked) for d in self.space}
+            proposal = self.study.ask()
+            values = {dimension.key: dimension.suggested(proposal) for dimension in self.space}
             outcomes = self.do(self.runs(number, values))
-            if any(o.state in ("waiting", "stopped", "running") for o in outcomes):
+            if any(outcome.state in ("waiting", "stopped", "running") for outcome in outcomes):
                 return
-            problem = next((o.problem for o in outcomes if o.problem), "")
-            scores = (
-                {} if problem else {o.variant.seed: self._score(o.variant.folder) for o in outcomes}
-            )
+
+            problem = next((outcome.problem for outcome in outcomes if outcome.problem), "")
+            scores: dict[int, float] = {}
+            if not problem:
+                variants = [outcome.variant for outcome in outcomes]
+                scores = {variant.seed: self._score(variant.folder) for variant in variants}
             trial = Trial(number, values, scores, problem)
-            self.study.tell(asked, *([None, TrialState.FAIL] if problem else [trial.mean]))
+            if problem:
+                self.study.tell(proposal, state=TrialState.FAIL)
+            else:
+                self.study.tell(proposal, trial.mean)
             self.trials.append(trial)
             yield trial
 
@@ -224,22 +245,21 @@ class Tuning:
 
     def _score(self, folder: Path) -> float:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        there = [g for g in GOALS if summary.get(g) is not None]
-        self.goal = self.goal or next(iter(there), "")
-        if self.goal in METRICS and self.goal not in there:
+        goals = [goal for goal in GOALS if summary.get(goal) is not None]
+        self.goal = self.goal or next(iter(goals), "")
+        if self.goal in METRICS and self.goal not in goals:
             # Clients with models of their own have no common model that is tested.
             self.goal = f"own_test_{self.goal}"
-        if self.goal not in there:
+        if self.goal not in goals:
             raise ConfigError(
                 f"{folder} has no {self.goal or 'accuracy'}; its goals: "
-                f"{', '.join(there) or 'none'}"
+                f"{', '.join(goals) or 'none'}"
             )
         return float(summary[self.goal])
 
     def ranked(self) -> list[Trial]:
         """The trials, the best first, those that failed last."""
-        better = 1 if self.is_minimised else -1
-        return sorted(
-            self.trials,
-            key=lambda t: (not t.scores, better * t.mean if t.scores else 0.0, t.number),
-        )
+        successful = [trial for trial in self.trials if trial.scores]
+        failed = [trial for trial in self.trials if not trial.scores]
+        ranked = sorted(successful, key=lambda trial: trial.mean, reverse=not self.is_minimised)
+        return [*ranked, *failed]
