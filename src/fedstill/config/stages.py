@@ -296,7 +296,7 @@ def read_plans(experiment: Experiment, method: Method) -> PlanTable:
         raise WrongConfig(problems)
 
     plans = PlanTable(common, stages)
-    _refuse_without_effect(plans, method, experiment)
+    _check_have_effect(plans, method, experiment)
     return plans
 
 
@@ -316,7 +316,7 @@ def _checked_values(values: Any, key: str) -> dict[str, Any]:
     return {name: all_values[name] for name in values}
 
 
-def _refuse_without_effect(plans: PlanTable, method: Method, experiment: Experiment) -> None:
+def _check_have_effect(plans: PlanTable, method: Method, experiment: Experiment) -> None:
     """Raise WrongConfig for an override of all stages whose key every stage sets for itself."""
     overrides = overriding(experiment.origins)
     stages = list(dict.fromkeys([*method.plans, *plans.stages]))

@@ -471,6 +471,20 @@ def encoded(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int) 
     )
 
 
+ASCII_WORD = re.compile(r"\w+", re.ASCII)
+
+
+@functools.cache
+def _word() -> re.Pattern[str]:
+    """The pattern of a word: a letter, digit or underscore, and all of these and marks that follow.
+
+    Vowel signs of Hindi and Thai are marks.
+    """
+    characters = map(chr, range(sys.maxunicode + 1))
+    marks = "".join(c for c in characters if unicodedata.category(c).startswith("M"))
+    return re.compile(rf"\w[\w{re.escape(marks)}]*")
+
+
 def _words(texts: Sequence[str], vocabulary: int) -> Iterator[Sequence[int]]:
     ids: dict[str, int] = {}
     for index, text in enumerate(texts):
@@ -482,20 +496,6 @@ def _words(texts: Sequence[str], vocabulary: int) -> Iterator[Sequence[int]]:
             if word not in ids:
                 ids[word] = 1 + zlib.crc32(_utf8(word, index)) % (vocabulary - 1)
         yield [ids[word] for word in words]
-
-
-ASCII_WORD = re.compile(r"\w+", re.ASCII)
-
-
-@functools.cache
-def _word() -> re.Pattern[str]:
-    """A letter, digit or underscore, and what follows of these and of marks, as vowel signs are in
-    Hindi and Thai.
-    """
-    marks = "".join(
-        c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c).startswith("M")
-    )
-    return re.compile(rf"\w[\w{re.escape(marks)}]*")
 
 
 def _bytes(texts: Sequence[str]) -> Iterator[NDArray[np.int64]]:

@@ -11,7 +11,11 @@ from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.fields import Count, Seed
 from fedstill.data.partition.rules import Labels, Parts, partition
 
-LABEL, PLACE = "label", "place"
+LABEL = "label"
+"""The column of labels in the data set that a partitioner gets."""
+
+POSITION = "position"
+"""The column of each example's position among the labels."""
 
 
 @partition("flower_datasets")
@@ -33,45 +37,55 @@ def flower_datasets(
     partitioner: The name of its class.
     options: What its constructor takes; num_partitions, partition_by and seed are given by the run.
     """
-    wanted = _class(partitioner)
-    legal = inspect.signature(wanted).parameters
-    given = {"num_partitions": clients, "partition_by": LABEL, "seed": seed % 2**32}
-    fields = {**{k: v for k, v in given.items() if k in legal}, **(options or {})}
-    for key in fields:
-        if key not in legal:
-            raise UnknownName("option", key, legal, where=f"partition {partitioner}")
-    import datasets
-
-    data = datasets.Dataset.from_dict({LABEL: labels, PLACE: np.arange(len(labels))})
+    partitioner_class = _class(partitioner)
+    parameters = inspect.signature(partitioner_class).parameters
+    from_run = {"num_partitions": clients, "partition_by": LABEL, "seed": seed % 2**32}
+    arguments = {name: value for name, value in from_run.items() if name in parameters}
+    arguments |= options or {}
+    for name in arguments:
+        if name not in parameters:
+            raise UnknownName("option", name, parameters, where=f"partition {partitioner}")
     try:
-        split = wanted(**fields)
-        split.dataset = data
-        count = int(split.num_partitions)
-        if count != clients:
-            raise ConfigError(
-                f"partition {partitioner} makes {count} parts, not one for each of {clients} "
-                "clients"
-            )
-        return [np.asarray(split.load_partition(i)[PLACE], dtype=np.int64) for i in range(count)]
-    except ConfigError:
-        raise
-    # what their partitioners raise for options or labels that don't fit, at construction and at the
-    # first load
+        parts = _parts(partitioner_class(**arguments), labels)
+    # What partitioners raise for options or labels that do not fit, at construction and at the
+    # first load.
     except (TypeError, ValueError, KeyError, NotImplementedError) as error:
         raise ConfigError(
             f"partition {partitioner} refuses: {type(error).__name__}: {error}"
         ) from error
+    if len(parts) != clients:
+        raise ConfigError(
+            f"partition {partitioner} makes {len(parts)} parts, not one for each of {clients} "
+            "clients"
+        )
+    return parts
+
+
+def _parts(partitioner: Any, labels: Labels) -> list[Labels]:
+    """The positions of the examples in each part that a partitioner makes."""
+    import datasets
+
+    columns = {LABEL: labels, POSITION: np.arange(len(labels))}
+    partitioner.dataset = datasets.Dataset.from_dict(columns)
+    return [
+        np.asarray(partitioner.load_partition(number)[POSITION], dtype=np.int64)
+        for number in range(int(partitioner.num_partitions))
+    ]
 
 
 def _class(name: str) -> Any:
     try:
-        from flwr_datasets import partitioner as known
+        from flwr_datasets import partitioner as partitioners
     except ImportError as error:
         raise ConfigError(
             "partition flower_datasets needs Flower Datasets: pip install "
             f"'fedstill[flower-datasets]' ({error})"
         ) from error
-    names = [n for n in dir(known) if n.endswith("Partitioner") and n != "Partitioner"]
+    names = [
+        class_name
+        for class_name in dir(partitioners)
+        if class_name.endswith("Partitioner") and class_name != "Partitioner"
+    ]
     if name not in names:
         raise UnknownName("partitioner", name, names, where="Flower Datasets")
-    return getattr(known, name)
+    return getattr(partitioners, name)

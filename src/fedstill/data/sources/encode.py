@@ -75,11 +75,14 @@ def read_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema) -
     options = schema.options
     split_tables = _split_tables(source, frames, schema)
     tables = split_tables.tables
+    # Messages on a missing value look up its text in the frame. Where a column divides the rows
+    # into splits, the number of a row of a split is not its number in the frame.
+    frames_of_messages: Mapping[str, Frame] = frames
     if options.split_column:
-        frames = {}  # their rows are not those of a split
+        frames_of_messages = {}
     owners = NO_OWNERS
     if options.owner:
-        owners = owners_of(source, tables, options.owner, frames)
+        owners = owners_of(source, tables, options.owner, frames_of_messages)
     examples = ENCODERS[options.kind](source, tables, options)
     info = replace(examples.info, owners=owners.names)
 
@@ -91,7 +94,7 @@ def read_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema) -
             values=examples.values[split],
             table=table,
             owners=owners.codes.get(split),
-            frame=frames.get(split),
+            frame=frames_of_messages.get(split),
         )
         complete = rows.complete(schema, info)
         info = info.with_notes(*complete.notes)

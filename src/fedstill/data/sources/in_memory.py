@@ -269,7 +269,12 @@ def _named_splits(part: str, data: Mapping[Any, Any]) -> _Splits:
     return _Splits(splits, caution)
 
 
-# Columns: data frames and Hugging Face data sets.
+# Columns: data frames and Hugging Face data sets. They are read as the columns of files are.
+#
+# In a mapping from clients, each row gets the name of its client in a column of its own, which is
+# the column of owners. A split that is common to all clients gets the first client's name, because
+# every row needs one. When the rows have been read, ``_with_clients`` takes the owners from common
+# splits, and numbers clients in the order of the mapping; reading numbers them by name.
 
 
 CLIENT_COLUMN = "<client>"
@@ -420,10 +425,7 @@ def _tables_by_split(python_data: _PythonData) -> dict[str, pa.Table]:
             assert source.table is not None
             table = source.table
             if python_data.clients:
-                client = python_data.clients[0]
-                if source.client is not None:
-                    client = python_data.clients[source.client]
-                # Rows that are common to all have the first client, until they are read.
+                client = python_data.clients[source.client or 0]
                 column = pa.array([client] * len(table), pa.string())
                 table = table.append_column(CLIENT_COLUMN, column)
             tables.append(table)

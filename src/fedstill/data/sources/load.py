@@ -192,6 +192,11 @@ def _unknown_field(name: str, field: str, legal: Collection[str]) -> UnknownName
 
 
 def _by_path(name: str, folder: Folder, base: Path | None, fields: Mapping[str, Any]) -> Dataset:
+    """The data set of a name that is not registered.
+
+    It is looked up in this order: a folder in ``folder``, a folder or file at the path, and a data
+    set on the hub.
+    """
     unknown = sorted(set(fields) - set(FIELDS))
     if unknown:
         raise _unknown_field(name, unknown[0], FIELDS)

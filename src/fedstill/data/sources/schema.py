@@ -422,7 +422,16 @@ class _CandidateColumns:
     ) -> ReadingOptions:
         """The options with their kind, and with the columns of a table or the one of values.
 
-        Raises DataError if these are unclear, and for a column of a table without numbers.
+        The first rule that applies decides:
+
+        1. ``columns``, ``categorical`` or the kind "table" is set: a table.
+        2. ``input`` is set: the kind that its column can be.
+        3. Another kind is set: the only column that can be of this kind.
+        4. One column holds lists: vectors or series.
+        5. One column holds texts, and none holds numbers or lists: texts.
+        6. Columns hold numbers, and none holds texts or lists: a table.
+
+        Raises DataError if no rule applies, and for a column of a table without numbers.
         """
         if options.columns or options.categorical or options.kind == "table":
             if options.kind not in ("auto", "table") or options.input:
