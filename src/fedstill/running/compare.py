@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from multiprocessing.synchronize import Event
@@ -92,19 +93,21 @@ def variants(
     Raises ConfigError for a grid without values, and where two runs are the same.
     """
     check_is_experiment(experiment)
-    if bare := [key for key, values in (grid or {}).items() if not len(values)]:
-        raise ConfigError(f"the grid names no values of {bare[0]}, e.g. --grid {bare[0]}=0.1,1")
+    grid = grid or {}
+    for key, values in grid.items():
+        if not len(values):
+            raise ConfigError(f"the grid names no values of {key}, e.g. --grid {key}=0.1,1")
     runs = []
     of_methods = [experiment]
     if methods:
         of_methods = with_methods(experiment, methods)
     for of_method in of_methods:
-        for values in itertools.product(*(grid or {}).values()):
-            setting = dict(zip(grid or {}, values, strict=True))
+        for combination in itertools.product(*grid.values()):
+            setting = dict(zip(grid, combination, strict=True))
             chosen = of_method.with_values(setting, "--grid")
             with_seeds = [with_seed(chosen, seed) for seed in seeds]
-            runs += [_variant(one, setting, out) for one in with_seeds or [chosen]]
-    runs = _apart(runs, out)
+            runs += [_variant(seeded_run, setting, out) for seeded_run in with_seeds or [chosen]]
+    runs = _with_distinct_folders(runs, out)
     if len({v.folder for v in runs}) != len(runs):
         raise ConfigError(
             "two runs of this comparison are the same; name each method, value and seed once"
@@ -165,7 +168,7 @@ def with_methods(experiment: Experiment, methods: Sequence[str]) -> list[Experim
     (with tasks, one for each) beside methods that have ``rounds`` of them.
     """
     experiments = [experiment.with_values({"method": method}, "--methods") for method in methods]
-    shapes = [Shape.of(one) for one in experiments]
+    shapes = list(map(Shape.of, experiments))
     fields = {field for shape in shapes for field in shape.topology}
     stages = {stage for shape in shapes for stage in shape.stages}
     fields -= overriding_fields("topology", experiment.origins)
@@ -173,13 +176,13 @@ def with_methods(experiment: Experiment, methods: Sequence[str]) -> list[Experim
 
     has_free_rounds = any(shape.rounds is None for shape in shapes)
     fitted = []
-    for one, shape in zip(experiments, shapes, strict=True):
-        topology = _without(one.table("topology"), fields - shape.topology)
-        plan = _without(one.table("plan"), stages - shape.stages)
+    for of_method, shape in zip(experiments, shapes, strict=True):
+        topology = _without(of_method.table("topology"), fields - shape.topology)
+        plan = _without(of_method.table("plan"), stages - shape.stages)
         rounds = experiment.rounds
         if shape.rounds is not None and has_free_rounds:
             rounds = shape.rounds
-        fitted.append(replace(one, topology=topology, plan=plan, rounds=rounds))
+        fitted.append(replace(of_method, topology=topology, plan=plan, rounds=rounds))
     return fitted
 
 
@@ -195,28 +198,28 @@ def _variant(experiment: Experiment, setting: Mapping[str, Any], out: Path) -> V
     return Variant(label, experiment, settings, _of_seed(folder, settings))
 
 
-def _apart(runs: Sequence[Variant], out: Path) -> list[Variant]:
-    """The runs; those whose folder another one of another label has too get one with their whole
-    label.
-    """
+def _with_distinct_folders(runs: Sequence[Variant], out: Path) -> list[Variant]:
+    """The runs. Where runs of several labels would share a folder, its name is the whole label."""
     labels: dict[Path, set[str]] = {}
     for run in runs:
         labels.setdefault(run.folder, set()).add(run.label)
-    shared = {folder for folder, of_it in labels.items() if len(of_it) > 1}
-    whole = [_of_seed(_folder(out, [run.label.replace(":", "-")]), run.settings) for run in runs]
-    return [
-        replace(v, folder=own) if v.folder in shared else v
-        for v, own in zip(runs, whole, strict=True)
-    ]
+
+    distinct = []
+    for run in runs:
+        if len(labels[run.folder]) > 1:
+            folder = _folder(out, [run.label.replace(":", "-")])
+            run = replace(run, folder=_of_seed(folder, run.settings))
+        distinct.append(run)
+    return distinct
 
 
 def _folder(out: Path, words: Sequence[str]) -> Path:
-    """The words as a folder's name; of more than a name may have, the first ones and a hash of
-    all.
-    """
+    """A folder called like the words; a name that is too long ends in a hash of it."""
     name = " ".join(words).replace("/", "-").replace(" ", "_")
-    if len(whole := os.fsencode(name)) > LONGEST_NAME:
-        name = f"{whole[:KEPT_OF_NAME].decode(errors='ignore')}-{digest(whole)[:12]}"
+    encoded = os.fsencode(name)
+    if len(encoded) > LONGEST_NAME:
+        beginning = encoded[:KEPT_OF_NAME].decode(errors="ignore")
+        name = f"{beginning}-{digest(encoded)[:12]}"
     return out / name
 
 
@@ -236,15 +239,16 @@ def with_starts(runs: Sequence[Variant]) -> list[Variant]:
     """The runs, each after the one that it starts from; a start that several share occurs once."""
     by_folder: dict[Path, Variant] = {}
     for run in runs:
-        for one in (run.after, run):
-            if one is not None:
-                by_folder.setdefault(one.folder, one)
+        if run.after is not None:
+            by_folder.setdefault(run.after.folder, run.after)
+        by_folder.setdefault(run.folder, run)
     return list(by_folder.values())
 
 
 def new_folder(name: str) -> Path:
     """A folder under ``runs/`` that does not exist yet."""
-    return next(p for i in itertools.count(1) if not (p := Path("runs") / f"{name}-{i}").exists())
+    paths = (Path("runs") / f"{name}-{number}" for number in itertools.count(1))
+    return next(path for path in paths if not path.exists())
 
 
 def with_seed(experiment: Experiment, seed: int) -> Experiment:
@@ -469,11 +473,11 @@ POLL_SECONDS = 0.2
 
 @dataclass
 class Outcome:
-    """How far a run has come: rounds done, the last accuracy; what went wrong, if anything did, and
-    its traceback.
+    """The progress of a run, and its error if it has failed.
 
-    ``rounds``: how many were asked for. ``stopped_early``: whether it ended in an earlier one, as
-    ``[stop]`` says.
+    ``rounds``: how many the run has at most. ``done``, ``accuracy``: of the last finished
+    round. ``stopped_early``: whether ``[stop]`` ended the run before its last round. ``problem``,
+    ``trace``: the error and its traceback.
     """
 
     variant: Variant
@@ -489,29 +493,36 @@ class Outcome:
 
     @property
     def due(self) -> int:
-        """How many rounds it has to do, as far as that is known."""
-        return self.done if self.stopped_early else self.rounds
+        """How many rounds the run has, as far as that is known."""
+        if self.stopped_early:
+            return self.done
+        return self.rounds
 
     def follow(self) -> None:
-        """Read what the run's journal has come to say since the last time; a run that goes on may
-        cut it first.
-        """
+        """Reads the rounds that were added to the run's journal since the last call."""
         path = self.variant.folder / "journal.jsonl"
         if self.state not in ("running", "finished") or not path.is_file():
             return
-        if (size := path.stat().st_size) == self._read:
+        size = path.stat().st_size
+        if size == self._read:
             return
+        if size < self._read:
+            # A run that is resumed first cuts its journal.
+            self._read = 0
         with path.open("rb") as journal:
-            self._read = journal.seek(self._read if self._read < size else 0)
-            whole = journal.read().rpartition(b"\n")[0]
-        for line in whole.split(b"\n"):
-            if line.startswith(b'{"event":"round"'):
-                # it is damaged, which whoever goes on with the run says
-                with suppress(ValueError, KeyError):
-                    event = json.loads(line)
-                    self.done, self.accuracy = event["round"], event["accuracy"]
-                    self.stopped_early = STOP_REASON in event
-        self._read += len(whole) + 1 if whole else 0
+            journal.seek(self._read)
+            lines, newline, _ = journal.read().rpartition(b"\n")
+        self._read += len(lines) + len(newline)
+
+        for line in lines.split(b"\n"):
+            if not line.startswith(b'{"event":"round"'):
+                continue
+            # A damaged line is an error when the run is read or resumed.
+            with suppress(ValueError, KeyError):
+                event = json.loads(line)
+                self.done = event["round"]
+                self.accuracy = event["accuracy"]
+                self.stopped_early = STOP_REASON in event
 
 
 def jobs_that_fit(device: str = "cpu") -> int:
@@ -543,35 +554,47 @@ def carry_out_runs(
     one that is damaged begun anew. ``track``: trackers by name for every run; finished runs are
     sent to those that do not have them.
     """
-    outcomes = [Outcome(v, v.settings.rounds) for v in with_starts(runs)]
+    outcomes = [Outcome(run, run.settings.rounds) for run in with_starts(runs)]
     for outcome in outcomes:
-        _refuse_lacking(outcome.variant)
-    make_way([o.variant for o in outcomes], overwrite)
+        _check_machine(outcome.variant)
+    make_way([outcome.variant for outcome in outcomes], overwrite)
     ready_trackers(track)
-    _leave_alone([o for o in outcomes if not track and _is_whole(o.variant.folder)])
-    if not (waiting := [o for o in outcomes if o.state == "waiting"]):
+    if not track:
+        _mark_finished(outcomes)
+    waiting = [outcome for outcome in outcomes if outcome.state == "waiting"]
+    if not waiting:
         watch(outcomes)
         return outcomes
+
     context = multiprocessing.get_context("forkserver")
     with Asked(context.Event()) as asked, _workers(jobs, context, asked) as pool:
-        running, broken = dict[Future[Answer], Outcome](), False
+        running: dict[Future[Answer], Outcome] = {}
+        is_broken = False
         while waiting or running:
-            ends = asked.stop or broken
-            while len(running) < jobs and not ends and (ready := _next(waiting, outcomes)):
+            is_ending = asked.stop or is_broken
+            while len(running) < jobs and not is_ending:
+                ready = _next(waiting, outcomes)
+                if ready is None:
+                    break
                 waiting.remove(ready)
                 ready.state = "running"
                 side_by_side = min(jobs, 1 + len(running) + len(waiting))
-                workers = os.environ.get(WORKERS) or str(max(1, cores() // side_by_side))
-                experiment, folder = ready.variant.experiment, ready.variant.folder
-                running[pool.submit(_do, experiment, folder, workers, debug, overwrite, track)] = (
-                    ready
+                job = partial(
+                    _do,
+                    ready.variant.experiment,
+                    ready.variant.folder,
+                    workers=os.environ.get(WORKERS) or str(max(1, cores() // side_by_side)),
+                    debug=debug,
+                    overwrite=overwrite,
+                    track=track,
                 )
-            if ends and not running:
+                running[pool.submit(job)] = ready
+            if is_ending and not running:
                 break
-            done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-            for future in done:
-                broken |= isinstance(future.exception(), BrokenProcessPool)
-                _finish(running.pop(future), future, asked.stop)
+            finished, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+            for future in finished:
+                is_broken |= isinstance(future.exception(), BrokenProcessPool)
+                _finish(running.pop(future), future, is_stopping=asked.stop)
             for outcome in outcomes:
                 outcome.follow()
             watch(outcomes)
@@ -619,32 +642,24 @@ KILLED: Answer = (
 )
 
 
-def _refuse_lacking(run: Variant) -> None:
-    """Raise ConfigError where this machine lacks what a run needs, if that is not finished, or is
-    to be begun anew.
-    """
+def _check_machine(run: Variant) -> None:
+    """Raises ConfigError if this machine lacks what an unfinished run needs."""
     try:
         check_machine(run.settings.precision, run.settings.device)
     except ConfigError:
-        if not _stays(run):
+        if not _is_up_to_date(run):
             raise
 
 
-def _stays(run: Variant) -> bool:
-    """Whether nothing of a run is to be done: it is finished, and so is the one that it started
-    from.
-    """
-    return (
-        _is_whole(run.folder)
-        and not why_not_same(run.settings, run.folder)
-        and (run.after is None or _stays(run.after))
-    )
+def _is_up_to_date(run: Variant) -> bool:
+    """Whether a run is finished with its settings, and so is the run that it starts from."""
+    if not _is_complete(run.folder) or why_not_same(run.settings, run.folder):
+        return False
+    return run.after is None or _is_up_to_date(run.after)
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether a run is finished, and its journal is what it wrote; of one that is not, who goes on
-    with it says why.
-    """
+def _is_complete(folder: Path) -> bool:
+    """Whether a run is finished and its journal is complete. A resume says what is missing."""
     try:
         check_journal(folder, read_journal(folder / "journal.jsonl"))
     except CorruptFile:
@@ -652,32 +667,34 @@ def _is_whole(folder: Path) -> bool:
     return is_finished(folder)
 
 
-def _leave_alone(finished: Sequence[Outcome]) -> None:
-    """Note of runs that are finished, of which there is nothing to do, how far they came."""
-    for outcome in finished:
-        outcome.state = "finished"
-        outcome.follow()
+def _mark_finished(outcomes: Sequence[Outcome]) -> None:
+    """Note which runs are finished, and how far they came."""
+    for outcome in outcomes:
+        if _is_complete(outcome.variant.folder):
+            outcome.state = "finished"
+            outcome.follow()
 
 
 def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The first that does not wait for another run; None if all do."""
-    open_ = {o.variant.folder for o in outcomes if o.state in ("waiting", "running")}
-    return next(
-        (o for o in waiting if not (o.variant.after and o.variant.after.folder in open_)), None
-    )
+    """The first run that does not wait for another run; None if all do."""
+    unfinished = {o.variant.folder for o in outcomes if o.state in ("waiting", "running")}
+    for outcome in waiting:
+        start = outcome.variant.after
+        if start is None or start.folder not in unfinished:
+            return outcome
+    return None
 
 
 def _do(
     experiment: Experiment,
     folder: Path,
+    *,
     workers: str,
     debug: bool,
     overwrite: bool,
     track: Sequence[str],
 ) -> Answer:
-    """Carry out one run, or go on with it; one that is damaged is begun anew if it may be
-    overwritten.
-    """
+    """Begins or resumes one run. A damaged run begins anew if ``overwrite``."""
     from fedstill.running import runner
 
     os.environ[WORKERS] = workers
@@ -709,15 +726,22 @@ def _answer(error: BaseException) -> Answer:
     return 1, f"{type(error).__name__}: {error}", trace
 
 
-def _finish(outcome: Outcome, future: Future[Answer], asked: bool) -> None:
-    """Note how a run ended; ``asked``: whether all were asked to."""
+def _finish(outcome: Outcome, future: Future[Answer], *, is_stopping: bool) -> None:
+    """Note how a run ended; ``is_stopping``: whether all runs are to stop."""
     error = future.exception()
     if isinstance(error, BrokenProcessPool):
-        answer = STOPPED if asked else KILLED
+        answer = KILLED
+        if is_stopping:
+            answer = STOPPED
+    elif error is not None:
+        answer = _answer(error)
     else:
-        answer = _answer(error) if error else future.result()
+        answer = future.result()
+
     if answer == STOPPED:
         outcome.state = "stopped"
         return
     outcome.exit_code, outcome.problem, outcome.trace = answer
-    outcome.state = "failed" if outcome.exit_code else "finished"
+    outcome.state = "finished"
+    if outcome.exit_code:
+        outcome.state = "failed"
