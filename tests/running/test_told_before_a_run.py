@@ -19,7 +19,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import DataError, InfeasiblePartition, UnknownName
 from fedstill.core.registry import lookup
 from fedstill.data.dataset import Dataset
-from fedstill.data.partition.rules import refuse_too_many
+from fedstill.data.partition.rules import check_enough_examples
 from fedstill.data.sources import load_dataset
 from fedstill.running.cautions import cautions
 from fedstill.running.preparation import prepare
@@ -120,9 +120,9 @@ def test_classes_may_be_called_as_splits_are(tmp_path: Path) -> None:
 
 def test_a_smaller_min_size_is_advised_only_where_there_is_one() -> None:
     with pytest.raises(InfeasiblePartition, match=r"take fewer clients$"):
-        refuse_too_many("iid", 3, 4)
+        check_enough_examples("iid", 3, 4)
     with pytest.raises(InfeasiblePartition, match="min_size"):
-        refuse_too_many("iid", 30, 4, 10)
+        check_enough_examples("iid", 30, 4, 10)
 
 
 def test_what_an_own_file_imports_is_not_proposed(tmp_path: Path) -> None:

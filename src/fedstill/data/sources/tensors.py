@@ -78,6 +78,7 @@ def from_tensors(
     train: Pair,
     test: Pair | None = None,
     validation: Pair | None = None,
+    *,
     classes: Sequence[str] | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
@@ -102,7 +103,7 @@ def from_tensors(
         for split, pair in pairs.items()
         if pair is not None
     }
-    fields = TensorFields(classes, mean, std, vocabulary=vocabulary, kind=kind)
+    fields = TensorFields(classes=classes, mean=mean, std=std, vocabulary=vocabulary, kind=kind)
     return dataset_of_pairs(name, ClientPairs(checked), fields)
 
 
@@ -111,6 +112,7 @@ def from_clients(
     name: str,
     clients: Sequence[Pair | tuple[Pair, Pair]],
     test: Pair | None = None,
+    *,
     classes: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
     validation: Pair | None = None,
