@@ -255,9 +255,7 @@ def test_a_servers_model_that_nobody_trained_is_not_given(tmp_path: Path) -> Non
     ]
     assert load_model(tmp_path / "run", client=acted[0]).about["own_after"] == ["train"]
     other = min({*range(6)} - {*acted})
-    with pytest.raises(
-        ConfigError, match=f"client {other} has no model of its own in .*: it has not trained one"
-    ):
+    with pytest.raises(ConfigError, match=f"client {other} "):
         load_model(tmp_path / "run", client=other)
 
 
@@ -367,7 +365,7 @@ def test_pixels_are_taken_as_uint8_or_divided_by_255_and_as_nothing_else(runs: R
             (images[:, :, :3], "images must be"),
             (images.long(), "torch.int64"),
             (images.float(), "from 0 to 1"),
-            (2 * images.float() / 255 - 1, "the model normalises them itself"),
+            (2 * images.float() / 255 - 1, "divided by 255"),
         ]:
             with pytest.raises(ConfigError, match=words):
                 model(wrong)

@@ -1,1 +1,1 @@
-"""A run's model, taken out of it: as a module, as plain code, as ONNX, as a folder to share."""
+"""Exports the model of a run: as a module, as plain code, as ONNX, and as a folder to share."""

@@ -1,6 +1,4 @@
-"""The command that takes something out of a run: its model in several forms, and its numbers as
-tables.
-"""
+"""The command ``fedstill export``: a run's model in several forms, and its numbers as tables."""
 
 from __future__ import annotations
 
@@ -26,93 +24,106 @@ def export_command(
     parquet: Path | None = None,
     csv: Path | None = None,
 ) -> int:
-    """Write a run's model so that it can be used without fedstill, normalisation inside; or its
-    numbers as tables.
+    """Write a run's model, with its normalisation, for use without fedstill; or write its numbers
+    as tables.
 
     Args:
-        run: The run's directory; of a run that was stopped, the model of its last checkpoint is
-            taken.
-        onnx: The file for the model as ONNX. It is compared with the model in onnxruntime, if that
-            is installed.
+        run: The run's directory; for a run that was stopped, the model of its last checkpoint is
+            written.
+        onnx: The file for the model as ONNX. If onnxruntime is installed, its results are compared
+            with the model's.
         pt2: The file for the model as a program of torch.export, which torch.export.load reads.
-        folder: A new folder to share: weights, a model card, and a script that needs torch and
-            safetensors alone.
-        client: Whose model, by number or name, for methods that answer with a model for each
-            client.
-        round_: The round whose model is written: best, or the number of a round that was kept.
-            Unset, the last one.
-        parquet: A folder for rounds.parquet and clients.parquet: one row a round, and one for each
-            client and stage.
+        folder: A new folder to share: weights, a model card, and a script that needs only torch and
+            safetensors.
+        client: The client whose model is written, by number or name, for methods with a model for
+            each client.
+        round_: The round whose model is written: best, or the number of a round that was kept. By
+            default, the last one.
+        parquet: A folder for rounds.parquet and clients.parquet: a row for each round, and one for
+            each client and stage.
         csv: A folder for the same tables as CSV.
     """
     if not (onnx or pt2 or folder or parquet or csv):
         raise ConfigError(
-            "export: say what to write: --onnx FILE, --pt2 FILE, --folder DIR, --parquet DIR or "
+            "export: choose what to write: --onnx FILE, --pt2 FILE, --folder DIR, --parquet DIR or "
             "--csv DIR"
         )
-    if onnx or pt2 or folder:
-        model = _loaded(run, client, round_)
-        _write_model(run, model, onnx, pt2, folder)
-    elif client is not None or round_ is not None:
+    writes_model = bool(onnx or pt2 or folder)
+    chooses_model = client is not None or round_ is not None
+    if chooses_model and not writes_model:
         option = "--client" if client is not None else "--round"
         raise ConfigError(
             f"{option} chooses a model, and none is written; add --onnx, --pt2 or --folder"
         )
-    for kind, tables in (("parquet", parquet), ("csv", csv)):
-        if tables is not None:
-            _write_tables(run, kind, tables)
+    if writes_model:
+        model = _load(run, client, round_)
+        if onnx:
+            _write_onnx(model, onnx)
+        if pt2:
+            _write_program(model, pt2)
+        if folder:
+            _write_folder(model, run, folder)
+    if parquet:
+        _write_tables(run, "parquet", parquet)
+    if csv:
+        _write_tables(run, "csv", csv)
     return 0
 
 
-def _write_tables(run: Path, kind: str, folder: Path) -> None:
-    from fedstill.running.frame import write_run_tables
-
-    for path, rows, columns in write_run_tables(run, kind, folder):
-        print(f"{path}: {rows} rows, {columns} columns")
-
-
-def _loaded(run: Path, client: str | None, round: str | None) -> TrainedModel:
+def _load(run: Path, client: str | None, round: str | None) -> TrainedModel:
     from fedstill.export.loading import load_model
 
-    whose = int(client) if client is not None and client.isdecimal() else client
+    owner: int | str | None = client
+    if client is not None and client.isdecimal():
+        owner = int(client)
     if round is None:
-        return load_model(run, whose)
+        return load_model(run, owner)
     if round == "best":
-        return load_model(run, whose, round="best")
+        return load_model(run, owner, round="best")
     if not round.isdecimal():
         raise ConfigError(f"--round {round} must be a whole number or best")
-    return load_model(run, whose, round=int(round))
+    return load_model(run, owner, round=int(round))
 
 
-def _write_model(
-    run: Path, model: TrainedModel, onnx: Path | None, pt2: Path | None, folder: Path | None
-) -> None:
-    from fedstill.export import programs
+def _write_onnx(model: TrainedModel, path: Path) -> None:
+    from fedstill.export.programs import write_onnx
+
+    error = write_onnx(model, path)
+    if error is None:
+        result = (
+            "not compared with the model: onnxruntime is not installed "
+            "(pip install 'fedstill[onnx]')"
+        )
+    else:
+        result = _comparison("onnxruntime", error)
+    print(f"{path}: ONNX, {result}")
+
+
+def _write_program(model: TrainedModel, path: Path) -> None:
+    from fedstill.export.programs import write_program
+
+    error = write_program(model, path)
+    print(f"{path}: a program of torch.export, {_comparison('torch', error)}")
+
+
+def _write_folder(model: TrainedModel, run: Path, folder: Path) -> None:
     from fedstill.export.upload_folder import write_folder
 
-    if onnx:
-        away = programs.write_onnx(model, onnx)
-        print(f"{onnx}: ONNX, {_compared('onnxruntime', away)}")
-    if pt2:
-        print(
-            f"{pt2}: a program of torch.export, "
-            f"{_compared('torch', programs.write_program(model, pt2))}"
-        )
-    if folder:
-        away = write_folder(model, run, folder)
-        print(
-            f"{folder}: a folder to share, {_compared('its model.py', away)}; state the licence in "
-            "README.md"
-        )
-
-
-def _compared(what: str, away: float | None) -> str:
-    if away is None:
-        return (
-            f"not compared with the model: {what} is not installed (pip install 'fedstill[onnx]')"
-        )
-    return (
-        f"in {what} its logits differ by {away:.0e} of the largest"
-        if away
-        else f"in {what} its logits are the same"
+    error = write_folder(model, run, folder)
+    print(
+        f"{folder}: a folder to share, {_comparison('its model.py', error)}; state the licence in "
+        "README.md"
     )
+
+
+def _comparison(program: str, error: float) -> str:
+    if not error:
+        return f"in {program} its logits are the same"
+    return f"in {program} its logits differ by {error:.0e} of the largest"
+
+
+def _write_tables(run: Path, file_format: str, folder: Path) -> None:
+    from fedstill.running.frame import write_run_tables
+
+    for path, rows, columns in write_run_tables(run, file_format, folder):
+        print(f"{path}: {rows} rows, {columns} columns")

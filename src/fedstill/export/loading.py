@@ -1,6 +1,4 @@
-"""The model that a run trained: from its last checkpoint, with what the run stored of its data; no
-data are read.
-"""
+"""Loads the model that a run trained, from a checkpoint and the run's journal; no data are read."""
 
 from __future__ import annotations
 
@@ -42,19 +40,121 @@ from fedstill.running.selection import SELECTION, STOP_REASON, best_round
 from fedstill.running.start_weights import body_of
 from fedstill.running.world import RunWorld, started, world_of
 
-# What a run's model takes, and what normalises it.
+log = logging.getLogger("fedstill.trained")
 
+
+@process_settings()
+def load_model(
+    run: Result | Path | str,
+    client: int | str | None = None,
+    round: int | Literal["best"] | None = None,
+) -> TrainedModel:
+    """The model that a run trained, in evaluation mode, with its normalisation or standardisation
+    inside.
+
+    run: a result, or the run's directory. For a run that was stopped, the model is that of its last
+    checkpoint. client: a client's number or name, if the method has a model for each client; the
+    name of a group such as "cluster 1", if it groups clients; otherwise None. round: the round
+    after which the model is taken: "best", or the number of a round whose checkpoint the run kept
+    (``keep_checkpoints_every``); by default the last one.
+
+    Returns a :class:`TrainedModel`, which takes uint8 images, raw numbers or token ids and returns
+    logits. On the run's test set, in batches of 100, it has the accuracy that the run printed. If
+    each client standardised its own columns, the model takes raw numbers with ``client``, and
+    standardised numbers without it. With ``data.features_of`` it contains the backbone and takes
+    the backbone's inputs. The data are not read. Raises ConfigError for a directory without models,
+    for a packed run, for a client without a model, for a round that was not kept, and if a client
+    must be named; CorruptFile for a damaged file.
+    """
+    folder = run.directory if isinstance(run, Result) else named_path(run)
+    _check_not_packed(folder)
+    settings = settings_of(folder)
+    events = journals.read_journal(folder / "journal.jsonl")
+    if not events:
+        raise ConfigError(
+            f"{folder} has no model yet: it stopped before it began; run `fedstill resume "
+            f"{in_shell(folder)}`"
+        )
+    start = events[0]
+    owner = _owner(plain_value(client), start)
+    client_number = None
+    if isinstance(owner, int):
+        client_number = owner
+    _warn_of_changed_code(settings, start)
+
+    inputs = stored_inputs(folder, start.get("inputs"), client_number)
+    stored = _StoredRun(
+        folder=folder,
+        settings=settings,
+        world=_world(settings, start, inputs),
+        checkpoint=_checkpoint(folder, events, round),
+    )
+    answer = _answer(stored, owner)
+    about = _description(stored, events, answer, inputs)
+    if client_number is not None:
+        about["own_after"] = sorted(settings.method.personal)
+    network = network_of(answer.predict)
+    backbone = settings.data.features_of
+    if backbone is not None:
+        # The model takes the inputs of the backbone, whose features are those of the run.
+        inputs = _backbone_inputs(folder, start)
+        body = body_of(
+            backbone,
+            inputs.shape,
+            classes=len(start["classes"]),
+            vocabulary=inputs.about.vocabulary,
+            sha=start["features_of"],
+        )
+        network = nn.Sequential(body, network)
+        about["network"] += f" on the features of {backbone['name']}"
+    return TrainedModel(
+        network=network,
+        classes=start["classes"],
+        input_shape=inputs.shape,
+        mean=inputs.mean,
+        std=inputs.std,
+        about=about,
+        pixels=inputs.type,
+        inputs=inputs.about,
+    )
+
+
+def _check_not_packed(folder: Path) -> None:
+    is_packed = folder.name.endswith(SUFFIX) or (not folder.exists() and readable(folder).is_dir())
+    if is_packed:
+        raise ConfigError(
+            f"{folder} is packed, and a pack contains measurements but no models; run it again"
+        )
+
+
+def _owner(client: Any, start: journals.Event) -> Any:
+    """The owner of a model: a client's number, the name of a group, or None for all clients."""
+    if isinstance(client, str):
+        number = journals.number_of_client(client, start)
+        if number is not None:
+            return number
+    return client
+
+
+def _warn_of_changed_code(settings: Settings, start: Mapping[str, Any]) -> None:
+    """Warn of files of the user's code that have changed since the run started."""
+    for path in RunIdentity.noted_in(start).changed_code(settings):
+        log.warning(
+            "%s has changed since the run began; the model may compute something else", path
+        )
+
+
+# ---- inputs --------------------------------------------------------------------------------------
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StoredInputs:
-    """An example's shape, the type of its numbers, the mean and spread of each channel or column,
-    and what it is.
+    """The inputs of a model: the shape of an example, the type of its numbers, and its meaning.
 
-    ``mean``, ``std``: none where numbers go in as they are, or where each client standardised its
-    own.
+    ``mean``, ``std``: of each channel or column; empty if numbers are not standardised, or if each
+    client standardised its own. ``standardise``: the setting of the run.
     """
 
     shape: Shape
@@ -66,203 +166,126 @@ class StoredInputs:
 
 
 def stored_inputs(folder: Path, stored: Any, client: int | None = None) -> StoredInputs:
-    """The field of an event ``start`` that ``Inputs.description`` made; raises CorruptFile where it
-    is malformed.
+    """The inputs in a run's event ``start``, as ``Inputs.description`` wrote them.
+
+    ``client``: whose mean and deviation to take, if each client has its own. Raises CorruptFile.
     """
     try:
-        shape = tuple(int(n) for n in stored["shape"])
-        fields = {name: stored[name] for name in ("kind", *INPUT_FIELDS) if name in stored}
-        about = DatasetInfo.from_json(fields)
-        own = stored.get("by_client", {}).get(str(client), stored)
-        mean, std = (tuple(float(v) for v in own[k]) for k in ("mean", "std"))
-        given = bool(mean or std) or about.kind == "image"
-        if about.kind not in PLURALS or len(shape) != (
-            3 if about.kind == "image" else len(shape) or 1
-        ):
-            raise ValueError(f"{about.kind!r} of shape {shape} is unknown")
-        if (given and not len(mean) == len(std) == shape[0]) or min(*shape, *std, 1) <= 0:
-            raise ValueError(
-                f"a mean and a spread above 0 for each of {shape[0]} channels or columns are needed"
-            )
-        return StoredInputs(
-            shape, mean, std, str(stored["pixels"]), about, str(stored.get("standardise", ""))
-        )
+        return _parse_inputs(stored, client)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptFile(
             f"{folder / 'journal.jsonl'}: the start event's inputs are malformed: {error}"
         ) from error
 
 
-log = logging.getLogger("fedstill.trained")
+def _parse_inputs(stored: Any, client: int | None) -> StoredInputs:
+    shape = tuple(int(size) for size in stored["shape"])
+    fields = {name: stored[name] for name in ("kind", *INPUT_FIELDS) if name in stored}
+    about = DatasetInfo.from_json(fields)
+    is_image = about.kind == "image"
+    has_valid_shape = len(shape) == 3 if is_image else len(shape) > 0
+    if about.kind not in PLURALS or not has_valid_shape:
+        raise ValueError(f"{about.kind!r} of shape {shape} is unknown")
 
-Versions = Mapping[int, tuple[str, str]]
-"""Which file, with which SHA-256, holds what a client remembers."""
-
-
-@process_settings()
-def load_model(
-    run: Result | Path | str,
-    client: int | str | None = None,
-    round: int | Literal["best"] | None = None,
-) -> TrainedModel:
-    """The model that a run trained, with its normalisation or standardisation inside, in evaluation
-    mode.
-
-    run: a result, or the run's directory; of a run that was stopped, the model of its last
-    checkpoint. client: of a method that answers with a model for each client, whose, by number or
-    by name; of one that groups clients, which, "cluster 1", as its predictors are named; else left
-    out. round: the round after which the model is taken: "best", or the
-    number of a round whose checkpoint the run kept (``keep_checkpoints_every``); by default the
-    last one.
-
-    Gives :class:`TrainedModel`: uint8 images, raw numbers or token ids in, logits out. On the run's
-    test set, in batches of 100, it has the accuracy that the run printed. Where each client
-    standardised its own columns, it takes raw numbers with ``client``, and without it numbers that
-    are standardised. With ``data.features_of`` it takes what the backbone took, which is inside.
-    The data are not read. Raises ConfigError for a directory without models, for a pack,
-    for a client without a model, for a round that was not kept, and where a client must be named;
-    CorruptFile for a file that is damaged.
-    """
-    folder = run.directory if isinstance(run, Result) else named_path(run)
-    _refuse_pack(folder)
-    client = plain_value(client)
-    settings = settings_of(folder)
-    events = journals.read_journal(folder / "journal.jsonl")
-    start = events[:1]
-    if not start:
-        raise ConfigError(
-            f"{folder} has no model yet: it stopped before it began; `fedstill resume "
-            f"{in_shell(folder)}`"
-        )
-    if isinstance(client, str):
-        number = journals.number_of_client(client, start[0])
-        client = client if number is None else number
-    _warn_of_changes(settings, start[0])
-    one_client = client if isinstance(client, int) else None
-    inputs = stored_inputs(folder, start[0].get("inputs"), one_client)
-    world = _world(settings, start[0], inputs)
-    if round is None:
-        state, versions = _last(folder)
-    else:
-        number = _best(folder, events) if round == "best" else _number(round)
-        state, versions = _after_round(folder, events, number)
-    name, predict = _answer(_Trained(folder, settings, world, state, versions), client)
-    about = {
-        "model": name,
-        "network": _networks(predict),
-        **_about(settings, state, (folder / "summary.json").is_file()),
-    }
-    if one_client is not None:
-        about["own_after"] = sorted(settings.method.personal)
-    about |= _counted(start[0])
-    if STOP_REASON in events[-1]:
-        about["stopped_in_round"] = events[-1]["round"]
-    if inputs.standardise:
-        about["standardised"] = inputs.standardise
-    about |= {key: start[0][key] for key in journals.VERSIONS if key in start[0]}
-    network = network_of(predict)
-    if settings.data.features_of is not None:
-        inputs, body = _backbone(folder, settings, start[0])
-        about["network"] = (
-            f"{about['network']} on the features of {settings.data.features_of['name']}"
-        )
-        network = nn.Sequential(body, network)
-    return TrainedModel(
-        network=network,
-        classes=start[0]["classes"],
-        input_shape=inputs.shape,
-        mean=inputs.mean,
-        std=inputs.std,
+    scaling = stored.get("by_client", {}).get(str(client), stored)
+    mean = tuple(float(value) for value in scaling["mean"])
+    std = tuple(float(value) for value in scaling["std"])
+    is_scaled = is_image or bool(mean or std)
+    if is_scaled and not len(mean) == len(std) == shape[0]:
+        raise ValueError(f"each of {shape[0]} channels or columns needs a mean and a deviation")
+    if min(*shape, *std, 1) <= 0:
+        raise ValueError("sizes and deviations must be above 0")
+    return StoredInputs(
+        shape=shape,
+        mean=mean,
+        std=std,
+        type=str(stored["pixels"]),
         about=about,
-        pixels=inputs.type,
-        inputs=inputs.about,
+        standardise=str(stored.get("standardise", "")),
     )
 
 
-def _backbone(
-    folder: Path, settings: Settings, start: Mapping[str, Any]
-) -> tuple[StoredInputs, nn.Module]:
-    """What the backbone of ``data.features_of`` takes, and its body."""
+def _backbone_inputs(folder: Path, start: Mapping[str, Any]) -> StoredInputs:
     if "backbone_inputs" not in start:
         raise ConfigError(
-            f"{folder} was begun by a version that did not store what its backbone takes; run it "
-            "again"
+            f"{folder} was started by a version that did not store the inputs of its backbone; run "
+            "it again"
         )
-    inputs = stored_inputs(folder, start["backbone_inputs"])
-    body = body_of(
-        settings.data.features_of or {},
-        inputs.shape,
-        classes=len(start["classes"]),
-        vocabulary=inputs.about.vocabulary,
-        sha=start["features_of"],
-    )
-    return inputs, body
+    return stored_inputs(folder, start["backbone_inputs"])
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+StateFiles = Mapping[int, tuple[str, str]]
+"""The file with a client's state and its SHA-256, by client."""
 
 
 @dataclass(frozen=True)
-class _Trained:
-    """What a run has of its models."""
+class _Checkpoint:
+    """The server's state, and the files with the clients' states."""
+
+    state: State
+    client_states: StateFiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StoredRun:
+    """What a run's directory contains about its models."""
 
     folder: Path
     settings: Settings
     world: RunWorld
-    state: State
-    versions: Versions
+    checkpoint: _Checkpoint
+
+    @property
+    def state(self) -> State:
+        """The server's state."""
+        return self.checkpoint.state
 
 
-def _refuse_pack(folder: Path) -> None:
-    packed = folder.name.endswith(SUFFIX) or (not folder.exists() and readable(folder).is_dir())
-    if packed:
-        raise ConfigError(
-            f"{folder} is packed, and a pack keeps what runs measured, not their models; run it "
-            "again"
-        )
+def _checkpoint(
+    folder: Path, events: Sequence[journals.Event], round: int | Literal["best"] | None
+) -> _Checkpoint:
+    if round is None:
+        return _last_checkpoint(folder)
+    if round == "best":
+        return _checkpoint_after(folder, events, _best_round(folder, events))
+    number = plain_value(round)
+    if type(number) is not int:
+        raise ConfigError(f"round = {round!r} must be a whole number or 'best'")
+    return _checkpoint_after(folder, events, number)
 
 
-def _world(settings: Settings, start: Mapping[str, Any], inputs: StoredInputs) -> RunWorld:
-    made = world_of(
-        settings, inputs.shape, len(start["classes"]), settings.data.public, inputs.about.vocabulary
-    )
-    if settings.train_only:  # what stays as it is, is in that file alone
-        made = started(settings, made)
-    asked = start.get("queries", {})
-    return made.extend(Queries({int(client): tuple(query) for client, query in asked.items()}))
-
-
-def _last(folder: Path) -> tuple[State, Versions]:
-    """The state of the last checkpoint; without one, the final model. Raises ConfigError if there
-    is neither.
-    """
+def _last_checkpoint(folder: Path) -> _Checkpoint:
+    """The last checkpoint, or the final model. Raises ConfigError if there is neither."""
     restored = _checkpoints(folder).latest()
     if restored is not None:
         if restored.state.round == 1 and restored.state.stage == 0:
             raise ConfigError(
-                f"{folder} has trained nothing yet; go on with: fedstill resume {in_shell(folder)}"
+                f"{folder} has trained nothing yet; continue with: fedstill resume "
+                f"{in_shell(folder)}"
             )
-        return restored.state, restored.memory
+        return _Checkpoint(restored.state, restored.memory)
     path = folder / FINAL
     if not path.is_file():
-        done = (folder / "summary.json").is_file()
-        todo = f"go on: fedstill resume {in_shell(folder)}"
-        if done:
-            todo = f"train it again: fedstill run {in_shell(folder / 'config.toml')}"
+        remedy = f"continue with: fedstill resume {in_shell(folder)}"
+        if (folder / "summary.json").is_file():
+            remedy = f"train it again with: fedstill run {in_shell(folder / 'config.toml')}"
         raise ConfigError(
-            f"{folder} holds no model, neither in checkpoints/ nor in {FINAL}; {todo}"
+            f"{folder} contains no model, neither in checkpoints/ nor in {FINAL}; {remedy}"
         )
     try:
-        return State(safetensors.torch.load(read_final(path))), {}
+        return _Checkpoint(State(safetensors.torch.load(read_final(path))), {})
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
 
 
 def _checkpoints(folder: Path) -> Checkpoints:
-    """The checkpoints of a run. What clients remember is read only where their models are asked
-    for: it may be on other machines.
-    """
+    """The checkpoints of a run, without the clients' states, which may be on other machines."""
     return Checkpoints(folder / "checkpoints", digest((folder / "config.toml").read_bytes()))
 
 
-def _best(folder: Path, events: Sequence[journals.Event]) -> int:
+def _best_round(folder: Path, events: Sequence[journals.Event]) -> int:
     """The number of the best round of a run."""
     rounds = [event for event in events if event["event"] == "round"]
     best = best_round(events[0], rounds)
@@ -270,152 +293,202 @@ def _best(folder: Path, events: Sequence[journals.Event]) -> int:
         return best.round
     if SELECTION not in events[0]:
         raise ConfigError(
-            f"{folder} did not compare its rounds, so none is the best one; run it anew with "
+            f"{folder} did not compare its rounds, so none is the best one; run it again with "
             "select_on = 'held_out' or with [stop]"
         )
     raise ConfigError(f"no round of {folder} has a score yet, so none is the best one")
 
 
-def _number(round: object) -> int:
-    """The number of a round that a caller gave."""
-    number = plain_value(round)
-    if type(number) is not int:
-        raise ConfigError(f"round = {round!r} must be a whole number or 'best'")
-    return number
-
-
-def _after_round(
-    folder: Path, events: Sequence[journals.Event], round: int
-) -> tuple[State, Versions]:
-    """The state after a finished round, from its checkpoint; raises ConfigError if the run kept
-    none.
-    """
+def _checkpoint_after(folder: Path, events: Sequence[journals.Event], round: int) -> _Checkpoint:
+    """The checkpoint after a finished round. Raises ConfigError if the run did not keep it."""
     finished = {event["round"] for event in events if event["event"] == "round"}
     checkpoints = _checkpoints(folder)
-    # Of a round, the last stage is kept if any is; positions are in order.
+    # Positions are in order, so the last one of a round is that of its last stage.
     last_by_round = {position.round: position for position in checkpoints.positions()}
     if round not in finished & last_by_round.keys():
-        kept = ", ".join(str(number) for number in last_by_round if number in finished)
+        available = ", ".join(str(number) for number in last_by_round if number in finished)
         raise ConfigError(
             f"{folder} has no checkpoint of round {round}; it kept those of rounds "
-            f"{kept or 'none'} (keep_checkpoints_every keeps more)"
+            f"{available or 'none'} (keep_checkpoints_every keeps more)"
         )
     restored = checkpoints.at(last_by_round[round])
-    return restored.state, restored.memory
+    return _Checkpoint(restored.state, restored.memory)
 
 
-def _answer(run: _Trained, client: int | str | None) -> tuple[str, Callable[[Tensor], Tensor]]:
-    """What a run answers with, for everybody or for one client, and what it is called."""
-    method, world = run.settings.method, run.world
-    name = run.settings.named.method.name
-    if isinstance(client, int) and not 0 <= client < world.clients:
+def _world(settings: Settings, start: Mapping[str, Any], inputs: StoredInputs) -> RunWorld:
+    world = world_of(
+        settings, inputs.shape, len(start["classes"]), settings.data.public, inputs.about.vocabulary
+    )
+    if settings.train_only:
+        # The parameters that are not trained are only in the file that the run started from.
+        world = started(settings, world)
+    queries = {int(client): tuple(query) for client, query in start.get("queries", {}).items()}
+    return world.extend(Queries(queries))
+
+
+# ---- the model of a client or of all clients -----------------------------------------------------
+
+Predict = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A model of a run and its name."""
+
+    name: str
+    predict: Predict
+
+
+def _answer(run: _StoredRun, owner: int | str | None) -> _Answer:
+    """The model of a client, of a group, or of all clients (None)."""
+    method = run.settings.named.method.name
+    predictors = _predictors(run)
+    if owner is None:
+        return _common_answer(run, predictors)
+    if isinstance(owner, str):
+        if owner not in predictors:
+            names = ", ".join(predictors) or "it has none"
+            raise ConfigError(f"client = {owner!r} is not one of {method}'s models: {names}")
+        return _Answer(owner, predictors[owner])
+
+    if not 0 <= owner < run.world.clients:
         raise ConfigError(
-            f"client = {client} must be from 0 to {world.clients - 1}: {run.folder} has no other"
+            f"client = {owner} must be from 0 to {run.world.clients - 1}, the clients of "
+            f"{run.folder}"
         )
-    with in_hook(method, "predictors", f"after the last checkpoint of {run.folder}"):
-        # Where clients have models of their own, the server's may be one that nobody trained.
-        learned = not method.personal or not same_bits(run.state.params, world.initial(SERVER))
-        named = dict(method.predictors(run.state, world)) if learned else {}
-    everybody = next((n for n in named if not of_some_clients(n)), "")
-    if client is None:
-        if not everybody:
-            who = f"name one from 0 to {world.clients - 1}, e.g. client = 0 (--client 0)"
-            groups = "".join(f", or client = {n!r}" for n in named if not n.startswith("client "))
-            raise ConfigError(f"{name} trains several models and none for all; {who}{groups}")
-        return everybody, named[everybody]
-    if isinstance(client, str):
-        if client not in named:
-            raise ConfigError(
-                f"client = {client!r} is none of {name}'s models: "
-                f"{', '.join(named) or 'it has none'}"
-            )
-        return client, named[client]
-    with in_hook(method, "client_predictors", f"after the last checkpoint of {run.folder}"):
-        answer_name = method.client_predictors(run.state, world).get(client, f"client {client}")
-    if answer_name in named:
-        return answer_name, named[answer_name]
-    if not method.personal:
-        raise ConfigError(f"{name} trains one model for all clients; leave client out")
-    own = student_models(run.state).get(client, fitted_models(run.state).get(client))
-    own = own or _remembered(run, client).get("params")
-    if own is None:
+    with in_hook(run.settings.method, "client_predictors", _hook_place(run)):
+        assigned = run.settings.method.client_predictors(run.state, run.world)
+    name = assigned.get(owner, f"client {owner}")
+    if name in predictors:
+        return _Answer(name, predictors[name])
+    if not run.settings.method.personal:
+        raise ConfigError(f"{method} trains one model for all clients; leave client out")
+    return _personal_answer(run, owner)
+
+
+def _hook_place(run: _StoredRun) -> str:
+    return f"after the last checkpoint of {run.folder}"
+
+
+def _predictors(run: _StoredRun) -> dict[str, Predict]:
+    """The method's predictors by name.
+
+    If clients have personal models, the server's may be untrained; then there are none.
+    """
+    method = run.settings.method
+    with in_hook(method, "predictors", _hook_place(run)):
+        if method.personal and same_bits(run.state.params, run.world.initial(SERVER)):
+            return {}
+        return dict(method.predictors(run.state, run.world))
+
+
+def _common_answer(run: _StoredRun, predictors: Mapping[str, Predict]) -> _Answer:
+    """The model of all clients. Raises ConfigError if there are only models of some."""
+    for name, predict in predictors.items():
+        if not of_some_clients(name):
+            return _Answer(name, predict)
+    method = run.settings.named.method.name
+    hint = f"name one from 0 to {run.world.clients - 1}, e.g. client = 0 (--client 0)"
+    for name in predictors:
+        if not name.startswith("client "):
+            hint += f", or client = {name!r}"
+    raise ConfigError(f"{method} trains several models and none for all clients; {hint}")
+
+
+def _personal_answer(run: _StoredRun, client: int) -> _Answer:
+    """A client's personal model, from the server's state or from the client's."""
+    params = student_models(run.state).get(client)
+    params = params or fitted_models(run.state).get(client)
+    params = params or _client_state(run, client).get("params")
+    if params is None:
         raise ConfigError(
-            f"client {client} has no model of its own in {run.folder}: it has not trained one"
+            f"client {client} has no personal model in {run.folder}: it has not trained one"
         )
-    after = [s for s in run.settings.schedule(world.rounds, world) if s.name in method.personal]
-    spec = world.model(client)
-    answer = frozen(method.work(after[-1]).answer(own, spec) if after else own, spec)
-    return f"client {client}", predictor(answer.spec, answer.params)
+    method = run.settings.method
+    spec = run.world.model(client)
+    schedule = run.settings.schedule(run.world.rounds, run.world)
+    personal_stages = [stage for stage in schedule if stage.name in method.personal]
+    answer = frozen(params, spec)
+    if personal_stages:
+        answer = frozen(method.work(personal_stages[-1]).answer(params, spec), spec)
+    return _Answer(f"client {client}", predictor(answer.spec, answer.params))
 
 
-def _remembered(run: _Trained, client: int) -> Payload:
-    """What a client remembers, where its memory is on this machine."""
-    version = run.versions.get(client)
+def _client_state(run: _StoredRun, client: int) -> Payload:
+    """A client's state, if it is on this machine; else an empty one."""
+    version = run.checkpoint.client_states.get(client)
     if version is None:
         return NOTHING
     remote = remote_engine(run.settings)
     if remote is None:
-        return StoredMemory(run.folder / "memory", run.versions).load(client)
+        return StoredMemory(run.folder / "memory", run.checkpoint.client_states).load(client)
     return remote.client_memory(run.folder, client, version)
 
 
-def _networks(predict: Callable[[Tensor], Tensor]) -> str:
-    """The networks that a predictor consists of, in words."""
-    each = (
-        [predict]
-        if isinstance(predict, Predictor)
-        else predict.each
-        if isinstance(predict, Joined)
-        else []
-    )
-    kinds = Counter(str(one.spec) for one in each)
-    return (
-        ", ".join(f"{count} x {kind}" if len(each) > 1 else kind for kind, count in kinds.items())
-        or "unknown"
-    )
+# ---- the description of a model ------------------------------------------------------------------
 
 
-def _counted(start: Mapping[str, Any]) -> dict[str, int]:
-    """How many examples clients had, and how many the test set, as far as the run knew."""
-    train = start["split"]["examples"] if "split" in start else 0
-    counted = {"train_examples": train, "test_examples": sum(start.get("test_counts", []))}
-    return {name: count for name, count in counted.items() if count}
-
-
-def _about(settings: Settings, state: State, finished: bool) -> dict[str, Any]:
+def _description(
+    run: _StoredRun, events: Sequence[journals.Event], answer: _Answer, inputs: StoredInputs
+) -> dict[str, Any]:
+    """The facts in ``TrainedModel.about``."""
+    settings = run.settings
+    start = events[0]
+    is_finished = (run.folder / "summary.json").is_file()
+    about: dict[str, Any] = {"model": answer.name, "network": _network_names(answer.predict)}
     named = settings.named
     tables = {"method": named.method, "partition": named.partition, "topology": named.topology}
-    names = {kind: without_folder(table.name) for kind, table in tables.items()}
-    fields = {f"{kind}_fields": json_value(dict(table.values)) for kind, table in tables.items()}
-    about = {
-        **names,
-        **fields,
+    about |= {kind: without_folder(table.name) for kind, table in tables.items()}
+    about |= {f"{kind}_fields": json_value(dict(table.values)) for kind, table in tables.items()}
+    # A state before the first stage of a round is that after the round before.
+    last_round = run.state.round
+    if not run.state.stage:
+        last_round -= 1
+    about |= {
         "dataset": without_folder(settings.data.name),
         "clients": settings.clients,
         "seed": settings.seed,
         "rounds": settings.rounds,
-        # A state before its first stage is that of the round before.
-        "round": state.round if state.stage else state.round - 1,
-        "finished": finished,
+        "round": last_round,
+        "finished": is_finished,
     }
-    if not finished:
-        about["stages"] = state.stage
-    return about
+    if not is_finished:
+        about["stages"] = run.state.stage
+    about |= _example_counts(start)
+    if STOP_REASON in events[-1]:
+        about["stopped_in_round"] = events[-1]["round"]
+    if inputs.standardise:
+        about["standardised"] = inputs.standardise
+    return about | {key: start[key] for key in journals.VERSIONS if key in start}
+
+
+def _network_names(predict: Predict) -> str:
+    """The networks that a predictor consists of, as text."""
+    members: Sequence[Any] = []
+    if isinstance(predict, Predictor):
+        members = [predict]
+    elif isinstance(predict, Joined):
+        members = predict.each
+    counts = Counter(str(member.spec) for member in members)
+    if len(members) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "unknown"
+
+
+def _example_counts(start: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of training and test examples, if the run knew them."""
+    train_count = start.get("split", {}).get("examples", 0)
+    counts = {"train_examples": train_count, "test_examples": sum(start.get("test_counts", []))}
+    return {name: count for name, count in counts.items() if count}
 
 
 def without_folder(name: str) -> str:
-    """A name as others may read it: of a file or folder of one's own, without where it lies.
+    """A name for others to read: the name of a user's file or folder without its place.
 
     >>> without_folder("/home/me/mine.py:FedMine"), without_folder("owner/name")
     ('mine.py:FedMine', 'owner/name')
     """
-    own = name.startswith(("/", "~", ".")) or ".py" in name
-    return name.rstrip("/").rpartition("/")[2] if own else name
-
-
-def _warn_of_changes(settings: Settings, start: Mapping[str, Any]) -> None:
-    """Warn of a file of the user's own code that is not the one that the run was started with."""
-    for path in RunIdentity.noted_in(start).changed_code(settings):
-        log.warning(
-            "%s has changed since the run began; the model may compute something else", path
-        )
+    is_path = name.startswith(("/", "~", ".")) or ".py" in name
+    if is_path:
+        return name.rstrip("/").rpartition("/")[2]
+    return name

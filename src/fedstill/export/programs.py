@@ -1,4 +1,7 @@
-"""A trained model as a program without fedstill: ``torch.export``, ONNX, or lines of Python."""
+"""A trained model as a program that does not need fedstill: ``torch.export``, ONNX or Python code.
+
+Every program is compared with the model before it is written.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +21,28 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from fedstill.core.errors import ConfigError, FedstillError, on_one_line
 from fedstill.core.files import ONNX, PROGRAM, make_folder, refuse_other_kind, write_over
-from fedstill.export.trained_model import OnlyCalled, TrainedModel
+from fedstill.export.trained_model import OnlyCallable, TrainedModel
 
-# A trained model as a program that needs no fedstill, of ``torch.export`` or ONNX; it is tried
-# before it is kept.
-
+# ---- torch.export and ONNX -----------------------------------------------------------------------
 
 TRIED = (1, 7)
-"""How many examples of noise an exported program is tried on, one batch after the other."""
+"""The sizes of the batches of noise on which an exported program is compared with the model."""
 
 NEAR = 1e-3
-"""How far the logits of an exported program may be from the model's, relative to the largest."""
+"""The largest allowed difference of logits between a program and the model, relative to the largest
+logit.
+"""
 
 
 def exported(network: nn.Module, example: Tensor) -> ExportedProgram:
-    """A network traced by ``torch.export`` with a batch of any size; raises ConfigError if it
-    cannot be traced.
+    """A network traced by ``torch.export``, for batches of any size.
+
+    Raises ConfigError if it cannot be traced.
     """
-    if any(isinstance(m, OnlyCalled) for m in network.modules()):
+    if any(isinstance(module, OnlyCallable) for module in network.modules()):
         raise ConfigError(
-            "this method's predictors() gives a function, whose weights nobody can see; to export "
-            "its model, "
-            "let it give a torch.nn.Module, or an object with as_module()"
+            "this method's predictors() returns a function without weights; to export the model, "
+            "return a torch.nn.Module or an object with as_module()"
         )
     try:
         with quiet():
@@ -51,31 +54,29 @@ def exported(network: nn.Module, example: Tensor) -> ExportedProgram:
 
 
 def write_program(model: TrainedModel, path: Path) -> float:
-    """Write a model as a program of ``torch.export``, which ``torch.export.load`` reads; how far
-    its logits are off.
+    """Write a model as a program of ``torch.export``, which ``torch.export.load`` reads.
 
-    Raises ConfigError over a file that is no such program.
+    Returns the largest difference of its logits, as ``furthest`` does. Raises ConfigError if
+    another kind of file is in the way.
     """
     refuse_other_kind(path, PROGRAM)
     program = exported(model, model.noise(2))
-    away = furthest(model, program.module())
+    difference = furthest(model, program.module())
     out = io.BytesIO()
     with quiet():
         torch.export.save(program, out)
     make_folder(path.absolute().parent)
     write_over(path, out.getvalue(), PROGRAM)
-    return away
+    return difference
 
 
 def write_onnx(model: TrainedModel, path: Path) -> float | None:
-    """Write a model as ONNX: ``images`` in, as the model takes them, ``logits`` out, a batch of any
-    size.
+    """Write a model as ONNX, for batches of any size. Its input is called ``images``, or ``values``
+    for other data; its output is called ``logits``.
 
-    What is no image goes in as ``values``.
-
-    The names of the classes, as JSON, and what was trained on what stand in its metadata. Gives how
-    far its logits are off in onnxruntime; None if that is not installed. Raises ConfigError without
-    onnx and onnxscript, and over a file that is no ONNX model.
+    The metadata contain the names of the classes, as JSON, and ``TrainedModel.about``. Returns the
+    largest difference of its logits in onnxruntime, or None if that is not installed. Raises
+    ConfigError without onnx and onnxscript, and if another kind of file is in the way.
     """
     refuse_other_kind(path, ONNX)
     try:
@@ -83,15 +84,15 @@ def write_onnx(model: TrainedModel, path: Path) -> float | None:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"ONNX needs packages that are not here: pip install 'fedstill[onnx]' ({error})"
+            f"ONNX needs more packages: pip install 'fedstill[onnx]' ({error})"
         ) from error
     program = exported(model, model.noise(2))
     try:
         with quiet():
-            made: Any = torch.onnx.export(
+            onnx_program: Any = torch.onnx.export(
                 program,
                 dynamo=True,
-                input_names=[_name_of(model)],
+                input_names=[_input_name(model)],
                 output_names=["logits"],
                 verbose=False,
             )
@@ -99,80 +100,87 @@ def write_onnx(model: TrainedModel, path: Path) -> float | None:
         raise ConfigError(
             f"torch.onnx cannot translate the network: {on_one_line(error)}"
         ) from error
-    data = _described(
-        made.model_proto, {"classes": model.classes, **_made_of(model), **model.about}
-    )
-    away = _in_onnxruntime(model, data)
+    metadata: dict[str, Any] = {"classes": model.classes}
+    if model.inputs.kind != "image":
+        metadata["inputs"] = model.made_of
+    data = _with_metadata(onnx_program.model_proto, {**metadata, **model.about})
+    difference = _difference_in_onnxruntime(model, data)
     make_folder(path.absolute().parent)
     write_over(path, data, ONNX)
-    return away
+    return difference
 
 
-def _described(proto: Any, facts: Mapping[str, Any]) -> bytes:
-    """An ONNX model's bytes, its first axis called ``batch``, with facts in its metadata."""
-    for name, value in facts.items():
+def _with_metadata(proto: Any, metadata: Mapping[str, Any]) -> bytes:
+    """The bytes of an ONNX model with metadata; its first axis is called ``batch``."""
+    for name, value in metadata.items():
+        text = value
+        if not isinstance(value, str):
+            text = json.dumps(value)
         entry = proto.metadata_props.add()
-        entry.key, entry.value = name, value if isinstance(value, str) else json.dumps(value)
+        entry.key = name
+        entry.value = text
     graph = proto.graph
     symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in (*graph.input, *graph.output, *graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
-            if symbol and dim.dim_param:  # a size that is fixed has none, and must not get one
+            # Fixed sizes have no name and must not get one.
+            if symbol and dim.dim_param:
                 dim.dim_param = dim.dim_param.replace(symbol, "batch")
     data: bytes = proto.SerializeToString()
     return data
 
 
 def furthest(model: TrainedModel, other: Any) -> float:
-    """How far the logits of another program are from the model's on noise, relative to the largest.
+    """The largest difference between the logits of another program and the model's on noise,
+    relative to the largest logit.
 
-    Raises FedstillError if they are too far: the program then computes something else.
+    Raises FedstillError if it is too large: the program then computes something else.
     """
-    away = 0.0
+    largest = 0.0
     for count in TRIED:
         noise = model.noise(count)
         with torch.no_grad():
-            ours, theirs = model(noise), torch.as_tensor(other(noise))
-        finite = ours.isfinite()
-        if theirs.shape != ours.shape or not torch.equal(finite, theirs.isfinite()):
+            expected = model(noise)
+            found = torch.as_tensor(other(noise))
+        finite = expected.isfinite()
+        if found.shape != expected.shape or not torch.equal(finite, found.isfinite()):
             raise FedstillError(
-                f"the exported program gives other logits on {count} {model.inputs.many} of noise; "
-                "it is not kept"
+                f"the exported program returns other logits for {count} {model.inputs.many} of "
+                "noise; it was not written"
             )
-        scale = max(1.0, float(ours[finite].abs().max()) if bool(finite.any()) else 1.0)
-        away = max([away, *((ours - theirs)[finite].abs() / scale).tolist()])
-    if away > NEAR:
+        scale = max([1.0, *expected[finite].abs().tolist()])
+        differences = (expected - found)[finite].abs() / scale
+        largest = max([largest, *differences.tolist()])
+    if largest > NEAR:
         raise FedstillError(
-            f"the exported program's logits are off by {away:.1e} of the largest; it is not kept"
+            f"the exported program's logits differ by {largest:.1e} of the largest; it was not "
+            "written"
         )
-    return away
+    return largest
 
 
-def _in_onnxruntime(model: TrainedModel, data: bytes) -> float | None:
+def _difference_in_onnxruntime(model: TrainedModel, data: bytes) -> float | None:
     try:
         import onnxruntime
     except ImportError:
         return None
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-    return furthest(
-        model, lambda noise: session.run(["logits"], {_name_of(model): noise.numpy()})[0]
-    )
+
+    def logits(noise: Tensor) -> Any:
+        return session.run(["logits"], {_input_name(model): noise.numpy()})[0]
+
+    return furthest(model, logits)
 
 
-def _name_of(model: TrainedModel) -> str:
-    return "images" if model.inputs.kind == "image" else "values"
-
-
-def _made_of(model: TrainedModel) -> dict[str, Any]:
-    """What an example is made of, where it is no image: for whoever makes examples without
-    fedstill.
-    """
-    return {} if model.inputs.kind == "image" else {"inputs": model.made_of}
+def _input_name(model: TrainedModel) -> str:
+    if model.inputs.kind == "image":
+        return "images"
+    return "values"
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch says to its own developers while it exports."""
+    """Suppress the messages and warnings that torch prints for its developers during an export."""
     loggers = [logging.getLogger(name) for name in ("torch", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     try:
@@ -186,53 +194,50 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-# A network as lines of Python that need torch alone: what ``torch.export`` traced, with the weights
-# by name.
-
+# ---- Python code ---------------------------------------------------------------------------------
 
 STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def as_code(network: nn.Module, example: Tensor) -> tuple[str, dict[str, Tensor]]:
-    """The lines of a function of ``weights`` and ``examples`` that gives ``(logits,)``, and its
-    weights by name.
+    """The body of a Python function of ``weights`` and ``examples`` that returns ``(logits,)``, and
+    its weights by name.
 
     example: two normalised examples (2, …). Raises ConfigError for a network that cannot be traced,
-    or whose trace is more than calls of torch's own functions.
+    or whose trace contains more than calls of torch's functions.
     """
     program = exported(network, example)
     tensors = {**program.state_dict, **program.constants}
     lines: list[str] = []
-    kept: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for spec in program.graph_signature.input_specs:
         argument: Any = spec.arg
         if spec.kind in STORED:
             name = str(spec.target)
-            kept[name] = tensors[name].detach().cpu().contiguous().clone()
+            weights[name] = tensors[name].detach().cpu().contiguous().clone()
             lines.append(f"{argument.name} = weights[{name!r}]")
         elif spec.kind is not InputKind.USER_INPUT:
-            raise _refused(f"it takes {spec.kind.name}")
+            raise _not_as_code(f"it takes {spec.kind.name}")
         elif argument.name != "examples":
             lines.append(f"{argument.name} = examples")
     if [spec.kind for spec in program.graph_signature.output_specs] != [OutputKind.USER_OUTPUT]:
-        raise _refused("it changes its own buffers, or gives more than logits")
-    return "\n".join(f"    {line}" for line in [*lines, *_calls(program)]), kept
+        raise _not_as_code("it changes its buffers, or returns more than logits")
+    lines += _calls(program)
+    return "\n".join(f"    {line}" for line in lines), weights
 
 
 def _calls(program: ExportedProgram) -> Iterator[str]:
-    """The traced calls, one a line, on the device of the examples; without those that only
-    check.
-    """
+    """The traced calls, one per line, on the device of the examples; assertions are left out."""
     code = program.graph_module.graph.python_code("self")
     _, _, body = code.src.partition("def forward(")
     for line in map(str.strip, body.splitlines()[1:]):
         if "self." in line:
-            raise _refused("it has parts that torch.export alone can run")
+            raise _not_as_code("it has parts that only torch.export can run")
         if line and "torch.ops.aten._assert" not in line:
             yield line.replace("device(type='cpu')", "examples.device")
 
 
-def _refused(why: str) -> ConfigError:
+def _not_as_code(reason: str) -> ConfigError:
     return ConfigError(
-        f"the network cannot be written down as plain code: {why}; export it as ONNX or with --pt2"
+        f"the network cannot be written as Python code: {reason}; export it as ONNX or with --pt2"
     )

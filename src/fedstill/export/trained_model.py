@@ -1,5 +1,5 @@
-"""A trained model as people use it: examples as they are go in, logits come out; the normalisation
-is inside.
+"""A trained model for use: it takes examples as the data have them, normalises them and returns
+logits.
 """
 
 from __future__ import annotations
@@ -23,130 +23,142 @@ from fedstill.models.ensemble import module_of
 from fedstill.models.functional import channels_last
 from fedstill.running.standardisation import NO_SPREAD
 
-# Rows and texts as people have them, as the tensor that a run's model takes: as the run made its
-# own.
+# ---- encoding rows and texts as the run encoded its data -----------------------------------------
+
+ROWS = "the rows"
+"""The place of an error, where files have their path."""
 
 
-GIVEN = "the rows"
+def encode(about: DatasetInfo, examples: Any, length: int) -> Tensor:
+    """Rows of a table as (n, features) float32, with NaN for missing values; texts as token ids
+    (n, length) int64.
 
-
-def as_taken(about: DatasetInfo, given: Any, length: int) -> Tensor:
-    """Rows of a table (n, features) float32, NaN where a value is missing; texts as ids (n, length)
-    int64.
-
-    given: of a table a data frame, {column: values}, or a list of dicts; of texts a list. Raises
-    ConfigError for other kinds, and where the run does not know how its examples were made;
-    DataError for values that it cannot take.
+    examples: a data frame, {column: values} or a list of dicts for a table; a list of texts. Raises
+    ConfigError for other kinds, and if the run does not know how its examples were encoded;
+    DataError for values that it cannot encode.
     """
     if about.kind == "table" and about.columns:
-        return _rows(about, given)
+        return _encode_rows(about, examples)
     if about.kind == "text" and about.tokenizer:
-        return _texts(about, given, length)
-    if about.kind in ("table", "text"):
-        made = "names of columns" if about.kind == "table" else "a tokenizer"
+        return _encode_texts(about, examples, length)
+    missing = {"table": "names of columns", "text": "a tokenizer"}
+    if about.kind in missing:
         raise ConfigError(
-            f"encode: the run's data were tensors without {made}; give the model such tensors"
+            f"encode: the run's data were tensors without {missing[about.kind]}; pass such tensors "
+            "to the model"
         )
     raise ConfigError(
-        f"encode is for tables and texts; the run's examples are {about.many}: give them as a "
+        f"encode is for tables and texts, and the run's examples are {about.many}: pass them as a "
         "tensor"
     )
 
 
-def _texts(about: DatasetInfo, given: Any, length: int) -> Tensor:
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        given = [given] if isinstance(given, str) else list(given)
-    ids = encoded(given, about.tokenizer, about.vocabulary, length)
+def _encode_texts(about: DatasetInfo, texts: Any, length: int) -> Tensor:
+    if isinstance(texts, str):
+        texts = [texts]
+    ids = encoded(list(texts), about.tokenizer, about.vocabulary, length)
     if ids.sha != about.tokenizer_sha:
         raise ConfigError(
-            f"encode: {about.tokenizer} is not the file that the run was trained with; put that "
-            "one back"
+            f"encode: {about.tokenizer} is not the file that the run was trained with; restore it"
         )
     return torch.from_numpy(ids.ids)
 
 
-def _rows(about: DatasetInfo, given: Any) -> Tensor:
-    columns = {name: _column(name, values) for name, values in _by_column(about, given).items()}
+def _encode_rows(about: DatasetInfo, table: Any) -> Tensor:
+    columns = {name: _column(name, values) for name, values in _by_column(about, table).items()}
     for name, known in about.categories:
-        _refuse_unknown(name, columns[name], known)
-    rows = table_rows(GIVEN, columns, about)
-    gaps = [name for name in about.columns if f"{name}{MISSING}" in about.features]
-    return torch.from_numpy(with_marks(rows, about, gaps) if gaps else rows)
+        _check_categories(name, columns[name], known)
+    rows = table_rows(ROWS, columns, about)
+    marked = [name for name in about.columns if f"{name}{MISSING}" in about.features]
+    if marked:
+        rows = with_marks(rows, about, marked)
+    return torch.from_numpy(rows)
 
 
-def _refuse_unknown(name: str, column: pa.ChunkedArray, known: Sequence[str]) -> None:
-    """Raise DataError for a name that the run had no input for."""
+def _check_categories(name: str, column: pa.ChunkedArray, known: Sequence[str]) -> None:
+    """Raise DataError for a category without an input."""
     for row, value in enumerate(column.to_pylist()):
         if value is not None and category_name(value) not in known:
             raise DataError(
-                f"{GIVEN}: row {row} has {category_name(value)[:60]!r} in column {name!r}, and the "
-                "run knew "
-                f"{', '.join(known)[:200]}; give one of these, or None, which counts as missing; "
-                "to have it known, "
-                "train a run whose data have it, or whose data.categorical names it"
+                f"{ROWS}: row {row} has {category_name(value)[:60]!r} in column {name!r}, and the "
+                f"run knows {', '.join(known)[:200]}; use one of these or None (missing), or train "
+                "a run with data that contain it or with data.categorical"
             )
 
 
-def _by_column(about: DatasetInfo, given: Any) -> dict[str, Any]:
-    """The values of each column of a run's table, by name; others are left out. A dict of single
-    values is one row.
+def _by_column(about: DatasetInfo, table: Any) -> dict[str, Any]:
+    """The values of the run's columns by name, without other columns.
+
+    A dict of single values is one row.
     """
-    if isinstance(given, Mapping) and not any(_several(values) for values in given.values()):
-        given = [given]
-    if isinstance(given, Mapping) or hasattr(given, "columns"):
-        has = list(given) if isinstance(given, Mapping) else [str(name) for name in given.columns]
-        if lacking := [name for name in about.columns if name not in has]:
-            raise DataError(
-                f"{GIVEN} lack column {lacking[0]!r}; the run's columns: {', '.join(about.columns)}"
-            )
-        return {name: given[name] for name in about.columns}
-    rows = list(given)
-    for at, row in enumerate(rows):
+    if isinstance(table, Mapping):
+        if any(_is_list(values) for values in table.values()):
+            return _columns_of(about, table, list(table))
+        return _columns_of_rows(about, [table])
+    if hasattr(table, "columns"):
+        return _columns_of(about, table, [str(name) for name in table.columns])
+    return _columns_of_rows(about, list(table))
+
+
+def _columns_of(about: DatasetInfo, table: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The columns of a data frame or a dict."""
+    missing = [name for name in about.columns if name not in names]
+    if missing:
+        raise DataError(
+            f"{ROWS} lack column {missing[0]!r}; the run's columns: {', '.join(about.columns)}"
+        )
+    return {name: table[name] for name in about.columns}
+
+
+def _columns_of_rows(about: DatasetInfo, rows: Sequence[Any]) -> dict[str, Any]:
+    """The columns of a list of dicts."""
+    for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise DataError(
-                f"row {at} is {of_kind(row)}, not a dict; give a data frame, or a list of dicts"
+                f"row {index} is {of_kind(row)}, not a dict; pass a data frame or a list of dicts"
             )
-        if lacking := [name for name in about.columns if name not in row]:
-            raise DataError(f"row {at} lacks {lacking[0]!r}; write None where a value is not known")
+        missing = [name for name in about.columns if name not in row]
+        if missing:
+            raise DataError(f"row {index} lacks {missing[0]!r}; use None for an unknown value")
     return {name: [row[name] for row in rows] for name in about.columns}
 
 
-def _several(values: Any) -> bool:
+def _is_list(values: Any) -> bool:
     return isinstance(values, Iterable) and not isinstance(values, (str, bytes))
 
 
 def _column(name: str, values: Any) -> pa.ChunkedArray:
-    if not _several(values):
+    if not _is_list(values):
         raise DataError(
-            f"{GIVEN}: column {name!r} is {of_kind(values)}, not a list of values, as others are"
+            f"{ROWS}: column {name!r} is {of_kind(values)}, and other columns are lists of values"
         )
     try:
         return pa.chunked_array([pa.array(list(values), from_pandas=True)])
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(
-            f"{GIVEN}: column {name!r} is not of one type: {on_one_line(error)}; correct it"
+            f"{ROWS}: column {name!r} has values of several types: {on_one_line(error)}; correct it"
         ) from error
 
 
-SLACK = 0.5
-"""How far beyond 0 and 1 floats may be: enlarging a picture overshoots a little, other scales are
-far off.
-"""
+# ---- the model -----------------------------------------------------------------------------------
+
+RANGE_TOLERANCE = 0.5
+"""How far float images may exceed 0 and 1: resizing overshoots a little, other scales by far."""
 
 
 class TrainedModel(nn.Module):
-    """A network with its normalisation inside, in evaluation mode. Gives logits (N, C).
+    """A network with its normalisation, in evaluation mode; it returns logits (N, C).
 
-    Of images (N, channels, height, width), uint8 from 0 to 255 as a data set holds them, or floats
-    from 0 to 1, the same divided by 255. A run whose images are floats takes those as they are. Of
-    a table, vectors or series: numbers as the data have them, (N, features) in the order of
-    ``inputs.features``, names as columns of 0 and 1; they are standardised inside, and NaN, a value
-    that is missing, becomes the mean. Of texts: token ids (N, length). ``encode`` makes these of
-    rows and texts.
-    ``classes``: the names of the C classes; ``input_shape``: of one example; ``network``: the
-    network alone, for what is normalised already; ``mean``, ``std``: buffers, a number a channel or
-    column; ``inputs``: what an example is made of; ``about``: what was trained on what (method,
-    data, seed, round, versions). Raises ConfigError for examples of another shape, type or scale.
+    Images are (N, channels, height, width), uint8 from 0 to 255 or floats from 0 to 1. A model of a
+    run with float images takes these as they are. Tables, vectors and series are numbers as the
+    data have them, (N, features) in the order of ``inputs.features``, with categories as columns of
+    0 and 1. The model standardises them, and NaN (a missing value) becomes the mean. Texts are
+    token ids (N, length). ``encode`` makes such tensors from rows and texts.
+
+    ``classes``: the names of the C classes. ``input_shape``: of one example. ``network``: the
+    network alone, for normalised examples. ``mean``, ``std``: buffers, one number for each channel
+    or column. ``inputs``: the meaning of an example. ``about``: the training (method, data, seed,
+    round, versions). Raises ConfigError for examples of another shape, type or range.
     """
 
     def __init__(
@@ -167,73 +179,77 @@ class TrainedModel(nn.Module):
         self.about = dict(about)
         self.pixels = pixels
         self.inputs = inputs
-        image = inputs.kind == "image"
-        side = (-1, *[1] * (len(input_shape) - 1))
         self.mean: Tensor
         self.std: Tensor
-        for name, values in (("mean", mean), ("std", std)):
-            as_run = torch.tensor(tuple(values), dtype=torch.float32 if image else torch.float64)
-            self.register_buffer(name, as_run.view(side) if len(values) else as_run)
+        self.register_buffer("mean", self._scaling(mean))
+        self.register_buffer("std", self._scaling(std))
         self.eval()
+
+    def _scaling(self, values: Sequence[float]) -> Tensor:
+        """A number for each channel or column, in the precision in which the run computed."""
+        dtype = torch.float64
+        if self.inputs.kind == "image":
+            dtype = torch.float32
+        scaling = torch.tensor(tuple(values), dtype=dtype)
+        if not len(values):
+            return scaling
+        return scaling.view(-1, *[1] * (len(self.input_shape) - 1))
 
     @property
     def made_of(self) -> dict[str, Any]:
-        """What an example is made of, without what is not so: kind, features, columns, names,
-        tokenizer, ids.
+        """The meaning of an example, as far as it is known: kind, features, columns, categories,
+        tokenizer.
         """
         fields = self.inputs.to_json()
         known = {name: fields[name] for name in ("kind", *INPUT_FIELDS) if fields[name]}
-        return (
-            {**known, "tokenizer": Path(self.inputs.tokenizer).name}
-            if self.inputs.tokenizer
-            else known
-        )
+        if self.inputs.tokenizer:
+            known["tokenizer"] = Path(self.inputs.tokenizer).name
+        return known
 
     def forward(self, examples: Tensor) -> Tensor:
-        """Logits (N, C) of examples, a tensor or an array of NumPy's."""
+        """Logits (N, C) of examples, a tensor or a NumPy array."""
         if not torch.compiler.is_compiling():
             examples = self._as_tensor(examples)
             self._check(examples)
         return self.network(channels_last(self.normalised(examples)))  # type: ignore[no-any-return]
 
     @process_settings()
-    def encode(self, given: Any) -> Tensor:
-        """Examples as the model takes them: of a data frame or a list of dicts (a table), or of a
-        list of texts.
+    def encode(self, examples: Any) -> Tensor:
+        """Inputs of the model from a data frame, a list of dicts, or a list of texts.
 
-        A table has the run's columns, others are left out, and its names become columns of 0 and 1
-        as in the run; texts become token ids as in the run. Raises ConfigError for other kinds, or
-        where the run's data were tensors; DataError for a column that lacks, or a value that the
-        run did not know.
+        A table must have the run's columns; others are ignored. Categories become columns of 0 and
+        1, and texts become token ids, as in the run. Raises ConfigError for other kinds, and if the
+        run's data were tensors; DataError for a missing column or an unknown category.
         """
-        return as_taken(self.inputs, given, self.input_shape[-1])
+        return encode(self.inputs, examples, self.input_shape[-1])
 
     def normalised(self, examples: Tensor) -> Tensor:
-        """Examples as the network takes them."""
+        """Examples as inputs of the network."""
         if self.inputs.kind != "image":
             return self._standardised(examples)
         if self.pixels != "uint8":
             return examples
-        scaled = examples.to(torch.float32)
-        return ((scaled / 255 if examples.dtype == torch.uint8 else scaled) - self.mean) / self.std
+        pixels = examples.to(torch.float32)
+        if examples.dtype == torch.uint8:
+            pixels = pixels / 255
+        return (pixels - self.mean) / self.std
 
     @process_settings()
     def noise(self, count: int) -> Tensor:
-        """Examples (count, …) of noise, the same each time: to try a model on."""
-        draw = torch.Generator().manual_seed(0)
+        """Examples (count, …) of noise, the same ones each time, to test a model."""
+        generator = torch.Generator().manual_seed(0)
         shape = (count, *self.input_shape)
         if self.inputs.vocabulary:
-            return torch.randint(1, self.inputs.vocabulary, shape, generator=draw)
+            return torch.randint(1, self.inputs.vocabulary, shape, generator=generator)
         if self.pixels == "uint8":
-            return torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8)
-        noise = torch.randn(shape, generator=draw)
-        plain = self.inputs.kind == "image" or not len(self.mean)
-        if plain:
+            return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        noise = torch.randn(shape, generator=generator)
+        if self.inputs.kind == "image" or not len(self.mean):
             return noise
-        spread = self.std.cpu()
-        return (noise * spread.masked_fill(spread >= NO_SPREAD, 0.0) + self.mean.cpu()).to(
-            torch.float32
-        )
+        std = self.std.cpu()
+        # A column without any spread is constant.
+        std = std.masked_fill(std >= NO_SPREAD, 0.0)
+        return (noise * std + self.mean.cpu()).to(torch.float32)
 
     def _standardised(self, examples: Tensor) -> Tensor:
         if not examples.is_floating_point():
@@ -247,65 +263,68 @@ class TrainedModel(nn.Module):
         if isinstance(examples, Tensor):
             return examples.to(self.mean.device)
         if isinstance(examples, np.ndarray):
-            with contextlib.suppress(TypeError):  # of texts or objects
+            # Arrays of texts or objects cannot be converted.
+            with contextlib.suppress(TypeError):
                 return torch.from_numpy(np.array(examples)).to(self.mean.device)
-        rows = (
-            "; encode makes one of rows and texts" if self.inputs.kind in ("table", "text") else ""
-        )
-        kind = (
-            f"an array of {examples.dtype}"
-            if isinstance(examples, np.ndarray)
-            else of_kind(examples)
-        )
+        kind = of_kind(examples)
+        if isinstance(examples, np.ndarray):
+            kind = f"an array of {examples.dtype}"
+        hint = ""
+        if self.inputs.kind in ("table", "text"):
+            hint = "; encode converts rows and texts"
         raise ConfigError(
-            f"{self.inputs.many} are {kind}; give a tensor, or an array of numbers{rows}"
+            f"{self.inputs.many} are {kind}; pass a tensor or an array of numbers{hint}"
         )
 
     def _check(self, examples: Tensor) -> None:
+        """Raise ConfigError for examples of another shape, type or range."""
         many = self.inputs.many
         if tuple(examples.shape[1:]) != self.input_shape:
             shape = ", ".join(map(str, self.input_shape))
-            one = "image" if many == "images" else "example"
+            noun = "example"
+            if many == "images":
+                noun = "image"
             raise ConfigError(
-                f"{many} must be (N, {shape}), not {tuple(examples.shape)}; of one {one}, give "
-                f"{one}[None]"
+                f"{many} must be (N, {shape}), not {tuple(examples.shape)}; for a single {noun}, "
+                f"pass {noun}[None]"
             )
-        whole, kind = examples.dtype == torch.uint8, examples.dtype
         if self.inputs.vocabulary:
-            if examples.is_floating_point() or examples.dtype == torch.bool:
-                raise ConfigError(
-                    f"texts are {kind}; give token ids, whole numbers, as encode(texts) makes them"
-                )
-            self._check_range(examples)
-            return
-        if not (examples.is_floating_point() or (whole and self.pixels == "uint8")):
-            wanted = (
-                "uint8, or floats from 0 to 1"
-                if self.pixels == "uint8"
-                else "floats, as in the run's data"
-            )
-            raise ConfigError(f"{many} are {kind}; give {wanted}")
-        if self.pixels == "uint8" and not whole and examples.numel():
-            low, high = (float(end) for end in examples.detach().aminmax())
-            if not -SLACK <= low <= high <= 1 + SLACK:
-                raise ConfigError(
-                    f"float images must be from 0 to 1, and these are from {low:.3g} to "
-                    f"{high:.3g}; "
-                    "give pixels as they are, uint8, or divided by 255: the model normalises them "
-                    "itself"
-                )
+            self._check_token_ids(examples)
+        elif self.pixels == "uint8":
+            self._check_pixels(examples)
+        elif not examples.is_floating_point():
+            raise ConfigError(f"{many} are {examples.dtype}; pass floats, as in the run's data")
 
-    def _check_range(self, ids: Tensor) -> None:
+    def _check_token_ids(self, ids: Tensor) -> None:
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ConfigError(
+                f"texts are {ids.dtype}; pass token ids, whole numbers, as encode(texts) returns "
+                "them"
+            )
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.inputs.vocabulary:
             raise ConfigError(
-                f"token ids must be from 0 to {self.inputs.vocabulary - 1}, 0 for padding"
+                f"token ids must be from 0 to {self.inputs.vocabulary - 1}; 0 is padding"
+            )
+
+    def _check_pixels(self, images: Tensor) -> None:
+        if images.dtype == torch.uint8:
+            return
+        if not images.is_floating_point():
+            raise ConfigError(
+                f"{self.inputs.many} are {images.dtype}; pass uint8, or floats from 0 to 1"
+            )
+        if not images.numel():
+            return
+        low, high = (float(end) for end in images.detach().aminmax())
+        if not -RANGE_TOLERANCE <= low <= high <= 1 + RANGE_TOLERANCE:
+            raise ConfigError(
+                f"float images must be from 0 to 1, and these are from {low:.3g} to {high:.3g}; "
+                "pass pixels as uint8 or divided by 255: the model normalises them"
             )
 
 
-class OnlyCalled(nn.Module):
-    """A predictor of a method that gives a function and no module: it can be called, not
-    exported.
-    """
+class OnlyCallable(nn.Module):
+    """A predictor that is a function: it can be called but not exported."""
 
     def __init__(self, predict: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -317,8 +336,8 @@ class OnlyCalled(nn.Module):
 
 
 def network_of(predict: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A predictor as a module: with its weights if it shows them, else one that can only be
-    called.
-    """
-    made = module_of(predict)
-    return OnlyCalled(predict) if made is None else made
+    """A predictor as a module with its weights, or as one that can only be called."""
+    module = module_of(predict)
+    if module is None:
+        return OnlyCallable(predict)
+    return module

@@ -1,4 +1,4 @@
-"""A folder to share: weights, the network, a model card, and a script that needs only torch."""
+"""A folder to share: weights, a model card, and a script that needs only torch and safetensors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, FedstillError, UnknownName, on_one_line
@@ -26,9 +27,7 @@ from fedstill.models.functional import channels_last
 from fedstill.models.network import of_the_batch
 from fedstill.running.journal import Event, read_journal
 
-# A model card: what was trained on what, how good it is at each class and what it has forgotten,
-# and how to use it.
-
+# ---- the model card ------------------------------------------------------------------------------
 
 USE = """```python
 import sys
@@ -47,21 +46,23 @@ TASKS = {
     "vector": "tabular-classification",
     "text": "text-classification",
 }
-"""What the Hugging Face hub calls the task, by the kind of the examples."""
+"""The name of the task on the Hugging Face hub, by kind of examples."""
 
 FILES = {
     "model.safetensors": "the weights",
-    "config.json": "classes, what goes in, normalisation, and what was trained on what",
-    "model.py": "loads them with torch and safetensors alone; `python model.py` checks what a "
-    "machine computes",
-    "check.safetensors": "examples of noise and their logits, for that check",
+    "config.json": "classes, inputs, normalisation, and the training",
+    "model.py": "loads the model with torch and safetensors only; `python model.py` checks its "
+    "results on a machine",
+    "check.safetensors": "examples of noise and their logits, for this check",
 }
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run measured of a model on its test set, last: ``class_accuracy`` (C,), and (rounds,
-    C) of all rounds.
+    """The last evaluation of a model on the run's test set.
+
+    ``class_accuracy``: (C,), None for a class without test examples. ``history``: the class
+    accuracies of all evaluated rounds, (rounds, C).
     """
 
     round: int
@@ -71,47 +72,70 @@ class Measured:
 
 
 def measured_of(events: Sequence[Event], about: Mapping[str, Any]) -> Measured | None:
-    """What a journal says of a model on the test set, by class; None if it was not measured."""
-    name, stages = about["model"], about.get("own_after", ())
-    each = {
-        e["round"]: of for e in events if e["event"] == "round" if (of := _of(e, name)) is not None
-    }
-    if not each and name.startswith("client "):
-        own = [
-            e
-            for e in events
-            if e["event"] == "client" and f"client {e['client']}" == name and e["name"] in stages
-        ]
-        totals = events[0].get("test_counts", ())
-        each = {
-            e["round"]: _counted(e["correct_by_class"], totals)
-            for e in own
-            if "correct_by_class" in e and any(totals)
-        }
-    if not each:
+    """The last evaluation of a model in a journal; None if it was not evaluated by class.
+
+    about: ``TrainedModel.about``.
+    """
+    name = about["model"]
+    numbers: dict[int, Mapping[str, Any]] = {}
+    for event in events:
+        if event["event"] == "round":
+            found = _numbers_of(event, name)
+            if found.get("accuracy") is not None:
+                numbers[event["round"]] = found
+    if not numbers and name.startswith("client "):
+        numbers = _numbers_of_client(events, name, about.get("own_after", ()))
+    if not numbers:
         return None
-    round, last = list(each.items())[-1]  # of several stages in a round, the last
+    last_round, last = list(numbers.items())[-1]
     return Measured(
-        round,
-        last["accuracy"],
-        last["class_accuracy"],
-        [of["class_accuracy"] for of in each.values()],
+        round=last_round,
+        accuracy=last["accuracy"],
+        class_accuracy=last["class_accuracy"],
+        history=[of_round["class_accuracy"] for of_round in numbers.values()],
     )
 
 
-def _of(event: Event, name: str) -> Mapping[str, Any] | None:
-    of = event.get("others", {}).get(name) or ({} if of_some_clients(name) else event)
-    return of if of.get("accuracy") is not None else None
+def _numbers_of(event: Event, name: str) -> Mapping[str, Any]:
+    """A model's numbers in a round: under its name, or those of the round if it is for all."""
+    named: Mapping[str, Any] | None = event.get("others", {}).get(name)
+    if named:
+        return named
+    if of_some_clients(name):
+        return {}
+    return event
 
 
-def _counted(right: Sequence[int], totals: Sequence[int]) -> dict[str, Any]:
-    by_class = [r / t if t else None for r, t in zip(right, totals, strict=True)]
-    return {"accuracy": sum(right) / sum(totals), "class_accuracy": by_class}
+def _numbers_of_client(
+    events: Sequence[Event], name: str, stages: Sequence[str]
+) -> dict[int, Mapping[str, Any]]:
+    """The numbers of a client's model by round, as the client sent them; the last of ``stages`` in
+    a round counts.
+    """
+    totals = events[0].get("test_counts", ())
+    numbers: dict[int, Mapping[str, Any]] = {}
+    for event in events:
+        is_client = event["event"] == "client" and f"client {event['client']}" == name
+        if is_client and event["name"] in stages and "correct_by_class" in event and any(totals):
+            numbers[event["round"]] = _accuracies(event["correct_by_class"], totals)
+    return numbers
+
+
+def _accuracies(correct: Sequence[int], totals: Sequence[int]) -> dict[str, Any]:
+    by_class = [_share(count, total) for count, total in zip(correct, totals, strict=True)]
+    return {"accuracy": sum(correct) / sum(totals), "class_accuracy": by_class}
+
+
+def _share(count: int, total: int) -> float | None:
+    if not total:
+        return None
+    return count / total
 
 
 def model_card(model: TrainedModel, measured: Measured | None) -> str:
-    """The text of README.md, with the head that the Hugging Face hub reads; the licence is for the
-    user to state.
+    """The text of README.md, with the head that the Hugging Face hub reads.
+
+    The licence is left to the user.
     """
     about = model.about
     head = "\n".join(
@@ -120,47 +144,49 @@ def model_card(model: TrainedModel, measured: Measured | None) -> str:
             "library_name: pytorch",
             f"pipeline_tag: {TASKS.get(model.inputs.kind, 'other')}",
             f"tags: [federated-learning, fedstill, {about['method'].partition('.py')[0]}]",
-            "# license: write here, and below, under which licence you share this model",
+            "# license: state here and below the licence of this model",
             "---",
         ]
     )
     parts = [
         head,
         f"# {about['method']} on {about['dataset']}, seed {about['seed']}",
-        f"A classifier of {model.inputs.many}, with {len(model.classes)} classes, trained by "
-        "federated learning with "
-        f"fedstill, over {about['clients']} clients whose data differ.",
-        _table(["", ""], [*_facts(model).items()]),
+        f"A classifier of {model.inputs.many} with {len(model.classes)} classes, trained by "
+        f"federated learning with fedstill over {about['clients']} clients with different data.",
+        _table(["", ""], list(_facts(model).items())),
         "## Accuracy and forgetting",
         *_results(model, measured),
         "## Use",
-        USE.format(many=_word(model), inputs=_inputs(model)),
+        USE.format(many=model.inputs.many_or_examples, inputs=_inputs(model)),
         *_limits(model),
         "## Licence",
-        "Not stated yet. Whoever shares this model states it here, after checking what the data "
+        "Not stated yet. State it here before you share the model, after checking what the data "
         "allow.",
         "## Files",
-        _table(["file", "what it is"], [(f"`{name}`", what) for name, what in FILES.items()]),
+        _table(["file", "contents"], [(f"`{name}`", text) for name, text in FILES.items()]),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _facts(model: TrainedModel) -> dict[str, str]:
     about = model.about
-    numbers = sum(p.numel() for p in model.network.parameters())
+    parameter_count = sum(weights.numel() for weights in model.network.parameters())
     names = {"global": "the global model", "ensemble": "the ensemble of all clients' models"}
-    name = names.get(about["model"], f"the own model of {about['model']}")
-    status = "" if about["finished"] else ", unfinished"
+    name = names.get(about["model"], f"the model of {about['model']}")
+    status = ""
+    if not about["finished"]:
+        status = ", unfinished"
     data = about["dataset"] + _count(
         about, "train_examples", f"training {model.inputs.many_or_examples}"
     )
-    versions = [f"{k} {about[k]}" for k in ("fedstill", "torch", "numpy", "python") if k in about]
+    packages = [name for name in ("fedstill", "torch", "numpy", "python") if name in about]
+    versions = [f"{name} {about[name]}" for name in packages]
     rounds = f"{about['rounds']} rounds"
     if "stopped_in_round" in about:
         rounds = f"stopped early, in round {about['stopped_in_round']} of {about['rounds']}"
     return {
         "what": f"{name}, after round {about['round']} of {about['rounds']}{status}",
-        "network": f"{about['network']}; {numbers:,} parameters",
+        "network": f"{about['network']}; {parameter_count:,} parameters",
         "input": _inputs(model),
         "output": f"logits (N, {len(model.classes)})",
         "method": f"{_with_fields(about, 'method')}{_summary(about['method'])}",
@@ -172,12 +198,10 @@ def _facts(model: TrainedModel) -> dict[str, str]:
     }
 
 
-def _count(about: Mapping[str, Any], key: str, what: str) -> str:
-    return f", {about[key]:,} {what}" if key in about else ""
-
-
-def _word(model: TrainedModel) -> str:
-    return model.inputs.many_or_examples
+def _count(about: Mapping[str, Any], key: str, noun: str) -> str:
+    if key not in about:
+        return ""
+    return f", {about[key]:,} {noun}"
 
 
 def _inputs(model: TrainedModel) -> str:
@@ -190,11 +214,11 @@ def _inputs(model: TrainedModel) -> str:
     if model.inputs.kind != "image":
         scaling = ""
         if len(model.mean):
-            scaling = "; they are standardised inside, and NaN (missing) is the mean"
+            scaling = "; the model standardises them, and NaN (missing) becomes the mean"
         return f"{shape}, {model.inputs.many}, numbers as in the run's data{scaling}"
     if model.pixels != "uint8":
         return f"{shape}, floats as in the run's data"
-    return f"{shape}, uint8 from 0 to 255 or floats from 0 to 1; they are normalised inside"
+    return f"{shape}, uint8 from 0 to 255 or floats from 0 to 1; the model normalises them"
 
 
 def _with_fields(about: Mapping[str, Any], kind: str) -> str:
@@ -206,7 +230,7 @@ def _with_fields(about: Mapping[str, Any], kind: str) -> str:
 
 
 def _summary(method: str) -> str:
-    """What the library says of a method; nothing of a user's own."""
+    """The summary of a method of the library; empty for a user's method."""
     if ".py" in method:
         return ""
     try:
@@ -220,19 +244,20 @@ def _results(model: TrainedModel, measured: Measured | None) -> list[str]:
         return ["The run did not measure this model by class on its test set."]
     accuracy = _percent(measured.accuracy)
     if len(measured.history) == 1:
-        shares = map(_percent, measured.class_accuracy)
+        shares = [_percent(share) for share in measured.class_accuracy]
         return [
             f"On the run's test set, after its only round: accuracy {accuracy}.",
             _table(["class", "accuracy"], list(zip(model.classes, shares, strict=True))),
         ]
 
-    # None, an accuracy that is not known, becomes NaN.
+    # Unknown accuracies, None, become NaN.
     history = np.array(measured.history, dtype=float)
     forgotten = forgetting_by_class(history)
     rows = []
     classes = zip(model.classes, measured.class_accuracy, forgotten.tolist(), strict=True)
     for name, share, lost in classes:
-        rows.append((name, _percent(share), _percent(lost + (share or 0)), _percent(lost)))
+        best_earlier = lost + (share or 0)
+        rows.append((name, _percent(share), _percent(best_earlier), _percent(lost)))
     mean = None
     if not np.isnan(forgotten).all():
         mean = float(np.nanmean(forgotten))
@@ -249,47 +274,76 @@ def _results(model: TrainedModel, measured: Measured | None) -> list[str]:
 
 
 def _limits(model: TrainedModel) -> list[str]:
-    lines = ["It knows these classes only: whatever goes in, the answer is one of them."]
+    limits = ["The model predicts one of these classes for any input."]
     if of_the_batch(model.network):
-        lines.append(
-            "Its normalisation uses the statistics of the batch; the accuracy above is for batches "
-            "of 100."
+        limits.append(
+            "The network normalises with the statistics of a batch; the accuracy above is for "
+            "batches of 100."
         )
-    return ["## Limits", *lines]
+    return ["## Limits", *limits]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in lines
-    )
+    lines = []
+    for row in (head, ["---"] * len(head), *rows):
+        cells = " | ".join(cell.replace("|", "\\|") for cell in row)
+        lines.append(f"| {cells} |")
+    return "\n".join(lines)
 
 
 def _percent(share: float | None) -> str:
-    return "–" if share is None or np.isnan(share) else f"{100 * share:.1f} %"
+    if share is None or np.isnan(share):
+        return "–"
+    return f"{100 * share:.1f} %"
 
 
-# A folder to share: weights, what they are of, a model card, and a script that needs torch and
-# safetensors alone.
+# ---- the folder ----------------------------------------------------------------------------------
 
-
-LINES = "    raise NotImplementedError  # an export has the network's own lines here"
+_NETWORK_LINE = "    raise NotImplementedError  # an export has the network's own lines here"
+"""The line of ``standalone.py`` that the network's code replaces."""
 
 
 def write_folder(model: TrainedModel, run: Path, place: Path) -> float:
-    """Write a model to a new folder that can be uploaded as it is; how far its script's logits are
-    off.
+    """Write a model to a new folder that can be uploaded; returns the largest difference of the
+    logits of its script, as ``furthest`` does.
 
-    run: the run's directory, for what it measured. Raises ConfigError for a folder that holds
-    something, or a network that cannot be written down.
+    run: the run's directory, for its evaluations. Raises ConfigError for a folder that is not
+    empty, and for a network that cannot be written as code.
     """
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise ConfigError(f"{place} is there already; name a new folder")
-    lines, weights = as_code(model.network, channels_last(model.normalised(model.noise(2))))
-    noise = model.noise(4)
-    with torch.no_grad():
-        check = {"examples": noise, "logits": model(noise).contiguous()}
-    config = {
+        raise ConfigError(f"{place} exists already; name a new folder")
+    code, weights = as_code(model.network, channels_last(model.normalised(model.noise(2))))
+    files = {
+        "README.md": model_card(model, _measured_before(run, model)).encode(),
+        "config.json": json.dumps(_config(model), indent=2, ensure_ascii=False).encode(),
+        "model.safetensors": safetensors.torch.save(weights, {"format": "pt"}),
+        "check.safetensors": safetensors.torch.save(_check_examples(model)),
+        "model.py": _script(code).encode(),
+    }
+    parent = place.absolute().parent
+    make_folder(parent)
+    # The folder appears only when it is complete and has been checked.
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=parent) as temporary:
+        folder = Path(temporary) / "made"
+        make_folder(folder)
+        for name, data in files.items():
+            write_whole(folder / name, data)
+        difference = furthest(model, _load_script(folder, model))
+        folder.replace(place)
+    return difference
+
+
+def _measured_before(run: Path, model: TrainedModel) -> Measured | None:
+    """The evaluation of a model, which may be that of an earlier round than the last one."""
+    events = read_journal(run / "journal.jsonl")
+    last_round = model.about["round"]
+    earlier = [event for event in events if event.get("round", 0) <= last_round]
+    return measured_of(earlier, model.about)
+
+
+def _config(model: TrainedModel) -> dict[str, Any]:
+    """The contents of config.json."""
+    return {
         "classes": model.classes,
         "input_shape": model.input_shape,
         "pixels": model.pixels,
@@ -298,48 +352,36 @@ def write_folder(model: TrainedModel, run: Path, place: Path) -> float:
         "inputs": model.made_of,
         "trained": model.about,
     }
-    events = read_journal(run / "journal.jsonl")
-    # The model may be that of an earlier round than the last one.
-    earlier = [event for event in events if event.get("round", 0) <= model.about["round"]]
-    measured = measured_of(earlier, model.about)
-    files = {
-        "README.md": model_card(model, measured).encode(),
-        "config.json": json.dumps(config, indent=2, ensure_ascii=False).encode(),
-        "model.safetensors": safetensors.torch.save(weights, {"format": "pt"}),
-        "check.safetensors": safetensors.torch.save(check),
-        "model.py": _script(lines).encode(),
-    }
-    make_folder(place.absolute().parent)
-    with tempfile.TemporaryDirectory(
-        prefix=f".{place.name}.", dir=place.absolute().parent
-    ) as aside:
-        made = Path(aside) / "made"
-        make_folder(made)
-        for name, data in files.items():
-            write_whole(made / name, data)
-        away = furthest(model, _loaded(made, noise))
-        made.replace(place)
-    return away
 
 
-def _script(lines: str) -> str:
+def _check_examples(model: TrainedModel) -> dict[str, Tensor]:
+    """Examples of noise and their logits."""
+    noise = model.noise(4)
+    with torch.no_grad():
+        logits = model(noise).contiguous()
+    return {"examples": noise, "logits": logits}
+
+
+def _script(code: str) -> str:
+    """The text of model.py."""
     text = Path(standalone.__file__).read_text(encoding="utf-8")
-    assert LINES in text
-    return text.replace(LINES, lines)
+    assert _NETWORK_LINE in text
+    return text.replace(_NETWORK_LINE, code)
 
 
-def _loaded(folder: Path, like: torch.Tensor) -> Any:
-    """What the folder's own script loads. Not imported: that would leave its bytecode there."""
+def _load_script(folder: Path, model: TrainedModel) -> Any:
+    """The model as the folder's script loads it. An import would leave bytecode in the folder."""
     try:
-        space = runpy.run_path(str(folder / "model.py"), run_name="model")
-        model = space["Classifier"].load(folder)
+        names = runpy.run_path(str(folder / "model.py"), run_name="model")
+        classifier = names["Classifier"].load(folder)
+        example = torch.zeros(1, *model.input_shape, dtype=model.noise(1).dtype)
         with torch.no_grad():
-            model(torch.zeros(1, *model.input_shape, dtype=like.dtype))
-        return model
+            classifier(example)
+        return classifier
     except FedstillError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"the network cannot be written down as plain code: {on_one_line(error)}; export it as "
+            f"the network cannot be written as Python code: {on_one_line(error)}; export it as "
             "ONNX or with --pt2"
         ) from error
