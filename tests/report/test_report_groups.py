@@ -144,7 +144,6 @@ def test_directories_without_runs_are_named(tmp_path: Path) -> None:
         ('{"event":"round","round":2', '{"event":"round","round":1'),
         ('{"event":"round","round":1', '{"event":"round","round":null'),
         ('"forgetting":', '"forgetting":"much","was":'),
-        ('"split":{', '"label_counts":[[3],[]],"was":{'),
         ('"split":{', '"split":7,"was":{'),
         ('"classes":[', '"classes":7,"were":['),
         ('"sources":{}', '"sources":[]'),

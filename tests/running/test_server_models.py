@@ -31,7 +31,9 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.export.loading import load_model
-from fedstill.report.page import page
+from fedstill.report.blocks import Table
+from fedstill.report.clients import clients
+from fedstill.report.page import Report, page
 from fedstill.running.evaluation import OwnTests
 from fedstill.running.explain import arithmetic
 from fedstill.running.journal import read_journal
@@ -181,6 +183,15 @@ def test_why_and_what_needs_one_model_are_refused(finished: Path, tmp_path: Path
 
 def test_the_page_shows_what_the_models_are_worth_to_clients(finished: Path) -> None:
     assert "Accuracy for the clients by round" in page(groups([finished]))
+
+
+def test_the_page_names_the_model_of_each_client(finished: Path) -> None:
+    (group,) = groups([finished])
+    section = clients(Report([group]))
+    assert section is not None
+    (table,) = [block for block in section.blocks if isinstance(block, Table)]
+    column = table.head.index(f"{group.label}: model")
+    assert [row[column] for row in table.rows] == [f"cluster {c % 2}" for c in range(5)]
 
 
 def test_of_tasks_each_client_has_the_accuracy_of_its_model(tmp_path: Path) -> None:

@@ -73,19 +73,19 @@ MEASURES = (
         name="private",
         title="private data",
         examples="its own held-out examples",
-        about="on held-out examples of its own data",
+        about="accuracy on held-out examples of the client's own data",
     ),
     ClientMeasure(
         name="public",
         title="public data",
         examples="the public examples",
-        about="on the public examples",
+        about="accuracy on the public examples",
     ),
     ClientMeasure(
         name="own_test",
         title="own tests",
         examples="the client's own test set",
-        about="accuracy of the client's answer, its own model or else the global one, on its own "
+        about="accuracy of the client's model, or else of the global model, on the client's own "
         "test set",
     ),
 )
@@ -105,7 +105,7 @@ def clients(report: Report) -> Section | None:
     if not groups or len(_ids(groups)) > MOST_DRAWN:
         return None
     blocks: list[Block] = [
-        Paragraph(_about(_measures(groups))),
+        Paragraph(_about(groups)),
         _table(groups),
         Gallery(_bar_charts(groups, report.style), "small"),
     ]
@@ -118,12 +118,25 @@ def clients(report: Report) -> Section | None:
     return Section("clients", "Client by client", blocks)
 
 
-def _about(measures: Sequence[ClientMeasure]) -> str:
-    explained = ". ".join(f"{m.title.capitalize()}: {m.about}" for m in measures)
-    text = f"{explained}. Values are means over seeds."
-    if [measure.name for measure in measures] == ["own_test"]:
-        return text
-    return f"Every client keeps a model of its own. {text}"
+ABOUT_OWN_MODELS = "Each client has a model of its own."
+ABOUT_SERVER_MODELS = (
+    "The server has several models; the column “model” names the one that a client uses after the "
+    "last round."
+)
+
+
+def _about(groups: Sequence[Group]) -> str:
+    """Which models are tested, on which examples."""
+    sentences = []
+    measures = _measures(groups)
+    with_server_models = [group for group in groups if _has_server_models(group)]
+    if with_server_models:
+        sentences.append(ABOUT_SERVER_MODELS)
+    only_answers = [measure.name for measure in measures] == ["own_test"]
+    if not only_answers and len(with_server_models) < len(groups):
+        sentences.append(ABOUT_OWN_MODELS)
+    sentences += [f"{measure.title.capitalize()}: {measure.about}." for measure in measures]
+    return " ".join([*sentences, "Values are means over seeds."])
 
 
 # What the journals have of clients
@@ -189,17 +202,43 @@ def _network_in(run: Run, client: int) -> str:
     return str(run.settings.get("model.name", NONE))
 
 
+def _has_server_models(group: Group) -> bool:
+    """Whether the server has several models, each of which some clients use."""
+    return any("client_predictors" in run.rounds[-1] for run in group.started)
+
+
+def _server_model(group: Group, client: str) -> str:
+    """The name of the server's model that a client uses; by seed where it differs."""
+    names = {}
+    for run in group.started:
+        by_client = run.rounds[-1].get("client_predictors", {})
+        if client in by_client:
+            names[run.seed] = str(by_client[client])
+    distinct = list(dict.fromkeys(names.values()))
+    if len(distinct) > 1:
+        return ", ".join(f"seed {seed}: {name}" for seed, name in names.items())
+    return ", ".join(distinct) or NONE
+
+
 # The table
 
 
 def _table(groups: Sequence[Group]) -> Table:
     measures = _measures(groups)
-    head = ["client", "network"]
-    head += [f"{group.label}: {m.title} [%]" for group in groups for m in measures]
+    head: list[Cell] = ["client", "network"]
+    for group in groups:
+        if _has_server_models(group):
+            head.append(f"{group.label}: model")
+        head += [f"{group.label}: {measure.title} [%]" for measure in measures]
+
     rows: list[list[Cell]] = []
     for client in _ids(groups):
-        cells = [_cell(group, client, measure) for group in groups for measure in measures]
-        rows.append([_name(groups, client), _network(groups, client), *cells])
+        row: list[Cell] = [_name(groups, client), _network(groups, client)]
+        for group in groups:
+            if _has_server_models(group):
+                row.append(_server_model(group, client))
+            row += [_cell(group, client, measure) for measure in measures]
+        rows.append(row)
     return Table(head, rows, "numbers wide")
 
 
@@ -373,8 +412,8 @@ def _traffic(groups: Iterable[Group]) -> str:
     if not parts:
         return ""
     return (
-        "Sent in the whole run and, in brackets, what the weights of the same clients would take, "
-        f"sent down and up once a round: {'; '.join(parts)}."
+        "Sent in the complete run; in brackets, the size of the same clients' weights, sent down "
+        f"and up once a round: {'; '.join(parts)}."
     )
 
 
