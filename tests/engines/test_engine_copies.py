@@ -67,8 +67,8 @@ def test_a_flower_engine_is_copied_with_the_engine_of_the_servers_stages() -> No
     here = prepared.engine()
     engine = FlowerEngine(here, None, None)  # type: ignore[arg-type]  # nothing is asked of clients
     engine._held[3] = ("file", "sha")
-    copy = replace(engine, here=replace(here, hooks=()))
-    assert copy.here.hooks == ()
+    copy = replace(engine, server_engine=replace(here, hooks=()))
+    assert copy.server_engine.hooks == ()
     assert here.hooks
     assert copy.memory is engine.memory
     assert copy._held == {}, "a stage that is under way belongs to the engine that began it"

@@ -18,13 +18,13 @@ from fedstill.flower.messages import Request, SiteReply
 
 @dataclass(frozen=True)
 class Truth:
-    """What a server knows of a client's data: its own examples, the common test set and the public
-    set, each by class (C,).
+    """The server's knowledge of a client's data: examples by class (C,) of three sets.
 
-    None where it does not know, as for real sites. ``tasks``: the number of the run's tasks.
+    ``train``: of the client. ``test``: of the common test set. ``public``: of the public set. None
+    where the server does not know, as for real sites. ``tasks``: the number of the run's tasks.
     """
 
-    own: Sequence[int] | None = None
+    train: Sequence[int] | None = None
     test: Sequence[int] | None = None
     public: Sequence[int] | None = None
     tasks: int = 0
@@ -41,15 +41,15 @@ class Asks(Protocol):
 
 @dataclass
 class FlowerEngine:
-    """``here`` does the stages of the server; ``request`` makes a request of what is known of the
-    run and a payload.
+    """Sends requests for stages to clients, and checks their answers.
 
-    ``measures``: those that its clients take. ``truth``: what the server
-    knows of a client's data in a round. What clients remember is on their own disks;
-    ``memory.index`` says which version of each counts.
+    ``server_engine``: does the stages of the server. ``request``: makes a request of a payload and
+    the facts about a run. ``measures``: those that clients take. ``truth``: gives the server's
+    knowledge of a client's data in a round. Clients keep their states on their own disks;
+    ``memory.index`` has the current version of each.
     """
 
-    here: SerialEngine
+    server_engine: SerialEngine
     fleet: Asks
     request: Callable[..., Request]
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -59,15 +59,15 @@ class FlowerEngine:
 
     @property
     def memory(self) -> Memory:
-        """The server's own memory, and the index of all."""
-        return self.here.memory
+        """The states of the server, and the index of the clients' states."""
+        return self.server_engine.memory
 
     def run(
         self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
         """The replies of the clients that got a payload; sites look the work up by its name."""
         if SERVER in stage.clients:
-            return self.here.run(work, stage, payloads, seed)
+            return self.server_engine.run(work, stage, payloads, seed)
         return self.exchange(stage, payloads, remember=True)
 
     def exchange(
@@ -103,7 +103,7 @@ class FlowerEngine:
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """From now on these clients' memories of the stage count; those of other clients do not."""
         if SERVER in stage.clients:
-            self.here.commit(stage, clients)
+            self.server_engine.commit(stage, clients)
             return
         for client in clients:
             version = self._held.get(client)
@@ -115,7 +115,7 @@ class FlowerEngine:
 
     def close(self) -> None:
         """End the engine of the server's own stages."""
-        self.here.close()
+        self.server_engine.close()
 
     def _checked(self, answer: SiteReply, stage: Stage) -> Reply:
         """A site's answer as a reply; a failure if its report is not of this run or cannot be
@@ -125,7 +125,7 @@ class FlowerEngine:
         if reply.failure:
             return reply
         try:
-            failure = self.measures.refuses(answer.metrics, stage, self.here.world.classes)
+            failure = self.measures.refuses(answer.metrics, stage, self.server_engine.world.classes)
             truth = self.truth(answer.client, stage.round)
             failure = failure or untrue(answer.examples, answer.metrics, truth)
         except Exception as error:
@@ -139,20 +139,20 @@ class FlowerEngine:
 def untrue(examples: int, fields: Mapping[str, Any], truth: Truth) -> str:
     """Why a client's number of examples and its counts cannot be true; empty if they can."""
     return (
-        _untrue_own(examples, fields, truth.own)
+        _untrue_own(examples, fields, truth.train)
         or _untrue_tests(fields, truth.test)
         or _untrue_tasks(fields, truth.tasks)
-        or _untrue_counts("private", fields, truth.own)
+        or _untrue_counts("private", fields, truth.train)
         or _untrue_counts("public", fields, truth.public)
     )
 
 
-def _untrue_own(examples: int, fields: Mapping[str, Any], own: Sequence[int] | None) -> str:
-    if own is None:
+def _untrue_own(examples: int, fields: Mapping[str, Any], train: Sequence[int] | None) -> str:
+    if train is None:
         return ""
-    if examples > sum(own):
-        return f"claims {examples} examples, and has {sum(own)}"
-    if "label_counts" in fields and list(fields["label_counts"]) != list(own):
+    if examples > sum(train):
+        return f"claims {examples} examples, and has {sum(train)}"
+    if "label_counts" in fields and list(fields["label_counts"]) != list(train):
         return "its report 'label_counts' is not what it has"
     return ""
 

@@ -1,12 +1,13 @@
-"""Facts that all sites must agree on, though none sees all data: classes, what examples are, the
-public set.
+"""Facts about data that all sites must agree on: classes, the form of examples, the public set.
+
+No site sees the data of the others, so the server sends these facts with each request.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -22,20 +23,19 @@ from fedstill.running.standardisation import Origin
 T = TypeVar("T")
 
 OF_IMAGES = ("classes", "shape", "mean", "std", "public")
-"""What is said of images: requests for them are as they were before there were other kinds."""
+"""The facts of a run on images; the others have their defaults, and a request leaves them out."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What every site must share.
+    """The facts that every site must share.
 
-    ``classes``: names, in the order of their ids. ``shape``: of an example. ``mean``, ``std``: of
-    images what normalises pixels; else by column or channel what numbers are standardised
-    by. ``public``: SHA-256 of the public set, empty if there is none. ``kind``: what examples
-    are. ``vocabulary``: how many token ids there are.
-    ``tokenizer``: SHA-256 of the tokenizer's file, empty for none. ``columns``: of a
-    table; ``features``: the names of its inputs; ``marks``: which of these (positions) are 0
-    or 1. ``origin``: whose ``mean`` and ``std`` are.
+    ``classes``: names, in the order of their ids. ``shape``: of an example. ``mean``, ``std``: by
+    which images are normalised, or the numbers of each column or channel are standardised.
+    ``public``: SHA-256 of the public set, empty if there is none. ``kind``: of the examples.
+    ``vocabulary``: the number of token ids. ``tokenizer``: SHA-256 of the tokenizer's file, empty
+    for none. ``columns``: of a table. ``features``: the names of its inputs. ``marks``: the
+    positions of the inputs that are 0 or 1. ``origin``: from whose data ``mean`` and ``std`` are.
     """
 
     classes: tuple[str, ...] = ()
@@ -53,49 +53,55 @@ class Facts:
 
     @staticmethod
     def known_by(prepared: Prepared) -> Facts:
-        """What the server knows, and every site must share."""
-        data, public = prepared.dataset, prepared.sites.public
-        common = Facts(
-            data.classes,
-            data.input_shape,
-            public=examples_digest(public) if public is not None else "",
+        """The facts of a run, as the server knows them."""
+        data = prepared.dataset
+        public = ""
+        if prepared.sites.public is not None:
+            public = examples_digest(prepared.sites.public)
+        facts = Facts(
+            classes=data.classes,
+            shape=data.input_shape,
+            mean=data.mean,
+            std=data.std,
+            public=public,
         )
-        about, inputs = data.about, prepared.sites.inputs
+        about = data.about
         if about.kind == "image":
-            return Facts(common.classes, common.shape, data.mean, data.std, common.public)
-        return Facts(
-            common.classes,
-            common.shape,
-            inputs.mean,
-            inputs.std,
-            common.public,
-            about.kind,
-            about.vocabulary,
-            _sealed(prepared.settings.data.tokenizer if about.kind == "text" else None),
-            about.columns,
-            about.features,
-            about.binary_features,
-            prepared.scaler.origin,
+            return facts
+
+        tokenizer = ""
+        if about.kind == "text":
+            tokenizer = _tokenizer_digest(prepared.settings.data.tokenizer)
+        return replace(
+            facts,
+            mean=prepared.sites.inputs.mean,
+            std=prepared.sites.inputs.std,
+            kind=about.kind,
+            vocabulary=about.vocabulary,
+            tokenizer=tokenizer,
+            columns=about.columns,
+            features=about.features,
+            marks=about.binary_features,
+            origin=prepared.scaler.origin,
         )
 
     @staticmethod
-    def of(given: Mapping[str, Any]) -> Facts:
-        """The facts in a request; raises Refused if they are none."""
+    def of(values: Mapping[str, Any]) -> Facts:
+        """The facts in a request; raises Refused for values that are not facts."""
         try:
-            texts, whole, numbers = _lists(given, str), _lists(given, int), _lists(given, float)
             facts = Facts(
-                texts("classes"),
-                whole("shape"),
-                numbers("mean"),
-                numbers("std"),
-                str(given.get("public", "")),
-                str(given.get("kind", "image")),  # type: ignore[arg-type]
-                int(given.get("vocabulary", 0)),
-                str(given.get("tokenizer", "")),
-                texts("columns"),
-                texts("features"),
-                whole("marks"),
-                str(given.get("origin", "none")),  # type: ignore[arg-type]
+                classes=_values(values, "classes", str),
+                shape=_values(values, "shape", int),
+                mean=_values(values, "mean", float),
+                std=_values(values, "std", float),
+                public=str(values.get("public", "")),
+                kind=str(values.get("kind", "image")),  # type: ignore[arg-type]
+                vocabulary=int(values.get("vocabulary", 0)),
+                tokenizer=str(values.get("tokenizer", "")),
+                columns=_values(values, "columns", str),
+                features=_values(values, "features", str),
+                marks=_values(values, "marks", int),
+                origin=str(values.get("origin", "none")),  # type: ignore[arg-type]
             )
             facts._check()
             return facts
@@ -110,30 +116,34 @@ class Facts:
             raise ValueError(f"kind {self.kind[:40]!r}, standardised {self.origin[:40]!r}")
         if self.kind == "image":
             return
-        width = self.shape[0] if self.shape else 0
+        width = 0
+        if self.shape:
+            width = self.shape[0]
         if self.features and len(self.features) != width:
             raise ValueError(f"{len(self.features)} names for {width} inputs")
         table = TableInputs.named_by(self.columns, self.features, self.marks)
-        if self.columns and (
-            table.about.features != self.features or not set(table.marked) <= set(self.columns)
-        ):
+        fits = table.about.features == self.features and set(table.marked) <= set(self.columns)
+        if self.columns and not fits:
             raise ValueError("the names of the inputs are not those of the columns")
         if self.mean or self.std:
-            usable = all(math.isfinite(v) for v in self.mean) and all(
-                0 < v < math.inf for v in self.std
-            )
-            if {len(self.mean), len(self.std)} != {width} or not usable:
+            are_finite = all(math.isfinite(value) for value in self.mean)
+            are_positive = all(0 < value < math.inf for value in self.std)
+            is_complete = {len(self.mean), len(self.std)} == {width}
+            if not (are_finite and are_positive and is_complete):
                 raise ValueError(
                     f"each of {width} columns or channels needs a finite mean, and a spread above 0"
                 )
 
     def plain(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {k: v for k, v in asdict(self).items() if self.kind != "image" or k in OF_IMAGES}
+        """The facts as JSON has them."""
+        values = asdict(self)
+        if self.kind == "image":
+            return {name: values[name] for name in OF_IMAGES}
+        return values
 
     @property
     def about(self) -> DatasetInfo:
-        """What is said of the examples."""
+        """The form of the examples."""
         return DatasetInfo(
             self.kind,
             self.vocabulary,
@@ -147,12 +157,12 @@ class Facts:
         return Inputs(self.mean, self.std, tuple(settings.data.augment), self.about)
 
 
-def _lists(given: Mapping[str, Any], kind: Callable[[Any], T]) -> Callable[[str], tuple[T, ...]]:
-    """What reads a list of values of a kind by its name; an empty one where there is none."""
-    return lambda key: tuple(map(kind, given.get(key, ())))
+def _values(values: Mapping[str, Any], name: str, convert: Callable[[Any], T]) -> tuple[T, ...]:
+    """A list of values by its name; empty without that name."""
+    return tuple(convert(value) for value in values.get(name, ()))
 
 
-def _sealed(tokenizer: str | None) -> str:
+def _tokenizer_digest(tokenizer: str | None) -> str:
     """The SHA-256 of a tokenizer's file; empty for words and bytes."""
     if not tokenizer or not tokenizer.endswith(".json"):
         return ""

@@ -53,13 +53,14 @@ MAX_PARTS = 100_000
 
 @dataclass(frozen=True)
 class Arrived:
-    """What came of a message: the reply; or why there is none, and whether the client may be asked
-    again.
+    """A reply, or the reason why it did not come.
+
+    ``may_retry``: whether the request may be sent again.
     """
 
     message: Message | None
-    wrong: str = ""
-    again: bool = False
+    reason: str = ""
+    may_retry: bool = False
 
 
 @dataclass
@@ -74,19 +75,19 @@ class Arrivals:
     _fetched: dict[str, _Fetch] = field(default_factory=dict)
 
     def pull(self, ids: Iterable[str]) -> dict[str, Arrived]:
-        """{id of a message: what came of it}, for the messages of which something has come."""
+        """The replies, or reasons why there are none, by the ids of the messages that have one."""
         ids = list(ids)
         if not ids:
             return {}
         # no server is between: replies are whole
         if getattr(type(self.grid), "_runtime_client", None) is None:
-            return {
-                m.metadata.reply_to_message_id: Arrived(m) for m in self.grid.pull_messages(ids)
-            }
+            messages = self.grid.pull_messages(ids)
+            return {message.metadata.reply_to_message_id: Arrived(message) for message in messages}
         self._start([i for i in ids if i not in self._fetched])
-        wait([self._fetched[i].done for i in ids if i in self._fetched], BRIEFLY)
-        ready = [i for i in ids if i in self._fetched and self._fetched[i].done.done()]
-        return {i: self._fetched.pop(i).done.result() for i in ready}
+        fetched = {id: self._fetched[id] for id in ids if id in self._fetched}
+        wait([fetch.future for fetch in fetched.values()], BRIEFLY)
+        ready = [id for id, fetch in fetched.items() if fetch.future.done()]
+        return {id: self._fetched.pop(id).future.result() for id in ready}
 
     def drop(self, ids: Iterable[str]) -> None:
         """Stop fetching the replies to some messages: nobody waits for them any more."""
@@ -97,15 +98,11 @@ class Arrivals:
     def _start(self, ids: list[str]) -> None:
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
+        if not ids:
+            return
         server: Any = self.grid
-        came = (
-            server._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=ids))
-            if ids
-            else None
-        )
-        for proto, tree in (
-            zip(came.messages_list, came.message_object_trees, strict=True) if came else ()
-        ):
+        pulled = server._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=ids))
+        for proto, tree in zip(pulled.messages_list, pulled.message_object_trees, strict=True):
             answered = proto.metadata.reply_to_message_id
             if answered in ids and answered not in self._fetched:
                 fetch = _Fetch(server, proto.metadata.message_id, tree, self.max_bytes)
@@ -124,33 +121,32 @@ class _Fetch:
     tree: Any
     max_bytes: int
     stop: threading.Event = field(default_factory=threading.Event)
-    done: Future[Arrived] = field(default_factory=Future)
+    future: Future[Arrived] = field(default_factory=Future)
 
     def __call__(self) -> None:
         try:
-            self.done.set_result(self._whole())
+            self.future.set_result(self._fetch())
         except _Lost as error:
-            self.done.set_result(Arrived(None, str(error), again=True))
-        except BaseException as error:  # whatever a reply does to its reader, it is one client's
-            self.done.set_result(
-                Arrived(None, str(error) if isinstance(error, BadPayload) else on_one_line(error))
-            )
+            self.future.set_result(Arrived(None, str(error), may_retry=True))
+        except BaseException as error:  # an unreadable reply is a failure of one client only
+            self.future.set_result(Arrived(None, _problem(error)))
 
-    def _whole(self) -> Arrived:
+    def _fetch(self) -> Arrived:
         from flwr.app import Message
         from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
         from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
-        client, run = self.grid._runtime_client, self.grid.run.run_id
+        client = self.grid._runtime_client
+        run = self.grid.run.run_id
+        received = ConfirmMessageReceivedRequest(
+            node=self.grid.node, run_id=run, message_object_id=self.root
+        )
         try:
             parts = self._parts(client, run)
         finally:
-            client.ConfirmMessageReceived(  # so that the server keeps it no longer
-                ConfirmMessageReceivedRequest(
-                    node=self.grid.node, run_id=run, message_object_id=self.root
-                )
-            )
-        self._refuse_over(unfolded(parts))
+            # After this the server deletes the reply.
+            client.ConfirmMessageReceived(received)
+        self._check_size(unfolded(parts))
         message = inflate_object_from_contents(self.root, parts)
         if not isinstance(message, Message):
             raise BadPayload("it is no message")
@@ -160,18 +156,20 @@ class _Fetch:
         ids = list(dict.fromkeys(_ids(self.tree)))
         if len(ids) > MAX_PARTS:
             raise BadPayload(f"the message has {len(ids)} parts, over the limit of {MAX_PARTS}")
-        parts, size = dict[str, bytes](), 0
+        parts: dict[str, bytes] = {}
+        size = 0
         for id in ids:
             parts[id] = self._part(client, run, id)
             size += len(parts[id])
-            self._refuse_over(size)
+            self._check_size(size)
         return parts
 
     def _part(self, client: Any, run: int, id: str) -> bytes:
         from flwr.proto.message_pb2 import PullObjectRequest
         from httpx import HTTPError
 
-        request, pause = PullObjectRequest(node=self.grid.node, run_id=run, object_id=id), SOONEST
+        request = PullObjectRequest(node=self.grid.node, run_id=run, object_id=id)
+        pause = SOONEST
         while not self.stop.is_set():
             try:
                 answer = client.PullObject(request)
@@ -186,7 +184,8 @@ class _Fetch:
             pause = min(2 * pause, LATEST)
         raise _Lost("nobody waits for the reply")
 
-    def _refuse_over(self, size: int) -> None:
+    def _check_size(self, size: int) -> None:
+        """Raises BadPayload for a reply over the limit."""
         if size > self.max_bytes + AROUND:
             raise BadPayload(
                 f"the message has {size} bytes or more, over the limit of {self.max_bytes}"
@@ -194,7 +193,14 @@ class _Fetch:
 
 
 class _Lost(Exception):
-    """A reply did not come; its client may be asked again."""
+    """A reply did not come; its request may be sent again."""
+
+
+def _problem(error: BaseException) -> str:
+    """The reason why a reply cannot be read, on one line."""
+    if isinstance(error, BadPayload):
+        return str(error)
+    return on_one_line(error)
 
 
 def unfolded(parts: Mapping[str, bytes]) -> int:
@@ -217,9 +223,9 @@ def unfolded(parts: Mapping[str, bytes]) -> int:
 def _ids(tree: Any) -> Iterator[str]:
     waiting = [tree]
     while waiting:
-        one = waiting.pop()
-        waiting.extend(one.children)
-        yield one.object_id
+        node = waiting.pop()
+        waiting.extend(node.children)
+        yield node.object_id
 
 
 RAISED = 2
@@ -267,13 +273,14 @@ class Patience:
 
 @dataclass
 class _Call:
-    """One client's request: the messages under way, how often and when last it was sent, its
-    result.
+    """One client's request: how often it was sent, the messages under way, and its answer.
+
+    ``retry_at``: the time at which it is sent again. ``lost``: why the last message was lost.
     """
 
     request: Request
-    sent: int = 0
-    again: float = 0.0  # when it is due to be sent again
+    attempts: int = 0
+    retry_at: float = 0.0
     messages: set[str] = field(default_factory=set)
     lost: str = ""
     answer: SiteReply | None = None
@@ -294,32 +301,38 @@ class Fleet:
         self._arrivals = Arrivals(self.grid, self.patience.max_bytes)
 
     def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
-        """One answer for each request, in their order; what did not come is a failure that says
-        why.
-        """
+        """One answer for each request, in their order; without a reply, a failure with a reason."""
         end = self.clock.monotonic() + self.patience.deadline
-        calls, pace = {r.client: _Call(r) for r in requests}, Pace(self.clock.monotonic)
+        calls = {request.client: _Call(request) for request in requests}
+        pace = Pace(self.clock.monotonic)
         pace.worked()
         while True:
-            left = end - self.clock.monotonic()
-            due = (
-                [c for c in calls.values() if c.answer is None and self._due(c)] if left > 0 else []
-            )
-            if due:
-                self._send(due, self._nodes(calls, end), end)
+            is_late = self.clock.monotonic() >= end
+            if not is_late:
+                self._send_due(calls, end)
             self._collect(calls)
-            if all(c.answer for c in calls.values()) or left <= 0:
+            if is_late or all(call.answer for call in calls.values()):
                 break
-            self.clock.sleep(
-                max(0.0, min(pace.wait(self.patience.poll), end - self.clock.monotonic()))
-            )
-        self._arrivals.drop(m for c in calls.values() for m in c.messages)
-        return [c.answer or _failed(c.request, self._silence(c)) for c in calls.values()]
+            remaining = end - self.clock.monotonic()
+            self.clock.sleep(max(0.0, min(pace.wait(self.patience.poll), remaining)))
 
-    def _due(self, call: _Call) -> bool:
-        return not call.messages or (
-            call.sent <= self.patience.retries and self.clock.monotonic() >= call.again
-        )
+        for call in calls.values():
+            self._arrivals.drop(call.messages)
+        return [
+            call.answer or _failed(call.request, self._silence(call)) for call in calls.values()
+        ]
+
+    def _send_due(self, calls: dict[int, _Call], end: float) -> None:
+        due = [call for call in calls.values() if call.answer is None and self._is_due(call)]
+        if due:
+            self._send(due, self._nodes(calls, end), end)
+
+    def _is_due(self, call: _Call) -> bool:
+        """Whether a request is to be sent, for the first time or again."""
+        if not call.messages:
+            return True
+        may_retry = call.attempts <= self.patience.retries
+        return may_retry and self.clock.monotonic() >= call.retry_at
 
     def _nodes(self, calls: dict[int, _Call], end: float) -> dict[int, list[int]]:
         """The nodes of each client that are online.
@@ -331,43 +344,61 @@ class Fleet:
         members = getattr(self.grid, "members", None)
         if members is not None:
             return _by_client(members())
-        online = [int(n) for n in self.grid.get_node_ids()]
-        for id, came in self._arrivals.pull(self._asked).items():
+        online = [int(node) for node in self.grid.get_node_ids()]
+        self._read_introductions()
+        are_missing = set(calls) - {self.clients.get(node) for node in online}
+        if are_missing:
+            waiting = set(self._asked.values())
+            unknown = [n for n in online if n not in self.clients and n not in waiting]
+            self._introduce(unknown, end)
+        return _by_client({node: self.clients[node] for node in online if node in self.clients})
+
+    def _read_introductions(self) -> None:
+        """Note which clients the nodes are that have answered."""
+        for id, arrived in self._arrivals.pull(self._asked).items():
             node = self._asked.pop(id)
-            if came.message is not None and came.message.has_content():
-                client = came.message.content.config_records.get("whoami", {}).get("client")
-                if type(client) is int:
-                    self.clients[node] = client
-        waiting = set(self._asked.values())
-        if set(calls) - {self.clients.get(n) for n in online}:
-            self._introduce([n for n in online if n not in self.clients and n not in waiting], end)
-        return _by_client({n: self.clients[n] for n in online if n in self.clients})
+            message = arrived.message
+            if message is None or not message.has_content():
+                continue
+            client = message.content.config_records.get("whoami", {}).get("client")
+            if type(client) is int:
+                self.clients[node] = client
 
     def _introduce(self, nodes: Sequence[int], end: float) -> None:
+        """Ask nodes which clients they are."""
         from flwr.app import ConfigRecord, Message, RecordDict
 
+        if not nodes:
+            return
         ttl = min(self._ttl(end), self.patience.share)
-        ask = [Message(RecordDict({"ask": ConfigRecord()}), n, WHOAMI, ttl=ttl) for n in nodes]
-        ids = self.grid.push_messages(ask) if ask else []
-        self._asked.update({i: n for i, n in zip(ids, nodes, strict=True) if i})
+        questions = [
+            Message(RecordDict({"ask": ConfigRecord()}), node, WHOAMI, ttl=ttl) for node in nodes
+        ]
+        for id, node in zip(self.grid.push_messages(questions), nodes, strict=True):
+            if id:
+                self._asked[id] = node
 
     def _send(self, calls: Sequence[_Call], nodes: dict[int, list[int]], end: float) -> None:
         from flwr.app import Message
 
-        messages, sending = [], []
+        messages = []
+        sending = []
         for call in calls:
-            there = nodes.get(call.request.client, [])
-            if len(there) > 1:
+            client_nodes = nodes.get(call.request.client, [])
+            if len(client_nodes) > 1:
                 call.answer = _failed(
-                    call.request, f"is claimed by {len(there)} nodes: stop all but one of them"
+                    call.request,
+                    f"is claimed by {len(client_nodes)} nodes: stop all but one of them",
                 )
-            elif there:
-                messages.append(Message(content(call.request), there[0], STAGE, ttl=self._ttl(end)))
+            elif client_nodes:
+                records = content(call.request)
+                messages.append(Message(records, client_nodes[0], STAGE, ttl=self._ttl(end)))
                 sending.append(call)
-        for call, id in zip(
-            sending, self.grid.push_messages(messages) if messages else [], strict=True
-        ):
-            call.sent, call.again = call.sent + 1, self.clock.monotonic() + self.patience.share
+        if not messages:
+            return
+        for call, id in zip(sending, self.grid.push_messages(messages), strict=True):
+            call.attempts += 1
+            call.retry_at = self.clock.monotonic() + self.patience.share
             if id:
                 call.messages.add(id)
             else:
@@ -375,13 +406,14 @@ class Fleet:
 
     def _collect(self, calls: dict[int, _Call]) -> None:
         under_way = {m: c for c in calls.values() for m in c.messages if c.answer is None}
-        for id, came in self._arrivals.pull(under_way).items():
-            call, message = under_way[id], came.message
+        for id, arrived in self._arrivals.pull(under_way).items():
+            call = under_way[id]
             call.messages.discard(id)
-            if message is None and came.again:
-                self._lose(call, came.wrong)
+            message = arrived.message
+            if message is None and arrived.may_retry:
+                self._lose(call, arrived.reason)
             elif message is None:
-                call.answer = _failed(call.request, f"{UNREADABLE}: {came.wrong}")
+                call.answer = _failed(call.request, f"{UNREADABLE}: {arrived.reason}")
             elif not message.has_error():
                 call.answer = self._read(call.request, message)
             elif message.error.code == RAISED:
@@ -392,23 +424,26 @@ class Fleet:
     def _read(self, request: Request, message: Message) -> SiteReply:
         try:
             answer = SiteReply.of(*header_and_payload(message.content, self.patience.max_bytes))
-        except Exception as error:  # whatever a message does to its reader, it is one client's
-            said = str(error) if isinstance(error, BadPayload) else on_one_line(error)
-            return _failed(request, f"{UNREADABLE}: {said}")
+        except Exception as error:  # an unreadable message is a failure of one client only
+            return _failed(request, f"{UNREADABLE}: {_problem(error)}")
         if answer.client != request.client:
             return _failed(request, f"answered as client {answer.client}")
         return answer
 
-    def _lose(self, call: _Call, why: str) -> None:
-        call.lost = why
-        if call.sent > self.patience.retries and not call.messages:
-            call.answer = _failed(call.request, why)
+    def _lose(self, call: _Call, reason: str) -> None:
+        """Note a lost message; the request fails if it may not be sent again."""
+        call.lost = reason
+        if call.attempts > self.patience.retries and not call.messages:
+            call.answer = _failed(call.request, reason)
 
     def _silence(self, call: _Call) -> str:
+        """The reason why a request has no answer at the deadline."""
         if call.lost:
             return call.lost
-        late = f"within the deadline of {self.patience.deadline:g} s (flower.deadline)"
-        return f"did not reply {late}" if call.sent else f"was not connected {late}"
+        deadline = f"within the deadline of {self.patience.deadline:g} s (flower.deadline)"
+        if call.attempts:
+            return f"did not reply {deadline}"
+        return f"was not connected {deadline}"
 
     def _ttl(self, end: float) -> float:
         return self.patience.ttl or max(1.0, end - self.clock.monotonic()) + GRACE
@@ -425,10 +460,9 @@ def _reason(message: Message) -> str:
     return " ".join((message.error.reason or "").split())
 
 
-def _failed(request: Request, why: str) -> SiteReply:
-    return SiteReply(
-        request.client, request.stage.round, request.stage.index, failure=cut_reason(why)
-    )
+def _failed(request: Request, reason: str) -> SiteReply:
+    stage = request.stage
+    return SiteReply(request.client, stage.round, stage.index, failure=cut_reason(reason))
 
 
 # How long a program waits before it asks again

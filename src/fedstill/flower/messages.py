@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedstill.core.codec import MAX_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, ConfigError, cut_reason, on_one_line
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from flwr.app import RecordDict
 
 
-# What the server asks of a client for one stage, and what the client answers: a JSON header beside
-# a payload.
+# Requests of the server and answers of clients: a JSON header beside a payload
 
 
 MAX_HEADER = 1 << 20
@@ -39,11 +39,11 @@ columns of a table.
 class Request:
     """One stage for one client.
 
-    ``version``: fedstill's. ``config``: the run's resolved configuration as TOML, ``sha``: its
-    SHA-256. ``run``: the run's identity. ``memory``: which of the client's memories the server
-    counts as current; None: it has none. ``named``: the files of memories that the server's
-    checkpoints name, which the site keeps; the answer does not depend on them.
-    ``facts``: what all sites must agree on about data that only they see.
+    ``version``: of fedstill. ``config``: the run's resolved configuration as TOML. ``sha``: its
+    SHA-256. ``run``: the run's identity. ``memory``: the version of the client's state that the
+    server counts as current; None: it has none. ``named``: the files of states that the server's
+    checkpoints name; the site keeps them, and the answer does not depend on them. ``facts``: what
+    all sites must agree on about data that only they see.
     """
 
     version: str
@@ -59,20 +59,24 @@ class Request:
 
     def header(self) -> str:
         """Everything but the payload, as JSON; raises ConfigError where no site would read it."""
-        s = self.stage
-        stage = [s.round, s.index, s.name, list(s.clients), s.view, s.sequential]
-        values = {
-            k: getattr(self, k)
-            for k in ("version", "config", "sha", "run", "client", "memory", "facts")
-        }
+        names = ("version", "config", "sha", "run", "client", "memory", "facts")
+        values = {name: getattr(self, name) for name in names}
         if self.named:
             values["named"] = list(self.named)
-        text = json.dumps({**values, "stage": stage}, sort_keys=True)
+        stage = self.stage
+        values["stage"] = [
+            stage.round,
+            stage.index,
+            stage.name,
+            list(stage.clients),
+            stage.view,
+            stage.sequential,
+        ]
+        text = json.dumps(values, sort_keys=True)
         if len(text) > MAX_REQUEST:
             raise ConfigError(
-                f"what each site is told of the run takes {len(text):,} characters, over the limit "
-                f"of {MAX_REQUEST:,}; "
-                "give it fewer columns (data.columns), or shorter names"
+                f"the description of the run for each site has {len(text):,} characters, over the "
+                f"limit of {MAX_REQUEST:,}; use fewer columns (data.columns) or shorter names"
             )
         return text
 
@@ -81,48 +85,59 @@ class Request:
         return replace(self, payload=payload)
 
     def digest(self) -> str:
-        """SHA-256 of all that the answer depends on: the same question has the same answer."""
+        """SHA-256 of everything that the answer depends on."""
         question = replace(self, named=())
         return digest(question.header().encode() + encode(self.payload))
 
     @staticmethod
     def of(header: str, payload: Payload) -> Request:
-        """The request in a header and a payload; raises BadPayload for what is none."""
-        h = _json(header, MAX_REQUEST)
-        stage = _typed(h, "stage", list)
-        if len(stage) != 6:
-            raise BadPayload("stage does not have six parts")
-        names = dict(
-            zip(("round", "index", "name", "clients", "view", "sequential"), stage, strict=True)
-        )
-        texts = {k: _typed(h, k, str) for k in ("version", "config", "sha", "run")}
-        if not texts["run"].isalnum():
+        """The request in a header and a payload; raises BadPayload for a malformed one."""
+        values = _json(header, MAX_REQUEST)
+        run = _typed(values, "run", str)
+        if not run.isalnum():
             raise BadPayload("run must be letters and digits")
-        where = Stage(
-            _count(names, "round"),
-            _count(names, "index"),
-            _typed(names, "name", str),
-            tuple(_int(c) for c in _typed(names, "clients", list)),
-            "public" if names["view"] == "public" else "private",
-            _typed(names, "sequential", bool),
-        )
         return Request(
-            **texts,
-            client=_count(h, "client"),
-            stage=where,
-            memory=_version(h.get("memory")),
-            named=_names(h.get("named", [])),
-            facts=_typed(h, "facts", dict),
+            version=_typed(values, "version", str),
+            config=_typed(values, "config", str),
+            sha=_typed(values, "sha", str),
+            run=run,
+            client=_count(values, "client"),
+            stage=_stage(_typed(values, "stage", list)),
+            memory=_version(values.get("memory")),
+            named=_names(values.get("named", [])),
+            facts=_typed(values, "facts", dict),
             payload=payload,
         )
 
 
+STAGE_FIELDS = ("round", "index", "name", "clients", "view", "sequential")
+"""The parts of a stage in a request's header."""
+
+
+def _stage(parts: list[Any]) -> Stage:
+    """The stage in a header; raises BadPayload for a malformed one."""
+    if len(parts) != len(STAGE_FIELDS):
+        raise BadPayload("stage does not have six parts")
+    values = dict(zip(STAGE_FIELDS, parts, strict=True))
+    view: Literal["public", "private"] = "private"
+    if values["view"] == "public":
+        view = "public"
+    return Stage(
+        round=_count(values, "round"),
+        index=_count(values, "index"),
+        name=_typed(values, "name", str),
+        clients=tuple(_int(client) for client in _typed(values, "clients", list)),
+        view=view,
+        sequential=_typed(values, "sequential", bool),
+    )
+
+
 @dataclass(frozen=True)
 class SiteReply:
-    """One client's work on one stage, or why there is none; ``memory``: what it remembers of it,
-    None for nothing.
+    """One client's work on one stage, or the reason why it failed.
 
-    ``idle``: it has no data in the round's task, which is no failure.
+    ``memory``: the version of the client's state that this stage left; None for none. ``idle``: the
+    client has no data in the round's task, which is no failure.
     """
 
     client: int
@@ -166,37 +181,40 @@ class SiteReply:
     def header(self) -> str:
         """Everything but the payload, as JSON."""
         names = ("client", "round", "stage", "examples", "metrics", "memory", "failure")
-        idle = {"idle": True} if self.idle else {}
-        return json.dumps(
-            json_value({**{k: getattr(self, k) for k in names}, **idle}), allow_nan=False
-        )
+        values = {name: getattr(self, name) for name in names}
+        if self.idle:
+            values["idle"] = True
+        return json.dumps(json_value(values), allow_nan=False)
 
     @staticmethod
     def of(header: str, content: Payload) -> SiteReply:
-        """The answer in a header and a payload; raises BadPayload for what is none."""
-        h = _json(header, MAX_HEADER)
+        """The answer in a header and a payload; raises BadPayload for a malformed one."""
+        values = _json(header, MAX_HEADER)
         return SiteReply(
-            client=_count(h, "client"),
-            round=_count(h, "round"),
-            stage=_count(h, "stage"),
+            client=_count(values, "client"),
+            round=_count(values, "round"),
+            stage=_count(values, "stage"),
             content=content,
-            examples=_count(h, "examples"),
-            metrics=_metrics(_typed(h, "metrics", dict)),
-            memory=_version(h.get("memory")),
-            failure=cut_reason(_typed(h, "failure", str)),
-            idle=h.get("idle") is True,
+            examples=_count(values, "examples"),
+            metrics=_metrics(_typed(values, "metrics", dict)),
+            memory=_version(values.get("memory")),
+            failure=cut_reason(_typed(values, "failure", str)),
+            idle=values.get("idle") is True,
         )
 
 
-def _metrics(given: dict[str, Any]) -> dict[str, Any]:
-    if bad := wrong_report(given):
-        raise BadPayload(bad)
-    return given
+def _metrics(report: dict[str, Any]) -> dict[str, Any]:
+    """A client's report; raises BadPayload for a wrong one."""
+    problem = wrong_report(report)
+    if problem:
+        raise BadPayload(problem)
+    return report
 
 
-def _json(text: str, most: int) -> dict[str, Any]:
-    if len(text) > most:
-        raise BadPayload(f"a header of {len(text)} characters is over the limit of {most}")
+def _json(text: str, limit: int) -> dict[str, Any]:
+    """The object in a header; raises BadPayload for anything else, and a header over the limit."""
+    if len(text) > limit:
+        raise BadPayload(f"a header of {len(text)} characters is over the limit of {limit}")
     try:
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
@@ -208,7 +226,8 @@ def _json(text: str, most: int) -> dict[str, Any]:
 
 def _finite(text: str) -> float:
     """A number in a header; raises ValueError for one that is not finite."""
-    if not math.isfinite(value := float(text)):
+    value = float(text)
+    if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is not finite")
     return value
 
@@ -239,17 +258,19 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+FILE_NAME = re.compile(r"[a-z0-9-][a-z0-9.-]{0,199}")
+"""The names of files that hold a client's state."""
+
+
 def _version(value: Any) -> Version | None:
+    """The file and SHA-256 of a client's state; raises BadPayload for anything else but None."""
     if value is None:
         return None
-    if not (isinstance(value, list) and len(value) == 2 and all(isinstance(v, str) for v in value)):
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not is_pair or not all(isinstance(part, str) for part in value):
         raise BadPayload("memory is no file name and SHA-256")
     name, sha = value
-    if (
-        len(name) > 200
-        or not set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-.")
-        or name.startswith(".")
-    ):
+    if not FILE_NAME.fullmatch(name):
         raise BadPayload(f"memory has a strange name, {name[:40]!r}")
     if len(sha) > 64 or not sha.isalnum():
         raise BadPayload("memory has no SHA-256")
@@ -267,8 +288,13 @@ QUIET = {
 run.
 """
 
-STAGE, WHOAMI = "train.stage", "query.whoami"
-"""The two actions of the app: every stage of every method, and which client a node is."""
+STAGE = "train.stage"
+"""The app's action for a stage of a method."""
+
+WHOAMI = "query.whoami"
+"""The app's action that tells which client a node is."""
+
+TOO_MANY_ENTRIES = "the message holds too many groups and tensors"
 
 _STYPE = "fedstill.payload"
 
@@ -310,20 +336,33 @@ def header_and_payload(
 
     ``limit``: of bytes; ``entries``: of groups and tensors.
     """
-    header, groups = records.config_records.get("header"), records.array_records.get("groups")
-    text = header.get("json") if header is not None else None
+    header = records.config_records.get("header")
+    groups = records.array_records.get("groups")
+    text = None
+    if header is not None:
+        text = header.get("json")
     if groups is None or not isinstance(text, str) or len(records) != 2:
         raise BadPayload("the message is not fedstill's: it holds other records")
     size = sum(len(array.data) for array in groups.values())
     if size > limit:
         raise BadPayload(f"the message has {size} bytes, over the limit of {limit}")
-    payload: dict[str, object] = {}
-    for key in sorted(groups) if len(groups) <= entries else ():
-        one = decode(groups[key].data, limit, min(entries, MAX_ENTRIES))
-        if len(one) != 1 or set(one) & set(payload):
+    if len(groups) > entries:
+        raise BadPayload(TOO_MANY_ENTRIES)
+
+    payload: dict[str, Any] = {}
+    for key in sorted(groups):
+        decoded = decode(groups[key].data, limit, min(entries, MAX_ENTRIES))
+        if len(decoded) != 1 or set(decoded) & set(payload):
             raise BadPayload(f"array {key[:20]!r} does not hold one group of its own")
-        payload.update(one)
-        entries -= sum(len(group) if isinstance(group, Mapping) else 1 for group in one.values())
-    if len(payload) != len(groups) or entries < 0:
-        raise BadPayload("the message holds too many groups and tensors")
-    return text, Payload(payload)  # type: ignore[arg-type]
+        payload.update(decoded)
+        entries -= sum(map(_entries, decoded.values()))
+    if entries < 0:
+        raise BadPayload(TOO_MANY_ENTRIES)
+    return text, Payload(payload)
+
+
+def _entries(group: object) -> int:
+    """How many entries of a payload a group counts as."""
+    if isinstance(group, Mapping):
+        return len(group)
+    return 1

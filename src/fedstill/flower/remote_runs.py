@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from fedstill.running.driver import Driven, RunEngine
 from fedstill.running.preparation import Prepared
 from fedstill.running.recording import Progress
 from fedstill.running.result import Result
+from fedstill.running.runs import JOURNAL
 from fedstill.running.same_run import name_for_clients
 from fedstill.version import VERSION
 
@@ -44,8 +45,14 @@ if TYPE_CHECKING:
 CLIENTS_ON_CARD = 4
 """Clients that share a card; without a share Ray may hide the card from them."""
 
-LOOK, ASK, START = 1.0, 60.0, 180.0
-"""Seconds between looks at the journal, between questions to the server, and for it to start."""
+LOOK = 1.0
+"""Seconds between two readings of the journal."""
+
+ASK = 60.0
+"""Seconds between two questions to the server."""
+
+START = 180.0
+"""Seconds in which the server must start."""
 
 
 class FlowerRuns:
@@ -62,12 +69,11 @@ class FlowerRuns:
         folder: Path,
         drive: Callable[[Grid], Driven],
     ) -> Driven:
-        """What ``drive`` gives for a grid of ``settings.clients`` virtual nodes, which Ray spreads
-        over a machine's cores or a cluster.
+        """Call ``drive`` with a grid of ``settings.clients`` virtual nodes; its result.
 
-        ``folder``: the run's directory; clients keep what they remember in its ``sites``, which all
-        machines must see. Raises ConfigError if Ray is not installed, DeployFailed if it does not
-        start, and whatever ``drive`` raises.
+        Ray spreads the nodes over a machine's cores or a cluster. ``folder``: the run's directory;
+        clients keep their state in its ``sites``, which all machines must see. Raises ConfigError
+        if Ray is not installed, DeployFailed if it does not start, and the errors of ``drive``.
         """
         require_flower()
         try:
@@ -78,19 +84,21 @@ class FlowerRuns:
         from flwr.serverapp import ServerApp
         from flwr.simulation import run_simulation
 
-        given: list[Driven] = []
-        raised: list[BaseException] = []
+        results: list[Driven] = []
+        errors: list[BaseException] = []
         app = ServerApp()
 
         @app.main()  # type: ignore[untyped-decorator]
         def main(grid: Any, context: Any) -> None:
             try:
-                given.append(drive(grid))
+                results.append(drive(grid))
             except BaseException as error:
-                raised.append(error)
+                errors.append(error)
 
-        share = 1 / min(cores(), CLIENTS_ON_CARD) if settings.device == "cuda" else 0.0
-        one_core = {"client_resources": {"num_cpus": 1, "num_gpus": share}}
+        card_share = 0.0
+        if settings.device == "cuda":
+            card_share = 1 / min(cores(), CLIENTS_ON_CARD)
+        one_core = {"client_resources": {"num_cpus": 1, "num_gpus": card_share}}
         clients = trial_app(settings, data, (folder / "sites").resolve())
         try:
             run_simulation(app, clients, num_supernodes=settings.clients, backend_config=one_core)
@@ -98,11 +106,11 @@ class FlowerRuns:
             raise DeployFailed(
                 f"Ray could not carry the run out: {' '.join(str(error).split())[:300]}"
             ) from error
-        if raised:
-            raise raised[0]
-        if not given:
+        if errors:
+            raise errors[0]
+        if not results:
             raise DeployFailed("Ray ended before the run did; its log says why")
-        return given[0]
+        return results[0]
 
     def connect(
         self, prepared: Prepared, folder: Path, identity: Callable[[], str], grid: Grid | None
@@ -133,9 +141,9 @@ class FlowerRuns:
         return _follow(control, run, settings.rounds, folder, watch)
 
     def client_memory(self, folder: Path, client: int, version: Version) -> Payload:
-        """What a client remembers, if it worked in a simulation on this machine.
+        """A client's state in a version, if the client worked in a simulation on this machine.
 
-        Raises ConfigError if its memory is at its site, or no longer there.
+        Raises ConfigError if the state is at the client's site, or no longer there.
         """
         desk = Desk(folder / "sites", name_for_clients(folder), client)
         if not desk.place.is_dir():
@@ -152,17 +160,22 @@ class FlowerRuns:
 
 
 def _follow(control: Control, run: int, rounds: int, folder: Path, watch: Progress) -> Result:
-    shown, read, asked = 0, 0, time.monotonic()
+    """Show a run's rounds until it ends on the server; its result."""
+    rounds_shown = 0
+    length_read = 0
+    last_question = time.monotonic()
     try:
         while not (folder / "summary.json").is_file():
             time.sleep(LOOK)
-            if (long := _length(folder)) != read:
-                read, events = long, _rounds(folder)
-                for event in events[shown:]:
+            length = _length(folder)
+            if length != length_read:
+                length_read = length
+                events = _rounds(folder)
+                for event in events[rounds_shown:]:
                     watch.round(event, rounds)
-                shown = max(shown, len(events))
-            if time.monotonic() - asked >= ASK:
-                asked = time.monotonic()
+                rounds_shown = max(rounds_shown, len(events))
+            if time.monotonic() - last_question >= ASK:
+                last_question = time.monotonic()
                 _raise_if_ended(control, run, folder)
             if watch.stop():
                 raise KeyboardInterrupt
@@ -173,28 +186,29 @@ def _follow(control: Control, run: int, rounds: int, folder: Path, watch: Progre
 
 
 def _length(folder: Path) -> int:
-    """The bytes of the journal: one that is not longer has no new round, and may be too long to
-    read every second.
-    """
-    path = folder / "journal.jsonl"
-    return path.stat().st_size if path.is_file() else 0
+    """The bytes of the journal; a long journal is read only when it has become longer."""
+    path = folder / JOURNAL
+    if not path.is_file():
+        return 0
+    return path.stat().st_size
 
 
 def _rounds(folder: Path) -> list[Any]:
-    path = folder / "journal.jsonl"
-    return (
-        [e for e in journals.read_journal(path) if e["event"] == "round"] if path.is_file() else []
-    )
+    path = folder / JOURNAL
+    if not path.is_file():
+        return []
+    return [event for event in journals.read_journal(path) if event["event"] == "round"]
 
 
 def _raise_if_ended(control: Control, run: int, folder: Path) -> None:
     try:
-        how = control.ended(run)
+        end = control.ended(run)
     except NoAnswer:
-        return  # the server may be starting again; it then says whether the run still exists
-    if how is not None and not (folder / "summary.json").is_file():
+        # The server may be restarting; it can tell later whether the run still exists.
+        return
+    if end is not None and not (folder / "summary.json").is_file():
         raise DeployFailed(
-            f"the run ended on the server: {how}; go on with: fedstill resume {in_shell(folder)}"
+            f"the run ended on the server: {end}; go on with: fedstill resume {in_shell(folder)}"
         )
 
 
@@ -210,30 +224,39 @@ def connect(
     whose nodes are the clients; without one they work in this process, over a loopback grid.
     """
     settings = prepared.settings
-    here = prepared.engine(StoredMemory(folder / "memory"))
     if grid is None:
-        grid = LoopbackGrid(
-            trial_app(settings, prepared.dataset, folder / "sites"), range(settings.clients)
-        )
-    clock: Clock = grid if isinstance(grid, LoopbackGrid) else time
+        app = trial_app(settings, prepared.dataset, folder / "sites")
+        grid = LoopbackGrid(app, range(settings.clients))
+    clock: Clock = time
+    if isinstance(grid, LoopbackGrid):
+        clock = grid
+    facts: Mapping[str, Any] = {}
+    if settings.on_sites:
+        facts = Facts.known_by(prepared).plain()
     config = settings.toml
     sha = digest(config.encode())
 
-    def request(**rest: Any) -> Request:
-        return Request(VERSION, config, sha, identity(), **rest)
+    def request(**fields: Any) -> Request:
+        return Request(version=VERSION, config=config, sha=sha, run=identity(), **fields)
 
-    facts = Facts.known_by(prepared).plain() if settings.on_sites else {}
-    taken = prepared.client_measures(site=True)
     return FlowerEngine(
-        here, Fleet(grid, patience(settings), clock), request, facts, taken, truth_of(prepared)
+        server_engine=prepared.engine(StoredMemory(folder / "memory")),
+        fleet=Fleet(grid, patience(settings), clock),
+        request=request,
+        facts=facts,
+        measures=prepared.client_measures(site=True),
+        truth=truth_of(prepared),
     )
 
 
 def informed(engine: FlowerEngine, prepared: Prepared) -> FlowerEngine:
     """The engine for a run whose facts are known only now; its messages go the same way."""
-    here = replace(engine.here, world=prepared.world, sites=prepared.sites)
+    server_engine = replace(engine.server_engine, world=prepared.world, sites=prepared.sites)
     return replace(
-        engine, here=here, facts=Facts.known_by(prepared).plain(), truth=truth_of(prepared)
+        engine,
+        server_engine=server_engine,
+        facts=Facts.known_by(prepared).plain(),
+        truth=truth_of(prepared),
     )
 
 
@@ -241,7 +264,8 @@ def truth_of(prepared: Prepared) -> Callable[[int, int], Truth]:
     """What the server knows of each client's data in each round: all in a simulation, nothing of
     real sites.
     """
-    sites, classes = prepared.sites, prepared.world.classes
+    sites = prepared.sites
+    classes = prepared.world.classes
     if prepared.settings.on_sites:
         return lambda client, round: Truth(tasks=prepared.world.stream.tasks)
 
@@ -260,8 +284,14 @@ def _counts_by_class(examples: Examples | None, classes: int) -> list[int] | Non
 
 def patience(settings: Settings) -> Patience:
     """How long to wait for clients, from ``[flower]``."""
-    said = settings.flower
-    return Patience(said.deadline, said.ttl, said.retries, said.poll, max_bytes=said.max_mb << 20)
+    table = settings.flower
+    return Patience(
+        deadline=table.deadline,
+        ttl=table.ttl,
+        retries=table.retries,
+        poll=table.poll,
+        max_bytes=table.max_mb << 20,
+    )
 
 
 def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> ClientApp:
@@ -271,8 +301,9 @@ def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> Clie
     They belong to the server's own user, so they import whatever code its configuration names, and
     read its files.
     """
-    imports, files = tuple(code_in(settings.tree)), tuple(files_in(settings.tree))
-    ready = dict[str, Ready]()
+    imports = tuple(code_in(settings.tree))
+    files = tuple(files_in(settings.tree))
+    ready: dict[str, Ready] = {}
 
     def clerk_of(context: Any) -> tuple[int, Does]:
         client = int(context.node_config["partition-id"])

@@ -43,13 +43,12 @@ from fedstill.running.world import RunWorld, extended, world_of
 
 @dataclass(frozen=True)
 class OwnData:
-    """What a site has: the data set as it was read, its examples as the run has them, and the
-    public set.
+    """A site's data: the data set as it was read, its scaled examples, and the public set.
 
-    ``scaler``: how numbers were scaled.
+    ``dataset``: as it was read. ``scaler``: how numbers were scaled.
     """
 
-    read: Dataset
+    dataset: Dataset
     train: Examples
     test: Examples
     public: Examples | None
@@ -57,44 +56,49 @@ class OwnData:
 
 
 def own_data(settings: Settings, facts: Facts, data: str, public: str, tokenizer: str) -> OwnData:
-    """A site's data, given the places of its own file or folder, its copy of the public set, and of
-    the tokenizer.
+    """A site's data.
 
-    Raises Refused in one line for examples that are not of the kind, shape, columns, vocabulary or
-    classes of the run, and for copies that are not the server's.
+    data: the site's file or folder. public, tokenizer: its copies of the public set and of the
+    tokenizer's file. Raises Refused for examples that are not of the kind, shape, columns,
+    vocabulary or classes of the run, and for copies that are not the server's.
     """
     form = form_of(settings, facts, tokenizer)
-    own = read_alike(settings, facts, data, form)
-    scaler = scaler_of(settings, own, facts)
-    if scaler.awaits_sums:  # the sums count what is known only, so examples stay as they are
-        return OwnData(own, own.train, own.test, None, scaler)
+    dataset = read_alike(settings, facts, data, form)
+    scaler = scaler_of(settings, dataset, facts)
+    if scaler.awaits_sums:
+        # The sums leave out missing values, so examples stay as they are.
+        return OwnData(dataset, dataset.train, dataset.test, public=None, scaler=scaler)
     return OwnData(
-        read=own,
-        train=scaler.transform(own.train),
-        test=scaler.transform(own.test),
+        dataset=dataset,
+        train=scaler.transform(dataset.train),
+        test=scaler.transform(dataset.test),
         public=public_of(settings, public, facts, form, scaler),
         scaler=scaler,
     )
 
 
 def read_alike(
-    settings: Settings, facts: Facts, data: str, form: Mapping[str, Any], **more: Any
+    settings: Settings, facts: Facts, data: str, form: Mapping[str, Any], **options: Any
 ) -> Dataset:
-    """A file or folder of a site as the run's form says, its labels as the ids that all sites
-    share.
+    """A file or folder of a site, read in the run's form, with the labels that all sites share.
 
-    more: further options of reading. Raises Refused for other examples than the run's.
+    options: further options of reading. Raises Refused for other examples than those of the run.
     """
-    label = (
-        {"label_column": settings.data.label_column} if settings.data.label_column and form else {}
-    )
-    images = settings.data.images
-    own = load_dataset(data, **({} if ".py:" in data else {**form, **label, **images, **more}))
+    reading = {**form, **settings.data.images, **options}
+    if settings.data.label_column and form:
+        reading["label_column"] = settings.data.label_column
+    if ".py:" in data:
+        # A function of the site's operator takes no options.
+        reading = {}
+    own = load_dataset(data, **reading)
     for caution in own.about.cautions:
         log_once(f"data: {caution}")
-    _refuse_unlike(own, facts)
-    train, test = (replace(e, labels=labels_of(own, e, facts)) for e in (own.train, own.test))
-    return replace(own, train=train, test=test)
+    _check_form(own, facts)
+    return replace(
+        own,
+        train=replace(own.train, labels=labels_of(own, own.train, facts)),
+        test=replace(own.test, labels=labels_of(own, own.test, facts)),
+    )
 
 
 def form_of(settings: Settings, facts: Facts, tokenizer: str) -> dict[str, Any]:
@@ -126,20 +130,20 @@ def _own_tokenizer(copy: str, facts: Facts) -> str:
     return copy
 
 
-def _refuse_unlike(own: Dataset, facts: Facts) -> None:
-    """Raise Refused for examples of another kind, vocabulary or inputs than the run's."""
-    many = PLURALS[facts.kind]
+def _check_form(own: Dataset, facts: Facts) -> None:
+    """Raises Refused for examples of another kind, vocabulary or inputs than those of the run."""
     if own.about.kind != facts.kind:
         raise Refused(
-            f"this site has {own.many}, and the run is about {many}; correct data in its site.toml"
+            f"this site has {own.many}, and the run is about {PLURALS[facts.kind]}; correct data "
+            "in its site.toml"
         )
     if own.vocabulary != facts.vocabulary:
         raise Refused(
             f"texts at this site have {own.vocabulary:,} token ids, not {facts.vocabulary:,}"
         )
     if facts.features and own.about.features != facts.features:
-        theirs = next(name for name in facts.features if name not in own.about.features)
-        raise Refused(f"tables at this site have no input {theirs!r}; correct its columns")
+        absent = next(name for name in facts.features if name not in own.about.features)
+        raise Refused(f"tables at this site have no input {absent!r}; correct its columns")
 
 
 def scaler_of(settings: Settings, own: Dataset, facts: Facts) -> Scaler:
@@ -150,17 +154,15 @@ def scaler_of(settings: Settings, own: Dataset, facts: Facts) -> Scaler:
     """
     if facts.kind in ("image", "text"):
         return UNSCALED
-    asked = settings.data.standardise or (
-        "declared" if facts.kind in STANDARDISED or facts.mean else "none"
-    )
-    if facts.origin != asked:
+    origin = settings.data.standardise or _default_origin(facts)
+    if facts.origin != origin:
         raise Refused(
             f"the request has data.standardise = {facts.origin!r}, and the run's configuration "
-            f"{asked!r}"
+            f"{origin!r}"
         )
     if facts.origin == "own":
-        mine = column_moments(own.train.values, own.about.binary_features)
-        return Scaler("own", mine.mean, mine.std)
+        moments = column_moments(own.train.values, own.about.binary_features)
+        return Scaler("own", moments.mean, moments.std)
     if facts.origin == "none":
         return unscaled(settings, own.train)
     if not facts.mean and facts.origin != "summed":
@@ -168,6 +170,13 @@ def scaler_of(settings: Settings, own: Dataset, facts: Facts) -> Scaler:
             f"the request has no mean and spread, by which {PLURALS[facts.kind]} are standardised"
         )
     return Scaler(facts.origin, facts.mean, facts.std)
+
+
+def _default_origin(facts: Facts) -> str:
+    """Whose mean and spread a run uses whose config does not say it."""
+    if facts.kind in STANDARDISED or facts.mean:
+        return "declared"
+    return "none"
 
 
 def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
@@ -231,27 +240,28 @@ def public_of(
 
 
 NOTES = "tasks"
-"""The file beside a client's memory with a line for each task: its number, and the SHA-256 of its
-data, or -.
+"""The file beside a client's state with a line for each task: its number, and the SHA-256 of its
+data, or ``NO_DATA``.
 """
+
+NO_DATA = "-"
 
 
 @dataclass(frozen=True)
 class OwnTasks:
-    """What a site has of the tasks of ``stream`` up to ``now``, from 0, as the run has it.
+    """A site's data of the tasks of ``stream`` up to the task ``current``.
 
-    ``read``: what was read of the first task with data. ``train``, ``tests``: by task, from 0,
-    those with examples.
-    ``sums``: the SHA-256 of each task's data, empty for one without. ``scaler``, ``public``: as in
-    ``OwnData``.
+    Tasks are counted from 0. ``dataset``: the first task with data, as it was read. ``train``,
+    ``tests``: the examples of each task that has some. ``sums``: the SHA-256 of each task's data,
+    empty for a task without. ``scaler``, ``public``: as in ``OwnData``.
     """
 
     stream: Stream
-    now: int
+    current: int
     sums: Mapping[int, str]
     train: Mapping[int, Examples]
     tests: Mapping[int, Examples]
-    read: Dataset | None = None
+    dataset: Dataset | None = None
     scaler: Scaler | None = None
     public: Examples | None = None
 
@@ -260,64 +270,76 @@ class OwnTasks:
         have changed.
         """
         path = place / NOTES
-        noted = (
-            dict(line.split() for line in path.read_text(encoding="utf-8").splitlines())
-            if path.is_file()
-            else {}
-        )
+        noted: dict[str, str] = {}
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            noted = dict(line.split() for line in lines)
         for task, sha in self.sums.items():
-            before = noted.setdefault(str(task + 1), sha or "-")
-            if before != (sha or "-"):
-                what = "has data now, and had none" if before == "-" else "has other data than"
+            current = sha or NO_DATA
+            first = noted.setdefault(str(task + 1), current)
+            if first != current:
+                change = "has other data than"
+                if first == NO_DATA:
+                    change = "has data now, and had none"
                 raise Refused(
-                    f"task {task + 1} at this site {what} when this run first used it: put them "
-                    "back as they were, or "
-                    "start a new run"
+                    f"task {task + 1} at this site {change} when this run first used it: put them "
+                    "back as they were, or start a new run"
                 )
-        lines = [
-            f"{task} {sha}\n" for task, sha in sorted(noted.items(), key=lambda both: int(both[0]))
-        ]
-        write_secret(path, "".join(lines).encode())
+        text = "".join(f"{number} {noted[number]}\n" for number in sorted(noted, key=int))
+        write_secret(path, text.encode())
 
 
-def own_tasks(settings: Settings, facts: Facts, stream: Stream, now: int, site: Site) -> OwnTasks:
-    """A site's data of the tasks up to ``now``, from 0; -1: it has not joined, and nothing is read.
+def own_tasks(
+    settings: Settings, facts: Facts, stream: Stream, current: int, site: Site
+) -> OwnTasks:
+    """A site's data of the tasks up to ``current``; nothing if that is -1: it has not joined yet.
 
-    Raises Refused in one line for data that are no tasks of the run, and for what ``own_data``
-    refuses.
+    Raises Refused for data that are no tasks of the run, and as ``own_data`` does.
     """
     if not (site.tasks or site.time_column):
         raise Refused(
             "this run has tasks: set tasks = 'folders', or time_column, in this site's site.toml"
         )
-    if now < 0:
-        return OwnTasks(stream, now, {}, {}, {})
+    if current < 0:
+        return OwnTasks(stream, current, sums={}, train={}, tests={})
     form = form_of(settings, facts, site.tokenizer)
     if site.tasks:
         places = task_folders(Path(site.data), stream.tasks)
-        read = {
-            t: read_alike(settings, facts, str(places[t]), form)
-            for t in range(now + 1)
-            if t in places
+        datasets = {
+            task: read_alike(settings, facts, str(place), form)
+            for task, place in places.items()
+            if task <= current
         }
     else:
-        read = _cut(settings, facts, site, form, now)
-    sums = {t: _sum(read[t]) if t in read else "" for t in range(now + 1)}
-    if not read:
-        return OwnTasks(stream, now, sums, {}, {})
-    first = read[min(read)]
+        datasets = _cut(settings, facts, site, form, current)
+    sums = dict.fromkeys(range(current + 1), "")
+    for task, dataset in datasets.items():
+        sums[task] = _digest(dataset)
+    if not datasets:
+        return OwnTasks(stream, current, sums=sums, train={}, tests={})
+
+    first = datasets[min(datasets)]
     scaler = scaler_of(settings, first, facts)
     public = None
-    train, tests = (
-        {t: getattr(own, split) for t, own in read.items()} for split in ("train", "test")
-    )
-    if scaler.awaits_sums:  # the sums count what is known only, so examples stay as they are
+    train = {task: dataset.train for task, dataset in datasets.items()}
+    tests = {task: dataset.test for task, dataset in datasets.items()}
+    if scaler.awaits_sums:
+        # The sums leave out missing values, so examples stay as they are.
         tests = {}
     else:
         train = {task: scaler.transform(examples) for task, examples in train.items()}
         tests = {task: scaler.transform(examples) for task, examples in tests.items()}
         public = public_of(settings, site.public, facts, form, scaler)
-    return OwnTasks(stream, now, sums, _some(train), _some(tests), first, scaler, public)
+    return OwnTasks(
+        stream=stream,
+        current=current,
+        sums=sums,
+        train=_with_examples(train),
+        tests=_with_examples(tests),
+        dataset=first,
+        scaler=scaler,
+        public=public,
+    )
 
 
 def task_folders(data: Path, tasks: int) -> dict[int, Path]:
@@ -332,40 +354,44 @@ def task_folders(data: Path, tasks: int) -> dict[int, Path]:
             f"tasks = 'folders' needs a folder, and {data} is none; correct data in this site's "
             "site.toml"
         )
-    there = {path.name: path for path in sorted(data.iterdir()) if not path.name.startswith(".")}
-    names = {f"task{t + 1}": t for t in range(tasks)}
-    if strange := [name for name in there if name not in names]:
-        what = (
-            "a task that this run does not have"
-            if re.fullmatch(r"task\d+", strange[0])
-            else "no task"
-        )
+    entries = {path.name: path for path in sorted(_visible(data))}
+    numbers = {f"task{task + 1}": task for task in range(tasks)}
+    strange = [name for name in entries if name not in numbers]
+    if strange:
+        problem = "no task"
+        if re.fullmatch(r"task\d+", strange[0]):
+            problem = "a task that this run does not have"
         raise Refused(
-            f"{data / strange[0]} is {what}: its tasks are task1 to task{tasks}; move it elsewhere"
+            f"{data / strange[0]} is {problem}: its tasks are task1 to task{tasks}; move it "
+            "elsewhere"
         )
-    if not there:
+    if not entries:
         raise Refused(
             f"{data} has no folder task1, task2, …; correct data in this site's site.toml"
         )
-    last = max(names[name] for name in there)
-    if absent := [name for name, t in names.items() if t < last and name not in there]:
+    last = max(numbers[name] for name in entries)
+    absent = [name for name, task in numbers.items() if task < last and name not in entries]
+    if absent:
         raise Refused(
             f"{data} has task{last + 1}, and no {absent[0]}: make an empty folder {absent[0]} if "
             "there is nothing in it"
         )
-    full = {names[name]: path for name, path in there.items()}
-    return {t: path for t, path in full.items() if not path.is_dir() or any(_seen(path))}
+    places = {numbers[name]: path for name, path in entries.items()}
+    return {task: path for task, path in places.items() if not path.is_dir() or _visible(path)}
 
 
-def _seen(folder: Path) -> list[Path]:
+def _visible(folder: Path) -> list[Path]:
+    """The entries of a folder without hidden ones."""
     return [path for path in folder.iterdir() if not path.name.startswith(".")]
 
 
 def _cut(
-    settings: Settings, facts: Facts, site: Site, form: Mapping[str, object], now: int
+    settings: Settings, facts: Facts, site: Site, form: Mapping[str, object], current: int
 ) -> dict[int, Dataset]:
-    """The tasks up to ``now`` of data with a time column, as the run's dates cut it."""
-    column, data, cuts = site.time_column, site.data, settings.named.stream.values["cuts"]
+    """The tasks up to ``current`` of data with a time column, as the run's dates cut it."""
+    column = site.time_column
+    data = site.data
+    cuts = settings.named.stream.values["cuts"]
     if len(cuts) != settings.stream.tasks - 1:
         raise Refused(
             "this site's data are cut by time_column, and the run's stream.cuts has no dates for it"
@@ -377,39 +403,39 @@ def _cut(
             "tasks = 'folders', and "
             "make a folder for each task"
         )
-    of_value = torch.tensor(
+    tasks_of_values = torch.tensor(
         tasks_of_times(Path(data).name, column, own.about.owners, cuts), dtype=torch.int64
     )
-    splits = (own.train, own.test)
-    task_of = [of_value[examples.owners] for examples in splits]
-    cut = {}
-    for task in range(now + 1):
-        train, test = (
-            e.take((of == task).nonzero().flatten()) for e, of in zip(splits, task_of, strict=True)
-        )
+    train_tasks = tasks_of_values[own.train.owners]
+    test_tasks = tasks_of_values[own.test.owners]
+    datasets = {}
+    for task in range(current + 1):
+        train = own.train.take((train_tasks == task).nonzero().flatten())
+        test = own.test.take((test_tasks == task).nonzero().flatten())
         if len(train) or len(test):
-            cut[task] = replace(
+            datasets[task] = replace(
                 own, train=replace(train, owners=None), test=replace(test, owners=None)
             )
-    return cut
+    return datasets
 
 
-def _sum(read: Dataset) -> str:
-    return digest(f"{examples_digest(read.train)} {examples_digest(read.test)}".encode())
+def _digest(dataset: Dataset) -> str:
+    digests = f"{examples_digest(dataset.train)} {examples_digest(dataset.test)}"
+    return digest(digests.encode())
 
 
-def _some(each: Mapping[int, Examples]) -> dict[int, Examples]:
-    return {task: examples for task, examples in each.items() if len(examples)}
+def _with_examples(by_task: Mapping[int, Examples]) -> dict[int, Examples]:
+    return {task: examples for task, examples in by_task.items() if len(examples)}
 
 
-# A run as one site has it ready: its own data, or in a trial its part of the run's, in the world
-# that all know.
+# A run that a site has prepared: on its own data, or in a trial on its part of the run's data
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A run that a site has ready; ``prepared``: None where it has no data yet. ``tasks``: in a run
-    with tasks.
+    """A run that a site has prepared.
+
+    ``prepared``: None where the site has no data yet. ``tasks``: in a run with tasks.
     """
 
     settings: Settings
@@ -418,14 +444,18 @@ class Ready:
 
     def serves(self, round: int, client: int) -> bool:
         """Whether it holds the data of the client's task in a round."""
-        return self.tasks is None or self.tasks.now == self.tasks.stream.task(round, client)
+        return self.tasks is None or self.tasks.current == self.tasks.stream.task(round, client)
 
     def works(self, stage: str) -> Prepared | None:
-        """What a stage is done with; None where the site has no data for it: it is then idle."""
+        """The prepared run for a stage; None where the site has no data for it: it is then idle."""
         if self.tasks is None:
             return self.prepared
-        there = self.tasks.tests if stage == TASK_TEST else self.tasks.now in self.tasks.train
-        return self.prepared if there else None
+        has_data = self.tasks.current in self.tasks.train
+        if stage == TASK_TEST:
+            has_data = bool(self.tasks.tests)
+        if not has_data:
+            return None
+        return self.prepared
 
 
 def on_own_data(settings: Settings, facts: Facts, site: Site) -> Ready:
@@ -439,7 +469,7 @@ def on_own_data(settings: Settings, facts: Facts, site: Site) -> Ready:
     check_at_site(settings, world, sites)
     prepared = Prepared(
         settings=settings,
-        dataset=own.read,
+        dataset=own.dataset,
         world=world,
         sites=sites,
         scaler=own.scaler,
@@ -449,22 +479,26 @@ def on_own_data(settings: Settings, facts: Facts, site: Site) -> Ready:
 
 
 def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int) -> Ready:
-    """A run with tasks, ready on what a site has of them up to a round's."""
+    """A run with tasks, ready on a site's data of the tasks up to that of a round."""
     nothing = Examples(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
     cut = cut_into_tasks(settings, nothing, len(facts.classes))
     assert cut is not None
     stream = stream_of(settings, cut, None)
     own = own_tasks(settings, facts, stream, stream.task(round, site.client), site)
-    if own.read is None or own.scaler is None:
+    if own.dataset is None or own.scaler is None:
         return Ready(settings, None, own)
-    had = _had(own.train, own.now, stream.kept)
-    train = concatenated(list(had.values()) or [own.read.train.take(torch.arange(0))])
-    task = np.repeat(np.array([*had], dtype=np.int64), [len(examples) for examples in had.values()])
+    by_task = {
+        task: examples for task, examples in own.train.items() if task == own.current or stream.kept
+    }
+    no_examples = own.dataset.train.take(torch.arange(0))
+    train = concatenated(list(by_task.values()) or [no_examples])
+    sizes = [len(examples) for examples in by_task.values()]
+    task_of_example = np.repeat(np.array([*by_task], dtype=np.int64), sizes)
     data = ClientData(
         train=train,
         split=None,
         public=own.public,
-        tasks=replace(cut, task=task),
+        tasks=replace(cut, task=task_of_example),
         task_tests=own.tests,
     )
     world = replace(_world(settings, facts, own.public), stream=stream)
@@ -472,7 +506,7 @@ def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int) -> Re
     check_at_site(settings, world, sites)
     prepared = Prepared(
         settings=settings,
-        dataset=own.read,
+        dataset=own.dataset,
         world=world,
         sites=sites,
         scaler=own.scaler,
@@ -481,11 +515,10 @@ def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int) -> Re
     return Ready(settings, prepared, own)
 
 
-def _had(train: Mapping[int, Examples], now: int, kept: bool) -> dict[int, Examples]:
-    return {task: examples for task, examples in train.items() if task == now or kept}
-
-
 def _world(settings: Settings, facts: Facts, public: Examples | None) -> RunWorld:
     classes = len(facts.classes)
-    world = world_of(settings, facts.shape, classes, len(public) if public else 0, facts.vocabulary)
+    public_examples = 0
+    if public:
+        public_examples = len(public)
+    world = world_of(settings, facts.shape, classes, public_examples, facts.vocabulary)
     return extended(settings, world, lambda: torch.zeros(0, classes))

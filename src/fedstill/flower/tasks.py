@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 
 @dataclass(frozen=True)
 class Door:
-    """Where tasks are to be had, and what opens it.
+    """The address that hands out tasks, and the key to it.
 
     ``address``: host and port. ``key``: the secret. ``certificates``: the authority's, a PEM; None
     without TLS.
@@ -54,7 +54,7 @@ class Door:
     key: bytes
     certificates: bytes | None = None
 
-    def client(self, component: str, *more: Any) -> RuntimeHttpClient:
+    def client(self, component: str, *interceptors: Any) -> RuntimeHttpClient:
         """A client of Flower's for this address, with the key in each request."""
         require_flower()
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
@@ -65,7 +65,11 @@ class Door:
             self.address,
             self.certificates is None,
             self.certificates,
-            [RuntimeVersionHttpInterceptor(component_name=component), OperatorKey(self.key), *more],
+            [
+                RuntimeVersionHttpInterceptor(component_name=component),
+                OperatorKey(self.key),
+                *interceptors,
+            ],
             retry_invoker=make_simple_http_retry_invoker(),
         )
 
@@ -95,7 +99,9 @@ def execute(
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    client, under_way, pace = door.tasks(), list[Any](), Pace()
+    client = door.tasks()
+    under_way: list[Any] = []
+    pace = Pace()
     while os.getppid() == parent:
         under_way = [process for process in under_way if process.is_alive()]
         try:
@@ -119,9 +125,11 @@ def execute(
 # refused; if it is, what is installed here does the work.
 
 
-CLIENT, AGENT, SERVER = "flwr-clientapp", "flwr-agentapp", "flwr-serverapp"
-"""Flower's kinds of task. A site takes the second, too, to refuse it by name: a message would else
-wait for ever.
+CLIENT = "flwr-clientapp"
+SERVER = "flwr-serverapp"
+AGENT = "flwr-agentapp"
+"""Flower's kinds of task. A site accepts tasks of agents only to refuse them: otherwise their
+messages would wait for ever.
 """
 
 
@@ -138,18 +146,20 @@ def client_task(door: Door, kind: str, token: str, parent: int) -> None:
     client = door.client("flwr-clientapp", RuntimeTokenHttpInterceptor(token))
     with _alive(client, parent):
         message, context, _, fab = pull_task_input(client)
-        status, why = SubStatus.COMPLETED, ""
+        status = SubStatus.COMPLETED
+        details = ""
         try:
             if kind != CLIENT:
                 raise Refused(f"this site does no task of the kind {kind!r}")
             require_own_app(fab.content)
             reply = client_app(message=message, context=context)
         except Exception as error:
-            status, why = SubStatus.FAILED, _why(error)
-            print(f"fedstill: refused or failed: {why}", file=sys.stderr, flush=True)
-            reply = Message(Error(RAISED, why), reply_to=message)
+            status = SubStatus.FAILED
+            details = _reason(error)
+            print(f"fedstill: refused or failed: {details}", file=sys.stderr, flush=True)
+            reply = Message(Error(RAISED, details), reply_to=message)
         push_message(client, reply, context)
-        push_task_output(client, context, status, why)
+        push_task_output(client, context, status, details)
 
 
 def server_task(door: Door, kind: str, token: str, parent: int) -> None:
@@ -171,28 +181,26 @@ def server_task(door: Door, kind: str, token: str, parent: int) -> None:
     grid = federation_grid(door, token)
     client = grid._runtime_client
     with _alive(client, parent):
-        given = client.PullTaskInput(PullTaskInputRequest())
-        context, run, fab = (
-            context_from_proto(given.context),
-            run_from_proto(given.run),
-            fab_from_proto(given.fab),
-        )
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
-            given.task_id,
-            run.run_id,
-            context.node_id,
-        )
+        task = client.PullTaskInput(PullTaskInputRequest())
+        context = context_from_proto(task.context)
+        run = run_from_proto(task.run)
+        fab = fab_from_proto(task.fab)
+        TaskIdentity.task_id = task.task_id
+        TaskIdentity.run_id = run.run_id
+        TaskIdentity.node_id = context.node_id
         grid.set_run(run)
-        status, why = SubStatus.COMPLETED, ""
+        status = SubStatus.COMPLETED
+        details = ""
         try:
             require_own_app(fab.content)
             context.run_config = get_fused_config_from_fab(fab.content, run)
             server_app(grid=grid, context=context)
         except (Exception, KeyboardInterrupt) as error:
-            status, why = SubStatus.FAILED, _why(error)
-            print(f"fedstill: run {run.run_id}: {why}", file=sys.stderr, flush=True)
+            status = SubStatus.FAILED
+            details = _reason(error)
+            print(f"fedstill: run {run.run_id}: {details}", file=sys.stderr, flush=True)
         output = PushTaskOutputRequest(
-            context=context_to_proto(context), sub_status=status, details=why
+            context=context_to_proto(context), sub_status=status, details=details
         )
         client.PushTaskOutput(output)
 
@@ -221,13 +229,16 @@ def federation_grid(door: Door, token: str) -> Grid:
             numbers = {int(n.node_id): client_of_key(n.name) for n in self.get_nodes()}
             return {node: client for node, client in numbers.items() if client is not None}
 
-    # without TLS there are no listed keys
-    kind = FederationGrid if door.certificates is not None else OperatorGrid
-    return kind(door.address, door.certificates is None, door.certificates, token=token)
+    # Without TLS there are no listed keys.
+    if door.certificates is None:
+        return OperatorGrid(door.address, True, None, token=token)
+    return FederationGrid(door.address, False, door.certificates, token=token)
 
 
-def _why(error: BaseException) -> str:
-    return str(error) if isinstance(error, FedstillError) else on_one_line(error)
+def _reason(error: BaseException) -> str:
+    if isinstance(error, FedstillError):
+        return str(error)
+    return on_one_line(error)
 
 
 @contextmanager
@@ -261,9 +272,10 @@ WARM = ("fedstill.flower.warm",)
 
 def side_of_flower(side: str, address: str, key: str, certificates: str = "") -> None:
     """Do a side's tasks until the process that started this one has ended."""
-    ca = Path(certificates).read_bytes() if certificates else None
+    door = Door(address, Path(key).read_bytes())
+    if certificates:
+        door = replace(door, certificates=Path(certificates).read_bytes())
     kinds, does = SIDES[side]
-    door = Door(address, Path(key).read_bytes(), ca)
     execute(door, kinds, does, os.getppid(), WARM)
 
 
