@@ -27,17 +27,17 @@ from fedstill.running.standardisation import sums_work
 class TrainingBudget(Observer):
     """Counts each client's noised steps, by the probability with which they took an example.
 
-    ``examples``: how many each client trains on, by stage, in a simulation. Of a real site it is
-    what the site said last in a stage of that name (``said``); one that has said nothing yet counts
-    as if every step took all of its examples. A stage that failed or was refused counts, too:
-    something may have been sent.
+    ``examples``: how many examples each client trains on, by stage, in a simulation. ``reported``:
+    how many examples a real site reported last in a stage of that name. A site that has reported
+    nothing yet counts as if every step took all of its examples. A stage that failed or was refused
+    counts, too: something may have been sent.
     """
 
     privacy: Privacy
     world: World
     examples: Mapping[tuple[str, int], int]
     steps: dict[int, Counter[float]] = field(default_factory=dict)
-    said: dict[tuple[str, int], int] = field(default_factory=dict)
+    reported: dict[tuple[str, int], int] = field(default_factory=dict)
     on_sites: bool = False
     # of the stage under way: clients that were asked nothing, as theirs is spent
     unasked: frozenset[int] = frozenset()
@@ -46,21 +46,34 @@ class TrainingBudget(Observer):
     @staticmethod
     def of(prepared: Prepared) -> TrainingBudget:
         """The budget of a run."""
-        settings, world, sites = prepared.settings, prepared.world, prepared.sites
-        clients = () if settings.on_sites else range(settings.clients)
-        known = {(name, c): sites.trains_on(c, name) for name in settings.plans for c in clients}
-        return TrainingBudget(settings.table(Privacy), world, known, on_sites=settings.on_sites)
+        settings = prepared.settings
+        examples: dict[tuple[str, int], int] = {}
+        if not settings.on_sites:
+            for stage in settings.plans:
+                for client in range(settings.clients):
+                    examples[stage, client] = prepared.sites.trains_on(client, stage)
+        return TrainingBudget(
+            privacy=settings.table(Privacy),
+            world=prepared.world,
+            examples=examples,
+            on_sites=settings.on_sites,
+        )
 
-    def visit(self, stage: Stage, client: int, said: int | None) -> tuple[float, int]:
-        """With which probability a step takes an example, and the steps, of a client that says it
-        has so many.
+    def visit(self, stage: Stage, client: int, claimed: int | None) -> tuple[float, int]:
+        """The probability with which a step takes an example, and the number of steps.
+
+        claimed: how many examples the client says that it has; None if it says nothing.
         """
         plan = self.world.plans.get(stage.name)
         if plan is None or client == SERVER or stage.view != "private":
             return 0.0, 0
-        own = stage.name, client
-        n = self.examples.get(own, self.said.get(own) if said is None else said)
-        return rate_and_steps(plan.batch if n is None else n, plan)
+        key = (stage.name, client)
+        if claimed is None:
+            claimed = self.reported.get(key)
+        examples = self.examples.get(key, claimed)
+        if examples is None:
+            examples = plan.batch
+        return rate_and_steps(examples, plan)
 
     def client_fields(self, event: Event, result: StageResult) -> Fields:
         """``private_steps``: the noised steps of a client, and ``private_rate``: the probability
@@ -69,21 +82,23 @@ class TrainingBudget(Observer):
         if not _is_asked(event, result.stage, self.unasked):
             return {}
         rate, steps = self.visit(result.stage, event["client"], event.get("examples"))
-        return {"private_steps": steps, "private_rate": rate} if steps else {}
+        if not steps:
+            return {}
+        return {"private_steps": steps, "private_rate": rate}
 
     def on_event(self, event: Event) -> None:
         """Count a client's steps, and remember how many examples a site has."""
         steps = event.get("private_steps", 0)
         if event["event"] != "client" or not steps:
             return
-        taken = self.steps.setdefault(event["client"], Counter())
-        taken[float(event["private_rate"])] += steps
+        steps_by_rate = self.steps.setdefault(event["client"], Counter())
+        steps_by_rate[float(event["private_rate"])] += steps
         if event.get("examples") and "refused" not in event:
-            self.said[event["name"], event["client"]] = event["examples"]
+            self.reported[event["name"], event["client"]] = event["examples"]
 
-    def spent(self, client: int, rate: float = 0.0, more: int = 0) -> float | None:
-        """A client's epsilon so far, or after more steps; None where nothing bounds it."""
-        steps = self.steps.get(client, Counter()) + Counter({rate: more})
+    def spent(self, client: int, rate: float = 0.0, further_steps: int = 0) -> float | None:
+        """A client's epsilon so far, or after further steps; None where nothing bounds it."""
+        steps = self.steps.get(client, Counter()) + Counter({rate: further_steps})
         return training_epsilon(self.privacy.sigma, steps, self.privacy.delta)
 
     def over(self, stage: Stage, client: int) -> str:
@@ -94,24 +109,22 @@ class TrainingBudget(Observer):
         changed.
         """
         most = self.privacy.epsilon
-        if most is None or (not self.examples and (stage.name, client) not in self.said):
+        if most is None or (not self.examples and (stage.name, client) not in self.reported):
             return ""
         rate, steps = self.visit(stage, client, None)
-        after = self.spent(client, rate, steps)
-        if after is not None and after <= most:
+        total = self.spent(client, rate, steps)
+        if total is not None and total <= most:
             return ""
         return (
             f"client {client} has spent epsilon {self.spent(client):.3g}, and {steps} more steps "
-            f"make it {after:.3g}, "
-            f"over privacy.epsilon = {most:g}"
+            f"make it {total:.3g}, over privacy.epsilon = {most:g}"
         )
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
         """``privacy``: each client's epsilon so far (None: unbounded), and at which delta."""
-        each = [self.spent(client) for client in range(self.world.clients)]
         return {
             "privacy": {
-                "epsilon": each,
+                "epsilon": [self.spent(client) for client in range(self.world.clients)],
                 "delta": self.privacy.delta,
                 "covers": "training, by example",
             }
@@ -145,37 +158,39 @@ class Budget(Observer):
     @staticmethod
     def of(prepared: Prepared) -> Budget:
         """The budget of a run; a simulation's clients have sent their sums when it begins."""
-        settings, data = prepared.settings, prepared.dataset
-        sums = (
-            sums_work(settings, data.about, data.input_shape).rows
-            if prepared.scaler.origin == "summed"
-            else 0
-        )
-        sent = Counter(
-            dict.fromkeys(range(settings.clients), sums) if sums and not settings.on_sites else {}
-        )
+        settings = prepared.settings
+        data = prepared.dataset
+        sums = 0
+        if prepared.scaler.origin == "summed":
+            sums = sums_work(settings, data.about, data.input_shape).rows
+        rows: Counter[int] = Counter()
+        if sums and not settings.on_sites:
+            rows.update(dict.fromkeys(range(settings.clients), sums))
         return Budget(
-            settings.table(Privacy),
-            settings.schedule,
-            prepared.world,
-            sums,
-            sent,
-            settings.on_sites,
+            privacy=settings.table(Privacy),
+            schedule=settings.schedule,
+            world=prepared.world,
+            sums=sums,
+            rows=rows,
+            on_sites=settings.on_sites,
         )
 
     def client_fields(self, event: Event, result: StageResult) -> Fields:
         """``noised_rows``: the rows of noised logits that a client sent: at least those that it was
         asked for.
         """
-        stage, client = result.stage, event["client"]
+        stage = result.stage
+        client = event["client"]
         is_off = not self.privacy.protects_logits or stage == census_stage(self.world)
         if is_off or client == SERVER or not _is_asked(event, stage, self.unasked):
             return {}
         arrived = rows_of(result.contents.get(client, NOTHING))
-        rows = max(self.asked(stage, client), arrived)
-        return {"noised_rows": rows} if rows else {}
+        rows = max(self.expected_rows(stage, client), arrived)
+        if not rows:
+            return {}
+        return {"noised_rows": rows}
 
-    def asked(self, stage: Stage, client: int) -> int:
+    def expected_rows(self, stage: Stage, client: int) -> int:
         """How many rows with noise a client is asked for in a stage."""
         if (
             not self.privacy.protects_logits
@@ -191,16 +206,15 @@ class Budget(Observer):
         """Why a stage would cost a client more than ``privacy.epsilon`` in all; empty if it would
         not.
         """
-        rows = self.asked(stage, client)
-        if not rows or self.privacy.allows(self.rows[client] + rows):
+        rows = self.expected_rows(stage, client)
+        sent_rows = self.rows[client]
+        if not rows or self.privacy.allows(sent_rows + rows):
             return ""
-        spent, after = (
-            self.privacy.spent(n) for n in (self.rows[client], self.rows[client] + rows)
-        )
+        spent = self.privacy.spent(sent_rows)
+        total = self.privacy.spent(sent_rows + rows)
         return (
             f"client {client} has spent epsilon {spent:.3g}, and its next {rows} rows make it "
-            f"{after:.3g}, over "
-            f"privacy.epsilon = {self.privacy.epsilon:g}"
+            f"{total:.3g}, over privacy.epsilon = {self.privacy.epsilon:g}"
         )
 
     def on_event(self, event: Event) -> None:
@@ -214,13 +228,15 @@ class Budget(Observer):
         """
         if not self.privacy.protects_logits:
             return {}
-        spent = {rows: self.privacy.spent(rows) for rows in {0, *self.rows.values()}}
-        each = [spent[self.rows[c]] for c in range(self.world.clients)]
+        epsilons = {rows: self.privacy.spent(rows) for rows in {0, *self.rows.values()}}
+        covered = GROUP
+        if self.sums:
+            covered = f"{GROUP} and sums"
         return {
             "privacy": {
-                "epsilon": each,
+                "epsilon": [epsilons[self.rows[c]] for c in range(self.world.clients)],
                 "delta": self.privacy.delta,
-                "covers": f"{GROUP} and sums" if self.sums else GROUP,
+                "covers": covered,
             }
         }
 
@@ -261,12 +277,21 @@ class WithinBudget:
         replies = self.engine.run(
             work, stage, {c: p for c, p in payloads.items() if c not in over}, seed
         )
-        left_out = [
-            Reply(c, NOTHING, 0, {}, stage.round, stage.index, failure=why)
-            for c, why in over.items()
-        ]
-        return [*replies, *left_out]
+        excluded = [_excluded(client, stage, reason) for client, reason in over.items()]
+        return [*replies, *excluded]
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what clients remember."""
         self.engine.commit(stage, clients)
+
+
+def _excluded(client: int, stage: Stage, reason: str) -> Reply:
+    """The reply of a client that was sent nothing, for this reason."""
+    return Reply(
+        client=client,
+        content=NOTHING,
+        examples=0,
+        round=stage.round,
+        stage=stage.index,
+        failure=reason,
+    )

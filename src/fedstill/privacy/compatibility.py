@@ -6,6 +6,7 @@ The rules are read for every run; what carries them out is imported only where a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -101,15 +102,20 @@ def joint_gradients(run: PlannedRun) -> str:
 
 
 def weights_from_labels(run: PlannedRun) -> str:
-    """Class weights from label counts: with one example more, all examples of a class would have
-    other gradients.
+    """Class weights from label counts.
+
+    DP-SGD's guarantee supposes that one example more adds one clipped gradient to a step's sum and
+    leaves the others as they are. It would change the weights of all examples, and so every
+    clipped gradient: the sum could change by more than the noise is made for. Weights from noised
+    counts would be a further mechanism, with an epsilon of its own.
     """
     for stage, plan in run.world.plans.items():
         setting = plan.class_weights
         if isinstance(setting, str) and setting != "none":
             return (
-                f"privacy.gradient_clip: plan.{stage}.class_weights = {setting!r} depends on label "
-                "counts, which epsilon does not cover; give a list, one weight per class"
+                f"privacy.gradient_clip: plan.{stage}.class_weights = {setting!r} comes from label "
+                "counts, so one example more changes the gradients of all others, which epsilon "
+                "does not cover; give a list, one weight per class"
             )
     return ""
 
@@ -256,7 +262,7 @@ def _is_linear(run: PlannedRun, stage: Stage) -> bool:
     if run.aggregation in ("", "examples"):
         weights = [float(reply.examples) for reply in replies]
     mean = Payload(params=trees.mean([reply.content.params for reply in replies], weights))
-    summed = [Reply(r.client, mean, 0, {}, r.round, r.stage) for r in replies]
+    summed = [replace(reply, content=mean, examples=0) for reply in replies]
 
     return _are_near(
         method.aggregate(state, replies, stage, run.world),
@@ -276,7 +282,14 @@ def _drawn_replies(stage: Stage, params: Tensors, seed: int) -> list[Reply]:
             for name, value in trees.floats(params).items()
         }
         content = Payload(params={**params, **moved})
-        replies.append(Reply(client, content, examples, {}, stage.round, stage.index))
+        reply = Reply(
+            client=client,
+            content=content,
+            examples=examples,
+            round=stage.round,
+            stage=stage.index,
+        )
+        replies.append(reply)
     return replies
 
 

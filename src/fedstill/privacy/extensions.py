@@ -45,8 +45,9 @@ def budgets(prepared: Prepared, folder: Path | None) -> Extensions:
         return Extensions()
     from fedstill.privacy.budget import Budget, TrainingBudget, WithinBudget
 
-    kind = TrainingBudget if privacy.trains else Budget
-    budget = kind.of(prepared)
+    budget: Budget | TrainingBudget = Budget.of(prepared)
+    if privacy.trains:
+        budget = TrainingBudget.of(prepared)
     middleware: list[Middleware] = []
     if privacy.epsilon is not None:
         middleware.append(lambda engine: WithinBudget(engine, budget))
@@ -117,8 +118,9 @@ class NoisedSums(SumsWork):
         by_column = values.double().transpose(0, 1).flatten(1)[list(self.places)]
         centre, half = self._scale
         scaled = ((by_column - centre[:, None]) / half[:, None]).clamp(-1, 1)
-        means, squares = scaled.nanmean(1), (scaled * scaled).nanmean(1)
-        means, squares = means.nan_to_num(0.0), squares.nan_to_num(1 / 3)  # of unknown columns
+        # Columns of which the client knows no value have the moments of an even spread.
+        means = scaled.nanmean(1).nan_to_num(0.0)
+        squares = (scaled * scaled).nanmean(1).nan_to_num(1 / 3)
         rows = torch.stack([means, 2 * squares - 1], 1) / math.sqrt(2)
         return Payload({SUMS_GROUP: self.clip * rows})
 

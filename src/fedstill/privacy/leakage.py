@@ -19,6 +19,7 @@ from fedstill.core.extensions import StageResult
 from fedstill.core.keys import seed_for
 from fedstill.core.records import SERVER, Examples, Payload, Stage, Tensors
 from fedstill.core.registry import register
+from fedstill.core.trees import same_bits
 from fedstill.measures.base import Measure, Numbers, SaysLogits
 from fedstill.measures.context import EvaluationContext
 from fedstill.metrics.membership import LEAST_OUT, attack, confidences, likelihood_ratios
@@ -69,8 +70,12 @@ class Leakage(Measure):
         model, too.
         """
         models = dict(_models(seen, context))
-        event = _on_uploads(models, seen.stage, context) if models else {}
-        return {**event, **(_on_global(seen, context) if seen.ends_round else {})} or None
+        event: dict[str, Any] = {}
+        if models:
+            event |= _on_uploads(models, seen.stage, context)
+        if seen.ends_round:
+            event |= _on_global(seen, context)
+        return event or None
 
     def examples(self, test: int, clients: int, own: int) -> int:
         """The candidates of all clients under each client's model, and once under the global
@@ -176,10 +181,8 @@ def _by_ratio(phi: Values, clients: Sequence[int], tried: _Candidates) -> Values
 
 def _on_global(seen: StageResult, context: EvaluationContext) -> dict[str, Any]:
     """The loss under the server's model, if there is one and it was trained."""
-    params, start = seen.after.params, context.world.initial(SERVER)
-    if not params or (
-        params.keys() == start.keys() and all(torch.equal(v, start[k]) for k, v in params.items())
-    ):
+    params = seen.after.params
+    if not params or same_bits(params, context.world.initial(SERVER)):
         return {}
     tried = _candidates(range(context.world.clients), seen.stage, context)
     if tried is None:
@@ -196,7 +199,9 @@ def _told(
     it.
     """
     logits = context.passes().logits(params, images, context.world.model(client)).cpu()
-    sent = context.method.sent_logits(logits) if isinstance(context.method, SaysLogits) else logits
+    sent = logits
+    if isinstance(context.method, SaysLogits):
+        sent = context.method.sent_logits(logits)
     seed = seed_for(context.world.seed, stage.round, stage.index, client, "leakage noise")
     return sent, _privacy_of(context).protect(Payload({GROUP: sent}), seed).tensor(GROUP)
 
@@ -218,7 +223,9 @@ def _candidates(
     order = torch.randperm(len(labels), generator=context.draw("leakage others"))
     # of each class, those taken last at the end
     left = [order[labels[order] == c] for c in range(context.world.classes)]
-    inside, outside, owners = [], [], []
+    inside = []
+    outside = []
+    owners = []
     for client in clients:
         own = _trained_on(client, stage, context)
         mixed = torch.randperm(len(own), generator=context.draw(f"leakage {client}"))[
@@ -268,29 +275,58 @@ def epsilon_at_least(canary: Array, clean: Array, delta: float, confidence: floa
     >>> round(epsilon_at_least(np.ones(1000), np.zeros(1000), 1e-5), 2)
     4.91
     """
-    half, other = len(canary) // 2, len(clean) // 2
-    best, choice = -math.inf, (0.0, 1)
+    first_canary, second_canary = np.split(canary, [len(canary) // 2])
+    first_clean, second_clean = np.split(clean, [len(clean) // 2])
+    best_bound = -math.inf
+    best_threshold = 0.0
+    best_sign = 1
     for sign in (1, -1):
-        high, low = np.sort(sign * canary[:half]), np.sort(sign * clean[:other])
-        for at in np.unique(np.concatenate([high, low])):
-            hits, false = half - np.searchsorted(high, at), other - np.searchsorted(low, at)
-            if (bound := _bound(int(hits), half, int(false), other, delta, confidence)) > best:
-                best, choice = bound, (float(at), sign)
-    at, sign = choice
-    hits, false = ((sign * some >= at).sum() for some in (canary[half:], clean[other:]))
-    return max(
-        0.0,
-        _bound(int(hits), len(canary) - half, int(false), len(clean) - other, delta, confidence),
+        for threshold in np.unique(np.concatenate([sign * first_canary, sign * first_clean])):
+            positives = _Positives.above(threshold, sign * first_canary, sign * first_clean)
+            bound = positives.epsilon_bound(delta, confidence)
+            if bound > best_bound:
+                best_bound = bound
+                best_threshold = float(threshold)
+                best_sign = sign
+
+    positives = _Positives.above(
+        best_threshold, best_sign * second_canary, best_sign * second_clean
     )
+    return max(0.0, positives.epsilon_bound(delta, confidence))
 
 
-def _bound(
-    hits: int, canaries: int, false: int, others: int, delta: float, confidence: float
-) -> float:
-    """The bound of one threshold, as each of two rates errs with half of what confidence leaves."""
-    from scipy.stats import beta  # here, as every list of measures imports this module
+@dataclass(frozen=True, kw_only=True)
+class _Positives:
+    """How many scores are on the positive side of a threshold, with and without the canary."""
 
-    tail = (1 - confidence) / 2
-    least = float(beta.ppf(tail, hits, canaries - hits + 1)) if hits else 0.0
-    most = float(beta.ppf(1 - tail, false + 1, others - false)) if false < others else 1.0
-    return math.log((least - delta) / most) if least > delta else -math.inf
+    true: int
+    canaries: int
+    false: int
+    cleans: int
+
+    @classmethod
+    def above(cls, threshold: float, canary: Array, clean: Array) -> _Positives:
+        """The counts of scores of at least a threshold."""
+        return cls(
+            true=int((canary >= threshold).sum()),
+            canaries=len(canary),
+            false=int((clean >= threshold).sum()),
+            cleans=len(clean),
+        )
+
+    def epsilon_bound(self, delta: float, confidence: float) -> float:
+        """The bound of the threshold. Each of the two rates may err with half of the probability
+        that the confidence leaves.
+        """
+        from scipy.stats import beta  # here, as every list of measures imports this module
+
+        tail = (1 - confidence) / 2
+        true_rate = 0.0
+        if self.true:
+            true_rate = float(beta.ppf(tail, self.true, self.canaries - self.true + 1))
+        false_rate = 1.0
+        if self.false < self.cleans:
+            false_rate = float(beta.ppf(1 - tail, self.false + 1, self.cleans - self.false))
+        if true_rate <= delta:
+            return -math.inf
+        return math.log((true_rate - delta) / false_rate)

@@ -83,18 +83,23 @@ class FixedPoint:
         weight = int(signed[-1])
         if not 0 <= weight <= self.heaviest * self.clients:
             raise BadPayload(f"the weights of a secure sum came to {weight}: a mask is left in it")
-        flat, at, mean = torch.from_numpy(signed[:-1].copy()), 0, dict[str, Tensor]()
+        flat = torch.from_numpy(signed[:-1].copy())
+        mean: dict[str, Tensor] = {}
+        begin = 0
         for name in sorted(like):
             entry = like[name]
-            part = flat[at : at + entry.numel()].double().reshape(entry.shape)
+            part = flat[begin : begin + entry.numel()].double().reshape(entry.shape)
             if bool((part.abs() > float(self.levels) * weight).any()):
                 raise BadPayload(f"{name} of a secure sum is out of range: a mask is left in it")
             mean[name] = part * (self._step(entry) / max(weight, 1))
-            at += entry.numel()
+            begin += entry.numel()
         return mean, weight
 
     def _step(self, entry: Tensor) -> float:
-        return self.most / self.levels if entry.is_floating_point() else 1.0
+        """The size of one unit of an entry's whole numbers."""
+        if entry.is_floating_point():
+            return self.most / self.levels
+        return 1.0
 
     def _whole(self, name: str, entry: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         wide = entry.detach().cpu().double()
@@ -122,13 +127,19 @@ def moved_by(start: Tensors, mean: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``start`` moved by a mean change, in the types of ``start``; integers are rounded."""
     out = {}
     for name, entry in start.items():
-        wide = entry.detach().cpu().double() + mean[name]
-        out[name] = (wide if entry.is_floating_point() else wide.round()).to(entry)
+        moved = entry.detach().cpu().double() + mean[name]
+        if not entry.is_floating_point():
+            moved = moved.round()
+        out[name] = moved.to(entry)
     return out
 
 
 def _wide(entry: Tensor) -> Tensor:
-    return entry.detach().cpu().to(torch.float64 if entry.is_floating_point() else torch.int64)
+    """An entry on the CPU, in float64 or int64."""
+    widest = torch.float64
+    if not entry.is_floating_point():
+        widest = torch.int64
+    return entry.detach().cpu().to(widest)
 
 
 # Secure sums in a stage: how they are set, what a client sums of its reply, and what the server
@@ -163,7 +174,9 @@ class Masking:
         """What a config asks for; None where replies are not masked."""
         if not privacy.secure_sum:
             return None
-        share = LEFT if privacy.secure_threshold is None else privacy.secure_threshold
+        share = LEFT
+        if privacy.secure_threshold is not None:
+            share = privacy.secure_threshold
         by_examples = getattr(method, "aggregation", "examples") == "examples"
         return Masking(
             privacy.secure_range or RANGE, privacy.secure_bits or BITS, share, by_examples
@@ -191,7 +204,9 @@ class Masking:
             raise BadPayload(
                 f"a secure sum is of models alone, and the client sends {sorted(reply.content)}"
             )
-        weight = reply.examples if self.by_examples else 1
+        weight = 1
+        if self.by_examples:
+            weight = reply.examples
         return self.fixed(sum).encoded(change_of(reply.content.params, payload.params), weight)
 
     def mean(self, sum: Sum, total: Masks, start: Tensors) -> tuple[dict[str, object], Payload]:

@@ -152,7 +152,9 @@ class Privacy(PackageTable):
     @property
     def top_defaults(self) -> Mapping[str, Any]:
         """With secure sums the usual measures, which look at single models, are left out."""
-        return {"measure": ()} if self.secure_sum else {}
+        if self.secure_sum:
+            return {"measure": ()}
+        return {}
 
     @property
     def hides_client_models(self) -> bool:
@@ -172,7 +174,9 @@ class Privacy(PackageTable):
     @property
     def sigma(self) -> float:
         """The noise of private training, in units of its clipping."""
-        return 1.0 if self.gradient_noise is None else self.gradient_noise
+        if self.gradient_noise is None:
+            return 1.0
+        return self.gradient_noise
 
     def protect(self, content: Payload, seed: int | None) -> Payload:
         """An upload with its logits clipped and noised; one without logits as it is.
@@ -271,12 +275,12 @@ def gaussian_epsilon(multiplier: float, delta: float) -> float:
     r = 1 / multiplier
 
     def excess(epsilon: float) -> float:
-        above, below = (
-            float(log_ndtr(r / 2 - epsilon / r)),
-            epsilon + float(log_ndtr(-r / 2 - epsilon / r)),
-        )
-        share = -math.expm1(min(below - above, 0.0))
-        return (above + math.log(share) if share > 0 else -math.inf) - math.log(delta)
+        first = float(log_ndtr(r / 2 - epsilon / r))
+        second = epsilon + float(log_ndtr(-r / 2 - epsilon / r))
+        share = -math.expm1(min(second - first, 0.0))
+        if share <= 0:
+            return -math.inf
+        return first + math.log(share) - math.log(delta)
 
     if excess(0.0) <= 0:
         return 0.0

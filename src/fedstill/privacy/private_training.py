@@ -77,19 +77,20 @@ def poisson_batches(
     """
     if n == 0:
         return
-    per_epoch, rate = -(-n // plan.batch), min(1.0, plan.batch / n)
+    per_epoch = -(-n // plan.batch)
+    rate = min(1.0, plan.batch / n)
     steps = plan.steps or plan.epochs * per_epoch
+    generator = None if secret else order
     for begin in range(0, steps, per_epoch):
-        draws = [
-            _taken(n, rate, None if secret else order) for _ in range(begin, begin + per_epoch)
-        ]
-        yield [resident(taken.nonzero().flatten(), device) for taken in draws[: steps - begin]]
+        samples = [_sample(n, rate, generator) for _ in range(per_epoch)]
+        yield [resident(sample.nonzero().flatten(), device) for sample in samples[: steps - begin]]
 
 
-def _taken(n: int, rate: float, order: torch.Generator | None) -> Tensor:
-    """Which of n examples a step takes, (n,) bool; without a generator drawn by the operating
-    system's: a seed of torch's has 32 bits, which can be tried out, and an amplification by
-    sampling supposes draws that nobody knows.
+def _sample(n: int, rate: float, order: torch.Generator | None) -> Tensor:
+    """Which of n examples a step takes, (n,) bool. Without a generator, the operating system draws.
+
+    A seed of torch's has 32 bits, which can be tried out, and an amplification by sampling supposes
+    draws that nobody knows.
     """
     if order is not None:
         return torch.rand(n, generator=order, dtype=torch.float64) < rate
@@ -113,20 +114,27 @@ def noised_mean(
     that is not finite counts as zeros. Source: Abadi et al., "Deep Learning with Differential
     Privacy" (2016), Algorithm 1.
     """
-    factor = _factors(gradients, how.clip) if gradients else torch.zeros(0)
+    factors = torch.zeros(0)
+    if gradients:
+        factors = _factors(gradients, how.clip)
     out = {}
     for name, entry in like.items():
-        total = (
-            _weighted(gradients[name].detach(), factor) if gradients else torch.zeros(entry.shape)
-        )
         shape = tuple(entry.shape)
-        drawn = (
-            secret_normal(shape)
-            if how.secret
-            else torch.randn(shape, generator=draws, dtype=torch.float64)
-        )
-        out[name] = ((total + how.noise * how.clip * drawn) / size).to(entry)
+        total = torch.zeros(shape)
+        if gradients:
+            total = _weighted(gradients[name].detach(), factors)
+        noise = _normal(shape, how.secret, draws)
+        out[name] = ((total + how.noise * how.clip * noise) / size).to(entry)
     return out
+
+
+def _normal(shape: tuple[int, ...], secret: bool, draws: torch.Generator) -> Tensor:
+    """Standard normal numbers, float64; drawn by the operating system if nobody may draw them
+    again.
+    """
+    if secret:
+        return secret_normal(shape)
+    return torch.randn(shape, generator=draws, dtype=torch.float64)
 
 
 def _factors(gradients: Tensors, clip: float) -> Tensor:
@@ -139,18 +147,22 @@ def _factors(gradients: Tensors, clip: float) -> Tensor:
 
 def _squares(gradients: Tensor) -> Tensor:
     """The squared norms (B,) of gradients (B, ...), in float64."""
-    return torch.stack([some.double().square().sum(1) for some in _in_cache(gradients)]).sum(0)
+    return torch.stack([part.double().square().sum(1) for part in _in_cache(gradients)]).sum(0)
 
 
-def _weighted(gradients: Tensor, factor: Tensor) -> Tensor:
+def _weighted(gradients: Tensor, factors: Tensor) -> Tensor:
     """The sum of gradients (B, ...) times factors (B,), in float64; where a factor is 0, whatever
     the gradient is.
     """
-    own, finite, parts = factor.to(gradients.device), bool(factor.all()), []
-    for some in _in_cache(gradients):
-        known = some.double() if finite else torch.nan_to_num(some.double(), 0.0, 0.0, 0.0)
-        parts.append(own @ known)
-    return torch.cat(parts).view(gradients.shape[1:]).cpu()
+    all_finite = bool(factors.all())
+    factors = factors.to(gradients.device)
+    sums = []
+    for part in _in_cache(gradients):
+        values = part.double()
+        if not all_finite:
+            values = torch.nan_to_num(values, 0.0, 0.0, 0.0)
+        sums.append(factors @ values)
+    return torch.cat(sums).view(gradients.shape[1:]).cpu()
 
 
 def _in_cache(gradients: Tensor) -> Sequence[Tensor]:

@@ -182,11 +182,16 @@ class Summand:
         for other in received:
             self._opened(other)
         out = vector + mask_of(self._seed, len(vector), self.sum.purpose("own", self.client))
-        for other in sorted(received.keys() - {self.client}):
+        for peer in sorted(received.keys() - {self.client}):
             mask = common_mask(
-                self.sum, self._masking, self.client, other, self.keys[other], len(vector)
+                self.sum,
+                self._masking,
+                client=self.client,
+                peer=peer,
+                public=self.keys[peer],
+                length=len(vector),
             )
-            out = out + mask if self.client < other else out - mask
+            out = with_common_mask(out, mask, self.client, peer)
         return out
 
     def revealed(self, left: Collection[int]) -> dict[int, bytes]:
@@ -204,10 +209,13 @@ class Summand:
                 "the clients that are left were others before: no second answer is given"
             )
         self.left = tuple(sorted(left))
-        return {
-            other: self._opened(other)[:SEED] if other in left else self._opened(other)[SEED:]
-            for other in self.sealed
-        }
+        shares = {}
+        for client in self.sealed:
+            both = self._opened(client)
+            shares[client] = both[SEED:]
+            if client in left:
+                shares[client] = both[:SEED]
+        return shares
 
     def note(self) -> str:
         """All of it but the sum, as JSON, for a client's own disk between two steps."""
@@ -255,13 +263,23 @@ class Summand:
 
 
 def common_mask(
-    sum: Sum, private: bytes, own: int, other: int, public: bytes, length: int
+    sum: Sum, private: bytes, *, client: int, peer: int, public: bytes, length: int
 ) -> Masks:
-    """The mask that two clients agree on, (length,): the same from either side. ``public``: both
-    keys of the other.
+    """The mask that two clients agree on, (length,): the same from either side.
+
+    private: the client's key of common masks. public: both public keys of the peer.
     """
-    purpose = sum.purpose("common", *sorted((own, other)))
+    purpose = sum.purpose("common", *sorted((client, peer)))
     return mask_of(agreed_key(private, public[:KEY], purpose), length, purpose)
+
+
+def with_common_mask(vector: Masks, mask: Masks, client: int, peer: int) -> Masks:
+    """A client's vector with the mask that it has in common with a peer: of the two, the one with
+    the lower id adds it and the other subtracts it.
+    """
+    if client < peer:
+        return vector + mask
+    return vector - mask
 
 
 def sum_of_seed(sum: Sum, client: int, seed: bytes) -> bytes:
@@ -299,7 +317,8 @@ def unmasked(
     lengths = {len(vector) for vector in masked.values()}
     if len(lengths) != 1:
         raise BadPayload("masked vectors of one sum differ in their length")
-    total, (length,) = np.zeros(next(iter(lengths)), dtype=np.uint64), lengths
+    length = lengths.pop()
+    total = np.zeros(length, dtype=np.uint64)
     doubted = set[int]()
     for vector in masked.values():
         total = total + vector
@@ -308,18 +327,19 @@ def unmasked(
             sum, client, revealed, _fits(sum, client, keys[client], client in masked), doubted
         )
         if not secret:
-            what = (
-                " do not give its seed"
-                if client in masked
-                else ", which dropped out, do not give its key"
-            )
-            raise BadPayload(f"shares of client {client}{what}")
+            problem = ", which dropped out, do not give its key"
+            if client in masked:
+                problem = " do not give its seed"
+            raise BadPayload(f"shares of client {client}{problem}")
         if client in masked:
             total = total - mask_of(secret, length, sum.purpose("own", client))
             continue
-        for other in masked:
-            mask = common_mask(sum, secret, client, other, keys[other], length)
-            total = total + mask if client < other else total - mask
+        for peer in masked:
+            mask = common_mask(
+                sum, secret, client=client, peer=peer, public=keys[peer], length=length
+            )
+            # The peer's vector holds the mask with the peer's sign: the client's sign cancels it.
+            total = with_common_mask(total, mask, client, peer)
     return total
 
 

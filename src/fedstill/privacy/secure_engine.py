@@ -349,7 +349,7 @@ class _UnreadableShares(Exception):
 
 def _unknown(client: int, stage: Stage) -> Reply:
     """The status of a client of which nothing is known yet."""
-    return Reply(client, NOTHING, 0, {}, stage.round, stage.index)
+    return Reply(client=client, content=NOTHING, examples=0, round=stage.round, stage=stage.index)
 
 
 def _check_stage(reply: Reply, stage: Stage) -> None:

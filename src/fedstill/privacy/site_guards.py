@@ -466,4 +466,10 @@ class SumAnswer:
     def _reply(self, name: str, group: Any) -> Reply:
         stage = self.request.stage
         content = Payload({PREFIX + name: group})
-        return Reply(self.request.client, content, 0, {}, stage.round, stage.index)
+        return Reply(
+            client=self.request.client,
+            content=content,
+            examples=0,
+            round=stage.round,
+            stage=stage.index,
+        )

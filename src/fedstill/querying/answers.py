@@ -56,7 +56,9 @@ class Later:
     @property
     def examples(self) -> int:
         """How many new examples there are."""
-        return len(self.new.train) if self.new else 0
+        if self.new is None:
+            return 0
+        return len(self.new.train)
 
 
 def by_now(
@@ -114,11 +116,13 @@ def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
     """The run in which a client also has a data set's training examples; raises ConfigError if they
     do not fit.
     """
-    sites, classes = prepared.sites, prepared.dataset.classes
-    shape, wanted = tuple(new.train.values.shape[1:]), tuple(sites.train.values.shape[1:])
-    if shape != wanted:
+    sites = prepared.sites
+    classes = prepared.dataset.classes
+    shape = tuple(new.train.values.shape[1:])
+    run_shape = tuple(sites.train.values.shape[1:])
+    if shape != run_shape:
         raise ConfigError(
-            f"new data {new.name}: examples have shape {shape}, those of the run {wanted}"
+            f"new data {new.name}: examples have shape {shape}, those of the run {run_shape}"
         )
     unknown = [c for c in new.classes if c not in classes]
     if unknown:
@@ -127,16 +131,14 @@ def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
             f"{', '.join(classes)}"
         )
     ids = torch.tensor([classes.index(c) for c in new.classes], dtype=torch.int64)
-    device, old = str(sites.train.labels.device), len(sites.train)
-    more = Examples(new.train.values, ids[new.train.labels.cpu()]).to(device)
-    both = Examples(
-        *(torch.cat([getattr(e, k) for e in (sites.train, more)]) for k in ("values", "labels"))
-    )
+    further = Examples(new.train.values, ids[new.train.labels.cpu()])
+    train = Examples(sites.train.values, sites.train.labels) + further
     assert sites.split is not None  # queries are answered in simulations
-    split = sites.split.with_examples(client, old + np.arange(len(more)))
-    known = {f.name: getattr(sites, f.name) for f in fields(SiteViews)}
-    grown = WithNewData(**{**known, "train": both, "split": split}, asker=client, new=len(more))
-    return replace(prepared, sites=grown)
+    split = sites.split.with_examples(client, len(sites.train) + np.arange(len(further)))
+
+    views = {f.name: getattr(sites, f.name) for f in fields(SiteViews)}
+    views |= {"train": train, "split": split}
+    return replace(prepared, sites=WithNewData(**views, asker=client, new=len(further)))
 
 
 def fitted_again(
@@ -186,25 +188,25 @@ def raised_by(prepared: Prepared, client: int, params: Tensors) -> dict[int, Why
     assert rule is not None
     view = prepared.sites.view(client, Stage(1, 0, FIT, (client,)))
     why = why_asked(rule, params, view)
-    asked = picked(rule, client, list(why))
-    if not asked:
+    query = picked(rule, client, list(why))
+    if not query:
         raise ConfigError(
             f"client {client} has no reason to ask: {_by(settings)}; name the classes with "
             "--classes"
         )
-    return {c: why[c] for c in asked}
+    return {c: why[c] for c in query}
 
 
 def _by(settings: Settings) -> str:
-    table, told = settings.table(QueryTable), dict[str, str]()
-    told["lack"] = (
-        f"it has {table.fewer_than} examples or more of each class that another client has"
-    )
+    """Why no trigger of the settings applies to a client, in words."""
+    table = settings.table(QueryTable)
     share = f"{100 * (table.accuracy_under or 0):g} %"
-    told["accuracy"] = f"its model is right on {share} or more of each class that it holds out"
-    told["need"] = "no class is named that it will need"
-    chosen: Sequence[str] = table.triggers
-    return " and ".join(told[name] for name in chosen)
+    reasons = {
+        "lack": f"it has {table.fewer_than} examples or more of each class that another client has",
+        "accuracy": f"its model is right on {share} or more of each class that it holds out",
+        "need": "no class is named that it will need",
+    }
+    return " and ".join(reasons[trigger] for trigger in table.triggers)
 
 
 def _local_models(folder: Path) -> tuple[dict[int, Tensors], dict[str, Any]]:
@@ -214,7 +216,9 @@ def _local_models(folder: Path) -> tuple[dict[int, Tensors], dict[str, Any]]:
         )
     config = digest((folder / "config.toml").read_bytes())
     restored = Checkpoints(folder / "checkpoints", config, folder / "memory").latest()
-    models = restored.state.extra.many("model") if restored else {}
+    models: dict[int, Tensors] = {}
+    if restored is not None:
+        models = restored.state.extra.many("model")
     if not models:
         raise ConfigError(
             f"{folder} keeps no models that clients trained alone; run method = 'local_only', then "
@@ -245,15 +249,15 @@ class WithGuests(RunWorld):
     own: int = 0
 
     def model(self, client: int) -> ModelSpec:
-        return (
-            self.guests[client - self.own].model
-            if client >= self.own > 0
-            else super().model(client)
-        )
+        if client >= self.own > 0:
+            return self.guests[client - self.own].model
+        return super().model(client)
 
     def name(self, client: int) -> str:
         """What a client or guest is called."""
-        return self.guests[client - self.own].name if client >= self.own else f"client {client}"
+        if client >= self.own:
+            return self.guests[client - self.own].name
+        return f"client {client}"
 
 
 @dataclass(frozen=True)
@@ -311,37 +315,44 @@ def ask(
     assert isinstance(method, QKT)
     guests = tuple(_guest(path, prepared) for path in teachers)
     prepared, models, sizes = by_now(prepared, folder, client, later or Later())
-    why = raised_by(prepared, client, models[client]) if isinstance(query, Mapping) else {}
+    why: dict[int, Why] = {}
+    if isinstance(query, Mapping):
+        why = raised_by(prepared, client, models[client])
     prepared = with_query_of(prepared, client, tuple(why) or queries_of(prepared.world)[client])
     world = _world(prepared, guests)
-    everyone = {**models, **{world.own + i: g.params for i, g in enumerate(guests)}}
+    classes = queries_of(world)[client]
+
+    all_models = dict(models)
+    for index, guest in enumerate(guests):
+        all_models[world.own + index] = guest.params
     probe = {
-        c: probed(world.model(c), p, world, method.samples)
-        for c, p in everyone.items()
-        if c != client
+        teacher: probed(world.model(teacher), params, world, method.samples)
+        for teacher, params in all_models.items()
+        if teacher != client
     }
-    used = [c for c, p in probe.items() if method.useful(p, queries_of(world)[client])]
-    params = _learn(prepared, world, method, everyone, sizes, client) if used else models[client]
-    spec, shares = (
-        world.model(client),
-        {c: prepared.sites.label_shares(c) for c in range(world.own)},
-    )
+    used = [teacher for teacher, shown in probe.items() if method.useful(shown, classes)]
+    params = models[client]
+    if used:
+        params = _learn(prepared, world, method, all_models, sizes)[client]
+
+    spec = world.model(client)
+    shares = {c: prepared.sites.label_shares(c) for c in range(world.own)}
     return Answer(
-        client,
-        queries_of(world)[client],
-        prepared.dataset.classes,
-        method.threshold,
-        {c: world.name(c) for c in probe},
-        probe,
-        used,
-        {c: own for c, own in shares.items() if c != client},
-        shares[client],
-        _accuracies(prepared, spec, models[client]),
-        _accuracies(prepared, spec, params),
-        spec,
-        params,
-        why,
-        later.examples if later else 0,
+        client=client,
+        query=classes,
+        classes=prepared.dataset.classes,
+        threshold=method.threshold,
+        names={teacher: world.name(teacher) for teacher in probe},
+        probe=probe,
+        used=used,
+        shares={c: share for c, share in shares.items() if c != client},
+        own=shares[client],
+        before=_accuracies(prepared, spec, models[client]),
+        after=_accuracies(prepared, spec, params),
+        model=spec,
+        params=params,
+        why=why,
+        new=later.examples if later else 0,
     )
 
 
@@ -420,18 +431,21 @@ def _learn(
     method: QKT,
     models: Mapping[int, Tensors],
     sizes: Mapping[str, Any],
-    client: int,
-) -> Tensors:
+) -> Mapping[int, Tensors]:
+    """The models of the clients that ask, after a round from the stage in which they learn."""
     state = State({}, Payload({**many("model", models), **sizes}), round=1, stage=1)
-    stages = prepared.settings.schedule(1, prepared.world)
-    own = replace(prepared, world=world, settings=with_method(prepared.settings, method))
-    with closing(own.engine(measured=False)) as engine:
-        state = run_round(state, stages, run_context(own, engine, extensions=Extensions()))
-    return state.extra.many("student")[client]
+    stages = prepared.settings.schedule(1, prepared.world)  # guests do not act
+    settings = with_method(prepared.settings, method)
+    prepared = replace(prepared, world=world, settings=settings)
+    with closing(prepared.engine(measured=False)) as engine:
+        context = run_context(prepared, engine, extensions=Extensions())
+        state = run_round(state, stages, context)
+    return state.extra.many("student")
 
 
 def _accuracies(prepared: Prepared, spec: ModelSpec, params: Tensors) -> list[float]:
-    test, classes = prepared.sites.common_test, prepared.world.classes
+    test = prepared.sites.common_test
+    classes = prepared.world.classes
     if test is None:
         return [float("nan")] * classes
     right = correct_by_class(predictor(spec, params), test, prepared.sites.inputs, classes)

@@ -138,7 +138,9 @@ class QueriesAtClient(ClientHook):
 
     def cache_key(self, stage: Stage) -> str:
         """The rule decides what is sent in the stage ``fit`` alone."""
-        return repr(self.asking) if stage.name == FIT else ""
+        if stage.name != FIT:
+            return ""
+        return repr(self.asking)
 
 
 def query_raised(asking: Asking, client: int, content: Payload, stage: Stage) -> tuple[int, ...]:
@@ -202,15 +204,16 @@ class RunQueries(Observer):
     _why: dict[int, Whys] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        settings, world, sites = self.prepared.settings, self.prepared.world, self.prepared.sites
+        settings = self.prepared.settings
+        world = self.prepared.world
+        sites = self.prepared.sites
         self.personal = settings.method.personal
         self._asking = world.get(Asking)
         self._queries = {c: tuple(query) for c, query in queries_of(world).items()}
         if settings.table(QueryTable).by is not None and sites.split is not None:
-            before = reasons_before(settings, world, sites.all_counts)
-            self._why = {
-                c: {str(q): dict(why) for q, why in each.items()} for c, each in before.items()
-            }
+            reasons = reasons_before(settings, world, sites.all_counts)
+            for client, by_class in reasons.items():
+                self._why[client] = {str(label): dict(why) for label, why in by_class.items()}
 
     def start_fields(self) -> Fields:
         """``queries``: those that are known before the run; ``why_asked``: why, where a config says
@@ -240,14 +243,17 @@ class RunQueries(Observer):
         sites = self.prepared.sites
         if not self._queries or sites.split is None:
             return {}
+        label_counts = {
+            client: sites.counts(client, result.number).tolist() for client in self._queries
+        }
         fields = answers(
-            self._queries,
-            {client: sites.counts(client, result.number).tolist() for client in self._queries},
-            self._alone,
-            result.client_events,
-            result.accuracies,
-            tests_by_class(sites, self.prepared.world.classes),
-            self.personal,
+            queries=self._queries,
+            label_counts=label_counts,
+            alone=self._alone,
+            acted=result.client_events,
+            server=result.accuracies,
+            totals=tests_by_class(sites, self.prepared.world.classes),
+            personal=self.personal,
         )
         for answer in fields["answers"]:
             if answer["client"] in self._why:
@@ -276,7 +282,9 @@ def run_extensions(prepared: Prepared, folder: Path | None) -> Extensions:
     if not anyone_asks(prepared.world):
         return Extensions()
     asking = prepared.world.get(Asking)
-    hooks = () if asking is None else (QueriesAtServer(asking),)
+    hooks: tuple[RoundHook, ...] = ()
+    if asking is not None:
+        hooks = (QueriesAtServer(asking),)
     return Extensions(round_hooks=hooks, observers=(RunQueries(prepared),))
 
 

@@ -109,12 +109,13 @@ def reasons(asking: Asking, client: int, standing: Standing) -> dict[int, Why]:
     counts = standing.counts.tolist()
     why: dict[int, Why] = {c: {} for c in range(len(counts))}
     if "lack" in asking.by:
-        for c, own in enumerate(counts):
-            why[c] |= {"lack": own} if own < asking.fewer_than else {}
+        for c, count in enumerate(counts):
+            if count < asking.fewer_than:
+                why[c]["lack"] = count
     if "accuracy" in asking.by:
-        for c, (right, held) in enumerate(_measured(client, standing)):
-            low = held > 0 and right / held < asking.accuracy_under
-            why[c] |= {"accuracy": round(right / held, 4), "held_out": held} if low else {}
+        for c, (right, held_out) in enumerate(_measured(client, standing)):
+            if held_out > 0 and right / held_out < asking.accuracy_under:
+                why[c] |= {"accuracy": round(right / held_out, 4), "held_out": held_out}
     if "need" in asking.by:
         for c in asking.needs.get(client, ()):
             why[c] |= {"need": 1}
@@ -138,25 +139,36 @@ def because(why: Mapping[str, float | None]) -> str:
     >>> because({"lack": None, "accuracy": None})
     'has few examples; is often wrong'
     """
-    told = []
+    phrases = []
     if "lack" in why:
-        few = why["lack"]
-        told.append(
-            "has few examples" if few is None else f"has {few:g} example{'' if few == 1 else 's'}"
-        )
+        phrases.append(_lack_in_words(why["lack"]))
     if "accuracy" in why:
-        share, held = why["accuracy"], why.get("held_out") or 0
-        told.append(
-            "is often wrong"
-            if share is None
-            else f"right on {100 * share:.0f} % of {held:g} held out"
-        )
-    return "; ".join([*told, *(["will need it"] if "need" in why else [])])
+        phrases.append(_accuracy_in_words(why["accuracy"], why.get("held_out") or 0))
+    if "need" in why:
+        phrases.append("will need it")
+    return "; ".join(phrases)
 
 
-def picked(asking: Asking, client: int, wanted: Sequence[int], number: int = 1) -> tuple[int, ...]:
-    """The classes that a client asks for, sorted, of those ``wanted``; ``number``: which of its
-    queries it is, from 1.
+def _lack_in_words(examples: float | None) -> str:
+    """``examples``: None for a number that stays at a site."""
+    if examples is None:
+        return "has few examples"
+    if examples == 1:
+        return "has 1 example"
+    return f"has {examples:g} examples"
+
+
+def _accuracy_in_words(accuracy: float | None, held_out: float) -> str:
+    """``accuracy``: None for a number that stays at a site."""
+    if accuracy is None:
+        return "is often wrong"
+    return f"right on {100 * accuracy:.0f} % of {held_out:g} held out"
+
+
+def picked(asking: Asking, client: int, needed: Sequence[int], number: int = 1) -> tuple[int, ...]:
+    """The classes that a client asks for, sorted, of those for which it has reason to ask.
+
+    ``needed``: these classes. ``number``: which of the client's queries it is, from 1.
 
     Classes that nobody else has are left out. "single": one, uniform; "multi": a uniform number
     from ``least`` to ``most``, at most all of them, uniform without repetition. A pure function of
@@ -167,18 +179,15 @@ def picked(asking: Asking, client: int, wanted: Sequence[int], number: int = 1) 
     that of 2 and 3.
     """
     offered = asking.offered.get(client)
-    left = torch.tensor(
-        sorted(c for c in set(wanted) if offered is None or c in offered), dtype=torch.int64
-    )
+    answerable = sorted(c for c in set(needed) if offered is None or c in offered)
     if asking.draw == "all":
-        return tuple(left.tolist())
+        return tuple(answerable)
     draw = generator(seed_for(asking.seed, number - 1, 0, client, "query"))
-    most = (
-        1
-        if asking.draw == "single"
-        else int(torch.randint(asking.least, asking.most + 1, (), generator=draw))
-    )
-    return tuple(sorted(left[torch.randperm(len(left), generator=draw)[:most]].tolist()))
+    size = 1
+    if asking.draw == "multi":
+        size = int(torch.randint(asking.least, asking.most + 1, (), generator=draw))
+    order = torch.randperm(len(answerable), generator=draw).tolist()
+    return tuple(sorted(answerable[i] for i in order[:size]))
 
 
 def drawn(asking: Asking, counts: Tensor) -> ClassesByClient:
@@ -251,14 +260,14 @@ def _refuse(client: int, c: int, counts: Tensor, fewer_than: int | None) -> None
             f"query of client {client}: there is no class {c}; classes are 0 to "
             f"{counts.shape[1] - 1}"
         )
-    own, others = int(counts[client, c]), int(counts[:, c].sum() - counts[client, c])
-    if fewer_than is not None and own >= fewer_than:
+    client_count = int(counts[client, c])
+    peer_count = int(counts[:, c].sum()) - client_count
+    if fewer_than is not None and client_count >= fewer_than:
         raise ConfigError(
-            f"query of client {client}: it has class {c} itself, {own} examples of it; ask for one "
-            "of which it has "
-            f"fewer than {fewer_than} (query.fewer_than)"
+            f"query of client {client}: it has class {c} itself, {client_count} examples of it; "
+            f"ask for one of which it has fewer than {fewer_than} (query.fewer_than)"
         )
-    if others == 0:
+    if peer_count == 0:
         raise ConfigError(
             f"query of client {client}: no other client has an example of class {c}; ask for "
             "another"

@@ -296,7 +296,9 @@ def _mean_squared_error(shares: Sequence[float], predictions: Sequence[float]) -
 
 
 def _last(run: Run) -> Event:
-    return run.rounds[-1] if run.rounds else {}
+    if not run.rounds:
+        return {}
+    return run.rounds[-1]
 
 
 def _answers(run: Run) -> list[dict[str, Any]]:

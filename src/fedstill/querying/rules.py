@@ -63,16 +63,19 @@ def rule_of(settings: Settings, counts: Tensor) -> Asking | None:
     table = settings.table(QueryTable)
     if table.draw == "none":
         return None
+    seed = settings.seed
+    if table.seed is not None:
+        seed = table.seed
     return Asking(
-        table.draw,
-        settings.seed if table.seed is None else table.seed,
-        table.triggers,
-        table.fewer_than,
-        table.accuracy_under or 0.0,
-        _written(table.needs or {}, counts, None),
-        table.least,
-        table.most,
-        offers(counts),
+        draw=table.draw,
+        seed=seed,
+        by=table.triggers,
+        fewer_than=table.fewer_than,
+        accuracy_under=table.accuracy_under or 0.0,
+        needs=_written(table.needs or {}, counts, None),
+        least=table.least,
+        most=table.most,
+        offered=offers(counts),
         discreet=settings.on_sites,
     )
 
@@ -85,19 +88,26 @@ def reasons_before(
     """
     if settings.table(QueryTable).draw == "none" or world.get(Asking) is not None:
         return {}
-    asking = rule_of(settings, counts := table())
+    counts = table()
+    asking = rule_of(settings, counts)
     assert asking is not None
     queries = queries_of(world)
-    known = {c: reasons(asking, c, Standing(counts[c])) for c in queries}
-    return {c: {q: known[c][q] for q in query} for c, query in queries.items()}
+    reasons_by_client = {}
+    for client, query in queries.items():
+        why = reasons(asking, client, Standing(counts[client]))
+        reasons_by_client[client] = {label: why[label] for label in query}
+    return reasons_by_client
 
 
 def arrival_of(settings: Settings) -> Arrival | None:
     """How the data of clients grow with the rounds; None: all are there from the start."""
-    table, rounds = settings.table(QueryTable), settings.rounds
+    table = settings.table(QueryTable)
+    rounds = settings.rounds
     if table.again is None:
         return None
-    at_first = 1 / rounds if table.data_at_first is None else table.data_at_first
+    at_first = 1 / rounds
+    if table.data_at_first is not None:
+        at_first = table.data_at_first
     return Arrival(table.again, at_first, rounds, settings.seed)
 
 
@@ -111,11 +121,9 @@ def _written(
     lists: Mapping[str, Sequence[int]], counts: Tensor, fewer_than: int | None
 ) -> ClassesByClient:
     written = {int(client): classes for client, classes in lists.items()}
-    return (
-        check_queries(written, counts, fewer_than)
-        if len(counts)
-        else check_unseen(written, counts.shape[1])
-    )
+    if not len(counts):
+        return check_unseen(written, counts.shape[1])
+    return check_queries(written, counts, fewer_than)
 
 
 # ---- what queries ask of a run, for the table in ``running/compatibility.py`` -------------------

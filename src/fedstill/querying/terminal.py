@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
 from rich.console import Console, RenderableType
@@ -48,31 +48,40 @@ def who_asks(prepared: Prepared) -> tuple[str, list[tuple[str, str, str]]]:
     """When and by what queries are raised, as a sentence; client, classes and why of those that are
     known by now.
     """
-    world, sites, table = prepared.world, prepared.sites, prepared.settings.table(QueryTable)
+    world = prepared.world
     asking = world.get(Asking)
     if asking is not None:
-        by = " or ".join(WORDS[trigger] for trigger in asking.by)
-        said = (
-            "Clients raise their queries in the run, after the stage 'fit', for "
-            f"{AMOUNTS[asking.draw]} {by}."
-        )
-        said = said.format(few=table.fewer_than, under=f"{table.accuracy_under or 0:g}")
-        return said + (f" {_growing(sites.arrival)}" if sites.arrival else ""), []
-    why, names = (
-        reasons_before(prepared.settings, world, sites.all_counts),
-        prepared.dataset.classes,
-    )
+        return _raised_in_the_run(prepared, asking), []
+
+    why = reasons_before(prepared.settings, world, prepared.sites.all_counts)
+    classes = prepared.dataset.classes
     rows = []
     queries = queries_of(world)
     for client, query in sorted(queries.items())[:MOST_ASKERS]:
-        told = (
-            "; ".join(f"{names[c]}: {because(why[client][c])}" for c in query)
-            if why
-            else "written in the config"
-        )
-        rows.append((f"{client}", ", ".join(names[c] for c in query), told))
-    more = len(queries) - len(rows)
-    return f"and {more} more clients" if more else "", rows
+        reason = "written in the config"
+        if why:
+            reason = "; ".join(f"{classes[c]}: {because(why[client][c])}" for c in query)
+        rows.append((f"{client}", ", ".join(classes[c] for c in query), reason))
+    omitted = len(queries) - len(rows)
+    sentence = ""
+    if omitted:
+        sentence = f"and {omitted} more clients"
+    return sentence, rows
+
+
+def _raised_in_the_run(prepared: Prepared, asking: Asking) -> str:
+    """When and by what clients raise their queries themselves."""
+    table = prepared.settings.table(QueryTable)
+    triggers = " or ".join(WORDS[trigger] for trigger in asking.by)
+    sentence = (
+        "Clients raise their queries in the run, after the stage 'fit', for "
+        f"{AMOUNTS[asking.draw]} {triggers}."
+    )
+    sentence = sentence.format(few=table.fewer_than, under=f"{table.accuracy_under or 0:g}")
+    arrival = prepared.sites.arrival
+    if arrival is None:
+        return sentence
+    return f"{sentence} {_growing(arrival)}"
 
 
 def explain_queries(screen: Console, prepared: Prepared) -> None:
@@ -136,9 +145,14 @@ def _teacher(answer: Answer, teacher: int) -> list[str]:
     cells = [answer.names[teacher], f"│{_shaded(probe, answer.threshold)}│"]
     for c in answer.query:
         cells.append(f"{probe[c]:.3f}")
-        cells.append(f"{100 * shares[c]:.1f} %" if shares else NONE)
-    cells.append("yes" if teacher in answer.used else "no")
-    return cells
+        share = NONE
+        if shares:
+            share = f"{100 * shares[c]:.1f} %"
+        cells.append(share)
+    is_used = "no"
+    if teacher in answer.used:
+        is_used = "yes"
+    return [*cells, is_used]
 
 
 def _shaded(probe: Sequence[float], threshold: float) -> str:
@@ -185,7 +199,9 @@ def _measures(answer: Answer) -> list[list[str]]:
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %" if value == value else NONE
+    if math.isnan(value):
+        return NONE
+    return f"{100 * value:.1f} %"
 
 
 Under = Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))]
@@ -246,12 +262,25 @@ def query(
         raise ConfigError("--by need and --need go together, e.g. --by need --need 7,9")
     refuse_other_kind(out, MODEL)
     student_number = client_number(run, client)
-    reason = {"by": by, **({"accuracy_under": under} if under else {})}
-    reason |= {"needs": {str(student_number): tuple(class_numbers(run, need))}} if need else {}
-    asked = reason if by else class_numbers(run, classes)
-    later = Later(student, load_dataset(new_data) if new_data else None)
+    request: Sequence[int] | dict[str, Any]
+    if by:
+        request = {"by": by}
+        if under:
+            request["accuracy_under"] = under
+        if need:
+            request["needs"] = {str(student_number): tuple(class_numbers(run, need))}
+    else:
+        request = class_numbers(run, classes)
+    new = None
+    if new_data:
+        new = load_dataset(new_data)
     answered = ask(
-        run, student_number, asked, parse_overrides(set_), [Path(t) for t in teachers], later=later
+        run,
+        student_number,
+        request,
+        parse_overrides(set_),
+        [Path(teacher) for teacher in teachers],
+        later=Later(student, new),
     )
     screen = terminal.console()
     for line in answer.answer_tables(answered):
