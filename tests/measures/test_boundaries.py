@@ -13,7 +13,7 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.files import digest
-from fedstill.measures.features import STEPS, _plane
+from fedstill.measures.features import STEPS, principal_plane
 from fedstill.models import contract
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.journal import read_journal
@@ -109,7 +109,8 @@ def test_without_queries_it_is_refused_by_name() -> None:
 
 def test_a_plane_has_two_sides_where_features_lie_on_a_line() -> None:
     line = torch.stack([torch.linspace(0, 1, 30), torch.zeros(30)], dim=1)
-    places, ends, points = _plane(line)
+    plane = principal_plane(line)
+    places, ends, points = plane.places, plane.ends, plane.points
     assert (ends[:, 1] - ends[:, 0] > 0.01).all()
     assert len(points.unique(dim=0)) == STEPS**2
     assert places[:, 1].abs().max() < 1e-9

@@ -19,8 +19,8 @@ from fedstill.cli import call
 from fedstill.core.records import Examples
 from fedstill.core.registry import register
 from fedstill.data.inputs import Inputs
-from fedstill.measures.contributions import Judged, ModelLine, ThroughNorms
-from fedstill.metrics.shapley import MISS, along_path
+from fedstill.measures.contributions import ModelLine, SoftAccuracy, ThroughNorms
+from fedstill.metrics.shapley import TOLERANCE, along_path
 from fedstill.models import contract
 
 
@@ -70,7 +70,7 @@ def line() -> ModelLine:
     images = torch.randint(256, (30, 1, 4, 4), dtype=torch.uint8, generator=draw)
     data = Examples(images, torch.arange(30) % 3)
     by_class = {c: data.take((data.labels == c).nonzero().flatten()) for c in CLASSES}
-    return ModelLine(SPEC, start, changes, Judged(by_class, Doubled((0.5,), (0.3,)), 0.25))
+    return ModelLine(SPEC, start, changes, SoftAccuracy(by_class, Doubled((0.5,), (0.3,)), 0.25))
 
 
 def test_slopes_are_those_of_the_value_along_each_players_change_statistics_included() -> None:
@@ -79,14 +79,15 @@ def test_slopes_are_those_of_the_value_along_each_players_change_statistics_incl
     slopes = whole.slopes(0.4, CLASSES)
     for k, own in enumerate(whole.changes):
         there = {
-            n: v + 0.4 * whole._whole[n] if n in whole._whole else v for n, v in whole.start.items()
+            n: v + 0.4 * whole._total_change[n] if n in whole._total_change else v
+            for n, v in whole.start.items()
         }
-        beside = ModelLine(SPEC, there, [own], whole.judged)
+        beside = ModelLine(SPEC, there, [own], whole.soft_accuracy)
         slope = (beside.values(near, CLASSES) - beside.values(-near, CLASSES)) / (2 * near)
         torch.testing.assert_close(slopes[k], slope, rtol=1e-6, atol=1e-8)
     statistics = {k: v for k, v in whole.changes[0].items() if "running" in k}
     rest = {k: torch.zeros_like(v) for k, v in whole.changes[0].items() if k not in statistics}
-    only = ModelLine(SPEC, whole.start, [{**statistics, **rest}], whole.judged)
+    only = ModelLine(SPEC, whole.start, [{**statistics, **rest}], whole.soft_accuracy)
     assert only.slopes(0.4, CLASSES).abs().max() > 1e-2, "they have a part of their own"
 
 
@@ -98,8 +99,8 @@ def test_parts_sum_to_the_whole_where_statistics_move() -> None:
     parts = torch.stack([w / 2 * whole.slopes((1 + x) / 2, CLASSES) for x, w in nodes]).sum(0)
     torch.testing.assert_close(parts.sum(0), change, rtol=0, atol=1e-9)
     divided = along_path(whole, 3, CLASSES)
-    torch.testing.assert_close(divided.values, parts, rtol=0, atol=MISS)
-    assert divided.gap.max() < MISS
+    torch.testing.assert_close(divided.values, parts, rtol=0, atol=TOLERANCE)
+    assert divided.gap.max() < TOLERANCE
 
 
 class Several(nn.Module):

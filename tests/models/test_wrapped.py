@@ -264,7 +264,7 @@ def test_a_file_is_found_beside_the_config_and_its_sum_is_kept(tmp_path: Path) -
             (12,),
             30,
             {**TEXT, "output": "logits"},
-            "model.output = 'logits' is not what the module gives",
+            "model.output = 'logits'",
         ),
         (
             (12,),

@@ -189,7 +189,7 @@ def _may_use_threads(predict: Predict, examples: Examples, workers: int) -> bool
     inner = inspect.unwrap(predict)
     predictors: Sequence[Any] = [inner]
     if isinstance(inner, Joined):
-        predictors = inner.each
+        predictors = inner.predictors
     return all(isinstance(p, contract.Predictor) for p in predictors)
 
 

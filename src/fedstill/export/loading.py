@@ -468,7 +468,7 @@ def _network_names(predict: Predict) -> str:
     if isinstance(predict, Predictor):
         members = [predict]
     elif isinstance(predict, Joined):
-        members = predict.each
+        members = predict.predictors
     counts = Counter(str(member.spec) for member in members)
     if len(members) == 1:
         return next(iter(counts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from fedstill.core.extensions import StageResult
 from fedstill.core.user_code import reject_misspelt_hooks
 from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.measures.context import EvaluationContext
+from fedstill.metrics.values import Values
 
 LOGITS = "logits"
 """The group of an upload that holds logits on public examples."""
@@ -102,13 +104,13 @@ class Measure:
             warnings.warn(text, DeprecationWarning, stacklevel=2)
             cls.examples = vars(cls)["images"]  # type: ignore[method-assign]
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
         """Numbers for the journal, without times; None where there is nothing to see in this
         stage.
         """
         return None
 
-    def at_client(self, seen: AtClient) -> Numbers | None:
+    def at_client(self, visit: AtClient) -> Numbers | None:
         """Fields of the client's event, without times; None where there is nothing to measure at
         this client.
         """
@@ -122,11 +124,11 @@ class Measure:
         """
         return ""
 
-    def of_round(self, seen: RoundReports) -> Numbers:
+    def of_round(self, reports: RoundReports) -> Numbers:
         """Fields of the round's event, made of what clients reported."""
         return {}
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """About how many examples it runs through a network in one look, a gradient counted as
         three.
 
@@ -142,17 +144,19 @@ def at_clients(
     """Those of a run's measures that clients take, in these rounds; a real site only those with
     ``at_sites``.
     """
-    theirs = {
+    client_measures = {
         name: measure
         for name, measure in measures.items()
         if type(measure).at_client is not Measure.at_client and (measure.at_sites or not real_site)
     }
-    return ClientMeasures(theirs, rounds if theirs else frozenset())
+    if not client_measures:
+        return ClientMeasures({}, frozenset())
+    return ClientMeasures(client_measures, rounds)
 
 
 def are_counts(report: Mapping[str, Any], fields: Sequence[str], classes: int) -> str:
-    """Why fields of a report, where they are there, are no whole numbers from 0, one a class; empty
-    if they are.
+    """Returns what is wrong with a report's fields of counts, or an empty string. A field that is
+    present must have a whole number from 0 for each class.
     """
     for name in fields:
         value = report.get(name, [0] * classes)
@@ -171,15 +175,28 @@ def seconds_at_clients(
 
     events: those of clients.
     """
-    spent = {name: sum(e.get(f"seconds_{name}") or 0.0 for e in events) for name in names}
-    return {name: seconds for name, seconds in spent.items() if seconds > 0}
+    seconds = {name: sum(e.get(f"seconds_{name}") or 0.0 for e in events) for name in names}
+    return {name: value for name, value in seconds.items() if value > 0}
 
 
 def rounded_lists(numbers: Tensor, digits: int) -> list[Any]:
     """A tensor as nested lists of rounded numbers."""
 
-    def each(value: Any) -> Any:
-        return [each(v) for v in value] if isinstance(value, list) else round(value, digits)
+    def rounded(value: Any) -> Any:
+        if isinstance(value, list):
+            return [rounded(item) for item in value]
+        return round(value, digits)
 
-    lists: list[Any] = each(numbers.detach().cpu().double().tolist())
+    lists: list[Any] = rounded(numbers.detach().cpu().double().tolist())
     return lists
+
+
+def none_for_nan(numbers: Values) -> list[float | None]:
+    """Numbers (n,) for a journal, which has None in place of NaN."""
+    finite: list[float | None] = []
+    for number in numbers.tolist():
+        if math.isnan(number):
+            finite.append(None)
+        else:
+            finite.append(number)
+    return finite

@@ -9,9 +9,8 @@ from fedstill.core.extensions import StageResult
 from fedstill.core.records import Examples, Tensors
 from fedstill.core.registry import register
 from fedstill.engines.passes import correct_by_class
-from fedstill.measures.base import Measure, Numbers
+from fedstill.measures.base import Measure, Numbers, none_for_nan
 from fedstill.measures.context import EvaluationContext
-from fedstill.metrics.values import Values
 
 
 @register("measure", "chain")
@@ -32,38 +31,36 @@ class Chain(Measure):
         {"chain", "test", "global_model", "local_models", "client_data"}
     )
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
         """Class accuracies of the model that the client left, and the two accuracies on the
         previous client's data.
         """
-        if not seen.stage.sequential or not seen.local_models:
+        if not result.stage.sequential or not result.local_models:
             return None
-        ((client, params),) = seen.local_models.items()
+        ((client, params),) = result.local_models.items()
         accuracy = context.accuracy_by_class(params, context.test)
-        fields: dict[str, object] = {"client": client, "class_accuracy": _or_none(accuracy)}
-        if context.previous is not None:
-            then = (
-                seen.stage
-                if context.previous_round is None
-                else replace(seen.stage, round=context.previous_round)
-            )
-            own = context.sites.view(context.previous, then).data
-            kept = {
-                "handed_over": _share(seen.before.params, own, context),
-                "kept": _share(params, own, context),
-            }
-            fields |= {"previous": context.previous, **kept}
+        fields: dict[str, object] = {"client": client, "class_accuracy": none_for_nan(accuracy)}
+        if context.previous is None:
+            return fields
+
+        stage = result.stage
+        if context.previous_round is not None:
+            stage = replace(stage, round=context.previous_round)
+        previous_data = context.sites.view(context.previous, stage).data
+        fields["previous"] = context.previous
+        fields["handed_over"] = _accuracy(result.before.params, previous_data, context)
+        fields["kept"] = _accuracy(params, previous_data, context)
         return fields
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """The test set once a client, and the previous client's data twice."""
-        return test * clients + 2 * own
+        return test * clients + 2 * client_examples
 
 
-def _or_none(values: Values) -> list[float | None]:
-    return [None if v != v else v for v in values.tolist()]
-
-
-def _share(params: Tensors, data: Examples, context: EvaluationContext) -> float | None:
-    right = correct_by_class(context.predictor(params), data, context.inputs, context.world.classes)
-    return int(right.sum()) / len(data) if len(data) else None
+def _accuracy(params: Tensors, data: Examples, context: EvaluationContext) -> float | None:
+    """The accuracy of a model on some examples; None without any."""
+    if not len(data):
+        return None
+    predict = context.predictor(params)
+    correct = correct_by_class(predict, data, context.inputs, context.world.classes)
+    return int(correct.sum()) / len(data)

@@ -40,21 +40,21 @@ def measures(names: Sequence[str]) -> dict[str, Measure]:
     """
     by_name: dict[str, Measure] = {}
     for name in names:
-        made = registry.lookup("measure", name).build()
-        if not isinstance(made, Measure):
-            raise ConfigError(f"measure {name!r} is a {type(made).__name__}, not a Measure")
+        measure = registry.lookup("measure", name).build()
+        if not isinstance(measure, Measure):
+            raise ConfigError(f"measure {name!r} is a {type(measure).__name__}, not a Measure")
         short = PurePath(name).name
-        if isinstance(made.needs, str):
+        if isinstance(measure.needs, str):
             raise ConfigError(
-                f"measure {short}: needs = {made.needs!r} must be a frozenset of names"
+                f"measure {short}: needs = {measure.needs!r} must be a frozenset of names"
             )
-        for need in sorted({*made.needs} - NEEDS):
+        for need in sorted({*measure.needs} - NEEDS):
             raise UnknownName("name", need, NEEDS, f"measure {short}, needs")
-        if type(made).look is Measure.look and type(made).at_client is Measure.at_client:
+        if type(measure).look is Measure.look and type(measure).at_client is Measure.at_client:
             raise ConfigError(f"measure {short} measures nothing: give it look or at_client")
         if short in by_name:
             raise ConfigError(f"measure = [..., {short!r}] names the same measure twice")
-        by_name[short] = made
+        by_name[short] = measure
     return by_name
 
 
@@ -195,12 +195,10 @@ def looks_last(
 
     That is the last stage; with the need "local_models", the last in which clients send models.
     """
-    seen = [
-        s
-        for s in stages
-        if "local_models" not in measure.needs or "params" in _sent(s, schedule, world)
-    ]
-    return seen[-1].index if seen else None
+    for stage in reversed(stages):
+        if "local_models" not in measure.needs or "params" in _sent(stage, schedule, world):
+            return stage.index
+    return None
 
 
 def _no_uploads(setting: MeasuredRun) -> str:

@@ -49,20 +49,21 @@ MEASURES_FOLDER = "measures"
 
 def lacking(spec: ModelSpec, params: Tensors, part: str = "") -> list[str]:
     """The entries of an architecture, below a part of it, that a model is without."""
-    there = contract.entries(spec, contract.module(spec, "frozen"))
-    return [name for name in there if name.startswith(part) and name not in params]
+    entries = contract.entries(spec, contract.module(spec, "frozen"))
+    return [name for name in entries if name.startswith(part) and name not in params]
 
 
 def whole(spec: ModelSpec, params: Tensors, part: str = "") -> Tensors:
     """A model that has all entries of an architecture, or of a part of it. Raises FedstillError for
     another.
     """
-    if missing := lacking(spec, params, part):
-        rest = f" and {len(missing) - 1} more entries" if len(missing) > 1 else ""
-        raise FedstillError(
-            f"a measure was to run a model of a {spec.label} that lacks {missing[0]}{rest}"
-        )
-    return params
+    missing = lacking(spec, params, part)
+    if not missing:
+        return params
+    names = missing[0]
+    if len(missing) > 1:
+        names += f" and {len(missing) - 1} more entries"
+    raise FedstillError(f"a measure cannot run a model of a {spec.label} that lacks {names}")
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,10 @@ class EvaluationContext:
         if self.folder is None:
             return ""
         make_folder(self.folder / MEASURES_FOLDER)
-        own = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-        write_whole(
-            self.folder / MEASURES_FOLDER / f"{name}.safetensors", safetensors.torch.save(own)
-        )
-        return f"{name}.safetensors"
+        copies = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+        file_name = f"{name}.safetensors"
+        write_whole(self.folder / MEASURES_FOLDER / file_name, safetensors.torch.save(copies))
+        return file_name
 
     def view(self, client: int, stage: Stage) -> View:
         """What a client sees in a stage: its data, its held-out examples and its own test set, each
@@ -162,18 +162,18 @@ class EvaluationContext:
         """``size`` test examples, the same in every round and run, with the classes' shares
         kept.
         """
-        return (
-            self.test
-            if size >= len(self.test)
-            else self.test.take(stratified_positions(self.test.labels, size, seed=0))
-        )
+        if size >= len(self.test):
+            return self.test
+        return self.test.take(stratified_positions(self.test.labels, size, seed=0))
 
-    def accuracy_by_class(self, params: Tensors, data: Examples) -> Values:
-        """Accuracy on the examples of each class (C,); NaN for a class without any."""
-        totals = torch.bincount(data.labels.cpu(), minlength=self.world.classes)
-        return class_accuracy(
-            correct_by_class(self.predictor(params), data, self.inputs, self.world.classes), totals
-        )
+    def accuracy_by_class(self, params: Tensors, data: Examples, client: int = SERVER) -> Values:
+        """Accuracy of a model of a client's architecture on the examples of each class (C,); NaN
+        for a class without any.
+        """
+        classes = self.world.classes
+        totals = torch.bincount(data.labels.cpu(), minlength=classes)
+        correct = correct_by_class(self.predictor(params, client), data, self.inputs, classes)
+        return class_accuracy(correct, totals)
 
     def draw(self, purpose: str) -> torch.Generator:
         """Random numbers for a purpose: the same in every round, so that rounds and models can be
@@ -185,14 +185,16 @@ class EvaluationContext:
 # Local models beside the global one that clients received, and the one that was made of them.
 
 
-def comparable(seen: StageResult, context: EvaluationContext) -> dict[int, Tensors]:
-    """What each client's training ended with, where a global model of the same network was there
-    before it; else none.
+def comparable(result: StageResult, context: EvaluationContext) -> dict[int, Tensors]:
+    """Each client's trained model, if the server had a global model of the same network before;
+    else none.
 
-    Where the server has none, or a fold has made another network of it, there is nothing to compare
-    local models with.
+    Without such a model, because the server has none or aggregation has changed the network, there
+    is nothing to compare local models with.
     """
-    return seen.local_models if is_global(seen.before, context) else {}
+    if not is_global(result.before, context):
+        return {}
+    return result.local_models
 
 
 def is_global(state: State, context: EvaluationContext) -> bool:
@@ -201,18 +203,18 @@ def is_global(state: State, context: EvaluationContext) -> bool:
 
 
 def named_models(
-    seen: StageResult, context: EvaluationContext, most: int
+    result: StageResult, context: EvaluationContext, most: int
 ) -> Iterator[tuple[str, Tensors]]:
     """The model that was received, at most ``most`` local ones (lowest ids first), and the new
     global one.
 
     The new one only where it is of the same network.
     """
-    yield "received", seen.before.params
-    for client, params in sorted(comparable(seen, context).items())[:most]:
+    yield "received", result.before.params
+    for client, params in sorted(comparable(result, context).items())[:most]:
         yield f"client {client}", params
-    if is_global(seen.after, context):
-        yield "aggregated", seen.after.params
+    if is_global(result.after, context):
+        yield "aggregated", result.after.params
 
 
 def layers(context: EvaluationContext, params: Tensors, images: Examples) -> dict[str, Tensor]:
@@ -222,8 +224,7 @@ def layers(context: EvaluationContext, params: Tensors, images: Examples) -> dic
     passes = context.passes()
     features = passes.features(whole(context.spec, params), images)
     network = contract.module(context.spec, "frozen").eval()
+    on_device = {k: v.to(features.device) for k, v in params.items()}
     with torch.no_grad():
-        logits = contract.head(
-            network, {k: v.to(features.device) for k, v in params.items()}, features
-        )
+        logits = contract.head(network, on_device, features)
     return {"features": features, "classifier": logits}

@@ -4,6 +4,7 @@ and by client.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -111,31 +112,33 @@ def _by_statistics(
     (channels,).
     """
     shape = (1, -1, *[1] * (x.dim() - 2))
-    out = (x - mean.view(shape)) / (var.view(shape) + eps).sqrt()
-    out = out if weight is None else out * weight.view(shape)
-    return out if bias is None else out + bias.view(shape)
+    normalised = (x - mean.view(shape)) / (var.view(shape) + eps).sqrt()
+    if weight is not None:
+        normalised = normalised * weight.view(shape)
+    if bias is not None:
+        normalised = normalised + bias.view(shape)
+    return normalised
 
 
 _OWN: dict[Any, Callable[..., Tensor]] = {batch_norm: _batch_norm, instance_norm: _instance_norm}
 
 
-# A round's stage as a game: what the state would be, had only some of its clients acted.
+# A round's stage as a game: the state if only some of its clients had acted.
 
 
 Game = Literal["idle", "absent"]
-"""Whether clients that are no part of a coalition change nothing (idle), or do not reply at all
-(absent).
-"""
+"""Whether clients outside a coalition change nothing (idle), or do not reply at all (absent)."""
 
 AFFINE = 1e-4
-"""How far, relative to the whole change, the sum of the clients' own changes may be off for a fold
-to be affine.
+"""The largest error of the sum of the clients' own changes, relative to the whole change, with
+which an aggregation counts as affine.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class StageGame:
-    """The players are the clients whose replies were accepted; the fold is the method's own.
+    """The players are the clients whose replies were accepted; their coalitions are aggregated by
+    the method.
 
     idle: a client outside a coalition replies as if it had changed nothing; its number of examples
     counts. absent: it does not reply. ``before``: the state in which the replies were aggregated.
@@ -167,57 +170,67 @@ class StageGame:
         return idle
 
     def can_idle(self) -> bool:
-        """Whether it is known what clients that change nothing would have sent."""
+        """Whether the method defines the reply of a client that changes nothing."""
         return self._idle is not None
 
     def state(self, coalition: Sequence[int]) -> State:
-        """The state after the fold, had only the players in these positions acted."""
+        """The state after aggregation, if only the players in these positions had acted."""
         acting = set(coalition)
         if self.game == "absent":
-            replies = [r for i, r in enumerate(self.replies) if i in acting]
-            return self._fold(replies) if replies else self.before
+            replies = [reply for i, reply in enumerate(self.replies) if i in acting]
+            if not replies:
+                return self.before
+            return self._aggregated(replies)
         assert self._idle is not None
-        pairs = zip(self.replies, self._idle, strict=True)
-        return self._fold([r if i in acting else still for i, (r, still) in enumerate(pairs)])
+        replies = list(self._idle)
+        for i in acting:
+            replies[i] = self.replies[i]
+        return self._aggregated(replies)
 
-    def _fold(self, replies: Sequence[Reply]) -> State:
+    def _aggregated(self, replies: Sequence[Reply]) -> State:
         return self.actor.aggregate(self.before, replies, self.stage, self.world)
 
-    def _moved(self, start: Tensors, coalition: Sequence[int]) -> Tensors | None:
-        """How far a coalition moves the parameters from a start; None where it makes another
-        network of them.
-        """
+    def _change(self, start: Tensors, coalition: Sequence[int]) -> Tensors | None:
+        """A coalition's change of the parameters from a start; None if it makes another network."""
         end = floats(self.state(coalition).params)
-        same = start.keys() == end.keys() and all(v.shape == end[k].shape for k, v in start.items())
-        return sub(end, start) if same else None
+        if start.keys() != end.keys():
+            return None
+        if any(value.shape != end[name].shape for name, value in start.items()):
+            return None
+        return sub(end, start)
 
     @cached_property
     def changes(self) -> Sequence[Tensors] | None:
-        """How far each player moves the parameters when it acts alone; None where the fold is not
-        their sum.
-
-        It is none either where a fold makes another network, whose entries cannot be subtracted.
+        """Each player's change of the parameters when it acts alone; None if the whole change is
+        not their sum, or if aggregation makes another network.
         """
         if self.game != "idle" or not self.can_idle():
             return None
-        start, players = floats(self.state(()).params), range(len(self.replies))
-        whole = self._moved(start, players)
-        alone = [
-            own
-            for k in players
-            if whole is not None and (own := self._moved(start, (k,))) is not None
-        ]
-        if whole is None or len(alone) < len(players):
+        start = floats(self.state(()).params)
+        players = range(len(self.replies))
+        total = self._change(start, players)
+        if total is None:
             return None
-        rest = {name: value - sum(own[name] for own in alone) for name, value in whole.items()}
-        return alone if norm(rest) <= AFFINE * max(norm(whole), 1e-12) else None
+        changes = []
+        for k in players:
+            change = self._change(start, (k,))
+            if change is None:
+                return None
+            changes.append(change)
+
+        error = {
+            name: value - sum(change[name] for change in changes) for name, value in total.items()
+        }
+        if norm(error) > AFFINE * max(norm(total), 1e-12):
+            return None
+        return changes
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
-    """Test examples by class, and what a model is worth on them: soft accuracy at a temperature.
+class SoftAccuracy:
+    """Test examples by class, and the soft accuracy of models on them at a temperature.
 
-    ``examples``: {class: its examples}, of the classes that are asked about.
+    ``examples``: {class: its examples}, of the classes whose change is divided.
     """
 
     examples: Mapping[int, Examples]
@@ -227,28 +240,30 @@ class Judged:
     def worth(self, predict: Callable[[Tensor], Tensor], classes: Sequence[int]) -> Tensor:
         """Soft accuracy (c,) float64 of these classes, without gradients."""
         with torch.no_grad():
-            return torch.stack(
-                [self._of(predict, self.examples[c]).double().cpu() for c in classes]
-            )
+            values = [self._of(predict, self.examples[c]).double().cpu() for c in classes]
+            return torch.stack(values)
 
-    def _of(self, predict: Callable[[Tensor], Tensor], own: Examples) -> Tensor:
-        logits = torch.cat([predict(x) for x in shards(own.values, self.inputs)])
-        return soft_accuracy(logits, own.labels.to(logits.device), self.temperature).mean()
+    def _of(self, predict: Callable[[Tensor], Tensor], examples: Examples) -> Tensor:
+        logits = torch.cat([predict(x) for x in shards(examples.values, self.inputs)])
+        return soft_accuracy(logits, examples.labels.to(logits.device), self.temperature).mean()
 
     def gradient(
-        self, predict: Callable[[Tensor], Tensor], of: int, leaves: Sequence[Tensor]
+        self, predict: Callable[[Tensor], Tensor], label: int, leaves: Sequence[Tensor]
     ) -> list[Tensor]:
-        """How soft accuracy of a class moves with each leaf; shard by shard, so that memory stays
+        """The gradient of the soft accuracy of a class; shard by shard, so that memory stays
         small.
         """
-        own, total = self.examples[of], [torch.zeros_like(leaf) for leaf in leaves]
-        at = 0
-        for x in shards(own.values, self.inputs):
-            labels = own.labels[at : at + len(x)].to(x.device)
-            at += len(x)
-            part = soft_accuracy(predict(x), labels, self.temperature).sum() / len(own)
-            given = torch.autograd.grad(part, list(leaves), allow_unused=True)
-            total = [t if g is None else t + g for t, g in zip(total, given, strict=True)]
+        examples = self.examples[label]
+        total = [torch.zeros_like(leaf) for leaf in leaves]
+        start = 0
+        for x in shards(examples.values, self.inputs):
+            labels = examples.labels[start : start + len(x)].to(x.device)
+            start += len(x)
+            part = soft_accuracy(predict(x), labels, self.temperature).sum() / len(examples)
+            grads = torch.autograd.grad(part, list(leaves), allow_unused=True)
+            for i, grad in enumerate(grads):
+                if grad is not None:
+                    total[i] = total[i] + grad
         return total
 
 
@@ -263,29 +278,32 @@ class ModelLine:
     spec: ModelSpec
     start: Tensors
     changes: Sequence[Tensors]
-    judged: Judged
+    soft_accuracy: SoftAccuracy
 
     @cached_property
-    def _whole(self) -> Tensors:
-        return {name: sum(own[name] for own in self.changes) for name in self.changes[0]}  # type: ignore[misc]
+    def _total_change(self) -> Tensors:
+        names = self.changes[0]
+        return {name: sum(change[name] for change in self.changes) for name in names}  # type: ignore[misc]
 
-    def _at(self, s: float) -> dict[str, Tensor]:
-        there = next(iter(self.judged.examples.values())).values.device
-        moved = {
-            k: v + s * self._whole[k] if k in self._whole else v for k, v in self.start.items()
-        }
-        return {k: v.to(there) for k, v in moved.items()}
+    def _params_at(self, s: float) -> dict[str, Tensor]:
+        device = next(iter(self.soft_accuracy.examples.values())).values.device
+        params = dict(self.start)
+        for name, change in self._total_change.items():
+            params[name] = params[name] + s * change
+        return {name: value.to(device) for name, value in params.items()}
 
     def values(self, s: float, classes: Sequence[int]) -> Tensor:
-        """Soft accuracy (c,) at a place of the line."""
-        network, there = contract.module(self.spec, "frozen").eval(), self._at(s)
-        return self.judged.worth(lambda x: contract.forward(network, there, x), classes)
+        """Soft accuracy (c,) at a point of the line."""
+        network = contract.module(self.spec, "frozen").eval()
+        params = self._params_at(s)
+        return self.soft_accuracy.worth(lambda x: contract.forward(network, params, x), classes)
 
     def slopes(self, s: float, classes: Sequence[int]) -> Tensor:
-        """Its gradient there along each player's change: (m, c)."""
-        network, there = contract.module(self.spec, "frozen").eval(), self._at(s)
-        leaves = {k: there[k].detach().requires_grad_() for k in self._whole}
-        params = {**there, **leaves}
+        """Its derivative there along each player's change: (m, c)."""
+        network = contract.module(self.spec, "frozen").eval()
+        params = self._params_at(s)
+        leaves = {name: params[name].detach().requires_grad_() for name in self._total_change}
+        params |= leaves
 
         def predict(x: Tensor) -> Tensor:
             with ThroughNorms():
@@ -293,7 +311,7 @@ class ModelLine:
 
         rows = []
         for c in classes:
-            grads = self.judged.gradient(predict, c, list(leaves.values()))
+            grads = self.soft_accuracy.gradient(predict, c, list(leaves.values()))
             gradient = {name: g.cpu() for name, g in zip(leaves, grads, strict=True)}
             rows.append([_inner_product(gradient, change) for change in self.changes])
         return torch.tensor(rows, dtype=torch.float64).T
@@ -305,26 +323,29 @@ def _inner_product(gradient: Tensors, change: Tensors) -> float:
 
 
 def global_model(method: Method, state: State, world: World) -> Callable[[Tensor], Tensor] | None:
-    """The server's answer for everybody; None where there are answers of single clients only."""
-    named = method.predictors(state, world)
-    return next((predict for name, predict in named.items() if not of_some_clients(name)), None)
+    """The server's predictor for all clients; None if it has predictors of single clients only."""
+    for name, predict in method.predictors(state, world).items():
+        if not of_some_clients(name):
+            return predict
+    return None
 
 
 def is_plain(predict: Callable[[Tensor], Tensor] | None, state: State) -> bool:
-    """Whether an answer is the network with the state's parameters, and nothing else."""
+    """Whether a predictor is the network with the state's parameters, and nothing else."""
     return isinstance(predict, Predictor) and predict.params is state.params
 
 
-EACH = 100
-"""Test examples of a class that are looked at, at most."""
+MOST_EXAMPLES = 100
+"""The most test examples of a class that are used."""
 
-LEAST, MOST = 0.05, 10
-"""From which change of a class's accuracy on it is asked who contributed, and for how many classes
-at most.
-"""
+LEAST_CHANGE = 0.05
+"""The least change of a class's accuracy that is divided among the clients."""
+
+MOST_CLASSES = 10
+"""The most classes whose change is divided."""
 
 TEMPERATURE = 0.25
-"""At which soft accuracy follows accuracy best."""
+"""The temperature at which soft accuracy follows accuracy best."""
 
 DIGITS = 6
 
@@ -334,14 +355,14 @@ class Contributions(Measure):
     """Who made the model forget: each class's change in a round by local training, by averaging,
     and by client.
 
-    Of clients side by side: what the classes gained by local training and by averaging, which add
-    up to the change; for classes that moved by 5 points or more, each client's contribution to it,
-    an Aumann–Shapley value of the method's own fold (``metrics/shapley.py``), in soft accuracy at
-    temperature 0.25, and what the server does with nobody (``nobody``: momentum, training of its
-    own), which together make up the change. In a chain: the change by link. Where clients keep
-    models of their own: the clients' mean change by stage. On at most 100 test examples of a class.
-    A contribution is a share of one round's change: no guilt, no forecast, not what leaving the
-    client out would do.
+    With clients side by side, the changes by local training and by averaging add up to the whole
+    change. For classes that changed by 5 points or more, each client has a contribution: an
+    Aumann–Shapley value of the method's aggregation (``metrics/shapley.py``), in soft accuracy at
+    temperature 0.25. The contributions and the server's own change (``nobody``: momentum, training
+    at the server) add up to the whole change. In a chain, there is the change by link. If clients
+    have models of their own, there is their mean change by stage. All on at most 100 test examples
+    of each class. A contribution is a share of one round's change. It is no forecast, and not the
+    effect of leaving the client out.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"test", "no_client_predictors"})
@@ -350,249 +371,286 @@ class Contributions(Measure):
     def __init__(
         self, game: Game | None = None, exactly: bool = False, classes: Sequence[int] = ()
     ) -> None:
-        """game: What clients that are left out do; unset: idle where it is known what such clients
-        send, else absent.
-        exactly: Ask all coalitions.
-        classes: Ask about these, however much they moved.
+        """game: The behaviour of clients outside a coalition; unset: idle if the method defines the
+        reply of an idle client, else absent.
+        exactly: Evaluate all coalitions.
+        classes: Divide the changes of these classes, however small.
         """
-        self.game, self.exactly, self.classes = game, exactly, tuple(classes)
+        self.game = game
+        self.exactly = exactly
+        self.classes = tuple(classes)
 
-    def at_client(self, seen: AtClient) -> Numbers | None:
+    def at_client(self, visit: AtClient) -> Numbers | None:
         """Right answers by class (C,) before and after the client's work, where its reply holds no
         model.
         """
-        if seen.test is None or seen.is_server or "params" in seen.sent:
+        if visit.test is None or visit.is_server or "params" in visit.sent:
             return None
-        some = at_most(seen.test, EACH, seen.classes)
+        examples = at_most(visit.test, MOST_EXAMPLES, visit.classes)
         return {
-            "correct_before": seen.correct_by_class(seen.start, some),
-            "correct_after": seen.correct_by_class(seen.end, some),
+            "correct_before": visit.correct_by_class(visit.start, examples),
+            "correct_after": visit.correct_by_class(visit.end, examples),
         }
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
         """Counts must be whole numbers, one a class."""
         return are_counts(report, self.gives, classes)
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
         """Whose model it is, its accuracies before and after the stage, the parts of the change,
         and contributions.
         """
-        if not seen.accepted:
+        if not result.accepted:
             return None
-        data = at_most(context.test, EACH, context.world.classes)
-        ends = [
-            global_model(context.method, state, context.world)
-            for state in (seen.before, seen.after)
-        ]
-        if ends[0] is None or ends[1] is None or not _is_moved(seen):
-            return _of_own_models(seen, context, data)
-        before, after = (accuracies_of(predict, data, context) for predict in ends)
-        clients = [r.client for r in seen.accepted]
-        told: dict[str, Any] = {
+        data = at_most(context.test, MOST_EXAMPLES, context.world.classes)
+        received = global_model(context.method, result.before, context.world)
+        aggregated = global_model(context.method, result.after, context.world)
+        if received is None or aggregated is None or not _is_moved(result):
+            return _of_own_models(result, context, data)
+
+        initial = accuracies_of(received, data, context)
+        final = accuracies_of(aggregated, data, context)
+        numbers: dict[str, Any] = {
             "model": "global",
-            "clients": clients,
-            "before": _listed(before),
-            "after": _listed(after),
+            "clients": [reply.client for reply in result.accepted],
+            "before": _listed(initial),
+            "after": _listed(final),
         }
-        if seen.stage.sequential or seen.accepted[0].client == SERVER:
-            return {**told, "parts": {_name(seen): _listed(after - before)}}
-        if seen.local_models and is_plain(ends[1], seen.after):
-            local = torch.stack(
-                [_by_class(context, client, p, data) for client, p in seen.local_models.items()]
+        if result.stage.sequential or result.accepted[0].client == SERVER:
+            return {**numbers, "parts": {_name(result): _listed(final - initial)}}
+
+        numbers["parts"] = {result.stage.name: _listed(final - initial)}
+        if result.local_models and is_plain(aggregated, result.after):
+            local = [
+                _by_class(context, client, params, data)
+                for client, params in result.local_models.items()
+            ]
+            parts = by_local_training_and_averaging(
+                initial, torch.stack(local), final, _weights(result)
             )
-            weights = _weights(seen)
-            parts = by_local_training_and_averaging(before, local, after, weights)
-            told["parts"] = {
+            numbers["parts"] = {
                 "local training": _listed(parts.training),
                 "averaging": _listed(parts.averaging),
             }
-        else:
-            told["parts"] = {seen.stage.name: _listed(after - before)}
+        present = set(data.labels.tolist())
+        classes = [c for c in self.classes if c in present]
+        if not classes:
+            classes = moved_classes(initial.tolist(), final.tolist(), LEAST_CHANGE, MOST_CLASSES)
         return {
-            **told,
-            **_shares_of_data(seen, context),
-            **self._contributed(seen, context, data, before, after),
+            **numbers,
+            **_shares_of_data(result, context),
+            **self._contributions(result, context, data, classes),
         }
 
-    def _contributed(
-        self,
-        seen: StageResult,
-        context: EvaluationContext,
-        data: Examples,
-        before: Tensor,
-        after: Tensor,
+    def _contributions(
+        self, result: StageResult, context: EvaluationContext, data: Examples, classes: list[int]
     ) -> dict[str, Any]:
-        there = set(data.labels.tolist())
-        classes = [c for c in self.classes if c in there]
-        classes = classes or moved_classes(before.tolist(), after.tolist(), LEAST, MOST)
+        """The journal's fields on each client's contribution to the change of these classes."""
         game = StageGame(
-            context.schedule.actor(seen.stage),
-            seen.before,
-            seen.stage,
-            seen.accepted,
-            seen.payloads,
-            context.world,
+            actor=context.schedule.actor(result.stage),
+            before=result.before,
+            stage=result.stage,
+            replies=result.accepted,
+            payloads=result.payloads,
+            world=context.world,
         )
-        chosen: Game = self.game or ("idle" if game.can_idle() else "absent")
-        game = replace(game, game=chosen)
-        by_class = {c: data.take((data.labels == c).nonzero().flatten()) for c in classes}
-        judged = Judged(by_class, context.inputs, TEMPERATURE)
+        game = replace(game, game=self._chosen_game(game))
         if not classes:
-            return {"game": chosen, "classes": []}
-        rule, divided = self._divided(game, judged, context, classes)
-        start = _worth(judged, seen.before, context, classes)
+            return {"game": game.game, "classes": []}
+
+        by_class = {c: data.take((data.labels == c).nonzero().flatten()) for c in classes}
+        accuracy = SoftAccuracy(by_class, context.inputs, TEMPERATURE)
+        rule, divided = self._divided(game, accuracy, context, classes)
+        start = _worth(accuracy, result.before, context, classes)
+        nobody = _worth(accuracy, game.state(()), context, classes)
         return {
-            "game": chosen,
+            "game": game.game,
             "rule": rule,
             "temperature": TEMPERATURE,
             "classes": classes,
             "values": rounded_lists(divided.values.T, DIGITS),
             "gap": rounded_lists(divided.gap, DIGITS),
-            "nobody": rounded_lists(
-                _worth(judged, game.state(()), context, classes) - start, DIGITS
-            ),
+            "nobody": rounded_lists(nobody - start, DIGITS),
         }
 
+    def _chosen_game(self, game: StageGame) -> Game:
+        if self.game is not None:
+            return self.game
+        if game.can_idle():
+            return "idle"
+        return "absent"
+
     def _divided(
-        self, game: StageGame, judged: Judged, context: EvaluationContext, classes: Sequence[int]
+        self,
+        game: StageGame,
+        accuracy: SoftAccuracy,
+        context: EvaluationContext,
+        classes: Sequence[int],
     ) -> tuple[str, Divided]:
+        """The name of the rule, and the contributions by it."""
         players = len(game.players)
 
         def value(coalition: tuple[int, ...]) -> Tensor:
-            return _worth(judged, game.state(coalition), context, classes)
+            return _worth(accuracy, game.state(coalition), context, classes)
 
         if self.exactly and players <= MOST_EXACT:
             return "exact", exact(value, players)
         start = game.state(())
         plain = is_plain(global_model(context.method, start, context.world), start)
         if plain and game.changes is not None and players:
-            line = ModelLine(start.model or context.spec, start.params, game.changes, judged)
+            line = ModelLine(start.model or context.spec, start.params, game.changes, accuracy)
             return "path", along_path(line, players, classes)
         return "two ends", two_ends(value, players)
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """The test examples once a local model, and with gradients at three places of the path."""
-        return min(test, EACH * MOST) * (clients + 2 + 3 * 3)
+        return min(test, MOST_EXAMPLES * MOST_CLASSES) * (clients + 2 + 3 * 3)
 
 
-def at_most(test: Examples, each: int, classes: int) -> Examples:
-    """At most ``each`` test examples of each class, drawn by key: the same in every round and run,
+def at_most(test: Examples, most: int, classes: int) -> Examples:
+    """At most so many test examples of each class, drawn by key: the same in every round and run,
     in order.
     """
     draw = generator(seed_for(0, 0, 0, SERVER, "contributions"))
-    mixed = torch.randperm(len(test), generator=draw)
-    labels = test.labels.cpu()[mixed]
-    kept = [mixed[(labels == c).nonzero().flatten()[:each]] for c in range(classes)]
-    return test.take(torch.cat(kept).sort().values)
+    shuffled = torch.randperm(len(test), generator=draw)
+    labels = test.labels.cpu()[shuffled]
+    chosen = [shuffled[(labels == c).nonzero().flatten()[:most]] for c in range(classes)]
+    return test.take(torch.cat(chosen).sort().values)
 
 
 def accuracies_of(predict: Any, data: Examples, context: EvaluationContext) -> Tensor:
     """Class accuracies (C,) float64 of an answer; NaN for a class without test examples."""
-    right = correct_by_class(predict, data, context.inputs, context.world.classes).double().cpu()
-    return right / torch.bincount(data.labels.cpu(), minlength=context.world.classes)
+    classes = context.world.classes
+    correct = correct_by_class(predict, data, context.inputs, classes).double().cpu()
+    return correct / torch.bincount(data.labels.cpu(), minlength=classes)
 
 
 def _worth(
-    judged: Judged, state: State, context: EvaluationContext, classes: Sequence[int]
+    accuracy: SoftAccuracy, state: State, context: EvaluationContext, classes: Sequence[int]
 ) -> Tensor:
     predict = global_model(context.method, state, context.world)
     assert predict is not None
-    return judged.worth(predict, classes)
+    return accuracy.worth(predict, classes)
 
 
 def _by_class(context: EvaluationContext, client: int, params: Tensors, data: Examples) -> Tensor:
     return accuracies_of(context.predictor(params, client), data, context)
 
 
-def _weights(seen: StageResult) -> Tensor:
+def _weights(result: StageResult) -> Tensor:
     """Shares of examples (m,) of the clients with local models."""
     sizes = torch.tensor(
-        [float(r.examples) for r in seen.accepted if r.client in seen.local_models],
+        [float(r.examples) for r in result.accepted if r.client in result.local_models],
         dtype=torch.float64,
     )
-    return sizes / sizes.sum() if sizes.sum() > 0 else torch.full_like(sizes, 1 / len(sizes))
+    if not sizes.sum() > 0:
+        return torch.full_like(sizes, 1 / len(sizes))
+    return sizes / sizes.sum()
 
 
-def _is_moved(seen: StageResult) -> bool:
+def _is_moved(result: StageResult) -> bool:
     """Whether the stage's aggregation made another global model."""
-    before = seen.before.params
-    after = seen.after.params
-    if not before:
+    old = result.before.params
+    new = result.after.params
+    if not old:
         return False
-    if before.keys() != after.keys():
+    if old.keys() != new.keys():
         return True
-    return any(
-        before[name] is not after[name] and not torch.equal(before[name], after[name])
-        for name in before
-    )
+    return any(old[name] is not new[name] and not torch.equal(old[name], new[name]) for name in old)
 
 
-def _name(seen: StageResult) -> str:
-    client = seen.accepted[0].client
-    return f"{seen.stage.name} at the server" if client == SERVER else f"client {client}"
+def _name(result: StageResult) -> str:
+    client = result.accepted[0].client
+    if client == SERVER:
+        return f"{result.stage.name} at the server"
+    return f"client {client}"
 
 
-def _of_own_models(seen: StageResult, context: EvaluationContext, data: Examples) -> Numbers | None:
-    """The clients' mean change by class in a stage, where each keeps a model of its own."""
-    totals = torch.bincount(data.labels.cpu(), minlength=context.world.classes)
-    ends = {
-        r.client: both
-        for r in seen.accepted
-        if (both := _both_ends(r, seen, context, data, totals))
-    }
-    if not ends:
+def _of_own_models(
+    result: StageResult, context: EvaluationContext, data: Examples
+) -> Numbers | None:
+    """The clients' mean change by class in a stage, if each client has a model of its own."""
+    changes = {}
+    for reply in result.accepted:
+        change = _personal_change(reply, result, context, data)
+        if change is not None:
+            changes[reply.client] = change
+    if not changes:
         return None
-    before, after = (torch.stack([both[i] for both in ends.values()]).mean(0) for i in range(2))
-    parts = {seen.stage.name: _listed(after - before)}
+    initial = torch.stack([change.initial for change in changes.values()]).mean(0)
+    final = torch.stack([change.final for change in changes.values()]).mean(0)
     return {
         "model": "own",
-        "clients": list(ends),
-        "before": _listed(before),
-        "after": _listed(after),
-        "parts": parts,
+        "clients": list(changes),
+        "before": _listed(initial),
+        "after": _listed(final),
+        "parts": {result.stage.name: _listed(final - initial)},
     }
 
 
-def _both_ends(
-    reply: Reply, seen: StageResult, context: EvaluationContext, data: Examples, totals: Tensor
-) -> tuple[Tensor, ...]:
-    """Class accuracies (C,) of a client's own model before and after the stage; none where nobody
-    knows it.
+@dataclass(frozen=True)
+class _PersonalChange:
+    """Class accuracies (C,) of a client's own model before and after a stage."""
+
+    initial: Tensor
+    final: Tensor
+
+
+def _personal_change(
+    reply: Reply, result: StageResult, context: EvaluationContext, data: Examples
+) -> _PersonalChange | None:
+    """The change of a client's own model in a stage; None if neither the client nor the server has
+    measured it.
     """
+    client = reply.client
     if "correct_before" in reply.metrics:
-        return tuple(
-            torch.tensor(reply.metrics[k], dtype=torch.float64) / totals
-            for k in Contributions.gives
-        )
-    if reply.client == SERVER or "params" not in reply.content:
-        return ()
-    own = student_models(seen.before).get(reply.client) or fitted_models(seen.before).get(
-        reply.client
+        totals = torch.bincount(data.labels.cpu(), minlength=context.world.classes)
+        correct_before = torch.tensor(reply.metrics["correct_before"], dtype=torch.float64)
+        correct_after = torch.tensor(reply.metrics["correct_after"], dtype=torch.float64)
+        return _PersonalChange(correct_before / totals, correct_after / totals)
+    if client == SERVER or "params" not in reply.content:
+        return None
+    state = result.before
+    start = student_models(state).get(client) or fitted_models(state).get(client)
+    return _PersonalChange(
+        initial=_by_class(context, client, start or context.world.initial(client), data),
+        final=_by_class(context, client, reply.content.params, data),
     )
-    ends = (own or context.world.initial(reply.client), reply.content.params)
-    return tuple(_by_class(context, reply.client, params, data) for params in ends)
 
 
-def _shares_of_data(seen: StageResult, context: EvaluationContext) -> dict[str, Any]:
-    """Each class's share of the acting clients' data in the round over its share of all clients',
-    where these are here.
+def _shares_of_data(result: StageResult, context: EvaluationContext) -> dict[str, Any]:
+    """``drawn``: each class's share of the acting clients' data in the round, divided by its share
+    of all clients' data. In a simulation only.
 
-    Of a run with tasks also which task each of them is in, from 1, and what it has of each class in
-    it, (m, C).
+    With several tasks also ``tasks``, the task of each client, from 1, and ``had``, its label
+    counts in the task (m, C).
     """
     sites = context.sites
-    if not isinstance(sites, SiteViews) or not len(every := sites.all_counts(seen.stage.round)):
+    if not isinstance(sites, SiteViews):
         return {}
-    stream, clients = context.world.stream, [r.client for r in seen.accepted]
-    had = every[clients]
-    acted, overall = had.sum(0).double(), every.sum(0).double()
-    ratio = (acted / acted.sum().clamp(min=1)) / (overall / overall.sum().clamp(min=1))
-    tasks = {"tasks": [stream.task(seen.stage.round, c) + 1 for c in clients], "had": had.tolist()}
-    return {"drawn": _listed(ratio), **(tasks if stream.tasks > 1 else {})}
+    all_counts = sites.all_counts(result.stage.round)
+    if not len(all_counts):
+        return {}
+
+    clients = [reply.client for reply in result.accepted]
+    counts = all_counts[clients]  # (m, C)
+    acting = counts.sum(0).double()
+    overall = all_counts.sum(0).double()
+    ratio = (acting / acting.sum().clamp(min=1)) / (overall / overall.sum().clamp(min=1))
+    fields: dict[str, Any] = {"drawn": _listed(ratio)}
+    stream = context.world.stream
+    if stream.tasks > 1:
+        fields["tasks"] = [stream.task(result.stage.round, c) + 1 for c in clients]
+        fields["had"] = counts.tolist()
+    return fields
 
 
 def _listed(values: Tensor) -> list[float | None]:
-    return [
-        None if v != v or v in (float("inf"), float("-inf")) else round(v, DIGITS)
-        for v in values.tolist()
-    ]
+    """Rounded numbers for a journal, with None in place of numbers that are not finite."""
+    rounded: list[float | None] = []
+    for value in values.tolist():
+        if math.isfinite(value):
+            rounded.append(round(value, DIGITS))
+        else:
+            rounded.append(None)
+    return rounded

@@ -42,24 +42,25 @@ class Divergence(Measure):
         {"test", "global_model", "local_models", "client_data"}
     )
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
         """The three distances of each client, and their means."""
-        locals_ = comparable(seen, context)
+        locals_ = comparable(result, context)
         if not locals_:
             return None
-        start, names = seen.before.params, sorted(contract.trainable_names(context.spec))
+        start = result.before.params
+        trained = contract.trainable_entries(context.spec, start)
         accuracy = context.accuracy_by_class(start, context.test)
-        apart = [weight_divergence(only(start, names), params) for params in locals_.values()]
-        shares = [context.sites.view(c, seen.stage).proportions for c in locals_]
+        distances = [weight_divergence(trained, params) for params in locals_.values()]
+        shares = [context.sites.view(c, result.stage).proportions for c in locals_]
         by_client = {
-            "l1": [a for a, _ in apart],
-            "l2": [b for _, b in apart],
+            "l1": [l1 for l1, _ in distances],
+            "l2": [l2 for _, l2 in distances],
             "distance": [distribution_distance(accuracy, p) for p in shares],
         }
         means = {f"mean_{k}": over_clients(v, [1.0] * len(v))[""] for k, v in by_client.items()}
         return {"clients": list(locals_), **by_client, **means}
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """The test set once."""
         return test
 
@@ -78,16 +79,16 @@ class Diversity(Measure):
         {"side_by_side", "test", "global_model", "local_models", "client_data"}
     )
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
         """Both diversities over the clients of the stage; None for a stage of one client."""
-        locals_ = comparable(seen, context)
+        locals_ = comparable(result, context)
         if len(locals_) < 2:
             return None
-        start = seen.before.params
+        start = result.before.params
         # sums in one order: a set's differs by process
         names = sorted(contract.trainable_names(context.spec))
         gradients = [
-            _gradient(context, start, context.sites.view(c, seen.stage).data) for c in locals_
+            _gradient(context, start, context.sites.view(c, result.stage).data) for c in locals_
         ]
         updates: list[Tensors] = [
             sub(only(start, names), only(params, names)) for params in locals_.values()
@@ -98,9 +99,9 @@ class Diversity(Measure):
             "updates": gradient_diversity(updates),
         }
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """A gradient on each client's own data."""
-        return 3 * own
+        return 3 * client_examples
 
 
 def _gradient(context: EvaluationContext, params: Tensors, data: Examples) -> Tensors:
@@ -131,13 +132,13 @@ class Alignment(Measure):
         {"test", "global_model", "local_models", "features"}
     )
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
         """Alignment of each layer between the received global model and each local one, and with
         the new global one.
 
         ``global`` is None where the new one is another network.
         """
-        locals_ = comparable(seen, context)
+        locals_ = comparable(result, context)
         if not locals_:
             return None
 
@@ -148,22 +149,27 @@ class Alignment(Measure):
                 for k, v in outputs.items()
             }
 
-        start = classes(seen.before.params)
-        end = classes(seen.after.params) if is_global(seen.after, context) else None
-        own = {client: classes(params) for client, params in locals_.items()}
-        out = {}
+        start = classes(result.before.params)
+        end: dict[str, Tensor] = {}
+        if is_global(result.after, context):
+            end = classes(result.after.params)
+        local = [classes(params) for params in locals_.values()]
+        by_layer = {}
         for layer in start:
-            each = [alignment(start[layer], ends[layer]) for ends in own.values()]
-            spread = over_clients(each, [1.0] * len(each))
-            out[layer] = {
-                "local": spread[""],
-                "local_std": spread["_std"],
-                "global": alignment(start[layer], end[layer]) if end else None,
-                "clients": each,
+            by_client = [alignment(start[layer], preferred[layer]) for preferred in local]
+            means = over_clients(by_client, [1.0] * len(by_client))
+            global_alignment = None
+            if end:
+                global_alignment = alignment(start[layer], end[layer])
+            by_layer[layer] = {
+                "local": means[""],
+                "local_std": means["_std"],
+                "global": global_alignment,
+                "clients": by_client,
             }
-        return {"clients": list(own), "layers": out}
+        return {"clients": list(locals_), "layers": by_layer}
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """The test set at each local model, and at the global one before and after."""
         return test * (clients + 2)
 
@@ -184,20 +190,17 @@ class Units(Measure):
     )
     only_last: ClassVar[bool] = True
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
         """(models, U) class ids."""
-        if not comparable(seen, context):
+        if not comparable(result, context):
             return None
-        preferred = {
-            name: preferred_classes(
-                layers(context, p, context.test)["features"],
-                context.test.labels,
-                context.world.classes,
-            )
-            for name, p in named_models(seen, context, MODELS)
-        }
+        labels = context.test.labels
+        preferred = {}
+        for name, params in named_models(result, context, MODELS):
+            features = layers(context, params, context.test)["features"]
+            preferred[name] = preferred_classes(features, labels, context.world.classes)
         return {"models": list(preferred), "classes": [v.tolist() for v in preferred.values()]}
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """The test set at each model."""
         return test * (min(clients, MODELS) + 2)

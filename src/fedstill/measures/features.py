@@ -5,6 +5,8 @@ circle, ``tsne`` as points on a plane, and ``boundaries`` with the lines between
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,13 +15,12 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.extensions import StageResult
-from fedstill.core.records import Tensors
+from fedstill.core.records import Examples
 from fedstill.core.registry import register
-from fedstill.engines.passes import correct_by_class
-from fedstill.measures.base import Measure, Numbers, rounded_lists
+from fedstill.core.trees import on_cpu
+from fedstill.measures.base import Measure, Numbers, none_for_nan, rounded_lists
 from fedstill.measures.context import EvaluationContext, WholePasses, comparable, named_models
 from fedstill.methods.fit import queries_of
-from fedstill.metrics import class_accuracy
 from fedstill.models import contract
 
 # The number of local models whose spheres are measured.
@@ -43,18 +44,19 @@ class Sphere(Measure):
     )
     only_last: ClassVar[bool] = True
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
         """(models, C, bins) counts of test examples; bin 0 begins at -180 degrees."""
-        if not comparable(seen, context):
+        if not comparable(result, context):
             return None
-        labels, passes = context.test.labels.cpu(), context.passes()
-        counts = {
-            name: directions(passes.features(p, context.test).cpu(), labels, context.world.classes)
-            for name, p in named_models(seen, context, SPHERES)
-        }
+        labels = context.test.labels.cpu()
+        passes = context.passes()
+        counts = {}
+        for name, params in named_models(result, context, SPHERES):
+            features = passes.features(params, context.test).cpu()
+            counts[name] = directions(features, labels, context.world.classes)
         return {"models": list(counts), "counts": [v.tolist() for v in counts.values()]}
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """The test set at each model."""
         return test * (min(clients, SPHERES) + 2)
 
@@ -96,16 +98,18 @@ class JointTSNE(Measure):
     )
     only_last: ClassVar[bool] = True
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
         """Labels (n,) of the images, names of the models, and coordinates (models, n) of each image
         under each.
         """
-        if not comparable(seen, context):
+        if not comparable(result, context):
             return None
-        images, passes = context.some(IMAGES), context.passes()
-        models = dict(named_models(seen, context, MODELS))
-        each = {name: passes.features(p, images).cpu() for name, p in models.items()}
-        features = torch.cat(list(each.values()))
+        stage = result.stage
+        images = context.some(IMAGES)
+        passes = context.passes()
+        models = dict(named_models(result, context, MODELS))
+        by_model = {name: passes.features(p, images).cpu() for name, p in models.items()}
+        features = torch.cat(list(by_model.values()))
         places = embedded(features, int(context.draw("tsne").initial_seed() % 2**32))
         x, y = places.reshape(len(models), len(images), 2).unbind(2)
         return {
@@ -113,10 +117,10 @@ class JointTSNE(Measure):
             "labels": images.labels.tolist(),
             "x": rounded_lists(x, TSNE_DIGITS),
             "y": rounded_lists(y, TSNE_DIGITS),
-            "features": context.keep(f"tsne-round{seen.stage.round}-stage{seen.stage.index}", each),
+            "features": context.keep(f"tsne-round{stage.round}-stage{stage.index}", by_model),
         }
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """A few hundred at each model; the embedding itself takes longer than that."""
         return min(test, IMAGES) * (min(clients, MODELS) + 2)
 
@@ -158,7 +162,7 @@ class Boundaries(Measure):
 
     needs: ClassVar[frozenset[str]] = frozenset({"test", "features", "queries", "client_data"})
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
         """The client, its classes, places x, y and labels (n,) of images, and the classes (48, 48)
         of the plane.
 
@@ -170,70 +174,74 @@ class Boundaries(Measure):
         if not queries:
             return None
         client = min(queries)
-        params, spec = seen.local_models.get(client), context.world.model(client)
+        params = result.local_models.get(client)
+        spec = context.world.model(client)
         if params is None or Need.FEATURES not in contract.capabilities(spec):
             return None
         query = queries[client]
-        counts = context.sites.view(client, seen.stage).counts
-        own = [c for c, n in enumerate(counts.tolist()) if n and c not in query]
-        wanted = torch.isin(context.test.labels.cpu(), torch.tensor([*query, *own]))
-        images = context.test.take(wanted.nonzero().flatten().to(context.test.labels.device))
-        images = (
-            images
-            if len(images) <= IMAGES
-            else images.take(torch.arange(IMAGES) * len(images) // IMAGES)
-        )
+        counts = context.sites.view(client, result.stage).counts
+        local_classes = [c for c, n in enumerate(counts.tolist()) if n and c not in query]
+        images = _images_of_classes(context.test, [*query, *local_classes])
         if len(images) < 2:
             return None
+
         features = WholePasses(spec, context.inputs).features(params, images).cpu()
-        places, ends, plane = _plane(features)
+        plane = principal_plane(features)
+        network = contract.module(spec, "frozen").eval()
         with torch.no_grad():
-            classes = contract.head(
-                contract.module(spec, "frozen").eval(), _cpu(params), plane
-            ).argmax(1)
-        totals = torch.bincount(context.test.labels.cpu(), minlength=context.world.classes)
-        right = correct_by_class(
-            context.predictor(params, client), context.test, context.inputs, context.world.classes
-        )
-        each = class_accuracy(right, totals).tolist()
+            logits = contract.head(network, on_cpu(params), plane.points)
         return {
             "client": client,
             "query": list(query),
-            "own": own,
+            "own": local_classes,
             "labels": images.labels.tolist(),
-            **{
-                name: rounded_lists(places[:, i], PLANE_DIGITS) for i, name in enumerate(("x", "y"))
-            },
-            **{
-                f"{name}_range": rounded_lists(ends[i], PLANE_DIGITS)
-                for i, name in enumerate(("x", "y"))
-            },
-            "plane": classes.reshape(STEPS, STEPS).tolist(),
-            "accuracy": [None if a != a else a for a in each],
+            "x": rounded_lists(plane.places[:, 0], PLANE_DIGITS),
+            "y": rounded_lists(plane.places[:, 1], PLANE_DIGITS),
+            "x_range": rounded_lists(plane.ends[0], PLANE_DIGITS),
+            "y_range": rounded_lists(plane.ends[1], PLANE_DIGITS),
+            "plane": logits.argmax(1).reshape(STEPS, STEPS).tolist(),
+            "accuracy": none_for_nan(context.accuracy_by_class(params, context.test, client)),
         }
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """The test set once at one client, and a few hundred images more."""
         return test + min(test, IMAGES)
 
 
-def _cpu(params: Tensors) -> dict[str, Tensor]:
-    return {k: v.cpu() for k, v in params.items()}
+def _images_of_classes(test: Examples, classes: Sequence[int]) -> Examples:
+    """The test images of some classes; of more than 200, as many at equal distances."""
+    chosen = torch.isin(test.labels.cpu(), torch.tensor(classes))
+    images = test.take(chosen.nonzero().flatten().to(test.labels.device))
+    if len(images) <= IMAGES:
+        return images
+    return images.take(torch.arange(IMAGES) * len(images) // IMAGES)
 
 
-def _plane(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Places (n, 2) of features (n, D), ends (2, 2) of the plane, and the features (48 * 48, D) of
-    its points.
+@dataclass(frozen=True)
+class Plane:
+    """The plane of the two principal axes of features.
+
+    ``places``: the places (n, 2) of the features; ``ends``: the plane's ends (axis, end), (2, 2);
+    ``points``: the features (48 * 48, D) of the plane's grid.
     """
+
+    places: Tensor
+    ends: Tensor
+    points: Tensor
+
+
+def principal_plane(features: Tensor) -> Plane:
+    """The plane of features (n, D), a little larger than their extent."""
     from sklearn.decomposition import PCA
 
     with threadpool_limits(1):
         axes = PCA(2, svd_solver="full")
         places = torch.from_numpy(axes.fit_transform(features.double().numpy()))
-        low, high = places.min(0).values, places.max(0).values
-        context = MARGIN * (high - low).clamp(min=FLAT)
-        ends = torch.stack([low - context, high + context], dim=1)  # (axis, end)
+        low = places.min(0).values
+        high = places.max(0).values
+        margin = MARGIN * (high - low).clamp(min=FLAT)
+        ends = torch.stack([low - margin, high + margin], dim=1)  # (axis, end)
         x, y = (torch.linspace(float(a), float(b), STEPS, dtype=torch.float64) for a, b in ends)
-        points = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).reshape(-1, 2)
-        back = torch.from_numpy(axes.inverse_transform(points.numpy()))
-    return places, ends, back.to(features.dtype)
+        grid = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).reshape(-1, 2)
+        points = torch.from_numpy(axes.inverse_transform(grid.numpy()))
+    return Plane(places, ends, points.to(features.dtype))

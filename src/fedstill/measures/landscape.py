@@ -43,8 +43,9 @@ def filter_normalised(
             out[name] = torch.zeros_like(value)
             continue
         axes = tuple(range(1, value.dim()))
-        own, its = (torch.linalg.vector_norm(v, dim=axes, keepdim=True) for v in (value, noise))
-        out[name] = noise * own / its.clamp(min=1e-12)
+        norm = torch.linalg.vector_norm(value, dim=axes, keepdim=True)
+        noise_norm = torch.linalg.vector_norm(noise, dim=axes, keepdim=True)
+        out[name] = noise * norm / noise_norm.clamp(min=1e-12)
     return out
 
 
@@ -79,10 +80,12 @@ def under_noise(
 
     Source: FedNTD, figure 14.
     """
+    means = []
     with torch.no_grad():
-        return [
-            sum(float(loss(moved(params, [(s, n)]))) for n in noises) / len(noises) for s in scales
-        ]
+        for scale in scales:
+            losses = [float(loss(moved(params, [(scale, noise)]))) for noise in noises]
+            means.append(sum(losses) / len(noises))
+    return means
 
 
 def curvature(
@@ -90,15 +93,16 @@ def curvature(
     params: Tensors,
     trained: Iterable[str],
     draw: torch.Generator,
+    *,
     top: int = 2,
     most: int = 30,
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """The Hessian's eigenvalues of largest size, with their eigenvectors of norm 1, by power
     iteration.
 
-    params: where; trained: the names of the entries to derive by. ``most`` Hessian-vector products
-    each, fewer once the eigenvalue moves by less than a thousandth. Largest first in size, as the
-    paper's tool (PyHessian) finds them.
+    params: the point; trained: the names of the entries to derive by; top: how many eigenvalues.
+    Each takes ``most`` Hessian-vector products, fewer once the eigenvalue changes by less than a
+    thousandth. Largest first in size, as the paper's tool (PyHessian) finds them.
 
     Source: Yao et al., "PyHessian" (2020); FedNTD, figure 14.
     """
@@ -125,37 +129,56 @@ def curvature(
             torch.randn(v.shape, generator=draw, dtype=v.dtype).to(v.device)
             for v in leaves.values()
         ]
-        vector, size = _unit(start, pairs), 0.0
+        vector = _unit(start, pairs)
+        eigenvalue = 0.0
         for _ in range(most):
-            pushed = product(vector)
-            last, size = size, _dot(pushed, vector)
-            vector = _unit(pushed, pairs) or vector
-            if abs(size - last) <= 1e-3 * abs(size):
+            image = product(vector)
+            previous = eigenvalue
+            eigenvalue = _dot(image, vector)
+            vector = _unit(image, pairs) or vector
+            if abs(eigenvalue - previous) <= 1e-3 * abs(eigenvalue):
                 break
-        pairs.append((size, vector))
-    return [(size, dict(zip(names, vector, strict=True))) for size, vector in pairs]
+        pairs.append((eigenvalue, vector))
+    return [(value, dict(zip(names, vector, strict=True))) for value, vector in pairs]
 
 
 def _unit(
-    vector: Sequence[Tensor], others: Sequence[tuple[float, Sequence[Tensor]]]
+    vector: Sequence[Tensor], pairs: Sequence[tuple[float, Sequence[Tensor]]]
 ) -> list[Tensor]:
-    """The vector without its parts along the others, at norm 1; empty if nothing is left of it."""
-    out = [v.detach().clone() for v in vector]
-    for _, other in others:
-        along = _dot(out, other)
-        out = [v - along * o for v, o in zip(out, other, strict=True)]
-    norm = _dot(out, out) ** 0.5
-    return [v / norm for v in out] if norm > 1e-12 else []
+    """The part of a vector that is orthogonal to the eigenvectors found so far, at norm 1; empty if
+    it is 0.
+    """
+    remainder = [v.detach().clone() for v in vector]
+    for _, eigenvector in pairs:
+        along = _dot(remainder, eigenvector)
+        remainder = [v - along * e for v, e in zip(remainder, eigenvector, strict=True)]
+    norm = _dot(remainder, remainder) ** 0.5
+    if norm <= 1e-12:
+        return []
+    return [v / norm for v in remainder]
 
 
 def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     return sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
 
 
-IMAGES, STEPS, DRAWS, DIGITS = 200, 11, 3, 5
+IMAGES = 200
+"""Test examples on which the loss is taken."""
+
+STEPS = 11
 AXIS = tuple(round(-1 + 2 * i / (STEPS - 1), 3) for i in range(STEPS))
+"""The coordinates along each direction of a plane."""
+
 SCALES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1)
+"""The standard deviations of the noise."""
+
+DRAWS = 3
+"""Draws of noise at each scale."""
+
 PRODUCTS = 30
+"""The most Hessian-vector products for an eigenvalue."""
+
+DIGITS = 5
 
 
 @register("measure", "landscape")
@@ -174,14 +197,14 @@ class Landscape(Measure):
     needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models"})
     only_last: ClassVar[bool] = True
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
         """For each of the two models: losses (11, 11) in each plane, and (scales,) under noise."""
-        locals_ = seen.local_models
-        if not locals_ or not seen.after.params:
+        locals_ = result.local_models
+        if not locals_ or not result.after.params:
             return None
         client = min(locals_)
         models = {
-            "aggregated": (seen.after.model or context.spec, seen.after.params),
+            "aggregated": (result.after.model or context.spec, result.after.params),
             f"client {client}": (context.world.model(client), locals_[client]),
         }
         images = context.some(IMAGES)
@@ -191,7 +214,7 @@ class Landscape(Measure):
         }
         return {"axis": list(AXIS), "scales": list(SCALES), "models": around}
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """Two planes, noise and Hessian-vector products (six each), for two models."""
         return 2 * min(test, IMAGES) * (2 * STEPS**2 + DRAWS * len(SCALES) + 2 * 6 * PRODUCTS)
 
@@ -207,8 +230,8 @@ def mean_loss(
     device = images.values.device
 
     def loss(params: Tensors) -> Tensor:
-        here = {k: v.to(device) for k, v in params.items()}
-        logits = torch.cat([contract.forward(network, here, x) for x in parts])
+        on_device = {k: v.to(device) for k, v in params.items()}
+        logits = torch.cat([contract.forward(network, on_device, x) for x in parts])
         return cross_entropy(logits, images.labels).mean()
 
     return loss
@@ -217,11 +240,10 @@ def mean_loss(
 def _around(
     context: EvaluationContext, spec: ModelSpec, images: Examples, params: Tensors
 ) -> dict[str, Any]:
-    loss, names, draw = (
-        mean_loss(context, images, spec),
-        contract.trainable_names(spec),
-        context.draw("landscape"),
-    )
+    """The measure's numbers for one model."""
+    loss = mean_loss(context, images, spec)
+    names = contract.trainable_names(spec)
+    draw = context.draw("landscape")
     a, b = (filter_normalised(params, names, draw) for _ in range(2))
     noises = [gaussian(params, names, draw) for _ in range(DRAWS)]
     params = {k: v.to(images.values.device) for k, v in params.items()}

@@ -36,14 +36,14 @@ class Local(Measure):
 
     gives: ClassVar[tuple[str, ...]] = ("label_counts", "correct_by_class")
 
-    def at_client(self, seen: AtClient) -> Numbers | None:
+    def at_client(self, visit: AtClient) -> Numbers | None:
         """``label_counts`` (C,) of the client, and ``correct_by_class`` (C,) of its model on the
         common test set.
         """
-        if seen.test is None or seen.is_server:
+        if visit.test is None or visit.is_server:
             return None
-        right = seen.correct_by_class(seen.end, seen.test)
-        return {"label_counts": seen.view.counts.tolist(), "correct_by_class": right}
+        right = visit.correct_by_class(visit.end, visit.test)
+        return {"label_counts": visit.view.counts.tolist(), "correct_by_class": right}
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
         """Counts must be whole numbers, one a class; right answers come with label counts."""
@@ -51,13 +51,15 @@ class Local(Measure):
             return "correct_by_class is without label_counts"
         return are_counts(report, self.gives, classes)
 
-    def of_round(self, seen: RoundReports) -> Numbers:
+    def of_round(self, reports: RoundReports) -> Numbers:
         """Means and spreads over clients, and the global models' accuracy on the clients' mean
         label shares.
         """
-        return local_accuracies(seen.clients, seen.received, seen.aggregated, seen.test_counts)
+        return local_accuracies(
+            reports.clients, reports.received, reports.aggregated, reports.test_counts
+        )
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """The test set at each client."""
         return test * clients
 
@@ -82,56 +84,56 @@ class Personal(Measure):
         "tested_right",
     )
 
-    def at_client(self, seen: AtClient) -> Numbers | None:
+    def at_client(self, visit: AtClient) -> Numbers | None:
         """``trained_counts`` (C,) of the images it trained on, ``trained_right`` and
         ``tested_right`` of its model.
         """
-        if seen.test is None or seen.is_server or seen.stage.view == "public":
+        if visit.test is None or visit.is_server or visit.stage.view == "public":
             return None
+        labels = visit.view.data.labels.cpu().numpy()
         return {
-            "label_counts": seen.view.counts.tolist(),
-            "trained_counts": np.bincount(
-                seen.view.data.labels.cpu().numpy(), minlength=seen.classes
-            ).tolist(),
-            "trained_right": seen.correct_by_class(seen.end, seen.view.data),
-            "tested_right": seen.correct_by_class(seen.end, seen.test),
+            "label_counts": visit.view.counts.tolist(),
+            "trained_counts": np.bincount(labels, minlength=visit.classes).tolist(),
+            "trained_right": visit.correct_by_class(visit.end, visit.view.data),
+            "tested_right": visit.correct_by_class(visit.end, visit.test),
         }
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
         """Counts must be whole numbers, one a class, and all of them are there or none; nothing is
         right twice.
         """
-        there = [name for name in self.gives[1:] if name in report]
-        if there and (len(there) < len(self.gives) - 1 or "label_counts" not in report):
-            return f"{there[0]} is without the rest"
-        if why := are_counts(report, self.gives, classes):
-            return why
-        right, counts = (report.get(name, []) for name in ("trained_right", "trained_counts"))
-        return (
-            "trained_right is above trained_counts"
-            if any(a > b for a, b in zip(right, counts, strict=True))
-            else ""
-        )
+        names = [name for name in self.gives if name in report]
+        if names not in ([], ["label_counts"], list(self.gives)):
+            return f"it has {', '.join(names)} without the other counts"
+        problem = are_counts(report, self.gives, classes)
+        if problem:
+            return problem
+        correct = report.get("trained_right", [])
+        total = report.get("trained_counts", [])
+        if any(a > b for a, b in zip(correct, total, strict=True)):
+            return "trained_right is above trained_counts"
+        return ""
 
-    def of_round(self, seen: RoundReports) -> Numbers:
+    def of_round(self, reports: RoundReports) -> Numbers:
         """Both accuracies, their mean and spread over clients."""
-        events = [e for e in seen.clients if "trained_right" in e and sum(e["trained_counts"])]
+        events = [e for e in reports.clients if "trained_right" in e and sum(e["trained_counts"])]
         tested = {
-            i: class_accuracy(e["tested_right"], seen.test_counts) for i, e in enumerate(events)
+            i: class_accuracy(e["tested_right"], reports.test_counts) for i, e in enumerate(events)
         }
         personal = personal_accuracies(tested, [e["label_counts"] for e in events])
         trained = [sum(e["trained_right"]) / sum(e["trained_counts"]) for e in events]
         sizes = [float(sum(e["trained_counts"])) for e in events]
-        each = {
-            "local_train": trained,
-            "personalised": [personal.get(i, float("nan")) for i in tested],
-        }
-        means = {k: over_clients(by_client, sizes) for k, by_client in each.items() if by_client}
-        return {f"{k}_accuracy{suffix}": v for k, by in means.items() for suffix, v in by.items()}
+        personalised = [personal.get(i, float("nan")) for i in tested]
+        numbers: dict[str, float] = {}
+        for name, by_client in (("local_train", trained), ("personalised", personalised)):
+            if by_client:
+                for suffix, value in over_clients(by_client, sizes).items():
+                    numbers[f"{name}_accuracy{suffix}"] = value
+        return numbers
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """The test set and its own data at each client."""
-        return test * clients + own
+        return test * clients + client_examples
 
 
 @register("measure", "private_public")
@@ -148,35 +150,38 @@ class PrivatePublic(Measure):
     needs: ClassVar[frozenset[str]] = frozenset({"held_out"})
     gives: ClassVar[tuple[str, ...]] = ("private", "public")
 
-    def at_client(self, seen: AtClient) -> Numbers | None:
+    def at_client(self, visit: AtClient) -> Numbers | None:
         """``private`` and ``public``: ``counts`` (C,) of labels, and right ones (C,) ``before`` and
         ``after``.
         """
-        on_public = seen.stage.view == "public"
-        models = {"before": seen.start, "after": seen.end} if on_public else {"after": seen.end}
+        models = {"after": visit.end}
+        if visit.stage.view == "public":
+            models = {"before": visit.start, "after": visit.end}
         report = {}
-        for name, data in (("private", seen.view.validation), ("public", seen.public)):
+        for name, data in (("private", visit.view.validation), ("public", visit.public)):
             if data is not None and len(data) and bool((data.labels >= 0).all()):
-                counts = torch.bincount(data.labels, minlength=seen.classes).tolist()
-                right = {k: seen.correct_by_class(params, data) for k, params in models.items()}
-                report[name] = {"counts": counts, **right}
+                counts = torch.bincount(data.labels, minlength=visit.classes).tolist()
+                correct = {k: visit.correct_by_class(params, data) for k, params in models.items()}
+                report[name] = {"counts": counts, **correct}
         return report
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
         """Counts must be whole numbers, one a class; ``after`` is there where counts are, and is
         not above them.
         """
-        tables = {name: report[name] for name in self.gives if report.get(name, {}) != {}}
-        return next(
-            (why for name, table in tables.items() if (why := wrong_table(name, table, classes))),
-            "",
-        )
+        for name in self.gives:
+            table = report.get(name, {})
+            if table != {}:
+                problem = wrong_table(name, table, classes)
+                if problem:
+                    return problem
+        return ""
 
-    def of_round(self, seen: RoundReports) -> Numbers:
+    def of_round(self, reports: RoundReports) -> Numbers:
         """Accuracies by client, their means, and the server's."""
-        return private_public(seen.clients)
+        return private_public(reports.clients)
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """Public and held-out images are taken to be as many as the test set's, at each client."""
         return test * clients
 
@@ -197,16 +202,15 @@ class Epochs(Measure):
     each_epoch: ClassVar[bool] = True
     gives: ClassVar[tuple[str, ...]] = ("label_counts", "correct_by_epoch")
 
-    def at_client(self, seen: AtClient) -> Numbers | None:
+    def at_client(self, visit: AtClient) -> Numbers | None:
         """``label_counts`` (C,) of the client, and ``correct_by_epoch`` (epochs + 1, C) on the
         common test set.
         """
-        if seen.test is None or not seen.by_epoch:
+        if visit.test is None or not visit.by_epoch:
             return None
-        right = [
-            seen.correct_by_class(params, seen.test) for params in (seen.start, *seen.by_epoch)
-        ]
-        return {"label_counts": seen.view.counts.tolist(), "correct_by_epoch": right}
+        models = (visit.start, *visit.by_epoch)
+        correct = [visit.correct_by_class(params, visit.test) for params in models]
+        return {"label_counts": visit.view.counts.tolist(), "correct_by_epoch": correct}
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
         """Counts must be whole numbers, one a class, for the start and each epoch; they come with
@@ -217,22 +221,22 @@ class Epochs(Measure):
         rows = report["correct_by_epoch"]
         if not isinstance(rows, list) or not rows:
             return "correct_by_epoch is not a list of an epoch's counts"
-        each = {f"correct_by_epoch[{i}]": row for i, row in enumerate(rows)}
-        if why := are_counts({**report, **each}, ("label_counts", *each), classes):
-            return why
+        by_epoch_number = {f"correct_by_epoch[{i}]": row for i, row in enumerate(rows)}
+        fields = ("label_counts", *by_epoch_number)
+        problem = are_counts({**report, **by_epoch_number}, fields, classes)
+        if problem:
+            return problem
         if "label_counts" not in report:
             return "correct_by_epoch is without label_counts"
-        return (
-            f"correct_by_epoch has {len(rows)} epochs"
-            if len(rows) > report.get("epochs", 0) + 1
-            else ""
-        )
+        if len(rows) > report.get("epochs", 0) + 1:
+            return f"correct_by_epoch has {len(rows)} epochs"
+        return ""
 
-    def of_round(self, seen: RoundReports) -> Numbers:
+    def of_round(self, reports: RoundReports) -> Numbers:
         """``by_epoch``: for each stage, lists over epochs of means and spreads over clients."""
-        return by_epoch(seen.clients, seen.test_counts)
+        return by_epoch(reports.clients, reports.test_counts)
 
-    def examples(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
         """The test set at each client: one look, of which there is one before and one after every
         epoch.
         """

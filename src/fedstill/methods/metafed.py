@@ -151,7 +151,7 @@ class InRing(ClientWork):
             strength *= self.strength_factor(accuracy, self.held_out_accuracy(payload.params, view))
         return TrainingStart(
             params,
-            teachers={"previous": payload.params},
+            teachers={"before": payload.params},
             constants={"ready": ready, "strength": strength},
         )
 
@@ -169,9 +169,9 @@ class InRing(ClientWork):
         return self.validation_score(params, view) or 0.0
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        if "previous" not in start.teachers:
+        if "before" not in start.teachers:
             return super().terms(step, start)
-        distance = step.features() - step.teacher_features("previous")  # (B, D)
+        distance = step.features() - step.teacher_features("before")  # (B, D)
         error = distance.square().mean(1)  # (B,)
         return {**super().terms(step, start), "features": start["strength"] * error}
 

@@ -82,13 +82,14 @@ def etf(
     Reading: its old linear head stays in the model, unused and decayed; here there is none.
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
-    made = building.construct(of, spec, as_table_again(arguments or {}))
-    body = getattr(made, "body", None)
-    if not isinstance(body, nn.Module) or not isinstance(getattr(made, "head", None), nn.Module):
+    network = building.construct(of, spec, as_table_again(arguments or {}))
+    body = getattr(network, "body", None)
+    head = getattr(network, "head", None)
+    if not isinstance(body, nn.Module) or not isinstance(head, nn.Module):
         raise ConfigError(f"model.of = {of!r} has no body and head; choose a network that has")
     with torch.no_grad():
-        given = body.eval()(contract.example(spec, 2)).shape[1]
-    width = projection or given
+        features = body.eval()(contract.example(spec, 2)).shape[1]
+    width = projection or features
     if width < max(2, classes):
         raise ConfigError(
             f"model.of = {of!r} has {width} features under the simplex, and {classes} classes need "
@@ -96,9 +97,9 @@ def etf(
             f"set model.projection to {max(2, classes)} or more"
         )
     if projection:
-        made.body = nn.Sequential(body, nn.Linear(given, projection))
-    made.head = SimplexHead(width, classes, scale)
-    return made.train()
+        network.body = nn.Sequential(body, nn.Linear(features, projection))
+    network.head = SimplexHead(width, classes, scale)
+    return network.train()
 
 
 @functools.lru_cache(maxsize=16)
@@ -142,15 +143,16 @@ def lifted(
     trained nor sent.
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
-    made = building.construct(of, spec, as_table_again(arguments or {}))
-    body, head = getattr(made, "body", None), getattr(made, "head", None)
+    network = building.construct(of, spec, as_table_again(arguments or {}))
+    body = getattr(network, "body", None)
+    head = getattr(network, "head", None)
     if not isinstance(body, nn.Module) or not isinstance(head, nn.Linear):
         raise ConfigError(
             f"model.of = {of!r} has no body and linear head; choose a network that has"
         )
-    made.body = nn.Sequential(body, Lift(head.in_features, width))
-    made.head = nn.Linear(width, classes, head.bias is not None)
-    return made
+    network.body = nn.Sequential(body, Lift(head.in_features, width))
+    network.head = nn.Linear(width, classes, head.bias is not None)
+    return network
 
 
 def lifted_spec(spec: ModelSpec, width: int) -> ModelSpec:
@@ -167,8 +169,10 @@ def lifted_body(params: Tensors, width: int) -> dict[str, Tensor]:
     """The entries of a network's body as they are named in the lifted one; as they are for a width
     of 0.
     """
-    body = {name.removeprefix("body."): v for name, v in params.items() if name.startswith("body.")}
-    return {f"body.0.{name}" if width else f"body.{name}": v for name, v in body.items()}
+    body = {name: value for name, value in params.items() if name.startswith("body.")}
+    if not width:
+        return body
+    return {f"body.0.{name.removeprefix('body.')}": value for name, value in body.items()}
 
 
 class LowRankLinear(nn.Linear):
@@ -215,21 +219,19 @@ def low_rank(
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
     fields: Mapping[str, Any] = as_table_again(arguments or {})
-    made = building.construct(of, spec, fields)
-    named = [
-        (n, m) for n, m in made.named_modules() if type(m) is nn.Linear and matches(f"{n}.", layers)
-    ]
-    if not named:
-        linear = [n for n, m in made.named_modules() if type(m) is nn.Linear]
+    network = building.construct(of, spec, fields)
+    linear = {name: m for name, m in network.named_modules() if type(m) is nn.Linear}
+    chosen = [layer for name, layer in linear.items() if matches(f"{name}.", layers)]
+    if not chosen:
         raise ConfigError(
             f"model.layers = {list(layers)} names none of {of}'s linear layers: "
             f"{', '.join(linear) or 'none'}"
         )
-    for _, layer in named:
+    for layer in chosen:
         a = torch.empty(rank, layer.in_features, dtype=layer.weight.dtype)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5))
         layer.__class__ = LowRankLinear
         layer.lora_a = nn.Parameter(a)
         layer.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank, dtype=a.dtype))
         layer.scale = alpha / rank  # type: ignore[assignment]
-    return made
+    return network

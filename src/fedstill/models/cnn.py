@@ -61,18 +61,24 @@ def alexnet(input_shape: ImageShape, classes: int, relu: bool = True) -> Network
     split-learning code, which has ``relu = false``. We put ReLU everywhere.
     """
 
-    def bend() -> list[nn.Module]:
-        return [nn.ReLU()] if relu else []
+    def optional_relu() -> list[nn.Module]:
+        if not relu:
+            return []
+        return [nn.ReLU()]
 
     layers: list[nn.Module] = [
         *(nn.Conv2d(input_shape[0], 32, 3, padding=1), MaxPool2d(2), nn.ReLU()),
         *(nn.Conv2d(32, 64, 3, padding=1), MaxPool2d(2), nn.ReLU()),
-        *(nn.Conv2d(64, 128, 3, padding=1), *bend()),
-        *(nn.Conv2d(128, 256, 3, padding=1), *bend()),
+        *(nn.Conv2d(64, 128, 3, padding=1), *optional_relu()),
+        *(nn.Conv2d(128, 256, 3, padding=1), *optional_relu()),
         *(nn.Conv2d(256, 256, 3, padding=1), MaxPool2d(3, stride=2), nn.ReLU()),
     ]
     flat = flat_size("alexnet", layers, input_shape)
-    dense = [nn.Flatten(), nn.Linear(flat, 1024), *bend(), nn.Linear(1024, 512), *bend()]
+    dense: list[nn.Module] = [
+        nn.Flatten(),
+        *(nn.Linear(flat, 1024), *optional_relu()),
+        *(nn.Linear(1024, 512), *optional_relu()),
+    ]
     return Network(nn.Sequential(*layers, *dense), 512, classes)
 
 
@@ -105,7 +111,7 @@ def simple_cnn(input_shape: ImageShape, classes: int, dropout: Share = 0.25) -> 
     Source: HiPer-FedKD, sec. 2.1.4.
     """
     blocks = [_block(input_shape[0], 32, 3, 1), _block(32, 64, 3, 1), _block(64, 128, 3, 1)]
-    return _build("simple_cnn", input_shape, classes, blocks, [512], dropout)
+    return _build("simple_cnn", input_shape, classes, blocks, [512], dropout=dropout)
 
 
 @register("model", "fedseq_cnn")
@@ -167,10 +173,9 @@ def qkt_cnn_pooled(
             nn.ReLU(),
         ]
     flat_size("qkt_cnn_pooled", layers, input_shape)  # refuses images that are too small
-    more, width = projected(128, projection)
-    return Network(
-        nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *more), width, classes
-    )
+    projection_layers, width = projected(128, projection)
+    body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *projection_layers)
+    return Network(body, width, classes)
 
 
 @register("model", "cwc_cnn")
@@ -241,6 +246,7 @@ def _build(
     classes: int,
     blocks: list[list[nn.Module]],
     hidden: list[int],
+    *,
     dropout: float = 0.0,
     projection: int = 0,
     circle: bool = False,
@@ -254,17 +260,17 @@ def _build(
     if dropout > 0:
         layers.append(nn.Dropout(dropout))
     if circle:
-        return Network(
-            nn.Sequential(*layers, nn.Linear(width, 2), OnCircle()), 2, classes, bias=False
-        )
-    more, width = projected(width, projection)
-    return Network(nn.Sequential(*layers, *more), width, classes)
+        body = nn.Sequential(*layers, nn.Linear(width, 2), OnCircle())
+        return Network(body, 2, classes, bias=False)
+    projection_layers, width = projected(width, projection)
+    return Network(nn.Sequential(*layers, *projection_layers), width, classes)
 
 
 # A convolutional network for series: rows of measurements that were taken one after another.
 
 
-CHANNELS, KERNEL = (32, 64, 64), 5
+CHANNELS = (32, 64, 64)
+KERNEL = 5
 
 
 @register("model", "series_cnn")

@@ -90,14 +90,14 @@ def initial(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """Initial parameters and buffers of a spec, a pure function of the seed."""
     with put_aside(card=True):
         seed_global(seed)  # a network of a user's own may be made on a card
-        made = build(spec)
-    return {k: v.detach().clone() for k, v in entries(spec, made).items()}
+        network = build(spec)
+    return {k: v.detach().clone() for k, v in entries(spec, network).items()}
 
 
-def entries(spec: ModelSpec, made: nn.Module) -> dict[str, Tensor]:
+def entries(spec: ModelSpec, network: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module that are trained and sent."""
-    own: dict[str, Tensor] = made.state_dict()
-    return {name: own[name] for name in moving(spec, own)}
+    state: dict[str, Tensor] = network.state_dict()
+    return {name: state[name] for name in moving(spec, state)}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -127,11 +127,9 @@ def trainable_names(spec: ModelSpec) -> set[str]:
     """The names of parameters that are trained; the other entries of a state are buffers, or left
     without gradient.
     """
-    return set(
-        moving(
-            spec, (name for name, value in module(spec).named_parameters() if value.requires_grad)
-        )
-    )
+    parameters = module(spec).named_parameters()
+    with_gradient = [name for name, value in parameters if value.requires_grad]
+    return set(moving(spec, with_gradient))
 
 
 def trainable_entries(spec: ModelSpec, params: Tensors) -> dict[str, Tensor]:
@@ -187,16 +185,17 @@ class Predictor:
         Raises CorruptFile where they are not those of the architecture.
         """
         with put_aside(card=True):
-            made = build(self.spec)
+            network = build(self.spec)
+        state = dict(self.params)
+        if self.spec.held:
+            state = {**network.state_dict(), **self.params}
         try:
-            made.load_state_dict(
-                {**made.state_dict(), **self.params} if self.spec.held else dict(self.params)
-            )
+            network.load_state_dict(state)
         except RuntimeError as error:
             raise CorruptFile(
                 f"the weights are not those of a {self.spec}: {on_one_line(error)}"
             ) from error
-        return made.eval()
+        return network.eval()
 
 
 def predictor(spec: ModelSpec, params: Tensors) -> Predictor:
@@ -295,6 +294,6 @@ def _draws_in_forward(m: nn.Module, x: Tensor) -> bool:
     """Whether a pass draws from the generator. The module's statistics are not changed."""
     freeze_norms(m)
     with put_aside(card=True), torch.no_grad():
-        before = torch.get_rng_state()
+        state = torch.get_rng_state()
         forward(m, {name: value.clone() for name, value in m.named_buffers()}, x)
-        return not torch.equal(torch.get_rng_state(), before)
+        return not torch.equal(torch.get_rng_state(), state)

@@ -37,10 +37,10 @@ class WeightedVote(nn.Module):
 
     def forward(self, *logits: Tensor) -> Tensor:
         """Log-probabilities, which are logits too."""
-        first, *others = (
+        first, *following = (
             share * z.softmax(1) for share, z in zip(self.shares, logits, strict=True)
         )
-        return sum(others, first).log()
+        return sum(following, first).log()
 
 
 class SideBySide(nn.Module):
@@ -62,29 +62,32 @@ class Joined:
     their logits.
     """
 
-    each: Sequence[Predictor]
+    predictors: Sequence[Predictor]
     join: nn.Module
 
     def __call__(self, x: Tensor) -> Tensor:
         """The joined answer (B, C), without gradients."""
         with torch.inference_mode():
-            return self.join(*(predict(x) for predict in self.each))  # type: ignore[no-any-return]
+            return self.join(*(predict(x) for predict in self.predictors))  # type: ignore[no-any-return]
 
     def as_module(self) -> nn.Module:
         """All networks in one module, each with a copy of its parameters, in evaluation mode."""
-        return SideBySide([predict.as_module() for predict in self.each], self.join).eval()
+        networks = [predict.as_module() for predict in self.predictors]
+        return SideBySide(networks, self.join).eval()
 
 
 def module_of(predict: Callable[[Tensor], Tensor]) -> nn.Module | None:
-    """What a predictor computes, as a module with its weights: what its ``as_module`` gives, or
-    itself if it is one.
+    """A predictor as a module with its weights: the result of its ``as_module``, or itself if it is
+    a module.
 
-    None for any other function: it may hold weights, but nobody can see them.
+    None for any other function: its weights, if it has any, are not accessible.
     """
     if isinstance(predict, nn.Module):
         return predict
-    made = getattr(predict, "as_module", lambda: None)()
-    return made if isinstance(made, nn.Module) else None
+    module = getattr(predict, "as_module", lambda: None)()
+    if not isinstance(module, nn.Module):
+        return None
+    return module
 
 
 class Pair(nn.Module):
@@ -92,7 +95,8 @@ class Pair(nn.Module):
 
     def __init__(self, own: nn.Module, shared: nn.Module) -> None:
         super().__init__()
-        self.own, self.shared = own, shared
+        self.own = own
+        self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
         """The shared network's logits (B, C)."""
@@ -121,17 +125,17 @@ def pair(
     Source: Shen et al., "Federated Mutual Learning" (2020).
     """
     spec = ModelSpec("pair", input_shape, classes, vocabulary=vocabulary)
-    both = ((own, own_arguments), (shared, shared_arguments))
-    return Pair(
-        *(building.construct(name, spec, as_table_again(fields or {})) for name, fields in both)
-    )
+    own_network = building.construct(own, spec, as_table_again(own_arguments or {}))
+    shared_network = building.construct(shared, spec, as_table_again(shared_arguments or {}))
+    return Pair(own_network, shared_network)
 
 
 def own_of(spec: ModelSpec, params: Tensors) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The client's own network of a pair, with its parameters."""
     fields = dict(spec.fields)
     table = as_table_again(fields.get("own_arguments") or {})
-    own = ModelSpec(
+    own_spec = ModelSpec(
         fields["own"], spec.input_shape, spec.classes, as_pairs(table), vocabulary=spec.vocabulary
     )
-    return own, {k.removeprefix("own."): v for k, v in params.items() if k.startswith("own.")}
+    own_params = {k.removeprefix("own."): v for k, v in params.items() if k.startswith("own.")}
+    return own_spec, own_params

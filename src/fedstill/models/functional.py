@@ -40,14 +40,14 @@ def run_with(m: nn.Module, tensors: Mapping[str, Tensor], *x: Any) -> Any:
     places = _places(m)
     if not places.keys() >= tensors.keys():
         return functional_call(m, dict(tensors), x)
-    own = [places[name][0][places[name][1]] for name in tensors]
+    originals = [places[name][0][places[name][1]] for name in tensors]
     try:
         for name, tensor in tensors.items():
             holder, key = places[name]
             holder[key] = tensor
         return m(*x)
     finally:
-        for name, tensor in zip(tensors, own, strict=True):
+        for name, tensor in zip(tensors, originals, strict=True):
             holder, key = places[name]
             holder[key] = tensor
 
@@ -58,19 +58,18 @@ def _places(m: nn.Module) -> dict[str, _Place]:
     cache = _found.__dict__.setdefault("cache", WeakKeyDictionary())
     parts, places = cache.get(m, (None, {}))
     if parts is None or not all(holder.get(key) is part() for holder, key, part in parts):
-        named = [
-            *m.named_parameters(remove_duplicate=False),
-            *m.named_buffers(remove_duplicate=False),
-        ]
-        alone = len({id(tensor) for _, tensor in named}) == len(named)
-        places = {name: _place(m, name) for name, _ in named} if alone else {}
-        inner = [
-            (one._modules, key, part)
-            for one in m.modules()
-            for key, part in one._modules.items()
-            if part is not None
-        ]
-        cache[m] = [(holder, key, ref(part)) for holder, key, part in inner], places
+        tensors = dict[str, Tensor](m.named_parameters(remove_duplicate=False))
+        tensors |= dict(m.named_buffers(remove_duplicate=False))
+        are_distinct = len({id(tensor) for tensor in tensors.values()}) == len(tensors)
+        places = {}
+        if are_distinct:
+            places = {name: _place(m, name) for name in tensors}
+        parts = []
+        for owner in m.modules():
+            for key, part in owner._modules.items():
+                if part is not None:
+                    parts.append((owner._modules, key, ref(part)))
+        cache[m] = parts, places
     return places
 
 

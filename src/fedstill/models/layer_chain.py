@@ -29,18 +29,18 @@ def plain_chain(m: nn.Module) -> list[str] | None:
     An input of a linear layer after the flattening is one place of a channel: the channels' places
     follow each other.
     """
-    body, head = getattr(m, "body", None), getattr(m, "head", None)
-    if not isinstance(body, nn.Sequential) or not _biased(head):
+    body = getattr(m, "body", None)
+    if not isinstance(body, nn.Sequential) or not _biased(getattr(m, "head", None)):
         return None
-    named = [(f"body.{name}", layer) for name, layer in body.named_children()]
-    if not all(_biased(layer) or isinstance(layer, WITHOUT_WEIGHTS) for _, layer in named):
-        return None
-    weighted = [_biased(layer) for _, layer in named]
-    if any(
-        isinstance(layer, nn.Unflatten) and any(weighted[:i]) for i, (_, layer) in enumerate(named)
-    ):
-        return None  # it would make channels of units
-    return [*(name for name, layer in named if _biased(layer)), "head"]
+    names: list[str] = []
+    for name, layer in body.named_children():
+        if _biased(layer):
+            names.append(f"body.{name}")
+        elif not isinstance(layer, WITHOUT_WEIGHTS):
+            return None
+        elif names and isinstance(layer, nn.Unflatten):
+            return None  # it would make channels of units
+    return [*names, "head"]
 
 
 def last_block(m: nn.Module) -> list[tuple[str, list[str]]] | None:
@@ -72,10 +72,17 @@ def levels(m: nn.Module) -> list[str]:
     if not isinstance(body, nn.Sequential) or not len(body):
         return []
     children = list(body.named_children())
-    cuts = [name for name, layer in children if isinstance(layer, (nn.ReLU, nn.Sequential))]
-    after = children[[name for name, _ in children].index(cuts[-1]) + 1 :] if cuts else children
-    whole = not cuts or any(list(layer.parameters()) for _, layer in after)
-    return [*cuts, children[-1][0]] if whole else cuts
+    cuts: list[str] = []
+    has_weights_after = True  # a body without a cut is cut at its end
+    for name, layer in children:
+        if isinstance(layer, (nn.ReLU, nn.Sequential)):
+            cuts.append(name)
+            has_weights_after = False
+        elif list(layer.parameters()):
+            has_weights_after = True
+    if has_weights_after:
+        cuts.append(children[-1][0])
+    return cuts
 
 
 class LevelPass(NamedTuple):
@@ -117,9 +124,12 @@ def with_widths(m: nn.Module, widths: Sequence[int]) -> nn.Module:
         )
     layers = [m.get_submodule(name) for name in names]
     units = [_units(layer) for layer in layers]
+    new_units = [*widths, units[-1]]  # the head keeps its classes
     for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
-        inside = _inside(layer) if i == 0 else _inside(layer) // units[i - 1] * widths[i - 1]
-        m.set_submodule(name, _like(layer, inside, widths[i] if i < len(widths) else units[i]))
+        inputs = _inputs(layer)
+        if i > 0:
+            inputs = inputs // units[i - 1] * new_units[i - 1]
+        m.set_submodule(name, _like(layer, inputs, new_units[i]))
     return m
 
 
@@ -129,16 +139,22 @@ def _biased(layer: object) -> bool:
 
 
 def _units(layer: Any) -> int:
-    return int(layer.out_channels if isinstance(layer, nn.Conv2d) else layer.out_features)
-
-
-def _inside(layer: Any) -> int:
-    return int(layer.in_channels if isinstance(layer, nn.Conv2d) else layer.in_features)
-
-
-def _like(layer: Any, inside: int, out: int) -> nn.Module:
     if isinstance(layer, nn.Conv2d):
-        kernel: Any = layer.kernel_size
-        stride: Any = layer.stride
-        return nn.Conv2d(inside, out, kernel, stride, layer.padding, layer.dilation)  # type: ignore[arg-type]
-    return nn.Linear(inside, out)
+        return layer.out_channels
+    return int(layer.out_features)
+
+
+def _inputs(layer: Any) -> int:
+    if isinstance(layer, nn.Conv2d):
+        return layer.in_channels
+    return int(layer.in_features)
+
+
+def _like(layer: Any, inputs: int, units: int) -> nn.Module:
+    if not isinstance(layer, nn.Conv2d):
+        return nn.Linear(inputs, units)
+    kernel: Any = layer.kernel_size
+    stride: Any = layer.stride
+    padding: Any = layer.padding
+    dilation: Any = layer.dilation
+    return nn.Conv2d(inputs, units, kernel, stride, padding=padding, dilation=dilation)

@@ -81,25 +81,26 @@ def read_model(path: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
         )
     spec = _spec(path, note)
     if spec.held:
-        held = {name: v for name, v in params.items() if not matches(name, spec.trains)}
-        if sha256_of(held) != spec.held:
+        fixed = {name: v for name, v in params.items() if not matches(name, spec.trains)}
+        if sha256_of(fixed) != spec.held:
             raise CorruptFile(f"{path} lacks the entries that its {spec.label} holds")
-        hold(held)
-        params = {name: v for name, v in params.items() if name not in held}
+        hold(fixed)
+        params = {name: v for name, v in params.items() if name not in fixed}
     expected = contract.initial(spec, 0)
-    wrong = sorted(
-        k
-        for k in {*params, *expected}
-        if k not in params or k not in expected or _apart(params[k], expected[k])
-    )
-    if wrong:
-        what = f"its entry {wrong[0]!r} is missing, strange or of another shape"
-        raise CorruptFile(f"{path} is not a {spec.label}: {what}")
-    return spec, {k: params[k] for k in expected}
+    for name in sorted({*params, *expected}):
+        if not _is_alike(params.get(name), expected.get(name)):
+            raise CorruptFile(
+                f"{path} is not a {spec.label}: its entry {name!r} is missing, unknown or of "
+                "another shape"
+            )
+    return spec, {name: params[name] for name in expected}
 
 
-def _apart(a: Tensor, b: Tensor) -> bool:
-    return (a.shape, a.dtype) != (b.shape, b.dtype)
+def _is_alike(value: Tensor | None, expected: Tensor | None) -> bool:
+    """Whether two tensors have the same shape and type; not if one is missing."""
+    if value is None or expected is None:
+        return False
+    return value.shape == expected.shape and value.dtype == expected.dtype
 
 
 def _spec(path: Path, note: str) -> ModelSpec:

@@ -163,14 +163,14 @@ gives numbers.
 """
 
 
-def masked_mean(x: Tensor, there: Tensor | None = None) -> Tensor:
-    """The mean (B, D) of the parts (B, L, D) that are there, (B, L) bool; 0 where none is. Of all
-    without a mask.
+def masked_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The mean (B, D) of the parts (B, L, D) with a mask (B, L) bool, of all without one; 0 if no
+    part is in the mask.
     """
-    if there is None:
+    if mask is None:
         return x.mean(1)
-    kept = there.unsqueeze(2).to(x.dtype)
-    return (x * kept).sum(1) / kept.sum(1).clamp(min=1)
+    weights = mask.unsqueeze(2).to(x.dtype)
+    return (x * weights).sum(1) / weights.sum(1).clamp(min=1)
 
 
 class Attention(nn.Module):
@@ -190,15 +190,17 @@ class Attention(nn.Module):
         self.values = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, there: Tensor | None = None) -> Tensor:
-        """What each part learns of the others."""
-        asked, keys, values = (
-            part(x).unflatten(2, (self.heads, -1)) for part in (self.asked, self.keys, self.values)
-        )
-        # (B, heads, L, L)
-        scores = asked.transpose(1, 2) @ keys.permute(0, 2, 3, 1) / math.sqrt(asked.shape[3])
-        if there is not None:
-            scores = scores.masked_fill(~there[:, None, None, :], FAR)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Each part's weighted mean of the values of all parts; parts outside the mask have weight
+        0.
+        """
+        queries = self.asked(x).unflatten(2, (self.heads, -1))  # (B, L, heads, D / heads)
+        keys = self.keys(x).unflatten(2, (self.heads, -1))
+        values = self.values(x).unflatten(2, (self.heads, -1))
+        products = queries.transpose(1, 2) @ keys.permute(0, 2, 3, 1)  # (B, heads, L, L)
+        scores = products / math.sqrt(queries.shape[3])
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, None, :], FAR)
         mixed = scores.softmax(3) @ values.transpose(1, 2)
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -218,7 +220,7 @@ class AttentionBlock(nn.Module):
             nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
         )
 
-    def forward(self, x: Tensor, there: Tensor | None = None) -> Tensor:
-        """Parts that have seen each other."""
-        x = x + self.attention(self.norm(x), there)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The parts after attention and the linear layers."""
+        x = x + self.attention(self.norm(x), mask)
         return x + self.dense(x)  # type: ignore[no-any-return]

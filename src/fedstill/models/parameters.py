@@ -27,29 +27,31 @@ ADDED: Mapping[str, str] = {"own_head": "own.", "shift": "body.shift"}
 
 def is_added(spec: ModelSpec, name: str) -> bool:
     """Whether an entry of a network is a method's addition."""
-    return any(name.startswith(ADDED[what]) for what in spec.adds)
+    return any(name.startswith(ADDED[addition]) for addition in spec.adds)
 
 
-def with_additions(made: nn.Module, spec: ModelSpec) -> nn.Module:
-    """The module with what its spec adds; raises ConfigError where there is no linear head to add
-    it to.
+def with_additions(network: nn.Module, spec: ModelSpec) -> nn.Module:
+    """The module with the additions of its spec. Raises ConfigError if it has no body and linear
+    head.
     """
-    body, head = getattr(made, "body", None), getattr(made, "head", None)
+    body = getattr(network, "body", None)
+    head = getattr(network, "head", None)
     if not isinstance(head, nn.Linear) or not isinstance(body, nn.Module):
         raise ConfigError(
             f"what the method adds to {spec.label} needs submodules body and head, a linear layer; "
             "choose another model"
         )
     if "own_head" in spec.adds:
-        made.own = nn.Linear(
+        own_head = nn.Linear(
             head.in_features, head.out_features, head.bias is not None, dtype=head.weight.dtype
         )
-        for value in made.own.parameters():
+        for value in own_head.parameters():
             nn.init.zeros_(value)
+        network.own = own_head
     if "shift" in spec.adds:
         body.shift = nn.Parameter(torch.zeros(head.in_features, dtype=head.weight.dtype))
         body.register_forward_hook(_shifted)
-    return made
+    return network
 
 
 def own_logits(params: Tensors, features: Tensor) -> Tensor:
@@ -128,18 +130,24 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     ... )
     (True, True, False)
     """
-    return any(name.startswith(p) if p.endswith(".") else fnmatchcase(name, p) for p in patterns)
+    return any(_matches_pattern(name, pattern) for pattern in patterns)
 
 
-def put_in(made: nn.Module, spec: ModelSpec) -> nn.Module:
+def _matches_pattern(name: str, pattern: str) -> bool:
+    if pattern.endswith("."):
+        return name.startswith(pattern)
+    return fnmatchcase(name, pattern)
+
+
+def put_in(network: nn.Module, spec: ModelSpec) -> nn.Module:
     """The module with its held entries, which need no gradient; raises ConfigError where this
     process lacks them.
     """
     if not spec.held:
-        return made
-    held = held_entries(spec)
-    fixed = {name: value for name, value in held.items() if not matches(name, spec.trains)}
-    made.load_state_dict(fixed, strict=False, assign=True)
-    for name, value in made.named_parameters():
+        return network
+    entries = held_entries(spec)
+    fixed = {name: value for name, value in entries.items() if not matches(name, spec.trains)}
+    network.load_state_dict(fixed, strict=False, assign=True)
+    for name, value in network.named_parameters():
         value.requires_grad_(name not in fixed)
-    return made
+    return network

@@ -8,7 +8,8 @@ can run at a share of its width (FedAlign).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
@@ -25,6 +26,18 @@ from fedstill.models.network import ImageShape, Network, Norm, norm_layer, proje
 Block = Callable[[int, int, int, Norm], "Residual"]
 
 
+@dataclass(frozen=True)
+class ResNetShape:
+    """A residual network: its name, the kind of its blocks, how many blocks each stage has, and the
+    width of the first stage, which doubles with each further one.
+    """
+
+    name: str
+    block: Block
+    depths: Sequence[int]
+    width: int
+
+
 @register("model", "resnet10")
 def resnet10(
     input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0
@@ -37,7 +50,8 @@ def resnet10(
 
     Source: FedNTD, appendix G.3 (with ``norm = "batch_stats"``).
     """
-    return _resnet("resnet10", input_shape, classes, basic, [1, 1, 1, 1], 64, norm, projection)
+    shape = ResNetShape("resnet10", basic, depths=[1, 1, 1, 1], width=64)
+    return _resnet(shape, input_shape, classes, norm, projection)
 
 
 @register("model", "resnet18")
@@ -56,7 +70,8 @@ def resnet18(
     as layers of torch draw them; torchvision's networks of this name draw those of convolutions
     from a normal distribution.
     """
-    return _resnet("resnet18", input_shape, classes, basic, [2, 2, 2, 2], 64, norm, projection)
+    shape = ResNetShape("resnet18", basic, depths=[2, 2, 2, 2], width=64)
+    return _resnet(shape, input_shape, classes, norm, projection)
 
 
 @register("model", "resnet50")
@@ -72,7 +87,8 @@ def resnet50(
 
     Source: He et al., "Deep Residual Learning for Image Recognition".
     """
-    return _resnet("resnet50", input_shape, classes, bottleneck, [3, 4, 6, 3], 64, norm, projection)
+    shape = ResNetShape("resnet50", bottleneck, depths=[3, 4, 6, 3], width=64)
+    return _resnet(shape, input_shape, classes, norm, projection)
 
 
 @register("model", "resnet56")
@@ -89,7 +105,8 @@ def resnet56(
     Source: Mendieta et al., "Local Learning Matters" (FedAlign), with ``norm = "batch"``; FedNTD,
     table 13.
     """
-    return _resnet("resnet56", input_shape, classes, bottleneck, [6, 6, 6], 16, norm, projection)
+    shape = ResNetShape("resnet56", bottleneck, depths=[6, 6, 6], width=16)
+    return _resnet(shape, input_shape, classes, norm, projection)
 
 
 class Residual(nn.Module):
@@ -98,10 +115,9 @@ class Residual(nn.Module):
     def __init__(self, path: nn.Sequential, inside: int, out: int, stride: int, norm: Norm) -> None:
         super().__init__()
         self.path = path
-        same = stride == 1 and inside == out
-        self.shortcut = (
-            nn.Identity() if same else nn.Sequential(*_conv(inside, out, 1, stride, norm))
-        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inside != out:
+            self.shortcut = nn.Sequential(*_conv(inside, out, 1, stride, norm))
         self.out = out
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,12 +126,13 @@ class Residual(nn.Module):
 
     def slim(self, x: Tensor, share: float) -> Tensor:
         """The same with the first channels of every layer alone."""
-        out, short = x, x
+        out = x
         for layer in self.path:
             out = _slim(layer, out, share)
+        shortcut = x
         for layer in self.shortcut.children():
-            short = _slim(layer, short, share)
-        return torch.relu(out + short)
+            shortcut = _slim(layer, shortcut, share)
+        return torch.relu(out + shortcut)
 
 
 class SlimStage(nn.Sequential):
@@ -148,7 +165,9 @@ def slim_width(channels: int, share: float) -> int:
     (64, 8, 24)
     """
     width = max(8, int(channels * share + 4) // 8 * 8)
-    return min(channels, width if width >= 0.9 * channels * share else width + 8)
+    if width < 0.9 * channels * share:
+        width += 8
+    return min(channels, width)
 
 
 class StageEnds(NamedTuple):
@@ -175,8 +194,12 @@ def slim_stage(m: nn.Module) -> str:
     ``(x, share)``.
     """
     body = getattr(m, "body", None)
-    children = body.named_children() if isinstance(body, nn.Sequential) else []
-    return next((name for name, part in children if hasattr(part, "slim_width")), "")
+    if not isinstance(body, nn.Sequential):
+        return ""
+    for name, part in body.named_children():
+        if hasattr(part, "slim_width"):
+            return name
+    return ""
 
 
 def run_slim(m: nn.Module, params: Tensors, x: Tensor, share: float) -> SlimPass:
@@ -232,13 +255,15 @@ def _slim(layer: nn.Module, x: Tensor, share: float) -> Tensor:
 
 def basic(inside: int, width: int, stride: int, norm: Norm) -> Residual:
     """Two 3 x 3 convolutions."""
-    first, second = _conv(inside, width, 3, stride, norm), _conv(width, width, 3, 1, norm)
+    first = _conv(inside, width, 3, stride, norm)
+    second = _conv(width, width, 3, 1, norm)
     return Residual(nn.Sequential(*first, nn.ReLU(), *second), inside, width, stride, norm)
 
 
 def bottleneck(inside: int, width: int, stride: int, norm: Norm) -> Residual:
     """A 1 x 1, a 3 x 3 (which strides) and a 1 x 1 convolution to four times the width."""
-    down, across = _conv(inside, width, 1, 1, norm), _conv(width, width, 3, stride, norm)
+    down = _conv(inside, width, 1, 1, norm)
+    across = _conv(width, width, 3, stride, norm)
     up = _conv(width, 4 * width, 1, 1, norm)
     return Residual(
         nn.Sequential(*down, nn.ReLU(), *across, nn.ReLU(), *up), inside, 4 * width, stride, norm
@@ -246,33 +271,36 @@ def bottleneck(inside: int, width: int, stride: int, norm: Norm) -> Residual:
 
 
 def _resnet(
-    name: str,
-    input_shape: ImageShape,
-    classes: int,
-    block: Block,
-    depths: list[int],
-    width: int,
-    norm: Norm,
-    projection: int = 0,
+    shape: ResNetShape, input_shape: ImageShape, classes: int, norm: Norm, projection: int = 0
 ) -> Network:
-    # Batch statistics of one example with one place are no statistics: torch refuses them in
-    # mid-training.
-    least = 1 if norm == "group" else 2 ** (len(depths) - 1) + 1
-    if min(input_shape[1:]) < least:
-        raise ConfigError(too_small(name, input_shape, least) + ", or norm = 'group'")
+    stages = len(shape.depths)
+    if norm != "group":
+        # Batch normalisation cannot take one example with one place: torch refuses it in
+        # mid-training.
+        least = 2 ** (stages - 1) + 1
+        if min(input_shape[1:]) < least:
+            raise ConfigError(too_small(shape.name, input_shape, least) + ", or norm = 'group'")
+
     parts: OrderedDict[str, nn.Module] = OrderedDict()
-    parts["stem"] = nn.Sequential(*_conv(input_shape[0], width, 3, 1, norm), nn.ReLU())
-    channels = width
-    for i, depth in enumerate(depths):
+    stem = _conv(input_shape[0], shape.width, 3, 1, norm)
+    parts["stem"] = nn.Sequential(*stem, nn.ReLU())
+    channels = shape.width
+    for i, depth in enumerate(shape.depths):
         blocks = []
         for j in range(depth):
-            blocks.append(block(channels, width * 2**i, 2 if i > 0 and j == 0 else 1, norm))
+            stride = 1
+            if i > 0 and j == 0:
+                stride = 2
+            blocks.append(shape.block(channels, shape.width * 2**i, stride, norm))
             channels = blocks[-1].out
-        parts[f"stage{i + 1}"] = (SlimStage if i + 1 == len(depths) else nn.Sequential)(*blocks)
+        parts[f"stage{i + 1}"] = nn.Sequential(*blocks)
+        if i + 1 == stages:
+            parts[f"stage{i + 1}"] = SlimStage(*blocks)
     parts["pool"] = nn.AdaptiveAvgPool2d(1)
     parts["flat"] = nn.Flatten()
-    more, features = projected(channels, projection)
-    parts.update({f"projection{i + 1}": layer for i, layer in enumerate(more)})
+    projection_layers, features = projected(channels, projection)
+    for i, layer in enumerate(projection_layers):
+        parts[f"projection{i + 1}"] = layer
     return Network(nn.Sequential(parts), features, classes)
 
 

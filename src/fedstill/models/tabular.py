@@ -45,8 +45,8 @@ def mlp(
     Data", sec. 3.
     """
     layers, width = _hidden_layers(input_shape, hidden)
-    more, width = projected(width, projection)
-    return Network(nn.Sequential(*layers, *more), width, classes)
+    projection_layers, width = projected(width, projection)
+    return Network(nn.Sequential(*layers, *projection_layers), width, classes)
 
 
 @register("model", "sphere_mlp")

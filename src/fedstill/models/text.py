@@ -13,7 +13,8 @@ from fedstill.core.fields import Count
 from fedstill.core.registry import register
 from fedstill.models.network import AttentionBlock, MaxPool2d, Network, masked_mean
 
-KERNEL, CONVOLUTIONS = 5, 2
+KERNEL = 5
+CONVOLUTIONS = 2
 
 
 class TokenMean(nn.Module):
@@ -63,13 +64,13 @@ class TokenConvolutions(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Features of token ids (B, L)."""
-        there = (ids != 0)[:, None, None, :].to(self.tokens.weight.dtype)
+        mask = (ids != 0)[:, None, None, :].to(self.tokens.weight.dtype)
         # an image of one row: (B, D, 1, L)
-        x = self.tokens(ids).transpose(1, 2).unsqueeze(2) * there
+        x = self.tokens(ids).transpose(1, 2).unsqueeze(2) * mask
         for layer in self.layers:
-            # Padding is 0 again after each layer, as what lies beyond the end is: so a text may
-            # have any of it.
-            x, there = self.pool(torch.relu(layer(x)) * there), self.pool(there)
+            # Padding is 0 again after each layer, like the border: so its length has no effect.
+            x = self.pool(torch.relu(layer(x)) * mask)
+            mask = self.pool(mask)
         largest: Tensor = x.amax((2, 3))
         return largest
 
@@ -101,11 +102,11 @@ class TokenAttention(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Features of token ids (B, L), L at most as long as there are places."""
-        there = ids != 0
+        mask = ids != 0
         x = self.tokens(ids) + self.places[: ids.shape[1]]
         for block in self.blocks:
-            x = block(x, there)
-        return masked_mean(self.norm(x), there)
+            x = block(x, mask)
+        return masked_mean(self.norm(x), mask)
 
 
 @register("model", "tiny_transformer")

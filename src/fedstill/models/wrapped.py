@@ -51,20 +51,25 @@ def wrapped(
     (B, D).
     """
     spec = ModelSpec("wrapped", input_shape, classes, vocabulary=vocabulary)
-    made = _made(of, as_table_again(arguments or {}), spec)
-    if mask and not vocabulary:
+    network = _construct(of, as_table_again(arguments or {}), spec)
+    mask_name = ""
+    if mask:
+        if not vocabulary:
+            raise ConfigError(
+                "model.mask = true is for texts: other examples have no padding; leave it out"
+            )
+        mask_name = _mask_name(network)
+    body = Wrapped(network, output, mask_name)
+    head_width = 0
+    if head:
+        head_width = _without_head(network, head)
+    features = _features(body, contract.example(spec, 2), of)
+    if head_width and head_width != features:
         raise ConfigError(
-            "model.mask = true is for texts: other examples have no padding; leave it out"
+            f"model.head = {head!r} takes {head_width} features, and {short_name(of)} gives "
+            f"{features} without it"
         )
-    body = Wrapped(made, output, _mask_name(made) if mask else "")
-    width = _without_head(made, head) if head else 0
-    given = _features(body, contract.example(spec, 2), of)
-    if width and width != given:
-        raise ConfigError(
-            f"model.head = {head!r} takes {width} features, and {short_name(of)} gives {given} "
-            "without it"
-        )
-    return Network(body, given, classes)
+    return Network(body, features, classes)
 
 
 class Wrapped(nn.Module):
@@ -74,20 +79,27 @@ class Wrapped(nn.Module):
 
     def __init__(self, inner: nn.Module, output: str, mask: str) -> None:
         super().__init__()
-        self.inner, self.output, self.mask = inner, output, mask
+        self.inner = inner
+        self.output = output
+        self.mask = mask
 
     def forward(self, x: Tensor) -> Tensor:
         """Features of inputs, numbers or token ids."""
-        there = None if x.is_floating_point() else x != 0
-        out = self.inner(
-            x, **({self.mask: there.long()} if self.mask and there is not None else {})
-        )
+        mask = None
+        arguments = {}
+        if not x.is_floating_point():
+            mask = x != 0
+            if self.mask:
+                arguments[self.mask] = mask.long()
+        out = self.inner(x, **arguments)
         if self.output == "mean":
-            return masked_mean(_tokens(out), there)
-        return _field(out, self.output) if self.output else out  # type: ignore[no-any-return]
+            return masked_mean(_tokens(out), mask)
+        if self.output:
+            return _field(out, self.output)  # type: ignore[no-any-return]
+        return out  # type: ignore[no-any-return]
 
 
-def _made(of: str, arguments: Mapping[str, Any], spec: ModelSpec) -> nn.Module:
+def _construct(of: str, arguments: Mapping[str, Any], spec: ModelSpec) -> nn.Module:
     fields = {key: _object(value) for key, value in arguments.items()}
     if ":" not in of and not of.endswith(".py"):
         raise ConfigError(
@@ -98,31 +110,31 @@ def _made(of: str, arguments: Mapping[str, Any], spec: ModelSpec) -> nn.Module:
 
 
 def _object(value: Any) -> Any:
-    """A value of a config; a table with ``of`` is what calling that gives."""
+    """A value of a config; a table with ``of`` is the object that calling ``of`` returns."""
     if not isinstance(value, Mapping):
         return value
-    own = {key: _object(one) for key, one in value.items()}
-    if "of" not in own:
-        return own
-    target = lookup("model", str(own.pop("of"))).target
+    arguments = {key: _object(item) for key, item in value.items()}
+    if "of" not in arguments:
+        return arguments
+    target = lookup("model", str(arguments.pop("of"))).target
     try:
-        return target(**own)
+        return target(**arguments)
     except Exception as error:
         raise ConfigError(
             f"model.arguments: {value['of']} cannot be made: {on_one_line(error)}"
         ) from error
 
 
-def _without_head(made: nn.Module, head: str) -> int:
-    """Replace a linear layer by one that changes nothing; how many features it took."""
-    linear = [name for name, layer in made.named_modules() if isinstance(layer, nn.Linear)]
+def _without_head(network: nn.Module, head: str) -> int:
+    """Replace a linear layer by the identity; returns its number of inputs."""
+    linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     if head not in linear:
         raise ConfigError(
             f"model.head = {head!r} is no linear layer of the module; the last ones are "
             f"{linear[-3:]}"
         )
-    width = int(made.get_submodule(head).in_features)  # type: ignore[arg-type]
-    made.set_submodule(head, nn.Identity())
+    width = int(network.get_submodule(head).in_features)  # type: ignore[arg-type]
+    network.set_submodule(head, nn.Identity())
     return width
 
 
@@ -141,13 +153,13 @@ def _features(body: Wrapped, x: Tensor, of: str) -> int:
     finally:
         body.train()
     if not isinstance(out, Tensor):
-        named = [
-            name
-            for name in (out if isinstance(out, Mapping) else dir(out))
-            if not str(name).startswith("_")
-        ]
+        fields = dir(out)
+        if isinstance(out, Mapping):
+            fields = list(out)
+        public = [name for name in fields if not str(name).startswith("_")]
         raise ConfigError(
-            f"{short_name(of)} gives a {type(out).__name__}: set model.output to one of {named[:6]}"
+            f"{short_name(of)} gives a {type(out).__name__}: set model.output to one of "
+            f"{public[:6]}"
         )
     if out.dim() != 2:
         raise ConfigError(
@@ -158,33 +170,36 @@ def _features(body: Wrapped, x: Tensor, of: str) -> int:
 
 
 def _field(out: Any, name: str) -> Any:
-    value = out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
+    if isinstance(out, Mapping):
+        value = out.get(name)
+        content = str(list(out))
+    else:
+        value = getattr(out, name, None)
+        content = type(out).__name__
     if value is None:
-        fields = list(out) if isinstance(out, Mapping) else type(out).__name__
-        raise ConfigError(f"model.output = {name!r} is not what the module gives: {fields}")
+        raise ConfigError(f"model.output = {name!r} is not in the module's output: {content}")
     return value
 
 
 def _tokens(out: Any) -> Tensor:
     """The features of all tokens (B, L, D) in what a module gives."""
-    tokens = (
-        out
-        if isinstance(out, Tensor)
-        else out[0]
-        if isinstance(out, tuple)
-        else _field(out, "last_hidden_state")
-    )
+    if isinstance(out, Tensor):
+        tokens: Any = out
+    elif isinstance(out, tuple):
+        tokens = out[0]
+    else:
+        tokens = _field(out, "last_hidden_state")
     if not isinstance(tokens, Tensor) or tokens.dim() != 3:
         raise ConfigError("model.output = 'mean' needs features of tokens (B, L, D)")
     return tokens
 
 
-def _mask_name(made: nn.Module) -> str:
-    named = inspect.signature(made.forward).parameters
-    name = next((name for name in MASKS if name in named), "")
-    if not name:
-        raise ConfigError(
-            f"model.mask = true: {type(made).__name__} has no parameter {', '.join(MASKS[:-1])} or "
-            "mask"
-        )
-    return name
+def _mask_name(network: nn.Module) -> str:
+    parameters = inspect.signature(network.forward).parameters
+    for name in MASKS:
+        if name in parameters:
+            return name
+    raise ConfigError(
+        f"model.mask = true: {type(network).__name__} has no parameter {', '.join(MASKS[:-1])} or "
+        "mask"
+    )
