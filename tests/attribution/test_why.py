@@ -135,7 +135,7 @@ def test_what_was_added_later_stands_in_place_of_the_journals(run: Path, tmp_pat
     folder = tmp_path / "copy"
     shutil.copytree(run, folder)
     before = looks_of(folder)
-    look = {"event": "measure", "measure": "contributions", "round": 2, "stage": 0}
+    look = {"event": "measure", "measure": "contributions", "round": 2, "stage": 0, "clients": []}
     add_looks(folder, [{**before[0], "game": "absent"}, {**look, "parts": {}}])
     add_looks(folder, [{**look, "parts": {"later": []}}])
     assert [(e["round"], e.get("game")) for e in looks_of(folder)] == [

@@ -255,6 +255,27 @@ class Look(TypedDict, total=False):
     seconds: Seconds | None
 
 
+class Contributions(Look, total=False):
+    """What the measure ``contributions`` saw: a change of each class, and what clients gave to it.
+
+    ``parts``: changes by class, by part of the round. ``values``: by class of ``classes``, the
+    contribution of each client; ``gap``: their error, of all clients or of each; ``nobody``: the
+    change without clients. ``had``: each client's examples by class in its task.
+    """
+
+    clients: Required[list[Client]]
+    parts: Required[dict[str, list[float | None]]]
+    classes: list[Index]
+    values: list[list[float]]
+    gap: list[float | list[float]]
+    nobody: list[float]
+    drawn: list[float | None]
+    tasks: list[Index]
+    had: list[list[Count]]
+    game: str
+    rule: str
+
+
 class TaskEnd(TypedDict, total=False):
     """The accuracies at the end of a task; of the untrained model at the end of task 0.
 
@@ -281,6 +302,9 @@ class Resumed(TypedDict, total=False):
     versions: Required[dict[str, str]]
 
 
+CONTRIBUTIONS = "contributions"
+"""The measure whose events are read field by field."""
+
 _CHECKS = ConfigDict(strict=True, allow_inf_nan=False)
 
 SCHEMAS: Mapping[str, TypeAdapter[Any]] = {
@@ -289,6 +313,7 @@ SCHEMAS: Mapping[str, TypeAdapter[Any]] = {
     "round": TypeAdapter(list[Round], config=_CHECKS),
     "client": TypeAdapter(list[ClientOfStage], config=_CHECKS),
     "measure": TypeAdapter(list[Look], config=_CHECKS),
+    "measure contributions": TypeAdapter(list[Contributions], config=_CHECKS),
     "task": TypeAdapter(list[TaskEnd], config=_CHECKS),
     "resumed": TypeAdapter(list[Resumed], config=_CHECKS),
 }
@@ -308,11 +333,13 @@ def malformed_events(events: Sequence[Any]) -> dict[int, str]:
     problems: dict[int, str] = {}
     positions_by_name: dict[str, list[int]] = {}
     for position, event in enumerate(events):
-        name = event.get("event") if isinstance(event, dict) else None
-        if isinstance(name, str):
-            positions_by_name.setdefault(name, []).append(position)
-        else:
+        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
             problems[position] = "is not an event"
+            continue
+        name = event["event"]
+        if name == "measure" and event.get("measure") == CONTRIBUTIONS:
+            name = f"measure {CONTRIBUTIONS}"
+        positions_by_name.setdefault(name, []).append(position)
 
     for name, positions in positions_by_name.items():
         schema = SCHEMAS.get(name)
@@ -375,6 +402,8 @@ class JournalChecker:
             return self._problem_of_report(event)
         if name == "task":
             return self._problem_of_task(event)
+        if name == "measure" and event["measure"] == CONTRIBUTIONS:
+            return self._problem_of_contributions(event)
         return ""
 
     def _problem_of_order(self, event: Event) -> str:
@@ -424,6 +453,31 @@ class JournalChecker:
         for name in sorted(event.keys() - KNOWN_OF_CLIENT):
             if not is_readable_report(name, event[name], self.classes):
                 return f"what client {event['client']} reported as {name!r} is malformed"
+        return ""
+
+    def _problem_of_contributions(self, event: Event) -> str:
+        """Which list of a look at contributions has another length than it should."""
+        clients = len(event["clients"])
+        divided = len(event.get("classes", ()))
+        expected = [
+            *((f"parts.{name}", changes, self.classes) for name, changes in event["parts"].items()),
+            *(("values", row, clients) for row in event.get("values", ())),
+            *(("had", row, self.classes) for row in event.get("had", ())),
+        ]
+        by_name = {
+            "values": divided,
+            "gap": divided,
+            "nobody": divided,
+            "drawn": self.classes,
+            "tasks": clients,
+            "had": clients,
+        }
+        expected += [(name, event[name], n) for name, n in by_name.items() if name in event]
+        for name, values, length in expected:
+            if len(values) != length:
+                return f"{name} does not have {length} entries"
+        if any(number >= self.classes for number in event.get("classes", ())):
+            return f"classes names a class that is not one of {self.classes}"
         return ""
 
     def _problem_of_task(self, event: Event) -> str:
