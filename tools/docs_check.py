@@ -80,6 +80,7 @@ ENTRIES: tuple[Entry, ...] = (
     Generated("worth", "docs/results/methods.md", "tools.worth:table"),
     Generated("attacks", "docs/results/hostile_clients.md", "tools.curves:shipped_attacks"),
     Generated("official code", "docs/papers.md", "tools.official_code:table"),
+    Generated("catalogue", "docs/catalogue.md", "tools.catalogue:page", between_marks=False),
     References("links", "all pages", "tools.references:broken_links"),
     References("files", "several pages", "tools.references:missing_files"),
     References("walks", "docs/tour.md", "tools.references:wrong_walks"),

@@ -26,13 +26,15 @@ ENTRIES = ROOT / "results" / "rank"
 
 HEAD = f"""# The ranking
 
-Which methods forget, and which learn? The ranking compares methods on fixed settings, one page per track:
+Which methods forget, and which learn? The ranking compares methods in fixed settings. Each
+track, a group of settings with one question, has a page:
 
 {{tracks}}
 
 [Where a method helps](maps.md) shows how the gain over FedAvg depends on the setting.
 
-The pages are generated from the entries that ship (`results/rank/`) and the maps (`src/fedstill/recipes/rank/maps/`).
+The pages are generated from the entries in `results/rank/` and the maps in
+`src/fedstill/recipes/rank/maps/`.
 `fedstill rank page` writes them as one HTML file, with pictures and tables to sort.
 [Enter the ranking](../enter_the_ranking.md) explains how to add a method and what is checked.
 
@@ -42,7 +44,7 @@ The column *replayed* is the result of repeating one run of each entry:
 
 - *bits*: the repeated run is identical.
 - *tolerance*: it agrees within the rounding of another processor.
-- *outliers*: it is identical except for single numbers.
+- *outliers*: it agrees within this tolerance, except for a few numbers that the ranking does not use.
 - *disagrees* or *not replayed*.
 
 A replay proves nothing about the other runs: [what a replay proves](../enter_the_ranking.md#what-a-replay-proves).
