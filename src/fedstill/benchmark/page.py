@@ -360,10 +360,10 @@ PROCEDURE = (
     "directions. † marks a method of which a run diverged; its rounds until then count."
 )
 INTERVALS = (
-    "Intervals over all columns come from resampling the seeds within each column 10,000 times. The "
-    "value p is from a sign-flip test over columns × seeds, corrected for the number of methods (Holm). In "
-    "the table by column, intervals are Student's t intervals of differences paired by seed. Five "
-    "seeds do not support a claim about a single cell."
+    "Intervals over all columns come from resampling the seeds within each column 10,000 times. "
+    "The value p is from a sign-flip test over columns × seeds, corrected for the number of "
+    "methods (Holm). In the table by column, intervals are Student's t intervals of differences "
+    "paired by seed. Five seeds do not support a claim about a single cell."
 )
 BARS = (
     "Mean rank with its interval; 1 is best. Methods with a mark on the same grey bar do not "

@@ -294,11 +294,11 @@ def _fields(fields: Mapping[str, Any]) -> str:
 AGREEMENT_TITLE = "Do the tiers agree?"
 
 AGREEMENT_EXPLANATION = (
-    "For each track, the table compares the mean ranks of the methods in both tiers. Kendall's "
-    "tau is 1 for the same order and -1 for the reverse. The value p is the probability that the tau "
-    "of a random order is at least as far from 0. Differences that are not significant also change tau. "
-    "The last columns therefore count the pairs that both tiers tell apart, and those in the same "
-    "order. The last one names the other pairs, as the larger tier orders them."
+    "For each track, the table compares the mean ranks of the methods in both tiers. Kendall's tau"
+    " is 1 for the same order and -1 for the reverse. The value p is the probability that the tau "
+    "of a random order is at least as far from 0. Differences that are not significant also change"
+    " tau. The last columns therefore count the pairs that both tiers tell apart, and those in the"
+    " same order. The last one names the other pairs, as the larger tier orders them."
 )
 
 AGREEMENT_HEAD = (
