@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 import numpy as np
@@ -45,22 +45,23 @@ def class_stream(
     classes written.
     first: How many classes task 1 has; 0: as many as the others.
     """
-    written = (
-        _written(order, tasks, classes)
-        if isinstance(order, tuple)
-        else _divided(order, tasks, seed, classes, first)
-    )
-    of_class = np.zeros(classes, dtype=np.int64)
-    for task, own in enumerate(written):
-        of_class[list(own)] = task
-    return Cut(of_class[labels], written)
+    if isinstance(order, tuple):
+        by_task = _written(order, tasks, classes)
+    else:
+        by_task = _divided(order, tasks, seed, classes, first)
+    task_of_class = np.zeros(classes, dtype=np.int64)
+    for task, task_classes in enumerate(by_task):
+        task_of_class[list(task_classes)] = task
+    return Cut(task_of_class[labels], by_task)
 
 
 def _divided(
     order: Order, tasks: int, seed: int, classes: int, first: int
 ) -> tuple[tuple[int, ...], ...]:
-    rest, others = classes - first, tasks - 1 if first else tasks
-    if (first and tasks == 1 and first != classes) or rest < others:
+    """The classes of each task, from an order of all classes."""
+    later_classes = classes - first
+    later_tasks = tasks - bool(first)
+    if (first and tasks == 1 and first != classes) or later_classes < later_tasks:
         raise ConfigError(
             f"stream.tasks = {tasks} and stream.first = {first} are too many for {classes} classes"
         )
@@ -71,7 +72,11 @@ def _divided(
     else:
         draw = generator(seed_for(seed, 0, 0, SERVER, "class order"))
         queue = torch.randperm(classes, generator=draw).tolist()
-    sizes = [first] * bool(first) + [rest // others + (t < rest % others) for t in range(others)]
+    sizes = [
+        later_classes // later_tasks + (t < later_classes % later_tasks) for t in range(later_tasks)
+    ]
+    if first:
+        sizes.insert(0, first)
     ends = np.cumsum([0, *sizes]).tolist()
     return tuple(tuple(queue[a:b]) for a, b in pairwise(ends))
 
@@ -83,7 +88,8 @@ def _written(
         raise ConfigError(
             f"stream.order names the classes of {len(order)} tasks, and stream.tasks = {tasks}"
         )
-    if sorted(c for own in order for c in own) != list(range(classes)) or not all(order):
+    named = sorted(chain.from_iterable(order))
+    if named != list(range(classes)) or not all(order):
         raise ConfigError(
             f"stream.order must have each class from 0 to {classes - 1} once, and some in each task"
         )

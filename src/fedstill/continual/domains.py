@@ -32,10 +32,10 @@ def stratified_tasks(labels: NDArray[np.int64], tasks: int, seed: int) -> NDArra
     # tasks
     turn = 0
     for c in np.unique(labels):
-        own = np.flatnonzero(labels == c)
-        order = torch.randperm(len(own), generator=draw).numpy()
-        out[own[order]] = (turn + np.arange(len(own))) % tasks
-        turn = (turn + len(own)) % tasks
+        of_class = np.flatnonzero(labels == c)
+        order = torch.randperm(len(of_class), generator=draw).numpy()
+        out[of_class[order]] = (turn + np.arange(len(of_class))) % tasks
+        turn = (turn + len(of_class)) % tasks
     return out
 
 
@@ -70,36 +70,40 @@ def domain_stream(
     share: Whether each example belongs to one task, or every task shows all of them; without a
     column.
     """
-    every = tuple(tuple(range(classes)) for _ in range(tasks))
+    by_task = tuple(tuple(range(classes)) for _ in range(tasks))
     if bool(column) == bool(transform):
         raise ConfigError("stream.kind = 'domains' needs one of stream.column and stream.transform")
     if transform is None:
         if domains is None:
             raise ConfigError(f"stream.column = {column!r}: these data have no such column")
-        there = int(domains.max()) + 1 if len(domains) else 0
+        count = 0
+        if len(domains):
+            count = int(domains.max()) + 1
         if share == "all":
             raise ConfigError(
                 "stream.share = 'all' has no meaning with stream.column: an example has one value "
                 "there"
             )
-        if there != tasks:
+        if count != tasks:
             raise ConfigError(
-                f"stream.column = {column!r} has {there} values; set stream.tasks = {there}"
+                f"stream.column = {column!r} has {count} values; set stream.tasks = {count}"
             )
-        return Cut(domains, every, by_domain=True)
+        return Cut(domains, by_task, by_domain=True)
     if tasks > MOST_TASKS.get(transform, tasks):
         most = MOST_TASKS[transform]
         raise ConfigError(
             f"stream.transform = {transform!r} has {most} forms; set stream.tasks = {most} or fewer"
         )
     changes = tuple(_change(transform, t, seed) for t in range(tasks))
-    return Cut(None if share == "all" else stratified_tasks(labels, tasks, seed), every, changes)
+    if share == "all":
+        return Cut(None, by_task, changes)
+    return Cut(stratified_tasks(labels, tasks, seed), by_task, changes)
 
 
 def _change(name: Change, task: int, seed: int) -> Transform | None:
     if task == 0:
         return None
-    own = seed_for(seed, task, 0, SERVER, f"transform {name}")
+    change_seed = seed_for(seed, task, 0, SERVER, f"transform {name}")
     by_name = {
         "rotate90": _turned,
         "permute": _permuted,
@@ -107,7 +111,7 @@ def _change(name: Change, task: int, seed: int) -> Transform | None:
         "blur": _blurred,
         "noise": _noisy,
     }
-    return partial(by_name[name], task=task, seed=own)
+    return partial(by_name[name], task=task, seed=change_seed)
 
 
 def _turned(images: Tensor, task: int, seed: int) -> Tensor:
@@ -168,13 +172,15 @@ def drift_stream(
     path: How the share of the second split goes: 0 to 1 evenly, 0 then 1 from the middle on, or 0
     to 1 and back.
     """
-    at = [t / (tasks - 1) if tasks > 1 else 0.0 for t in range(tasks)]
+    positions = [t / max(tasks - 1, 1) for t in range(tasks)]  # from 0 to 1
     if path == "jump":
         mix = [float(2 * t >= tasks and tasks > 1) for t in range(tasks)]
+    elif path == "line":
+        mix = positions
     else:
-        mix = at if path == "line" else [1 - abs(2 * x - 1) for x in at]
-    every = tuple(tuple(range(classes)) for _ in range(tasks))
-    return Cut(stratified_tasks(labels, tasks, seed), every, mix=tuple(mix))
+        mix = [1 - abs(2 * x - 1) for x in positions]
+    by_task = tuple(tuple(range(classes)) for _ in range(tasks))
+    return Cut(stratified_tasks(labels, tasks, seed), by_task, mix=tuple(mix))
 
 
 # Real sites have data of their own, by task.

@@ -34,10 +34,10 @@ def cross_entropy(
     """
     if isinstance(temperature, Tensor) or temperature != 1:
         logits = logits / temperature
-    known = torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    return -(
-        torch.logaddexp(known, torch.full_like(known, math.log(floor))) if floor > 0 else known
-    )
+    log_p = torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    if floor > 0:
+        log_p = torch.logaddexp(log_p, torch.full_like(log_p, math.log(floor)))
+    return -log_p
 
 
 # Objectives that know how many examples of each class a client has.
@@ -60,8 +60,11 @@ def adjusted_cross_entropy(
     ... )
     tensor([1.3863])
     """
-    factor, term = (v.to(logits.dtype) if isinstance(v, Tensor) else v for v in (scale, shift))
-    return cross_entropy(logits * factor + term, labels)
+    if isinstance(scale, Tensor):
+        scale = scale.to(logits.dtype)
+    if isinstance(shift, Tensor):
+        shift = shift.to(logits.dtype)
+    return cross_entropy(logits * scale + shift, labels)
 
 
 def minority_kd(
@@ -95,10 +98,11 @@ def minority_kd(
     ... )
     tensor([0.6931])
     """
-    kept = other_logits((~majority).expand(student.shape), labels)  # (B, C-1) bool
-    masked = ~kept & kept.any(-1, keepdim=True)  # nothing, where nothing would be left
+    minority = other_logits((~majority).expand(student.shape), labels)  # (B, C-1) bool
+    # Without a minority class nothing is masked: a softmax over no class is NaN.
+    masked = ~minority & minority.any(-1, keepdim=True)
     q = torch.log_softmax(other_logits(student, labels) / temperature, dim=-1)
     t = other_logits(teacher.to(student.dtype), labels) / temperature
     p = torch.log_softmax(t.masked_fill(masked, -torch.inf), dim=-1)
-    far = p.exp().masked_fill(~kept, 0.0) * (p.masked_fill(~kept, 0.0) - q)
+    far = p.exp().masked_fill(~minority, 0.0) * (p.masked_fill(~minority, 0.0) - q)
     return temperature**2 * far.sum(-1)

@@ -70,9 +70,9 @@ def tckd(
     """
     s = label_margin(student / temperature, labels)
     t = label_margin(teacher.to(student.dtype) / temperature, labels)
-    true = t.sigmoid() * (logsigmoid(t) - logsigmoid(s))
-    rest = (-t).sigmoid() * (logsigmoid(-t) - logsigmoid(-s))
-    return temperature**2 * (true + rest)
+    true_class = t.sigmoid() * (logsigmoid(t) - logsigmoid(s))
+    other_classes = (-t).sigmoid() * (logsigmoid(-t) - logsigmoid(-s))
+    return temperature**2 * (true_class + other_classes)
 
 
 def target_kl(
@@ -295,7 +295,9 @@ def other_mse(
     error = (
         other_logits(student, labels) - other_logits(teacher.to(student.dtype), labels)
     ).square()
-    return error.sum(-1) if reduction == "sum" else error.mean(-1)
+    if reduction == "sum":
+        return error.sum(-1)
+    return error.mean(-1)
 
 
 Divergence = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -356,8 +358,9 @@ def entropy_weights(teachers: Tensor) -> Tensor:
     logs = torch.log_softmax(teachers, dim=-1)
     entropy = -(logs.exp() * logs).sum(-1)  # (K, B)
     total = entropy.sum(0, keepdim=True)
-    some = total > 0
-    return 1 - torch.where(some, entropy / torch.where(some, total, torch.ones_like(total)), 1 / k)
+    is_positive = total > 0
+    divisor = torch.where(is_positive, total, torch.ones_like(total))
+    return 1 - torch.where(is_positive, entropy / divisor, 1 / k)
 
 
 def confidence_weights(teachers: Tensor, labels: Tensor) -> Tensor:
@@ -385,5 +388,5 @@ def confidence_weights(teachers: Tensor, labels: Tensor) -> Tensor:
 def _each(
     loss: Divergence, student: Tensor, teachers: Tensor, labels: Tensor, temperature: float
 ) -> Tensor:
-    every = labels.expand(teachers.shape[:-1])
-    return loss(student.expand_as(teachers), teachers, every, temperature)
+    expanded = labels.expand(teachers.shape[:-1])
+    return loss(student.expand_as(teachers), teachers, expanded, temperature)

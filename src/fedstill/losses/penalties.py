@@ -83,6 +83,6 @@ def model_contrast(
     >>> round(model_contrast(h, h, h).item(), 4)
     0.6931
     """
-    near, far = near.to(features.dtype), far.to(features.dtype)
-    closer = cosine_similarity(features, near, dim=-1) - cosine_similarity(features, far, dim=-1)
-    return softplus(-closer / temperature)
+    near_cosine = cosine_similarity(features, near.to(features.dtype), dim=-1)
+    far_cosine = cosine_similarity(features, far.to(features.dtype), dim=-1)
+    return softplus(-(near_cosine - far_cosine) / temperature)

@@ -107,7 +107,8 @@ def _unmet_need(measure: Measure, setting: MeasuredRun) -> str:
 
 
 def _lacks(need: str, setting: MeasuredRun) -> str:
-    spec, world = setting.world.model(SERVER), setting.world
+    world = setting.world
+    spec = world.model(SERVER)
     has_several_models = setting.schedule.method.has_client_predictors
     if need == "queries" and not anyone_asks(world):
         return (
@@ -202,26 +203,27 @@ def looks_last(
 
 
 def _no_uploads(setting: MeasuredRun) -> str:
-    sent = set().union(*(_sent(stage, setting.schedule, setting.world) for stage in setting.stages))
-    if "params" in sent:
+    groups: set[str] = set()
+    for stage in setting.stages:
+        groups |= _sent(stage, setting.schedule, setting.world)
+    if "params" in groups:
         return ""
-    if LOGITS not in sent:
-        other = f" but {', '.join(sorted(sent))}" if sent else ""
+    if LOGITS not in groups:
+        alternatives = ""
+        if groups:
+            alternatives = f" but {', '.join(sorted(groups))}"
         return (
-            f"clients of method {setting.name} send neither models nor logits{other}; choose a "
-            "method whose clients do"
+            f"clients of method {setting.name} send neither models nor logits{alternatives}; "
+            "choose a method whose clients do"
         )
     if not isinstance(setting.schedule.method, SaysLogits):
         return (
-            f"method {setting.name} does not say what its clients would send of other images' "
-            "logits; give it "
-            "sent_logits(logits)"
+            f"method {setting.name} does not define how clients turn logits into what they send; "
+            "give it sent_logits(logits)"
         )
-    return (
-        ""
-        if setting.remembered
-        else "with engine = 'flower' it does not see models behind logits; choose another"
-    )
+    if not setting.remembered:
+        return "with engine = 'flower' it does not see models behind logits; choose another"
+    return ""
 
 
 def _sent(stage: Stage, schedule: Schedule, world: World) -> set[str]:

@@ -5,7 +5,7 @@ pooling, normalisation and attention.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -73,7 +73,8 @@ def flat_size(name: str, layers: list[nn.Module], input_shape: ImageShape) -> in
         least = next(side for side in range(1, 10_000) if _side_after(layers, side) >= 1)
         raise ConfigError(too_small(name, input_shape, least))
     for layer in layers:
-        channels = layer.out_channels if isinstance(layer, nn.Conv2d) else channels
+        if isinstance(layer, nn.Conv2d):
+            channels = layer.out_channels
     return channels * reached[0] * reached[1]
 
 
@@ -87,17 +88,21 @@ def too_small(name: str, input_shape: ImageShape, least: int) -> str:
 
 
 def _side_after(layers: list[nn.Module], side: int) -> int:
+    """The side of an image after layers with square kernels; below 1 if it is too small."""
     for layer in layers:
-        if isinstance(layer, (nn.Conv2d, nn.MaxPool2d)):
-            kernel, stride, padding = (
-                _one(n) for n in (layer.kernel_size, layer.stride, layer.padding)
-            )
-            side = (side + 2 * padding - kernel) // stride + 1 if side >= 1 else side
+        if side >= 1 and isinstance(layer, (nn.Conv2d, nn.MaxPool2d)):
+            kernel = _first(layer.kernel_size)
+            stride = _first(layer.stride)
+            padding = _first(layer.padding)
+            side = (side + 2 * padding - kernel) // stride + 1
     return side
 
 
-def _one(number: object) -> int:
-    return int(number[0]) if isinstance(number, tuple) else int(number)  # type: ignore[call-overload]
+def _first(number: Any) -> int:
+    """The first number of a pair, or the number itself."""
+    if isinstance(number, tuple):
+        return int(number[0])
+    return int(number)
 
 
 # Max pooling in channels-last order.
