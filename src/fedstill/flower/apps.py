@@ -40,14 +40,16 @@ def _server_app() -> Any:
 
     @app.main()  # type: ignore[untyped-decorator]
     def main(grid: Any, context: Any) -> None:
-        given = context.run_config
-        out = Path(str(given["out"])) if given["out"] else None
-        if given["resume"]:
+        config = context.run_config
+        out = None
+        if config["out"]:
+            out = Path(str(config["out"]))
+        if config["resume"]:
             if out is None:
                 raise ValueError("resume needs out, the run's directory")
             runner.resume(out, grid=grid)
             return
-        tree = tomllib.loads(str(given["config"]))
+        tree = tomllib.loads(str(config["config"]))
         runner.run(from_tree({**tree, "engine": "flower"}, {}, None), out, grid=grid)
 
     return app

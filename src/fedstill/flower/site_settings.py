@@ -84,7 +84,9 @@ def _resolved_data(name: str, folder: Path, key: str) -> str:
     if not name:
         return ""
     place = absolute_path(name, folder, key)
-    return str(place) if place.exists() else resolved_data_name(name, folder, key)
+    if place.exists():
+        return str(place)
+    return resolved_data_name(name, folder, key)
 
 
 # What a configuration names that a site uses only if its operator says so: code, and files on the
@@ -97,14 +99,16 @@ NO_FILES = ("", "train", "noise", "words", "bytes")
 
 def code_in(tree: Mapping[str, Any]) -> list[str]:
     """Names in a configuration that would import code beyond fedstill's own."""
-    named = [_text(tree, table, name_key.key) for table, name_key in NAMED.items()]
+    names = [_text(tree, table, name_key.key) for table, name_key in NAMED.items()]
     measures = tree.get("measure", [])
-    named += [str(m) for m in measures] if isinstance(measures, (list, tuple)) else [str(measures)]
-    named += [_text(tree, "data", "name"), _text(tree, "data", "public_from")]
+    if not isinstance(measures, (list, tuple)):
+        measures = [measures]
+    names += [str(measure) for measure in measures]
+    names += [_text(tree, "data", "name"), _text(tree, "data", "public_from")]
     for table, key in (("clients", "models"), ("data", "features_of")):
-        named += texts_in(_table(tree, table).get(key))
-    named += texts_in(_table(tree, "model"))
-    return sorted({n for n in named if ":" in n or n.endswith(".py")})
+        names += texts_in(_table(tree, table).get(key))
+    names += texts_in(_table(tree, "model"))
+    return sorted({name for name in names if ":" in name or name.endswith(".py")})
 
 
 def files_in(tree: Mapping[str, Any]) -> list[str]:
@@ -114,41 +118,47 @@ def files_in(tree: Mapping[str, Any]) -> list[str]:
     A name of the Hugging Face hub is one only where a folder of that name is on this disk, which
     would be read instead.
     """
-    named = [*_of_data(tree), str(tree.get("start_from", ""))]
-    other = (
+    names = [*_of_data(tree), str(tree.get("start_from", ""))]
+    values = (
         tree.get("model"),
         tree.get("partition"),
         tree.get("clients"),
         _table(tree, "data").get("features_of"),
     )
-    named += [word for word in texts_in(other) if "/" in word and Path(at_home(word)).exists()]
-    return sorted({name for name in named if name})
+    names += [text for text in texts_in(values) if "/" in text and Path(at_home(text)).exists()]
+    return sorted({name for name in names if name})
 
 
 def _of_data(tree: Mapping[str, Any]) -> Iterator[str]:
-    """What the table ``[data]`` has read: its folder, sets that are none by name, a tokenizer's
-    file.
-    """
+    """The files that the table ``[data]`` names: folders, data sets by path, a tokenizer's file."""
     data = _table(tree, "data")
     yield str(data.get("folder", ""))
-    if (tokenizer := str(data.get("tokenizer", ""))) not in NO_FILES:
+    tokenizer = str(data.get("tokenizer", ""))
+    if tokenizer not in NO_FILES:
         yield tokenizer
     for name in (_text(tree, "data", "name"), str(data.get("public_from", ""))):
-        known = name in NO_FILES or name in registry.names("dataset") or name in KNOWN_FOLDERS
-        on_hub = (
-            name.count("/") == 1
-            and not name.startswith((".", "/", "~"))
-            and not Path(name).exists()
-        )
-        if not known and (not on_hub or local_folder(name, None)):
+        is_registered = name in registry.names("dataset")
+        if name in NO_FILES or is_registered or name in KNOWN_FOLDERS:
+            continue
+        if not _is_on_hub(name) or local_folder(name, None):
             yield name
+
+
+def _is_on_hub(name: str) -> bool:
+    """Whether a data set's name can only be one of the Hugging Face hub."""
+    is_path = name.startswith((".", "/", "~")) or Path(name).exists()
+    return name.count("/") == 1 and not is_path
 
 
 def _table(tree: Mapping[str, Any], table: str) -> Mapping[str, Any]:
     value = tree.get(table)
-    return value if isinstance(value, Mapping) else {}
+    if isinstance(value, Mapping):
+        return value
+    return {}
 
 
 def _text(tree: Mapping[str, Any], table: str, key: str) -> str:
     value = tree.get(table)
-    return str(value.get(key, "")) if isinstance(value, Mapping) else str(value or "")
+    if isinstance(value, Mapping):
+        return str(value.get(key, ""))
+    return str(value or "")

@@ -48,8 +48,9 @@ SITES_PATHS = frozenset(
 )
 """All that Flower has for sites; with listed keys it refuses the first and the fourth itself."""
 
-SIGNER, SIGNED_TIME = b"flwr-public-key", b"flwr-timestamp"
-"""The headers of a site's request that its signature is about."""
+SIGNER = b"flwr-public-key"
+SIGNED_TIME = b"flwr-timestamp"
+"""The headers that a site signs with its request."""
 
 MAX_BODY = 64 << 20
 """Bytes of one request; Flower cuts arrays into pieces of 5 MB."""
@@ -125,21 +126,17 @@ class Gate:
             self._signed[signed] = time.monotonic() + SIGNED_SECONDS
 
         async def watched(message: MutableMapping[str, Any]) -> None:
-            if (
-                message["type"] == "http.response.start"
-                and 400 <= message["status"] < 500
-                and signed is not None
-            ):
-                self._signed.pop(
-                    signed, None
-                )  # it was not taken, and perhaps not by that key: it says nothing of its owner
+            is_start = message["type"] == "http.response.start"
+            if is_start and 400 <= message["status"] < 500 and signed is not None:
+                # Flower refused it, so the owner of the key may not have sent it.
+                self._signed.pop(signed, None)
             await send(message)
 
         await self.app(scope, _counted(receive), watched)
 
     def _is_known(self, signed: tuple[bytes, bytes]) -> bool:
-        now = time.monotonic()
-        while self._signed and next(iter(self._signed.values())) < now:
+        time_now = time.monotonic()
+        while self._signed and next(iter(self._signed.values())) < time_now:
             del self._signed[next(iter(self._signed))]
         return signed in self._signed
 
@@ -158,13 +155,15 @@ def _counted(receive: Receive) -> Receive:
     """The same body, cut off where it is larger than any may be, whatever length it was said to
     have.
     """
-    left = MAX_BODY
+    remaining = MAX_BODY
 
     async def counted() -> MutableMapping[str, Any]:
-        nonlocal left
+        nonlocal remaining
         message = await receive()
-        left -= len(message.get("body", b""))
-        return message if left >= 0 else {"type": "http.disconnect"}
+        remaining -= len(message.get("body", b""))
+        if remaining < 0:
+            return {"type": "http.disconnect"}
+        return message
 
     return counted
 
@@ -175,12 +174,15 @@ def _signed_by(scope: Scope) -> tuple[bytes, bytes] | None:
 
     The key's bytes, not its text: a text can be written in more than one way.
     """
-    text, when = _header(scope, SIGNER), _header(scope, SIGNED_TIME)
+    text = _header(scope, SIGNER)
+    signed_time = _header(scope, SIGNED_TIME)
     try:
         key = b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         return None
-    return (key, when) if key and when and max(len(text), len(when)) <= MAX_SIGNER else None
+    if not key or not signed_time or max(len(text), len(signed_time)) > MAX_SIGNER:
+        return None
+    return key, signed_time
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
@@ -189,9 +191,9 @@ def _header(scope: Scope, name: bytes) -> bytes:
     )
 
 
-async def _refuse(scope: Scope, send: Send, status: int, why: str) -> None:
-    who, *_ = scope.get("client") or ("?",)
-    log.warning("refused %.10s %.200r from %s: %s", scope["method"], scope["path"], who, why)
+async def _refuse(scope: Scope, send: Send, status: int, reason: str) -> None:
+    address, *_ = scope.get("client") or ("?",)
+    log.warning("refused %.10s %.200r from %s: %s", scope["method"], scope["path"], address, reason)
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": f"fedstill: {why}\n".encode()})
+    await send({"type": "http.response.body", "body": f"fedstill: {reason}\n".encode()})

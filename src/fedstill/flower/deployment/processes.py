@@ -88,18 +88,19 @@ def keep_running(
     """
     until = 0.0
     while True:
-        said, began = list[bytes](), time.monotonic()
+        refusals: list[bytes] = []
+        began = time.monotonic()
         with (
             running(beside, env) as helper,
             running(command, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process,
         ):
             # a thread of its own: what the program has started may outlive it, and hold the pipe
             # open
-            echo = threading.Thread(target=_echo, args=(process, said), daemon=True)
+            echo = threading.Thread(target=_echo, args=(process, refusals), daemon=True)
             echo.start()
             status = until_it_ends(process, helper)
         echo.join(ECHO_SECONDS)
-        if not said:
+        if not refusals:
             return status
         if not until or time.monotonic() - began > wait:
             until = time.monotonic() + wait
@@ -119,17 +120,17 @@ def until_it_ends(process: subprocess.Popen[bytes], beside: subprocess.Popen[byt
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(1.0)
         if beside.poll() is not None:
-            said = f"ended with status {beside.returncode}; its output says why"
             raise DeployFailed(
-                f"the process that trains and aggregates {said}. Start this command again"
+                "the process that trains and aggregates ended with status "
+                f"{beside.returncode}; its output says why. Start this command again"
             )
 
 
-def _echo(process: subprocess.Popen[bytes], said: list[bytes]) -> None:
-    """Pass a program's output on, and note a line that says it was refused."""
+def _echo(process: subprocess.Popen[bytes], refusals: list[bytes]) -> None:
+    """Print a program's output, and note the lines that tell that the server refused it."""
     for line in process.stdout or ():
         if REFUSED in line:
-            said.append(line)
+            refusals.append(line)
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
 
@@ -149,15 +150,15 @@ def end(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:
     except subprocess.TimeoutExpired:
         below += descendants(process.pid)
     _signal_group(process.pid, signal.SIGKILL)
-    for one in below:
+    for process_below in below:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+            process_below.kill()
     process.wait()
 
 
-def _signal_group(pid: int, what: signal.Signals) -> None:
+def _signal_group(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, what)
+        os.killpg(pid, number)
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -41,8 +41,8 @@ def environment(home: Path) -> dict[str, str]:
     """
     beside = str(Path(sys.executable).parent)
     path = os.pathsep.join([beside, os.environ.get("PATH", "")])
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
-    return {**kept, **QUIET, "FLWR_HOME": str(home), "PATH": path, "PYTHONUNBUFFERED": "1"}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
+    return {**variables, **QUIET, "FLWR_HOME": str(home), "PATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def program(name: str) -> str:
@@ -147,8 +147,10 @@ def _check_loopback(host: str) -> None:
 
 def tasks_of_server(federation: Federation, insecure: bool) -> list[str]:
     """The command that starts what does the server's tasks, beside the server."""
-    ca = [] if insecure else [str(federation.server / "ca.crt")]
-    return [*TASKS, "server", federation.local, str(federation.key), *ca]
+    command = [*TASKS, "server", federation.local, str(federation.key)]
+    if insecure:
+        return command
+    return [*command, str(federation.server / "ca.crt")]
 
 
 def tasks_of_client(member: Membership) -> list[str]:
@@ -183,12 +185,12 @@ def write_link(federation: Federation, insecure: bool) -> None:
     home = federation.server / "flwr"
     make_folder(home)
     link: dict[str, Any] = {"address": federation.local}
-    link |= (
-        {"insecure": True} if insecure else {"root-certificates": str(federation.server / "ca.crt")}
-    )
-    write_whole(
-        home / "config.toml", tomli_w.dumps({"superlink": {"default": LINK, LINK: link}}).encode()
-    )
+    if insecure:
+        link["insecure"] = True
+    else:
+        link["root-certificates"] = str(federation.server / "ca.crt")
+    settings = {"superlink": {"default": LINK, LINK: link}}
+    write_whole(home / "config.toml", tomli_w.dumps(settings).encode())
 
 
 def admit(federation: Federation, seconds: float = ANSWER_SECONDS) -> Iterator[str]:
@@ -196,15 +198,19 @@ def admit(federation: Federation, seconds: float = ANSWER_SECONDS) -> Iterator[s
 
     Raises DeployFailed for a key that was revoked.
     """
-    control, wanted = Control.of(federation), listed(federation)
-    there = when_it_listens(control.nodes, seconds)
-    for node, (name, key) in there.items():
-        if wanted.get(name) != key:
+    control = Control.of(federation)
+    keys = listed(federation)
+    nodes = when_it_listens(control.nodes, seconds)
+    admitted = set()
+    for node, (name, key) in nodes.items():
+        if keys.get(name) == key:
+            admitted.add(name)
+        else:
             control.unregister(node)
             yield f"{name or node} is no longer let in: its key is not listed"
-    for name in sorted(wanted.keys() - {n for n, key in there.values() if wanted.get(n) == key}):
+    for name in sorted(keys.keys() - admitted):
         try:
-            control.register(name, wanted[name])
+            control.register(name, keys[name])
         except DeployFailed as error:
             if "already in use" not in str(error):
                 raise
@@ -219,13 +225,17 @@ def admit(federation: Federation, seconds: float = ANSWER_SECONDS) -> Iterator[s
         yield f"{name} may connect from now on"
 
 
-PATIENCE, AGAIN = 30.0, 2.0
-"""Seconds for a connection, and between two tries."""
+PATIENCE = 30.0
+"""Seconds for a connection."""
 
-EXPIRED, NOT_YET, OTHER_HOST, OTHER_ADDRESS = 10, 9, 62, 64
-"""OpenSSL's codes for what is wrong with a certificate; all others mean that it was not signed by
-our authority.
-"""
+AGAIN = 2.0
+"""Seconds between two connections."""
+
+NOT_YET = 9
+EXPIRED = 10
+OTHER_HOST = 62
+OTHER_ADDRESS = 64
+"""OpenSSL's codes for a wrong certificate; with any other code, our authority did not sign it."""
 
 
 def greet(member: Membership, insecure: bool) -> None:
@@ -234,39 +244,40 @@ def greet(member: Membership, insecure: bool) -> None:
     Raises DeployFailed if the certificate is not good, or if one of the two speaks TLS and the
     other does not.
     """
-    told = False
-    while (why := _why_not(member, insecure)) is None:
-        if not told:
-            print(f"waiting for the server at {member.address}", flush=True)
-            told = True
+    problem = _problem(member, insecure)
+    if problem is None:
+        print(f"waiting for the server at {member.address}", flush=True)
+    while problem is None:
         time.sleep(AGAIN)
-    if why:
-        raise DeployFailed(why)
+        problem = _problem(member, insecure)
+    if problem:
+        raise DeployFailed(problem)
 
 
-def _why_not(member: Membership, insecure: bool) -> str | None:
-    """Why the two cannot talk; empty if they can, None if the server does not listen."""
+def _problem(member: Membership, insecure: bool) -> str | None:
+    """Why client and server cannot talk; empty if they can, None if the server does not listen."""
     host, port = _host_and_port(member)
     context = _lenient() if insecure else _strict(member)
-    where = f"the server at {member.address}"
+    server = f"the server at {member.address}"
     try:
         with (
-            socket.create_connection((host, port), PATIENCE) as there,
-            context.wrap_socket(there, server_hostname=host),
+            socket.create_connection((host, port), PATIENCE) as connection,
+            context.wrap_socket(connection, server_hostname=host),
         ):
-            return f"{where} speaks TLS: leave --insecure-for-testing out" if insecure else ""
+            speaks_tls = True
     except ssl.SSLCertVerificationError as error:
-        return _wrong(where, host, error)
+        return _certificate_problem(server, host, error)
     except ssl.SSLEOFError:
         return None
     except ssl.SSLError:
-        return (
-            ""
-            if insecure
-            else f"{where} does not speak TLS: start it without --insecure-for-testing"
-        )
+        speaks_tls = False
     except OSError:
         return None
+    if insecure and speaks_tls:
+        return f"{server} speaks TLS: leave --insecure-for-testing out"
+    if not insecure and not speaks_tls:
+        return f"{server} does not speak TLS: start it without --insecure-for-testing"
+    return ""
 
 
 def _host_and_port(member: Membership) -> tuple[str, int]:
@@ -288,25 +299,26 @@ def _strict(member: Membership) -> ssl.SSLContext:
 
 def _lenient() -> ssl.SSLContext:
     context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
     return context
 
 
-def _wrong(where: str, host: str, error: ssl.SSLCertVerificationError) -> str:
+def _certificate_problem(server: str, host: str, error: ssl.SSLCertVerificationError) -> str:
     if error.verify_code == EXPIRED:
-        return f"the certificate of {where} has expired; on the server: fedstill deploy renew DIR"
+        return f"the certificate of {server} has expired; on the server: fedstill deploy renew DIR"
     if error.verify_code == NOT_YET:
         return (
-            f"the certificate of {where} is not valid yet: set this machine's clock, or the "
+            f"the certificate of {server} is not valid yet: set this machine's clock, or the "
             "server's"
         )
     if error.verify_code in (OTHER_HOST, OTHER_ADDRESS):
         return (
-            f"the certificate of {where} does not name {host}; on the server: fedstill deploy "
+            f"the certificate of {server} does not name {host}; on the server: fedstill deploy "
             f"renew DIR --host {host}"
         )
     return (
-        f"the certificate of {where} is not signed by this client's ca.crt "
-        f"({error.verify_message}): it is another "
-        "server, or its federation was made again; copy this client's folder from there"
+        f"the certificate of {server} is not signed by this client's ca.crt "
+        f"({error.verify_message}): it is another server, or its federation was made again; copy "
+        "this client's folder from there"
     )
