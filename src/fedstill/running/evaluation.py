@@ -167,9 +167,10 @@ class _ShardOutputs:
 def tests_by_class(sites: SiteViews, classes: int) -> list[int]:
     """Test examples by class (C,); zeros without a common test set."""
     test = sites.common_test
-    return (
-        [0] * classes if test is None else torch.bincount(test.labels, minlength=classes).tolist()
-    )
+    if test is None:
+        return [0] * classes
+    counts: list[int] = torch.bincount(test.labels, minlength=classes).tolist()
+    return counts
 
 
 def evaluated(
@@ -190,26 +191,40 @@ def evaluated(
     Without it, models of some clients ("client 3", "cluster 0") are in ``others``, too, and none of
     them is the federation's. None where there is no test set, or no test example of a class.
     """
-    test, totals = sites.common_test, tests_by_class(sites, classes)
+    test = sites.common_test
+    totals = tests_by_class(sites, classes)
+    no_common_model: Fields = {"accuracy": None, "class_accuracy": [None] * classes}
     if test is None or not predictors:
-        return {"accuracy": None, "class_accuracy": [None] * classes}
-    each = {}
+        return no_common_model
+
+    by_name: dict[str, dict[str, Any]] = {}
     for name, predict in predictors.items():
-        right = (
-            right_of(predict, test)
-            if right_of
-            else correct_by_class(predict, test, sites.inputs, classes)
-        )
-        by_class = [r / t if t else None for r, t in zip(right.tolist(), totals, strict=True)]
-        each[name] = {"accuracy": int(right.sum()) / sum(totals), "class_accuracy": by_class}
+        if right_of is None:
+            right = correct_by_class(predict, test, sites.inputs, classes)
+        else:
+            right = right_of(predict, test)
+        by_name[name] = {
+            "accuracy": int(right.sum()) / sum(totals),
+            "class_accuracy": list(map(_share, right.tolist(), totals)),
+        }
         if metrics_of is not None:
-            each[name] |= metrics_of(predict, test)
-    first, *others = each
+            by_name[name] |= metrics_of(predict, test)
+
     if client_predictors:
-        return {**mean_over_clients(each, client_predictors), "others": each}
+        return {**mean_over_clients(by_name, client_predictors), "others": by_name}
+    first, *further = by_name
     if of_some_clients(first):
-        return {"accuracy": None, "class_accuracy": [None] * classes, "others": each}
-    return {**each[first], **({"others": {n: each[n] for n in others}} if others else {})}
+        return {**no_common_model, "others": by_name}
+    fields = dict(by_name[first])
+    if further:
+        fields["others"] = {name: by_name[name] for name in further}
+    return fields
+
+
+def _share(right: int, total: int) -> float | None:
+    if not total:
+        return None
+    return right / total
 
 
 def mean_over_clients(

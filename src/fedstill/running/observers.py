@@ -7,6 +7,7 @@ events alone (``core.extensions.Observer``).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -170,7 +171,7 @@ class Measures(Observer):
         if context is None or result.stage.round not in self.prepared.settings.measured_in:
             return
         stage = result.stage
-        where = {"round": stage.round, "stage": stage.index, "name": stage.name}
+        position = {"round": stage.round, "stage": stage.index, "name": stage.name}
         for name, measure in self.measures.items():
             place = (stage.round, stage.index)
             if measure.only_last and place != self._single_looks.get(name):
@@ -179,7 +180,13 @@ class Measures(Observer):
             fields = look(name, measure, result, context)
             seconds = time.perf_counter() - began
             if fields is not None:
-                yield {"event": "measure", "measure": name, **where, **fields, "seconds": seconds}
+                yield {
+                    "event": "measure",
+                    "measure": name,
+                    **position,
+                    **fields,
+                    "seconds": seconds,
+                }
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
         """What the measures make of what clients reported."""
@@ -194,12 +201,14 @@ class Measures(Observer):
             warn_of_silence(self.measures, reports)
         # Over Flower no client's report may end the run.
         is_tolerant = settings.engine == "flower"
-        taken = {*so_far, *TIMES, OF_MEASURES}
-        by_measure = fields_of_measures(self.measures, reports, taken, is_tolerant)
-        fields = {name: value for given in by_measure.values() for name, value in given.items()}
-        own = {name: list(by_measure[name]) for name in self.measures if self._is_own(name)}
-        if own and (fields or result.number in settings.measured_in):
-            fields[OF_MEASURES] = own
+        reserved = {*so_far, *TIMES, OF_MEASURES}
+        by_measure = fields_of_measures(self.measures, reports, reserved, is_tolerant)
+        fields: Fields = {}
+        for fields_of_one in by_measure.values():
+            fields |= fields_of_one
+        of_users = {name: list(by_measure[name]) for name in self.measures if self._is_own(name)}
+        if of_users and (fields or result.number in settings.measured_in):
+            fields[OF_MEASURES] = of_users
         return fields
 
     def _is_own(self, name: str) -> bool:
@@ -245,32 +254,33 @@ def single_looks(chosen: Mapping[str, Measure], prepared: Prepared) -> dict[str,
 def look(
     name: str, measure: Measure, result: StageResult, context: EvaluationContext
 ) -> Numbers | None:
-    """What a measure sees in a finished stage. Raises FedstillError, with its place, if it
-    fails.
+    """The numbers that a measure takes in a finished stage; None if it takes none.
+
+    Raises FedstillError with the round and the stage if the measure fails.
     """
     stage = result.stage
-    where = f"round {stage.round}, stage {stage.name!r}"
+    place = f"round {stage.round}, stage {stage.name!r}"
     seed = seed_for(context.world.seed, stage.round, stage.index, SERVER, f"measure {name}")
-    shown = _shown(result)
+    guard = _guard(result)
     try:
         with drawing_from(seed):
             numbers = measure.look(result, context)
-        shown.check(measure.look)
+        guard.check(measure.look)
         if numbers is None:
             if measure.only_last:
                 log.warning(
-                    "measure %s looks once, in %s, and there was nothing to see", name, where
+                    "measure %s looks once, in %s, and there was nothing to see", name, place
                 )
             return None
         return journal_fields(measure.look, numbers, WHERE)
     except FedstillError:
         raise
     except Exception as error:
-        raise FedstillError(f"{where}: measure {name} failed: {reason(error, measure)}") from error
+        raise FedstillError(f"{place}: measure {name} failed: {reason(error, measure)}") from error
 
 
-def _shown(result: StageResult) -> MutationGuard:
-    """The run's own tensors that a measure is shown."""
+def _guard(result: StageResult) -> MutationGuard:
+    """A guard of the run's tensors, which a measure may read and must not change."""
     states = {"before": result.before, "after": result.after}
     tensors: dict[str, Any] = {
         name: {"params": state.params, "extra": state.extra} for name, state in states.items()
@@ -284,41 +294,44 @@ def warn_of_silence(chosen: Mapping[str, Measure], reports: RoundReports) -> Non
     """Name the measures that clients take and of which no client reported anything."""
     for name, measure in chosen.items():
         is_taken_by_clients = type(measure).look is Measure.look and measure.gives
-        if is_taken_by_clients and not any(
-            {*measure.gives} & event.keys() for event in reports.clients
-        ):
+        is_reported = any({*measure.gives} & event.keys() for event in reports.clients)
+        if is_taken_by_clients and not is_reported:
             log.warning("measure %s: in the last round no client had a model to measure", name)
 
 
 def fields_of_measures(
-    chosen: Mapping[str, Measure], reports: RoundReports, taken: Collection[str], is_tolerant: bool
+    chosen: Mapping[str, Measure],
+    reports: RoundReports,
+    reserved: Collection[str],
+    is_tolerant: bool,
 ) -> dict[str, Fields]:
-    """What each measure makes of the clients' reports.
+    """The fields of a round that each measure makes of the clients' reports.
 
-    taken: names of the round's other fields; no two measures may give the same one either.
+    reserved: names of the round's other fields; two measures may not give the same field either.
     is_tolerant: whether a measure that fails is a warning.
     """
-    made: dict[str, Fields] = {name: {} for name in chosen}
+    by_measure: dict[str, Fields] = {name: {} for name in chosen}
     for name, measure in chosen.items():
-        others = set().union(*made.values())
+        of_other_measures = set().union(*by_measure.values())
+        forbidden = {*WHERE, *reserved, *of_other_measures}
         try:
             numbers = measure.of_round(reports)
-            made[name] = journal_fields(measure.of_round, numbers, {*WHERE, *taken, *others})
+            by_measure[name] = journal_fields(measure.of_round, numbers, forbidden)
         except Exception as error:
             text = f"measure {name} cannot sum up what clients reported: {reason(error, measure)}"
             if not is_tolerant:
                 raise FedstillError(text) from error
             log.warning("%s", text)
-    return made
+    return by_measure
 
 
 def seconds_by_measure(events: Sequence[Event], names: Collection[str]) -> dict[str, float]:
     """The seconds that each measure took in a run, at the server and at clients."""
     seconds: dict[str, float] = {}
 
-    def add(name: str, more: float) -> None:
-        if more > 0:
-            seconds[name] = seconds.get(name, 0.0) + more
+    def add(name: str, duration: float) -> None:
+        if duration > 0:
+            seconds[name] = seconds.get(name, 0.0) + duration
 
     for event in events:
         if event["event"] == "measure":
@@ -364,21 +377,25 @@ class TaskEnds(Observer):
         """
         if self.prepared.sites.tasks is None:
             return {}
-        stream, names = self.prepared.world.stream, self.prepared.dataset.classes
-        counted = {} if self.at_sites else self._counted()
-        return {
-            "stream": {
-                "kind": self.prepared.settings.named.stream.label,
-                "classes": [list(own) for own in stream.by_task],
-                "names": [[names[c] for c in own] for own in stream.by_task],
-                "first_rounds": list(stream.starts),
-                **counted,
-            }
+        stream = self.prepared.world.stream
+        names = self.prepared.dataset.classes
+        fields: Fields = {
+            "kind": self.prepared.settings.named.stream.label,
+            "classes": [list(classes) for classes in stream.by_task],
+            "names": [[names[label] for label in classes] for classes in stream.by_task],
+            "first_rounds": list(stream.starts),
         }
+        if not self.at_sites:
+            fields |= self._counts_by_task()
+        return {"stream": fields}
 
-    def _counted(self) -> dict[str, Any]:
-        there = (self.counts.sum(dim=2) > 0).sum(dim=0)
-        return {"label_counts": self.counts.sum(dim=0).tolist(), "clients": [int(n) for n in there]}
+    def _counts_by_task(self) -> dict[str, Any]:
+        """Label counts of each task (T, C), and the number of clients with examples of it (T,)."""
+        has_examples = self.counts.sum(dim=2) > 0
+        return {
+            "label_counts": self.counts.sum(dim=0).tolist(),
+            "clients": has_examples.sum(dim=0).tolist(),
+        }
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
         """The task of a round, and the accuracy over test examples of all classes seen by then,
@@ -410,8 +427,10 @@ class TaskEnds(Observer):
         if not self.on or not is_end:
             return
         began = time.perf_counter()
-        task = stream.task(result.number) if result.number else -1
-        at_sites = self._of_sites(task) if self.at_sites else {}
+        task = self._task_of(result)
+        at_sites = {}
+        if self.at_sites:
+            at_sites = self._of_sites(task)
         models = _answering(result)
         is_tested = bool(models) and self.prepared.sites.common_test is not None
         if is_tested and (self._by_classes or not self.at_sites):
@@ -441,8 +460,7 @@ class TaskEnds(Observer):
         With several predictors, ``correct`` and ``row`` are means over their clients.
         """
         names = result.client_predictors
-        stream = self.prepared.world.stream
-        task = stream.task(result.number) if result.number else -1
+        task = self._task_of(result)
         mean = _over_clients(correct, names)
         # Of a class without test examples it is NaN: 0 / 0.
         accuracies = {name: right.double() / self._totals for name, right in correct.items()}
@@ -459,6 +477,12 @@ class TaskEnds(Observer):
             **by_client,
         }
 
+    def _task_of(self, result: RoundResult) -> int:
+        """The task of a round; -1 before round 1."""
+        if result.number == 0:
+            return -1
+        return self.prepared.world.stream.task(result.number)
+
     @property
     def _by_classes(self) -> bool:
         """Whether a test set says by its classes what belongs to which task."""
@@ -470,13 +494,16 @@ class TaskEnds(Observer):
         rows = dict(sorted(self._site_rows.items()))
         if task < 0:
             return {}
-        each = {str(client): list(row) for client, row in rows.items()}
-        return {"row": mean_row(rows.values(), self.prepared.world.stream.tasks), "clients": each}
+        return {
+            "row": mean_row(rows.values(), self.prepared.world.stream.tasks),
+            "clients": {str(client): list(row) for client, row in rows.items()},
+        }
 
     @cached_property
     def tests(self) -> list[Examples]:
         """The test sets: one for all tasks, or each task's own where tasks are domains."""
-        tasks, test = self.prepared.sites.tasks, self.prepared.sites.common_test
+        tasks = self.prepared.sites.tasks
+        test = self.prepared.sites.common_test
         assert tasks is not None
         assert test is not None
         if tasks.by_domain and test.owners is not None:
@@ -531,9 +558,9 @@ class TaskEnds(Observer):
         # drift: as its clients' mixes weigh the classes, the mean over clients
         if len(set(stream.by_task)) == 1:
             by_task = self._weighed_by_task(accuracies, client_predictors)
-            return [float(own[~own.isnan()].mean()) for own in by_task]
-        rows = [list(own) for own in stream.by_task]
-        return [float(correct[0][own].sum().double() / self._totals[0][own].sum()) for own in rows]
+            return [float(of_task[~of_task.isnan()].mean()) for of_task in by_task]
+        labels = [list(classes) for classes in stream.by_task]
+        return [float(correct[0][c].sum().double() / self._totals[0][c].sum()) for c in labels]
 
     def _by_client(
         self, accuracies: Mapping[str, Tensor], client_predictors: Mapping[int, str], task: int
@@ -561,8 +588,10 @@ class TaskEnds(Observer):
             counts = self.counts[:, task].double()
             weighed = torch.empty(len(clients), dtype=torch.float64)
             for name, accuracy in accuracies.items():
-                of_task = accuracy[task if len(accuracy) > 1 else 0]
-                answered = torch.tensor([own == name for own in names])
+                of_task = accuracy[0]
+                if len(accuracy) > 1:
+                    of_task = accuracy[task]
+                answered = torch.tensor([predictor == name for predictor in names])
                 weighed[answered] = _weighed(of_task, counts)[answered]
             by_task.append(weighed)
         return by_task
@@ -597,12 +626,15 @@ def _over_clients(values: Mapping[str, Tensor], client_predictors: Mapping[int, 
 
 
 def _number(value: float) -> float | None:
-    return value if value == value else None
+    if math.isnan(value):
+        return None
+    return value
 
 
 def task_label_counts(prepared: Prepared) -> Tensor:
     """Label counts by client, task and class (clients, T, C)."""
-    sites, world = prepared.sites, prepared.world
+    sites = prepared.sites
+    world = prepared.world
     tasks = sites.tasks
     assert tasks is not None
     labels = sites.train.labels.cpu()
@@ -610,6 +642,6 @@ def task_label_counts(prepared: Prepared) -> Tensor:
     for client in range(world.clients):
         part = sites.positions(client)
         for task in range(world.stream.tasks):
-            own = part[tasks.of_task(part, task)]
-            counts[client, task] = torch.bincount(labels[own], minlength=world.classes)
+            positions = part[tasks.of_task(part, task)]
+            counts[client, task] = torch.bincount(labels[positions], minlength=world.classes)
     return counts
