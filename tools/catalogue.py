@@ -9,9 +9,9 @@ from fedstill.core.registry import Entry
 
 INTRODUCTION = """# Methods, partitions, models and more
 
-This page lists everything that a config can name. `fedstill list KIND NAME` shows the fields of one
-of them, with their defaults and legal ranges. For a method it also shows the paper, the state and
-what the method needs. In place of a name, a config can have [your own file](add_a_method.md).
+This page lists everything that a config can name. `fedstill list method fedntd` shows the fields of
+one of them, with their defaults and legal ranges. For a method it also shows the paper, the state
+and what the method needs. In place of a name, a config can have [your own file](add_a_method.md).
 """
 
 TITLES = {
