@@ -85,9 +85,11 @@ def bad_return(function: Callable[..., Any], problem: str) -> BadReturn:
     """The error for a method's function that gave something else than it is asked for."""
     from fedstill.core.user_code import definition  # for errors alone
 
+    text = f"{function.__qualname__} {problem}"
     place = definition(function)
-    note = f" ({place})" if place else ""
-    return BadReturn(f"{function.__qualname__} {problem}{note}")
+    if place:
+        text += f" ({place})"
+    return BadReturn(text)
 
 
 def users_definition(function: Callable[..., Any]) -> str:
@@ -153,7 +155,9 @@ def check_anyone_asked(payload_for_client: Callable[..., Any], stage: Stage) -> 
     """Raises BadReturn where a user's hook gave no client a payload in the whole of round 1."""
     if not users_definition(payload_for_client):
         return
-    clients = f"all {len(stage.clients)} clients" if len(stage.clients) > 1 else "every client"
+    clients = "every client"
+    if len(stage.clients) > 1:
+        clients = f"all {len(stage.clients)} clients"
     raise bad_return(
         payload_for_client,
         f"gives None to {clients} in every stage, so nobody does anything: does it lack a return?",
@@ -189,7 +193,9 @@ def check_norm(state: State, stage: Stage, accepted: Sequence[Reply], world: Wor
         for group in MODELS
         if group in reply.content
     }
-    largest = max(norms, key=lambda client: norms[client]) if norms else stage.clients[0]
+    largest = stage.clients[0]
+    if norms:
+        largest = max(norms, key=lambda client: norms[client])
     raise Diverged(
         f"{place(stage)}: the parameters' norm is {norm:.3g}, over the guard of {limit:.3g}; the "
         f"largest came from client {largest} ({norms.get(largest, norm):.3g}); lower plan.lr or "
@@ -206,4 +212,6 @@ def written_in(sends: Callable[..., Any], expects: Callable[..., Any]) -> str:
         places.append(f"sent by {sent}")
     if expected:
         places.append(f"expected by {expected}")
-    return f" ({'; '.join(places)})" if places else ""
+    if not places:
+        return ""
+    return f" ({'; '.join(places)})"

@@ -90,8 +90,10 @@ def decode(data: bytes, limit: int = MAX_BYTES, entries: int = MAX_ENTRIES) -> P
         value = note["rest"].get(name)
         if isinstance(value, list):
             groups[name] = {k: _taken(tensors, f"{name}/{k}") for k in value}
+        elif value is None:
+            groups[name] = _taken(tensors, name)
         else:
-            groups[name] = _taken(tensors, name) if value is None else value
+            groups[name] = value
     if tensors:
         raise BadPayload(f"tensors of no group: {sorted(tensors)[:3]}")
     return Payload(groups)
@@ -100,7 +102,10 @@ def decode(data: bytes, limit: int = MAX_BYTES, entries: int = MAX_ENTRIES) -> P
 def _stored(name: str, tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise BadPayload(f"{name!r} is a {type(tensor).__name__}, not a tensor")
-    if not _plain(name.partition("/")[2] if "/" in name else name):
+    _, slash, entry = name.partition("/")
+    if not slash:
+        entry = name
+    if not _plain(entry):
         raise BadPayload(
             f"tensor name {name!r} must be plain text, and no path that leads elsewhere"
         )
@@ -156,13 +161,14 @@ def _check_sizes(groups: int, dims: Mapping[str, int], entries: int) -> None:
 def _is_note(note: Any) -> bool:
     if not isinstance(note, dict) or set(note) != {"groups", "rest"}:
         return False
-    groups, rest = note["groups"], note["rest"]
+    groups = note["groups"]
+    rest = note["rest"]
     return (
         _are_names(groups)
         and not any("/" in g for g in groups)
         and isinstance(rest, dict)
         and set(rest) <= set(groups)
-        and all(_are_names(v) if isinstance(v, list) else _is_scalar(v) for v in rest.values())
+        and all(_are_names(value) or _is_scalar(value) for value in rest.values())
     )
 
 

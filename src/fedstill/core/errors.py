@@ -47,9 +47,12 @@ class UnknownName(ConfigError):
     ) -> None:
         self.name = name
         self.advice = todo or suggestion(name, known)
-        place = f"{where}: " if where else ""
-        shortened = name if len(name) <= 80 else name[:79] + "…"
-        super().__init__(f"{place}unknown {what} {shortened!r}; {self.advice}")
+        if len(name) > 80:
+            name = name[:79] + "…"
+        text = f"unknown {what} {name!r}; {self.advice}"
+        if where:
+            text = f"{where}: {text}"
+        super().__init__(text)
 
 
 class RunsFailed(FedstillError):
@@ -172,7 +175,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"choose one of {', '.join(names)}" if names else "there are none"
+    if not names:
+        return "there are none"
+    return f"choose one of {', '.join(names)}"
 
 
 LISTED = 12
@@ -236,10 +241,10 @@ def cut_reason(text: str, most: int = MAX_REASON) -> str:
     ... )
     ('it was ?[2J', 300, 'aaaaaa … aab')
     """
-    near = (
-        text if len(text) <= 20 * MAX_REASON else text[: 10 * MAX_REASON] + text[-10 * MAX_REASON :]
-    )
-    words = " ".join(near.split())
+    if len(text) > 20 * MAX_REASON:
+        # A very long text would take long to split.
+        text = text[: 10 * MAX_REASON] + text[-10 * MAX_REASON :]
+    words = " ".join(text.split())
     if len(words) > most:
         tail = max(0, most - 3) // 3
         words = f"{words[: max(0, most - 3) - tail]} … {words[len(words) - tail :]}"[:most]

@@ -71,12 +71,16 @@ def _reason(hint: Any, value: Any) -> str:
         return _reason(hint.__origin__, value) or _outside(hint.__metadata__, value)
     if kind in (Union, UnionType):
         reasons = [_reason(part, value) for part in get_args(hint)]
-        return reasons[0] if all(reasons) else ""
+        if not all(reasons):
+            return ""
+        return reasons[0]
     if kind is Literal:
         is_choice = any(
             type(value) is type(choice) and value == choice for choice in get_args(hint)
         )
-        return "" if is_choice else f"be one of {shown(get_args(hint))}"
+        if is_choice:
+            return ""
+        return f"be one of {shown(get_args(hint))}"
     if kind is tuple:
         return _item_reason(get_args(hint), value)
     if kind in TYPES:
@@ -88,7 +92,9 @@ def _reason(hint: Any, value: Any) -> str:
 
 def _type_reason(kind: type, value: Any) -> str:
     """What a value is not that should be of a type of ``TYPES``."""
-    legal = (int, float) if kind is float else (kind,)
+    legal = {kind}
+    if kind is float:
+        legal.add(int)
     if type(value) not in legal:
         return f"be {TYPES[kind]}"
     if kind is float and not math.isfinite(value):
@@ -150,7 +156,9 @@ def plain_value(value: Any) -> Any:
         return type(value)(map(plain_value, value))
     if isinstance(value, PurePath):
         is_clear = value.suffix or value.is_absolute() or str(value).startswith((".", "~"))
-        return str(value) if is_clear else f"./{value}"
+        if is_clear:
+            return str(value)
+        return f"./{value}"
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return value.tolist()
     return value
@@ -165,20 +173,28 @@ def shown(value: Any) -> str:
     """A value as an error message shows it: on one line, and not longer than that."""
     if isinstance(value, date):  # as TOML has it
         return value.isoformat()
+    if isinstance(value, tuple):
+        value = list(value)
     try:
-        text = repr(list(value) if isinstance(value, tuple) else value)
+        text = repr(value)
     except (ValueError, RecursionError):
         # An integer of thousands of digits, or tables in tables in tables.
         text = f"a huge {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
+    if len(text) > 80:
+        return f"{text[:60]}… ({len(text)} characters)"
+    return text
 
 
 def of_kind(value: object) -> str:
     """What something is, in words: None, a Tensor, an int, the class TrainingStart itself."""
     if isinstance(value, type):
         return f"the class {value.__name__} itself"
+    if value is None:
+        return "None"
     name = type(value).__name__
-    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    if name[0] in "aeiou":
+        return f"an {name}"
+    return f"a {name}"
 
 
 @lru_cache(maxsize=1024)

@@ -82,8 +82,10 @@ def global_state() -> list[torch.Tensor]:
     use.
     """
     with _global:
-        cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            states.append(torch.cuda.get_rng_state())
+        return states
 
 
 def has_moved(since: list[torch.Tensor]) -> bool:

@@ -48,12 +48,9 @@ def counts(labels: TensorLike, classes: int) -> Tensor:
         raise DataError(
             f"labels must be a list of class ids, not {ids.dtype} of shape {tuple(ids.shape)}"
         )
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= classes:
-        raise DataError(
-            f"label {low if low < 0 else high} is outside [0, {classes}): check the number of "
-            "classes"
-        )
+    for label in (int(ids.min()), int(ids.max())):
+        if not 0 <= label < classes:
+            raise DataError(f"label {label} is outside [0, {classes}): check the number of classes")
     return torch.bincount(ids.to(torch.int64), minlength=classes)
 
 

@@ -184,7 +184,15 @@ def run_stage(
     """
     stage = requests.stage
     actor = context.schedule.actor(stage)
-    result = StageResult(stage, requests.payloads, (), (), state, state, ends_round)
+    result = StageResult(
+        stage=stage,
+        payloads=requests.payloads,
+        accepted=(),
+        refused=(),
+        before=state,
+        after=state,
+        ends_round=ends_round,
+    )
 
     with in_hook(actor, "work", place(stage)):
         work = returned(actor.work(stage), ClientWork, actor.work, "a ClientWork")
@@ -310,7 +318,9 @@ def _screened(
 
 def _aggregated(result: StageResult, actor: StageActor, world: World, context: RunContext) -> State:
     """The state that the accepted replies make, if the run can go on with it."""
-    stage, before, accepted = result.stage, result.before, result.accepted
+    stage = result.stage
+    before = result.before
+    accepted = result.accepted
     with in_hook(actor, "aggregate", place(stage)):
         aggregated = actor.aggregate(before, accepted, stage, world)
         after = returned(aggregated, State, actor.aggregate, "a State")

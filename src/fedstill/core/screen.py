@@ -221,7 +221,9 @@ def _claim(reply: Reply, most: int) -> str:
         return f"claims {count!r} examples"
     if count <= most:
         return ""
-    claimed = str(count) if count < MAX_NUMBER else "endless"
+    claimed = "endless"
+    if count < MAX_NUMBER:
+        claimed = str(count)
     return f"claims {claimed} examples, over clients.max_examples = {most}"
 
 

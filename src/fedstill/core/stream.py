@@ -187,7 +187,9 @@ class Stream:
         return mask
 
     def _lag_of(self, client: int) -> int:
-        return self._lags[client] if self.lag else 0
+        if not self.lag:
+            return 0
+        return self._lags[client]
 
     def _clock(self, round: int) -> int:
         return max(0, bisect.bisect_right(self.starts, round) - 1)
@@ -259,7 +261,8 @@ def tasks_of_times(what: str, column: str, values: Sequence[str], cuts: Sequence
     >>> tasks_of_times("rows", "acquired", ["2022-12-31", "2023-01-01"], ["2023-01-01"])
     [0, 1]
     """
-    moments, tasks = cut_times(cuts), []
+    moments = cut_times(cuts)
+    tasks = []
     for value in values:
         if (moment := moment_of(value)) is None:
             raise DataError(
@@ -280,4 +283,6 @@ def moment_of(text: str) -> datetime.datetime | None:
         moment = datetime.datetime.fromisoformat(text.strip())
     except ValueError:
         return None
-    return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
+    if moment.tzinfo is None:
+        return moment.replace(tzinfo=datetime.UTC)
+    return moment

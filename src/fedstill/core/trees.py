@@ -84,7 +84,8 @@ def mean(trees: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor
         raise ValueError(
             f"{len(trees)} trees need as many weights with a positive sum, not {list(weights)}"
         )
-    names, shares = list(floats(trees[0])), [weight / total for weight in weights]
+    names = list(floats(trees[0]))
+    shares = [weight / total for weight in weights]
     out = {k: v.clone() for k, v in trees[0].items() if k not in names}
     if names:
         sums = torch._foreach_mul([trees[0][k] for k in names], shares[0])

@@ -71,7 +71,9 @@ def _users_line(error: BaseException) -> str:
         for c, line in _frames(error)
         if _is_users(c.co_filename)
     ]
-    return lines[-1] if lines else ""
+    if not lines:
+        return ""
+    return lines[-1]
 
 
 def _methods_line(error: BaseException) -> str:
@@ -104,7 +106,9 @@ def _frames(error: BaseException) -> list[tuple[CodeType, int]]:
 def _said(filename: str, line: int, function: str) -> str:
     """The file by its name alone: a journal has the same bits wherever the file lies."""
     path = Path(filename)
-    name = path.relative_to(_LIBRARY.parent).as_posix() if _LIBRARY in path.parents else path.name
+    name = path.name
+    if _LIBRARY in path.parents:
+        name = path.relative_to(_LIBRARY.parent).as_posix()
     return f"{name}, line {line}, in {function}"
 
 
@@ -213,7 +217,9 @@ def resembled(name: str, hooks: Collection[str]) -> str:
         ):
             return hook
     nearest = difflib.get_close_matches(plain, by_plain_name, n=1, cutoff=CUTOFF)
-    return by_plain_name[nearest[0]] if nearest else ""
+    if not nearest:
+        return ""
+    return by_plain_name[nearest[0]]
 
 
 def _plain(name: str) -> str:
@@ -261,10 +267,13 @@ def _is_of_library(cls: type) -> bool:
 
 
 def _reject(cls: type, name: str, value: Any, remedy: str) -> None:
+    subject = f"{cls.__name__}.{name}"
     place = definition(_function(value))
-    in_file = f" ({place})" if place else ""
-    own = f"name it _{name} if it is your own"
-    raise ConfigError(f"{cls.__name__}.{name}{in_file} overrides nothing: {remedy}, or {own}")
+    if place:
+        subject += f" ({place})"
+    raise ConfigError(
+        f"{subject} overrides nothing: {remedy}, or name it _{name} if it is your own"
+    )
 
 
 def _function(value: Any) -> Callable[..., Any]:
