@@ -119,7 +119,7 @@ def test_falls_are_of_the_global_model_where_clients_have_their_own_beside_it(
     assert falls
     moments = report._losses(compared[0].started[0])
     assert [
-        (m.round, m.label, m.before, m.after)
+        (m.round, m.label, m.accuracy_before, m.accuracy_after)
         for m in sorted(moments, key=lambda m: (m.round, m.label))
     ] == falls
 

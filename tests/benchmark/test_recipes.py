@@ -303,7 +303,7 @@ def test_differences_to_other_runs_and_by_round_are_paired_by_seed(
     ours, base = last_ten(long, "SFedKD", 240), last_ten(long, "FedAvg", 240)
     assert lines[1][3:] == [
         "240", f"{np.mean(ours):.1f}", "±", f"{np.std(ours, ddof=1):.1f}", "3",
-        *said(ours, base), "significant",
+        *said(ours, base), "told", "apart",
     ]  # fmt: skip
     assert lines[2][3:6] == ["500", "–", "0"]
     assert call([*words, "--at", "0"]) == 2

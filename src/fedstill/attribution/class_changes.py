@@ -25,13 +25,13 @@ class ClassChange:
 
     round: int
     label: int
-    before: float
-    after: float
+    accuracy_before: float
+    accuracy_after: float
 
     @property
     def change(self) -> float:
         """The difference; negative if the class was forgotten."""
-        return self.after - self.before
+        return self.accuracy_after - self.accuracy_before
 
 
 def class_changes(events: Sequence[Event]) -> list[ClassChange]:
@@ -55,9 +55,9 @@ def _changes_between(
     """The changes of all classes with test examples."""
     changes = []
     pairs = zip(accuracies_before, accuracies, strict=True)
-    for label, (before, after) in enumerate(pairs):
-        if before is not None and after is not None:
-            changes.append(ClassChange(round, label, before, after))
+    for label, (accuracy_before, accuracy_after) in enumerate(pairs):
+        if accuracy_before is not None and accuracy_after is not None:
+            changes.append(ClassChange(round, label, accuracy_before, accuracy_after))
     return changes
 
 
@@ -268,13 +268,14 @@ def points(value: float) -> str:
 def sentence_of(run: Run, attribution: Attribution) -> str:
     """The change, its parts, and the clients that contributed most."""
     change = attribution.change
+    end = f"{100 * change.accuracy_after:.1f} %"
     if change.change == 0:
-        movement = f"stayed at {100 * change.after:.1f} %"
+        movement = f"stayed at {end}"
     else:
         verb = "fell"
         if change.change > 0:
             verb = "rose"
-        movement = f"{verb} from {100 * change.before:.1f} % to {100 * change.after:.1f} %"
+        movement = f"{verb} from {100 * change.accuracy_before:.1f} % to {end}"
     parts = ", ".join(f"{name} {points(value)}" for name, value in attribution.parts.items())
     return (
         f"Class {run.classes[change.label]!r}{_tasks_of_class(run, change)} {movement} in round "

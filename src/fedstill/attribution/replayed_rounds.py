@@ -238,7 +238,7 @@ def sample_table(change: ClassChange, rounds: Sequence[SampledRound]) -> TextTab
         accuracy = sampled_round.class_accuracy[change.label]
         cells = ["–", "–"]
         if accuracy is not None:
-            cells = [f"{100 * accuracy:.1f} %", points(accuracy - change.before)]
+            cells = [f"{100 * accuracy:.1f} %", points(accuracy - change.accuracy_before)]
         lines.append([clients, str(sampled_round.class_counts[change.label]), *cells])
     return TextTable(["clients", "of the class", "after", "change [points]"], lines)
 
@@ -247,7 +247,7 @@ def sample_sentence(run: Run, change: ClassChange, rounds: Sequence[SampledRound
     """How much the change of a class depends on the sample of clients, in a sentence."""
     name = repr(run.classes[change.label])
     accuracies = [sampled_round.class_accuracy[change.label] for sampled_round in rounds]
-    changes = [accuracy - change.before for accuracy in accuracies if accuracy is not None]
+    changes = [accuracy - change.accuracy_before for accuracy in accuracies if accuracy is not None]
     if len(changes) < len(accuracies):
         return f"Class {name} has no test examples."
     original, *others = changes

@@ -217,10 +217,10 @@ def _losses(run: Run) -> list[ClassChange]:
     losses = []
     for number, events in _by_round(of_global_model(_events(run))).items():
         accuracies = zip(events[0]["before"], events[-1]["after"], strict=True)
-        for label, (before, after) in enumerate(accuracies):
-            is_known = before is not None and after is not None
-            if number > 1 and is_known and after < before:
-                losses.append(ClassChange(number, label, before, after))
+        for label, (accuracy_before, accuracy_after) in enumerate(accuracies):
+            is_known = accuracy_before is not None and accuracy_after is not None
+            if number > 1 and is_known and accuracy_after < accuracy_before:
+                losses.append(ClassChange(number, label, accuracy_before, accuracy_after))
     return sorted(losses, key=_size)
 
 
@@ -277,9 +277,9 @@ def _attribution(run: Run, loss: ClassChange) -> Attribution | None:
     events = _by_round(of_global_model(_events(run))).get(loss.round, [])
     if not events:
         return None
-    before = events[0]["before"][loss.label] or 0.0
-    after = events[-1]["after"][loss.label] or 0.0
-    return attribute(ClassChange(loss.round, loss.label, before, after), events)
+    accuracy_before = events[0]["before"][loss.label] or 0.0
+    accuracy_after = events[-1]["after"][loss.label] or 0.0
+    return attribute(ClassChange(loss.round, loss.label, accuracy_before, accuracy_after), events)
 
 
 def _loss_table(groups: Sequence[Group], style: Style, losses: Sequence[ClassChange]) -> Table:
@@ -348,18 +348,18 @@ def _loss_figure(run: Run, loss: ClassChange) -> Figure:
 
 def _bars(run: Run, attribution: Attribution) -> list[Bar]:
     """The accuracy before, the steps by client, the accuracy after, and the steps by part."""
-    before = attribution.change.before
-    after = attribution.change.after
+    start = attribution.change.accuracy_before
+    end = attribution.change.accuracy_after
     contributions = sorted(attribution.clients.items(), key=lambda item: item[1])
     steps = {client_name(run, client): value for client, value in contributions}
     if points(attribution.server) != "0.0":
         steps[SERVER_ROW] = attribution.server
-    bars = [Bar("before", 0.0, before, ACCURACY_COLOUR), *_steps(before, steps)]
+    bars = [Bar("before", 0.0, start, ACCURACY_COLOUR), *_steps(start, steps)]
     if steps:
         total = sum(steps.values())
-        bars.append(Bar("rest", before + total, after - before - total, REST_COLOUR))
-    bars.append(Bar("after", 0.0, after, ACCURACY_COLOUR))
-    return [*bars, *_steps(before, attribution.parts)]
+        bars.append(Bar("rest", start + total, end - start - total, REST_COLOUR))
+    bars.append(Bar("after", 0.0, end, ACCURACY_COLOUR))
+    return [*bars, *_steps(start, attribution.parts)]
 
 
 def _steps(start: float, steps: Mapping[str, float]) -> list[Bar]:

@@ -328,7 +328,7 @@ def differences_to_row(runs: RecipeRuns, against: str) -> Iterator[RenderableTyp
     Raises ConfigError if no column has such a row.
     """
     _check_row(against, runs.cells, "among the cells")
-    yield Text(f"\nDifferences to {against} in points, paired by seed, with the 95 % interval")
+    yield Text(_difference_title(against))
     lines = []
     for row, column in runs.cells_by_column:
         if row != against:
@@ -357,16 +357,20 @@ def differences_to_other_runs(
         Comparison((row, column), (against or row, column), runs, other_runs.runs)
         for row, column in runs.cells_by_column
     ]
-    yield Text(
-        f"\nDifferences to {against or 'the same rows'} in {folder} in points, paired by seed, "
-        "with the 95 % interval"
-    )
+    yield Text(_difference_title(f"{against or 'the same rows'} in {folder}"))
     yield from _differing_settings(comparisons, other_row=bool(against))
     lines: list[list[str]] = []
     for comparison in comparisons:
         # The last cell is the paper's, which has no such difference.
         lines += [comparison.line(measure)[:-1] for measure in _compared_measures(runs)]
     yield terminal.table(("", "", "ours", "95 % interval", "seeds", ""), lines, words=2)
+
+
+def _difference_title(baseline: str) -> str:
+    return (
+        f"\nDifferences to {baseline}, in points, with the 95 % interval of differences paired by "
+        "seed"
+    )
 
 
 def _differing_settings(
@@ -409,7 +413,7 @@ def accuracies_at_rounds(
                     baseline = curves.get((against, column), {})
                     line += _round_difference(curves[cell], baseline, number)
                 lines.append(line)
-    yield Text("\nMeans of the last ten rounds at a round")
+    yield Text("\nMeans of the ten rounds up to a round")
     yield terminal.table(head, lines, words=2)
 
 
@@ -553,9 +557,9 @@ def _difference_cells(difference: Difference | None) -> DifferenceCells:
     seeds = str(difference.pairs)
     if difference.pairs < 2:
         return DifferenceCells(difference=points, seeds=seeds)
-    verdict = "not significant"
+    verdict = "not told apart"
     if difference.told_apart:
-        verdict = "significant"
+        verdict = "told apart"
     return DifferenceCells(
         difference=points,
         interval=f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}",
