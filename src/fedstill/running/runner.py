@@ -82,15 +82,17 @@ def with_data(experiment: Experiment, data: Dataset) -> Experiment:
     clients.
     """
     check_is_experiment(experiment)
-    said: dict[str, Any] = {"data.name": data.name}
+    values: dict[str, Any] = {"data.name": data.name}
     if data.about.kind != "image" and "name" not in experiment.table("model"):
-        said["model.name"] = DEFAULT_MODELS[data.about.kind]
+        values["model.name"] = DEFAULT_MODELS[data.about.kind]
     if data.about.owners and "kind" not in experiment.table("partition"):
-        said |= {"partition.kind": "column", "partition.column": OWNER}
-        said |= {"partition.own_test": "column"} if data.test.owners is not None else {}
+        values["partition.kind"] = "column"
+        values["partition.column"] = OWNER
+        if data.test.owners is not None:
+            values["partition.own_test"] = "column"
         if "clients" not in experiment.table("topology"):
-            said["topology.clients"] = len(data.about.owners)
-    return experiment.with_values(said, "Python")
+            values["topology.clients"] = len(data.about.owners)
+    return experiment.with_values(values, "Python")
 
 
 # Running and resuming an experiment.

@@ -366,8 +366,10 @@ class Group:
         """Of how many runs its numbers are: "3", or "2 of 3" where one has failed, or was stopped,
         in round 1.
         """
-        there, asked = len(self.started), len(self.runs)
-        return str(asked) if there == asked else f"{there} of {asked}"
+        started = len(self.started)
+        if started == len(self.runs):
+            return str(started)
+        return f"{started} of {len(self.runs)}"
 
     @property
     def own_models(self) -> bool:
