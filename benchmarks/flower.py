@@ -62,7 +62,7 @@ def measured(events: Sequence[dict[str, Any]]) -> tuple[float, float, int]:
 def wire(what: Experiment) -> tuple[int, int]:
     """Serialised bytes a round, down and up, over a loopback grid."""
     from fedstill.config.resolve import settle
-    from fedstill.flower.loopback import LoopbackGrid
+    from fedstill.flower.engine import LoopbackGrid
     from fedstill.flower.remote_runs import trial_app
 
     with tempfile.TemporaryDirectory() as folder:

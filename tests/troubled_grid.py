@@ -10,7 +10,7 @@ from typing import Any
 import toys
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
-from fedstill.flower.loopback import LoopbackGrid, parsed
+from fedstill.flower.engine import LoopbackGrid, parsed
 from fedstill.flower.remote_runs import trial_app
 
 Trouble = Callable[["TroubledGrid", int, int, int, bytes], bytes | None]

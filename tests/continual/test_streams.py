@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.continual.classes import class_stream
-from fedstill.continual.domains import domain_stream, drift_stream
+from fedstill.continual.streams import class_stream, domain_stream, drift_stream
 from fedstill.core.errors import ConfigError
 
 LABELS = np.arange(200) % 10

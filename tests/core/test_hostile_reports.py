@@ -17,7 +17,7 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import Interrupted
 from fedstill.core.records import Payload
-from fedstill.flower.loopback import parsed, serialised
+from fedstill.flower.engine import parsed, serialised
 from fedstill.flower.messages import SiteReply, content
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import resume, run

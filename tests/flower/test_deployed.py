@@ -16,7 +16,7 @@ import torch
 import toys
 from fedstill.data.sources import load_dataset
 from fedstill.flower.deployment.control import Control
-from fedstill.flower.loopback import LoopbackGrid
+from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import load_site
 from fedstill.running.journal import read_journal

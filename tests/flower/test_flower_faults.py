@@ -14,7 +14,7 @@ import pytest
 import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import Interrupted, TooFewReplies
-from fedstill.flower.loopback import parsed
+from fedstill.flower.engine import parsed
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.recording import Quiet
 from fedstill.running.runner import resume, run
@@ -67,7 +67,7 @@ def lost_once(code: int | None) -> Any:
     """
     from flwr.app import Error, Message
 
-    from fedstill.flower.loopback import serialised
+    from fedstill.flower.engine import serialised
 
     def trouble(
         grid: TroubledGrid, client: int, round: int, before: int, data: bytes
@@ -176,7 +176,7 @@ def test_a_late_reply_is_not_folded_into_a_later_round(tmp_path: Path) -> None:
 
 
 def test_a_late_reply_sent_as_the_answer_of_another_round_is_refused(tmp_path: Path) -> None:
-    from fedstill.flower.loopback import serialised
+    from fedstill.flower.engine import serialised
 
     late = []
 
@@ -222,7 +222,7 @@ def test_a_refused_reply_is_refused_by_the_same_name_as_in_process(
 def test_an_app_that_crashes_again_and_again_is_given_up_by_name(tmp_path: Path) -> None:
     from flwr.app import Error, Message
 
-    from fedstill.flower.loopback import serialised
+    from fedstill.flower.engine import serialised
 
     def trouble(
         grid: TroubledGrid, client: int, round: int, before: int, data: bytes

@@ -16,8 +16,8 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError, Refused, TooFewReplies
 from fedstill.core.records import Payload
+from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.facts import Facts
-from fedstill.flower.loopback import LoopbackGrid
 from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.privacy.budget import Budget

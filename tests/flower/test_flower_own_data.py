@@ -21,7 +21,7 @@ from fedstill.core.extensions import RoundResult
 from fedstill.core.records import Stage
 from fedstill.core.registry import register
 from fedstill.engines.client_measures import AtClient, ClientMeasures
-from fedstill.flower.loopback import LoopbackGrid
+from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.measures.base import Measure

@@ -32,7 +32,7 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.registry import method
-from fedstill.flower.loopback import LoopbackGrid
+from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.site import Clerk, client_app
 from fedstill.losses import cross_entropy
 from fedstill.models.contract import initial

@@ -21,7 +21,7 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, Interrupted, TooFewReplies
 from fedstill.core.records import SERVER, Examples
-from fedstill.flower.loopback import LoopbackGrid
+from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.metrics import tasks as over_time

@@ -23,14 +23,13 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import BadPayload, ConfigError, TooFewReplies
 from fedstill.core.files import digest
 from fedstill.core.records import Payload, Stage
-from fedstill.flower.loopback import parsed
+from fedstill.flower.engine import parsed
 from fedstill.flower.messages import Request, SiteReply, header_and_payload
 from fedstill.flower.site import Clerk
 from fedstill.flower.site_settings import Site
 from fedstill.privacy.masking import Masking
 from fedstill.privacy.noise import Privacy
-from fedstill.privacy.primitives import KEY
-from fedstill.privacy.protocol import SEALED, STEPS, as_bytes, byte_tensors, question, unmasked
+from fedstill.privacy.protocol import KEY, SEALED, STEPS, as_bytes, byte_tensors, question, unmasked
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
@@ -172,7 +171,7 @@ def instead(data: bytes, answer: SiteReply) -> bytes:
     """Another answer to a message than the site's own."""
     from flwr.app import Message
 
-    from fedstill.flower.loopback import serialised
+    from fedstill.flower.engine import serialised
     from fedstill.flower.messages import content
 
     return serialised(Message(content(answer), reply_to=parsed(data)))

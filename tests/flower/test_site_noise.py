@@ -22,8 +22,8 @@ from fedstill.core.files import digest
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Payload, Stage
 from fedstill.data.views import SiteViews
+from fedstill.flower.engine import LoopbackGrid, parsed, serialised
 from fedstill.flower.facts import Facts
-from fedstill.flower.loopback import LoopbackGrid, parsed, serialised
 from fedstill.flower.messages import Request, SiteReply
 from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import Site

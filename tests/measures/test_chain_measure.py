@@ -19,7 +19,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import Stage
 from fedstill.engines import serial
-from fedstill.measures.chain import _accuracy as share_of
+from fedstill.measures.local import _accuracy as share_of
 from fedstill.models import contract
 from fedstill.report.knowledge import read_hops
 from fedstill.running.journal import read_journal, without_times

@@ -11,7 +11,7 @@ pytest.importorskip("cryptography")
 pytest.importorskip("Crypto")
 
 from fedstill.core.errors import BadPayload
-from fedstill.privacy.primitives import (
+from fedstill.privacy.protocol import (
     agreed_key,
     mask_of,
     public_half,

@@ -17,7 +17,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import BudgetSpent, ConfigError
 from fedstill.core.extensions import RoundResult
 from fedstill.core.records import Payload, Stage
-from fedstill.flower.loopback import parsed, serialised
+from fedstill.flower.engine import parsed, serialised
 from fedstill.privacy.budget import Budget
 from fedstill.privacy.leakage import epsilon_at_least
 from fedstill.privacy.noise import Privacy, clip_rows, gaussian_epsilon

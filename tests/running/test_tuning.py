@@ -15,7 +15,7 @@ import toys
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment, load
 from fedstill.core.errors import ConfigError
-from fedstill.report.tuning import advice, trial_lines
+from fedstill.report.setting_effects import advice, trial_lines
 from fedstill.running.compare import Outcome, Variant
 from fedstill.running.tuning import Dimension, Tuning, parse_space
 

@@ -18,8 +18,7 @@ from fedstill.core.capabilities import Permit
 from fedstill.core.errors import IncompatibleMethod, TooFewReplies
 from fedstill.privacy.compatibility import RULES
 from fedstill.privacy.masking import BITS, RANGE, FixedPoint
-from fedstill.privacy.primitives import Masks
-from fedstill.privacy.protocol import Sum, Summand, unmasked
+from fedstill.privacy.protocol import Masks, Sum, Summand, unmasked
 from fedstill.running.compatibility import PlannedRun
 from fedstill.running.preparation import Prepared, prepare
 from scorecard.trials import Trials, small_run

@@ -313,7 +313,7 @@ def rank_choose(
         choices = choice_table(with_choices, rows)
         terminal.console().print(terminal.table(choices.head, choices.lines, words=2))
         if into_suite:
-            folder = Path(str(resources.files("fedstill.recipes"))) / "rank" / "chosen"
+            folder = Path(str(resources.files("fedstill") / "recipes")) / "rank" / "chosen"
             competing.store_choices(with_choices, folder / f"{suite.name}.toml")
     return 0
 

@@ -563,4 +563,4 @@ def ship_map(method_map: MethodMap, method: str) -> Path:
 
 
 def _map_folder() -> Path:
-    return Path(str(resources.files("fedstill.recipes"))) / RANKING / "maps"
+    return Path(str(resources.files("fedstill") / "recipes")) / RANKING / "maps"

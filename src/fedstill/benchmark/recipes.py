@@ -181,7 +181,7 @@ def _folder(out: Path, label: str) -> Path:
 def recipe_names() -> list[str]:
     """The names of all recipes, ``paper/table``."""
     names = []
-    for folder in resources.files("fedstill.recipes").iterdir():
+    for folder in (resources.files("fedstill") / "recipes").iterdir():
         is_paper = folder.is_dir() and not folder.name.startswith("_") and folder.name != RANKING
         if is_paper:
             names += [f"{folder.name}/{table}" for table in _tables(folder)]
@@ -211,7 +211,7 @@ def load_recipe(name: str) -> Recipe:
 def recipe_text(name: str) -> str:
     """The text of ``recipes/NAME.toml``."""
     parts = f"{name}.toml".split("/")
-    return resources.files("fedstill.recipes").joinpath(*parts).read_text(encoding="utf-8")
+    return resources.files("fedstill").joinpath("recipes", *parts).read_text(encoding="utf-8")
 
 
 def parse_recipe(name: str, tree: Mapping[str, Any]) -> Recipe:

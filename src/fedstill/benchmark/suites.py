@@ -174,7 +174,7 @@ def shipped_choices(
 
     Raises ConfigError for choices of another version of the suite.
     """
-    file = resources.files("fedstill.recipes") / RANKING / "chosen" / f"{suite}.toml"
+    file = resources.files("fedstill") / "recipes" / RANKING / "chosen" / f"{suite}.toml"
     if not file.is_file():
         return {}
     tree = parse_toml(file.read_bytes())
@@ -517,7 +517,7 @@ def suite_names(tier: str = "", track: str = "") -> list[str]:
     tiers = [tier] if tier else TIERS
     tracks = [track] if track else TRACKS
     names = ["-".join(pair) for pair in itertools.product(tiers, tracks)]
-    folder = resources.files("fedstill.recipes") / RANKING
+    folder = resources.files("fedstill") / "recipes" / RANKING
     return [name for name in names if (folder / f"{name}.toml").is_file()]
 
 

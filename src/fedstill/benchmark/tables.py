@@ -261,7 +261,7 @@ def _parse_row(name: str, lines: Sequence[Mapping[str, str]]) -> RankedRow:
 
 def shipped_rows() -> dict[str, list[RankedRow]]:
     """The rows of the entries that ship, by suite."""
-    file = resources.files("fedstill.recipes") / RANKING / SHIPPED_FILE
+    file = resources.files("fedstill") / "recipes" / RANKING / SHIPPED_FILE
     if not file.is_file():
         return {}
     return parse_run_table(file.read_text(encoding="utf-8"))

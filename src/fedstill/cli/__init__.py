@@ -50,7 +50,7 @@ COMMANDS = (
         "explain",
         "Check a config as a run would; show every value that counts, its origin, a run's "
         "arithmetic, the data's split.",
-        "fedstill.cli.explain:explain",
+        "fedstill.cli.run:explain",
     ),
     Part(
         "forgetting",

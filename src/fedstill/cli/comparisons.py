@@ -101,7 +101,7 @@ def demo(
     from fedstill.config.experiment import load
     from fedstill.running.compare import new_folder, variants
 
-    with resources.as_file(resources.files("fedstill.recipes") / "demo.toml") as path:
+    with resources.as_file(resources.files("fedstill") / "recipes" / "demo.toml") as path:
         experiment = load(path)
     folder = out or new_folder("demo")
     runs = variants(experiment, folder, ("fedavg", "fedprox", "fedntd"), seeds)

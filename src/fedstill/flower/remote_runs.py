@@ -19,10 +19,9 @@ from fedstill.engines.cores import cores
 from fedstill.engines.serial import Version
 from fedstill.flower.deployment.control import Control, NoAnswer, when_it_listens
 from fedstill.flower.deployment.folder import load_federation
-from fedstill.flower.engine import FlowerEngine, Truth
+from fedstill.flower.engine import FlowerEngine, LoopbackGrid, Truth
 from fedstill.flower.facts import Facts
 from fedstill.flower.fleet import Clock, Fleet, Patience
-from fedstill.flower.loopback import LoopbackGrid
 from fedstill.flower.messages import Request, require_flower
 from fedstill.flower.site import Clerk, Desk, Does, client_app
 from fedstill.flower.site_data import Ready

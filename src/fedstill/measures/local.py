@@ -1,19 +1,25 @@
-"""The measures ``local``, ``epochs``, ``personal`` and ``private_public``: what the local models of
-clients know of all classes, also epoch by epoch, of their own data, and of the public images.
+"""Measures of local models: their accuracy on all classes (``local``), after each epoch
+(``epochs``), on the client's own data (``personal``), on public images (``private_public``), and
+after each client of a chain (``chain``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from fedstill.core.extensions import StageResult
+from fedstill.core.records import Examples, Tensors
 from fedstill.core.registry import register
 from fedstill.core.reports import wrong_table
 from fedstill.engines.client_measures import AtClient
-from fedstill.measures.base import Measure, Numbers, RoundReports, are_counts
+from fedstill.engines.passes import correct_by_class
+from fedstill.measures.base import Measure, Numbers, RoundReports, are_counts, none_for_nan
+from fedstill.measures.context import EvaluationContext
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.local_models import (
     by_epoch,
@@ -241,3 +247,56 @@ class Epochs(Measure):
         epoch.
         """
         return test * clients
+
+
+@register("measure", "chain")
+class Chain(Measure):
+    """Accuracy of each class after every client of a chain, and drift: how well the last client's
+    own data stay known.
+
+    Of a client that goes on from another's model: the accuracy on that other client's training data
+    of the model it left (``handed_over``) and of the model after this one (``kept``), of the task
+    that it was in; None for a client without examples. Nothing to see where clients act side by
+    side.
+
+    Source: SFedKD, figure 1 (a) to (d). Reading: the first client of a round goes on from the last
+    of the round before.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"chain", "test", "global_model", "local_models", "client_data"}
+    )
+
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
+        """Class accuracies of the model that the client left, and the two accuracies on the
+        previous client's data.
+        """
+        if not result.stage.sequential or not result.local_models:
+            return None
+        ((client, params),) = result.local_models.items()
+        accuracy = context.accuracy_by_class(params, context.test)
+        fields: dict[str, object] = {"client": client, "class_accuracy": none_for_nan(accuracy)}
+        if context.previous is None:
+            return fields
+
+        stage = result.stage
+        if context.previous_round is not None:
+            stage = replace(stage, round=context.previous_round)
+        previous_data = context.sites.view(context.previous, stage).data
+        fields["previous"] = context.previous
+        fields["handed_over"] = _accuracy(result.before.params, previous_data, context)
+        fields["kept"] = _accuracy(params, previous_data, context)
+        return fields
+
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
+        """The test set once a client, and the previous client's data twice."""
+        return test * clients + 2 * client_examples
+
+
+def _accuracy(params: Tensors, data: Examples, context: EvaluationContext) -> float | None:
+    """The accuracy of a model on some examples; None without any."""
+    if not len(data):
+        return None
+    predict = context.predictor(params)
+    correct = correct_by_class(predict, data, context.inputs, context.world.classes)
+    return int(correct.sum()) / len(data)

@@ -21,7 +21,7 @@ from fedstill.engines.vectorised import stacking_obstacle
 from fedstill.measures.base import Measure
 from fedstill.methods.fit import FIT
 from fedstill.privacy.noise import Privacy
-from fedstill.privacy.primitives import require_secure
+from fedstill.privacy.protocol import require_secure
 from fedstill.running.compatibility import PlannedRun, Rule
 from fedstill.running.extensions import FACTORS
 

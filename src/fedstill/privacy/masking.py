@@ -16,8 +16,7 @@ from fedstill.core.payload import Tensors
 from fedstill.core.records import Payload, Reply, Stage
 from fedstill.core.robust_means import rounded_down_share
 from fedstill.privacy.noise import Privacy
-from fedstill.privacy.primitives import Masks
-from fedstill.privacy.protocol import Sum
+from fedstill.privacy.protocol import Masks, Sum
 
 # Changes of models as whole numbers modulo 2^64, whose sums are exact; and the weighted mean out of
 # a sum.

@@ -31,16 +31,19 @@ from fedstill.core.reports import OWN
 from fedstill.core.screen import of_other_stage
 from fedstill.privacy.masking import TIMES, Masking
 from fedstill.privacy.noise import Privacy
-from fedstill.privacy.primitives import KEY, SEED, Masks, demand_key
 from fedstill.privacy.protocol import (
+    KEY,
     PREFIX,
     PUBLIC,
     SEALED,
+    SEED,
     UNREAD,
+    Masks,
     Sum,
     Summand,
     as_bytes,
     byte_tensors,
+    demand_key,
     question,
     unmasked,
 )

@@ -257,12 +257,12 @@ SECTIONS = (
     Part(
         "heterogeneity",
         "Accuracy and forgetting over a parameter of the split.",
-        "fedstill.report.heterogeneity:heterogeneity",
+        "fedstill.report.setting_effects:heterogeneity",
     ),
     Part(
         "sensitivity",
         "Accuracy and forgetting over a number of the method.",
-        "fedstill.report.heterogeneity:sensitivity",
+        "fedstill.report.setting_effects:sensitivity",
     ),
     Part(
         "classes",

@@ -1,1 +1,0 @@
-"""Recipes: configurations that come with the library."""
