@@ -166,8 +166,8 @@ PACKAGES = (
         commands=(
             Part(
                 "deploy",
-                "Run over machines that don't trust each other, on Flower, with TLS and listed "
-                "keys.",
+                "Run experiments on machines that do not trust each other: Flower, with TLS and a "
+                "list of keys.",
                 "fedstill.flower.commands:deploy",
             ),
         ),
@@ -254,8 +254,8 @@ PACKAGES = (
         commands=(
             Part(
                 "query",
-                "Let one client of a finished local run ask its peers for classes; show what it "
-                "gains and forgets, and from whom.",
+                "Let a client of a finished local run query its peers for classes, and show what "
+                "it gains and forgets.",
                 "fedstill.querying.terminal:query",
             ),
         ),

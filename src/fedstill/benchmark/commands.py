@@ -185,7 +185,7 @@ def list_suites(*, tier: Text = "") -> int:
     from a few rounds.
 
     Args:
-        tier: Only this one: digits or small. By default, both.
+        tier: Only this tier: digits or small. By default, both.
     """
     from fedstill.benchmark.suites import load_suite, suite_names
     from fedstill.report import terminal
@@ -235,7 +235,7 @@ def rank_run(
     jobs: Jobs = None,
     quiet: Quiet = False,
 ) -> int:
-    """Do all runs of a tier with the chosen fields, write an entry for each row, and print the
+    """Execute all runs of a tier with the chosen fields, write an entry for each row, and print the
     tables.
 
     The same command continues where it was stopped. Entries are in OUT/entries, one folder per
@@ -329,8 +329,8 @@ def rank_enter(
     jobs: Jobs = None,
     quiet: Quiet = False,
 ) -> int:
-    """Enter your own method: check it, choose its fields, do its runs, write its entry, and print
-    its row.
+    """Enter your own method: check it, choose its fields, run it, write its entry, and print its
+    row.
 
     Its tries are the class variable `tries` of the method: at most five tables of its fields.
     Without it, the tries of the suite's FedAvg are used: five learning rates (time, both: heads and

@@ -18,7 +18,6 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
-from scipy.stats import kendalltau
 
 from fedstill.benchmark.recipes import RANKING
 from fedstill.benchmark.scoring import SCORE_FIELDS, Score
@@ -341,6 +340,9 @@ def _tau(smaller: Standings, larger: Standings, common: Sequence[str]) -> tuple[
     """Kendall's tau and its p-value; a dash if all ranks of a tier are equal."""
     ranks = _mean_ranks(smaller)
     ranks_of_larger = _mean_ranks(larger)
+    # fedstill explain loads this module for the maps, and does not need SciPy.
+    from scipy.stats import kendalltau
+
     tau, p_value = kendalltau(
         [ranks[name] for name in common], [ranks_of_larger[name] for name in common]
     )

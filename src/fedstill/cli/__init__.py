@@ -36,60 +36,60 @@ __all__ = ["app", "call", "main"]
 COMMANDS = (
     Part(
         "compare",
-        "Run several methods, settings and seeds side by side, print one table, and write a "
-        "report.",
+        "Run several methods, settings and seeds in parallel, print a table, and write a report.",
         "fedstill.cli.comparisons:compare_command",
     ),
     Part(
         "demo",
-        "Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, "
-        "and show which forgets.",
+        "Train FedAvg, FedProx and FedNTD on handwritten digits that are unevenly spread over 20 "
+        "clients, and compare what they forget.",
         "fedstill.cli.comparisons:demo",
     ),
     Part(
         "explain",
-        "Check a config as a run would; show every value that counts, its origin, a run's "
-        "arithmetic, the data's split.",
+        "Check a config before a run: show every value and its origin, the cost, and the data of "
+        "each client.",
         "fedstill.cli.run:explain",
     ),
     Part(
         "forgetting",
-        "What a model forgot over tasks, by everybody's definition, and how these differ; any "
-        "matrix or run will do.",
+        "Compute forgetting from an accuracy matrix or a run with tasks, by the definitions of "
+        "different papers.",
         "fedstill.cli.comparisons:forgetting_command",
     ),
     Part(
         "list",
-        "Show what there is: methods, datasets, partitions, models, topologies, measures, streams.",
+        "List all methods, datasets, partitions, models, topologies, measures and streams.",
         "fedstill.cli.run:list_",
     ),
     Part(
         "pack",
-        "Write configs, journals, splits and summaries of all runs below a directory to one file, "
-        "DIRECTORY.runs.tar.xz.",
+        "Pack the configs, journals, splits and summaries of all runs in a directory into one "
+        "file, DIRECTORY.runs.tar.xz.",
         "fedstill.cli.comparisons:pack_command",
     ),
     Part(
         "report",
-        "Write one HTML page from runs: curves, class-wise heat maps, splits, settings that "
-        "differ, cost.",
+        "Write an HTML page about runs: curves, heat maps by class, splits, different settings, "
+        "cost.",
         "fedstill.cli.comparisons:report",
     ),
     Part(
         "resume",
-        "Go on with a run that was stopped or killed, with the same bits as an uninterrupted run.",
+        "Continue a run that was stopped or killed; the result has the same bits as that of an "
+        "uninterrupted run.",
         "fedstill.cli.run:resume_command",
     ),
-    Part("run", "Run one experiment to its end.", "fedstill.cli.run:run_command"),
+    Part("run", "Run one experiment.", "fedstill.cli.run:run_command"),
     Part(
         "tune",
-        "Look for good values of fields by trials (Optuna's TPE); each trial is one run per seed.",
+        "Search for good values of hyper-parameters with Optuna's TPE; each trial runs all seeds.",
         "fedstill.cli.comparisons:tune_command",
     ),
     Part(
         "unpack",
-        "Restore the configs, journals, splits and summaries that `fedstill pack` wrote to a file; "
-        "it has no models.",
+        "Unpack the configs, journals, splits and summaries that `fedstill pack` packed. Packs "
+        "contain no models.",
         "fedstill.cli.comparisons:unpack_command",
     ),
 )

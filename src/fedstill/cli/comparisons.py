@@ -41,30 +41,29 @@ def compare_command(
     debug: Debug = False,
     quiet: Quiet = False,
 ) -> int:
-    """Run several methods, settings and seeds side by side, print one table, and write a report.
+    """Run several methods, settings and seeds in parallel, print a table, and write a report.
 
     The table and the differences between methods, paired by seed, are written under OUT/tables, as
     CSV, Markdown and LaTeX.
 
-    The same command goes on where it was stopped; finished runs are left alone.
+    Repeat the command to continue after a stop; finished runs are kept.
 
     Args:
-        config: What all runs have in common, a TOML file. Unset, the defaults.
-        methods: Methods by name, e.g. --methods fedavg,fedntd. Unset, the config's. Topologies may
-            differ; a method with one exchange has one round.
-        seeds: Seeds, e.g. --seeds 1,2,3. Unset, the config's.
-        grid: Values of one key to cross with all others, e.g. --grid method.beta=0.1,1,10. May be
-            repeated.
-        out: The directory of all runs and the report. Unset, one is made under runs/.
-        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
-        set_: A value over the file's, as key=value. May be repeated.
-        track: Tell trackers of every round: tensorboard (then: tensorboard --logdir OUT), mlflow,
-            wandb.
-        overwrite: Begin anew where a run is in the way: damaged, of other settings, or of other
-            files or data.
-        debug: Print the traceback of what fails; a client that fails ends its run, whatever
-            clients.failures says.
-        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+        config: The config that all runs share, a TOML file. By default, the default values.
+        methods: Names of methods, e.g. --methods fedavg,fedntd. By default, the config's method.
+            Topologies may differ; a method with a single exchange has one round.
+        seeds: Seeds, e.g. --seeds 1,2,3. By default, the config's seed.
+        grid: Values of one key, e.g. --grid method.beta=0.1,1,10. May be repeated; all combinations
+            are run.
+        out: The directory for all runs and the report. By default, a new one under runs/.
+        jobs: How many runs at once. By default, one per core, fewer if memory is short.
+        set_: A value that replaces the file's, as key=value. May be repeated.
+        track: Report every round to these trackers: tensorboard (view with: tensorboard --logdir
+            OUT), mlflow, wandb.
+        overwrite: Replace runs that are damaged, or that have other settings, files or data.
+        debug: Print tracebacks of errors; a failing client ends its run, whatever clients.failures
+            is.
+        quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.config.experiment import load
     from fedstill.config.overrides import parse_grid, with_working_directory_paths
@@ -85,16 +84,15 @@ def demo(
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> int:
-    """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, and
-    show which forgets.
+    """Train FedAvg, FedProx and FedNTD on handwritten digits that are unevenly spread over 20
+    clients, and compare what they forget.
 
     Args:
-        seeds: Seeds of the runs. Unset, 1,2,3.
-        out: The directory of all runs and the report. Unset, one is made under runs/.
-        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
-        overwrite: Begin anew where a run is in the way: damaged, of other settings, or of other
-            files or data.
-        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+        seeds: Seeds of the runs. By default, 1,2,3.
+        out: The directory for all runs and the report. By default, a new one under runs/.
+        jobs: How many runs at once. By default, one per core, fewer if memory is short.
+        overwrite: Replace runs that are damaged, or that have other settings, files or data.
+        quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from importlib import resources
 
@@ -115,16 +113,15 @@ def report(
     against: str = "",
     tensorboard: Path | None = None,
 ) -> int:
-    """Write one HTML page from runs: curves, class-wise heat maps, splits, settings that differ,
-    cost.
+    """Write an HTML page about runs: curves, heat maps by class, splits, different settings, cost.
 
     Args:
-        directories: At least one: directories of runs, or with runs below them, or packs.
-        out: The page. Unset, report.html in the first directory, or in that of which a pack was
-            made.
+        directories: One or more directories of runs, directories that contain runs, or packs.
+        out: The file of the page. By default, report.html in the first directory, or beside the
+            first pack's runs.
         tables: Also write the results and differences paired by seed to this directory, as CSV,
             Markdown and LaTeX.
-        against: The label of the runs that differences are to. Unset, the first.
+        against: The label of the runs that all others are compared with. By default, the first.
         tensorboard: Also write TensorBoard scalars to this directory.
     """
     from fedstill.core.errors import ConfigError
@@ -146,15 +143,15 @@ def report(
 
 
 def pack_command(directory: Path) -> int:
-    """Write configs, journals, splits and summaries of all runs below a directory to one file,
+    """Pack the configs, journals, splits and summaries of all runs in a directory into one file,
     DIRECTORY.runs.tar.xz.
 
-    `fedstill report` and `fedstill reproduce --table` read it in place of the directory. Models,
-    checkpoints and what clients remember are not in it: keep the directory to use a model or to
+    `fedstill report` and `fedstill reproduce --table` can read the file instead of the directory.
+    It contains no models, checkpoints or client states: keep the directory to use a model or to
     resume a run.
 
     Args:
-        directory: A directory with runs below it.
+        directory: A directory that contains runs.
     """
     from fedstill.running import directory as run_directory
 
@@ -168,11 +165,11 @@ def pack_command(directory: Path) -> int:
 
 
 def unpack_command(file: Path) -> int:
-    """Restore the configs, journals, splits and summaries that `fedstill pack` wrote to a file; it
-    has no models.
+    """Unpack the configs, journals, splits and summaries that `fedstill pack` packed. Packs contain
+    no models.
 
     Args:
-        file: A file NAME.runs.tar.xz.
+        file: The file NAME.runs.tar.xz.
     """
     from fedstill.running import directory as run_directory
 
@@ -276,18 +273,18 @@ def forgetting_command(
     initial: Numbers = (),
     class_tasks: ClassTasks = (),
 ) -> int:
-    """What a model forgot over tasks, by everybody's definition, and how these differ; any matrix
-    or run will do.
+    """Compute forgetting from an accuracy matrix or a run with tasks, by the definitions of
+    different papers.
 
-    A CSV file has a row for each task's end and a column for each task: the accuracy on it, blank
-    for tasks to come. Where the first column counts the rows, a first row 0 is the untrained model.
+    A CSV file has a row for the end of each task, and a column with the accuracy on each task,
+    empty for future tasks. If the first column numbers the rows, a row 0 is the untrained model.
 
     Args:
-        matrices: At least one: CSV files of accuracies, directories of runs with tasks, or both.
-        unit: Whether a file's accuracies are percentages or shares. Unset, percentages where one is
-            above 1.
-        initial: The untrained model's accuracy in each column, for forward transfer.
-        class_tasks: Where columns are classes: the task of each, counted from 0 or from 1.
+        matrices: One or more CSV files of accuracies or directories of runs with tasks.
+        unit: Whether the accuracies in files are percentages or shares. By default, percentages if
+            a number is above 1.
+        initial: The accuracy of the untrained model in each column, for forward transfer.
+        class_tasks: If columns are classes: the task of each class, counted from 0 or from 1.
     """
     from fedstill.core.errors import ConfigError
     from fedstill.report import accuracy_matrix, terminal
@@ -342,30 +339,30 @@ def tune_command(
     set_: Settings = (),
     quiet: Quiet = False,
 ) -> int:
-    """Look for good values of fields by trials (Optuna's TPE); each trial is one run per seed.
+    """Search for good values of hyper-parameters with Optuna's TPE; each trial runs all seeds.
 
-    Then print the command that reports the best values on other seeds. The same command goes on
-    where it was stopped, with --out; more trials continue the search. It needs the extra tune.
+    Then print the command that reports the best values on other seeds. Repeat the command with
+    --out to continue after a stop, and with more trials to continue the search. This needs the
+    extra `tune`.
 
     Args:
-        config: What all runs have in common, a TOML file. Unset, the defaults.
-        space: What may vary, KEY=LOW..HIGH[:log] or KEY=A,B,..., e.g. --space plan.lr=0.001..1:log.
-            May be repeated.
-        trials: How many trials, those that are done already included.
-        seeds: Seeds of each trial's runs. Unset, 100,101,102. The values are to be reported on
-            others.
+        config: The config that all runs share, a TOML file. By default, the default values.
+        space: The values to search, KEY=LOW..HIGH[:log] or KEY=A,B,..., e.g. --space
+            plan.lr=0.001..1:log. May be repeated.
+        trials: The number of trials, including those that are finished.
+        seeds: Seeds of each trial's runs. By default, 100,101,102. Report the values that are found
+            on other seeds.
         goal: A number of a run's summary: query_average_accuracy, personal_accuracy,
             mean_accuracy_last_10, accuracy, best_accuracy, forgetting, personal_forgetting, or a
             metric that the config records, as auc, best_auc or own_test_auc. Unset, the metric that
             rank_by names, or else the first of these that the runs have.
-        out: The directory of all trials and the page. Unset, one is made under runs/.
-        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
-        set_: A value over the file's, as key=value. May be repeated.
-        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+        out: The directory for all trials and the page. By default, a new one under runs/.
+        jobs: How many runs at once. By default, one per core, fewer if memory is short.
+        set_: A value that replaces the file's, as key=value. May be repeated.
+        quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.config.experiment import load
-    from fedstill.report import terminal
-    from fedstill.report import tuning as tuned
+    from fedstill.report import setting_effects, terminal
     from fedstill.report.progress import followed_runs
     from fedstill.running import compare as compared
     from fedstill.running.compare import new_folder
@@ -387,12 +384,12 @@ def tune_command(
 
         tuning = Tuning(experiment, parse_space(space), seeds, folder, carry_out_trial, goal=goal)
         for _ in tuning.run(trials):
-            tuned.write_tuning_page(tuning, folder / "tuning.html")
+            setting_effects.write_tuning_page(tuning, folder / "tuning.html")
 
     screen = terminal.console()
     if tuning.trials:
-        screen.print(terminal.table(*tuned.trial_lines(tuning)))
-        screen.print(tuned.advice(tuning, str(config or ""), set_), soft_wrap=True)
+        screen.print(terminal.table(*setting_effects.trial_lines(tuning)))
+        screen.print(setting_effects.advice(tuning, str(config or ""), set_), soft_wrap=True)
         screen.print(f"page: {folder / 'tuning.html'}", soft_wrap=True)
     if len(tuning.trials) < trials:
         return say(

@@ -55,21 +55,23 @@ def run_command(
     debug: Debug = False,
     quiet: Quiet = False,
 ) -> int:
-    """Run one experiment to its end.
+    """Run one experiment.
 
     Args:
-        config: The experiment, a TOML file.
-        out: The run's directory, new or empty, or to overwrite. Unset, one is made under runs/.
-        set_: A value over the file's, as key=value, e.g. -s method.beta=0.5. May be repeated.
-        engine: How stages are carried out, over the file's.
-        federation: The folder that `deploy init` made: with --engine flower, the run is done by its
-            clients.
-        track: Tell trackers of every round: tensorboard (files in the run's directory), mlflow,
-            wandb.
-        overwrite: Begin anew in OUT: delete the run that is there, if there is nothing else.
-        debug: Print the traceback of what fails; a client that fails ends the run, whatever
-            clients.failures says.
-        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+        config: The config, a TOML file.
+        out: The run's directory, which must be new or empty, or --overwrite. By default, a new one
+            under runs/.
+        set_: A value that replaces the file's, as key=value, e.g. -s method.beta=0.5. May be
+            repeated.
+        engine: The engine that executes the stages; replaces the file's.
+        federation: The folder that `deploy init` created. With --engine flower, its clients execute
+            the run.
+        track: Report every round to these trackers: tensorboard (files in the run's directory),
+            mlflow, wandb.
+        overwrite: Delete the run in OUT and start again; refused if OUT contains other files.
+        debug: Print tracebacks of errors; a failing client ends the run, whatever clients.failures
+            is.
+        quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.config.resolve import settle
     from fedstill.report.progress import followed
@@ -94,15 +96,16 @@ def run_command(
 def resume_command(
     directory: Path, *, track: Track = (), debug: Debug = False, quiet: Quiet = False
 ) -> int:
-    """Go on with a run that was stopped or killed, with the same bits as an uninterrupted run.
+    """Continue a run that was stopped or killed; the result has the same bits as that of an
+    uninterrupted run.
 
     Args:
         directory: The run's directory.
-        track: Tell these trackers too, from the first round on; those that the run had go on by
-            themselves.
-        debug: Print the traceback of what fails; a client that fails ends the run, whatever
-            clients.failures says.
-        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+        track: Also report to these trackers, from the first round on. The run's own trackers
+            continue by themselves.
+        debug: Print tracebacks of errors; a failing client ends the run, whatever clients.failures
+            is.
+        quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.report.progress import followed
     from fedstill.running import runner
@@ -127,11 +130,11 @@ def list_(
     kind: Kind | None = None,
     name: str | None = None,
 ) -> int:
-    """Show what there is: methods, datasets, partitions, models, topologies, measures, streams.
+    """List all methods, datasets, partitions, models, topologies, measures and streams.
 
     Args:
-        kind: Only this kind, with the fields that a config may set; the plural is understood, too.
-        name: Only this one, with all that is declared of it; a file of yours is possible, too.
+        kind: Only this kind, with the fields that a config can set. The plural works, too.
+        name: Only this entry, with everything that it declares. Your own file works, too.
     """
     from fedstill.core import registry
     from fedstill.report import catalogue, terminal
@@ -292,19 +295,19 @@ def explain(
     federation: Path | None = None,
     split: bool = True,
 ) -> int:
-    """Check a config as a run would; show every value that counts, its origin, a run's arithmetic,
-    the data's split.
+    """Check a config before a run: show every value and its origin, the cost, and the data of each
+    client.
 
-    Where the ranking's maps (fedstill rank map) have a cell near this setting, and data are images
-    as theirs, it says what they found there.
+    If a cell of the ranking's maps (`fedstill rank map`) is near this setting and the data are
+    images, it also prints the result of that cell.
 
     Args:
-        config: The experiment, a TOML file. Unset, the defaults.
-        set_: A value over the file's, as key=value. May be repeated.
-        engine: How stages are carried out, over the file's.
+        config: The config, a TOML file. By default, the default values.
+        set_: A value that replaces the file's, as key=value. May be repeated.
+        engine: The engine that executes the stages; replaces the file's.
         federation: The folder that `deploy init` made, as for `run`. Nothing is sent to its
             clients.
-        split: Draw the split, clients × classes.
+        split: Draw the data of each client, by class.
     """
     from fedstill.config.resolve import settle
     from fedstill.report import catalogue, terminal

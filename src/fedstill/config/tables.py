@@ -464,8 +464,8 @@ class FlowerTable(Table):
 
     federation: str = Field(
         default="",
-        description="The folder that fedstill deploy init made; empty: the clients are in this "
-        "process.",
+        description="The folder that `fedstill deploy init` created; empty: the clients are in "
+        "this process.",
     )
     grid: Literal["loopback", "ray"] = Field(
         default="loopback",

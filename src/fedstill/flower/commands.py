@@ -12,7 +12,8 @@ from fedstill.version import VERSION
 
 deploy = App(
     name="deploy",
-    help="Run over machines that don't trust each other, on Flower, with TLS and listed keys.",
+    help="Run experiments on machines that do not trust each other: Flower, with TLS and a list of "
+    "keys.",
 )
 
 Hosts = Annotated[
@@ -30,16 +31,16 @@ def init_command(
     listen: str = "127.0.0.1",
     port: int = 8443,
 ) -> int:
-    """Make a federation's folder: a certificate authority, the server's certificate, a key for each
-    client.
+    """Create a federation's folder: a certificate authority, the server's certificate, and a key
+    for each client.
 
     Args:
         directory: New or empty.
         clients: How many clients.
-        host: A name or address under which clients reach the server, for its certificate. May be
-            repeated. Unset, 127.0.0.1.
+        host: A name or address by which clients reach the server, for its certificate. May be
+            repeated. By default, 127.0.0.1.
         listen: The address that the server listens on.
-        port: The server's one port.
+        port: The server's only port.
     """
     from fedstill.flower.deployment import folder
 
@@ -64,7 +65,7 @@ def init_command(
 
 @deploy.command
 def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
-    """Start the server of a federation, Flower's SuperLink, and let in the clients whose keys are
+    """Start a federation's server (Flower's SuperLink); it accepts the clients whose keys are
     listed.
 
     Args:
@@ -96,7 +97,7 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
 
 @deploy.command(name="admit")
 def admit_command(directory: Path) -> int:
-    """Read the list of keys again, while the server runs.
+    """Reload the list of keys while the server runs.
 
     It lets in clients that are new on the list, and shuts out those that are no longer on it.
 
@@ -113,7 +114,7 @@ def admit_command(directory: Path) -> int:
 
 @deploy.command(name="key")
 def key_command(directory: Path, client: int) -> int:
-    """Make a new key for a client, whose old one was lost or is no longer to be trusted.
+    """Create a new key for a client whose old key was lost or is no longer trusted.
 
     Args:
         directory: The federation's folder.
@@ -129,8 +130,8 @@ def key_command(directory: Path, client: int) -> int:
 
 @deploy.command(name="renew")
 def renew_command(directory: Path, *, host: Hosts = ()) -> int:
-    """Renew the server's certificate, before or after it expires; then restart the server. Clients
-    need no change.
+    """Renew the server's certificate, before or after it expires. Restart the server afterwards;
+    clients need no change.
 
     Args:
         directory: The federation's folder, with its ca.key.
@@ -149,11 +150,11 @@ def renew_command(directory: Path, *, host: Hosts = ()) -> int:
 
 @deploy.command
 def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure = False) -> int:
-    """Start a client, Flower's SuperNode, with its key and its site.toml.
+    """Start a client (Flower's SuperNode) with its key and its site.toml.
 
     Args:
         directory: The client's folder, as `deploy init` made it.
-        wait: How many seconds to go on asking a server that does not list this client's key (yet).
+        wait: How many seconds to keep asking a server that does not list this client's key yet.
         insecure_for_testing: Without TLS and without a key, to a server on a loopback address only.
     """
     from fedstill.flower.deployment import folder, processes, programs

@@ -221,27 +221,26 @@ def query(
     out: Path | None = None,
     set_: Settings = (),
 ) -> int:
-    """Let one client of a finished local run ask its peers for classes; show what it gains and
-    forgets, and from whom.
+    """Let a client of a finished local run query its peers for classes, and show what it gains and
+    forgets.
 
     Args:
         run: The run's directory; its clients must have trained alone (method local_only).
-        client: The client that asks, by number or name.
-        classes: The classes that it asks for, by number or name, e.g. 7,9.
-        by: Instead of classes, what is reason to ask: lack (too few examples), accuracy (its model
-            is too often wrong), need (it will need the class).
-        under: By accuracy: it asks for classes on which its model is less accurate, on examples
-            that it holds out.
-        need: By need: the classes that it will need and asks for, whatever it has of them, by
-            number or name, e.g. 7,9.
-        student: The file of the model that the client has by now, e.g. of an earlier query; unset,
-            the run's.
+        client: The client that queries, by number or name.
+        classes: The classes that it queries, by number or name, e.g. 7,9.
+        by: Instead of classes, the reasons to query a class: lack (too few examples), accuracy (low
+            accuracy of its model), need (the class will be needed).
+        under: For the reason accuracy: it queries classes on which its model has a lower accuracy
+            than this, on held-out examples.
+        need: For the reason need: the classes that it will need, by number or name, e.g. 7,9.
+        student: The file of the client's current model, e.g. of an earlier query. By default, the
+            run's model.
         new_data: A data set or folder with new examples of the client, on which it first trains
-            alone again.
-        teachers: Model files that may teach too, in addition to the run's clients.
-        out: The file for the student's model. Unset, one in the working directory.
-        set_: A value of QKT or its plans, e.g. -s method.query_weight=2 -s plan.transfer.epochs=10.
-            May be repeated.
+            alone.
+        teachers: Files of further models that can be teachers, in addition to the run's clients.
+        out: The file for the student's model. By default, one in the working directory.
+        set_: A value of QKT or of its plans, e.g. -s method.query_weight=2 -s
+            plan.transfer.epochs=10. May be repeated.
     """
     from fedstill.config.overrides import parse_overrides
     from fedstill.core.files import MODEL, refuse_other_kind
