@@ -156,18 +156,11 @@ def test_a_damaged_journal_is_named(some_runs: Path, old: str, new: str) -> None
         groups([some_runs])
 
 
-def test_what_a_client_reported_wrongly_is_left_out_with_a_warning_that_names_the_line(
-    some_runs: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_malformed_report_of_a_client_is_named_with_its_line(some_runs: Path) -> None:
     path = some_runs / "avg7" / "journal.jsonl"
-    before = groups([some_runs])
     edit(path, '"seconds_training":', '"seconds_training":[],"was":')
-    after = groups([some_runs])
-    assert len(after) == len(before)
-    assert (
-        f"{path}, line 3: what client 0 reported as 'seconds_training' is malformed, and not used"
-        in caplog.text
-    )
+    with pytest.raises(CorruptFile, match=r"journal\.jsonl, line 3: .*seconds_training"):
+        groups([some_runs])
 
 
 @pytest.mark.parametrize("text", ["rounds = ", "rounds = 3\n", 'rounds = "3"\nseed = 1\n'])

@@ -218,7 +218,9 @@ def _are_names(labels: Sequence[str]) -> bool:
 
 def _count_tasks(labels: Sequence[str]) -> bool:
     """Whether they are the numbers from 0 or from 1 on."""
-    counts = [[str(start + row) for row in range(len(labels))] for start in (0, 1)]
+    from_zero = [str(row) for row in range(len(labels))]
+    from_one = [str(row + 1) for row in range(len(labels))]
+    counts = [from_zero, from_one]
     return list(labels) in counts
 
 
@@ -283,7 +285,8 @@ def _column_names(cells: _Cells, *, is_by_class: bool) -> tuple[str, ...]:
         numbered = [f"class {column}" for column in range(cells.width)]
     names = cells.names[: cells.width]
     unnamed = [""] * (cells.width - len(names))
-    return tuple(name or number for name, number in zip([*names, *unnamed], numbered, strict=True))
+    pairs = zip([*names, *unnamed], numbered, strict=True)
+    return tuple(name or number for name, number in pairs)
 
 
 def _with_tasks_of_classes(matrix: AccuracyMatrix, own: Sequence[int]) -> AccuracyMatrix:

@@ -175,14 +175,19 @@ def smoothed(counts: Sequence[float], bandwidth: float = BANDWIDTH) -> list[floa
     stays.
     """
     bins = len(counts)
-    degrees = [min(step, bins - step) * (360 / bins) for step in range(bins)]
-    kernel = [math.exp(-0.5 * (angle / bandwidth) ** 2) for angle in degrees]
+    bin_width = 360 / bins
+    degrees = [min(step, bins - step) * bin_width for step in range(bins)]
+    kernel = [_gaussian(angle / bandwidth) for angle in degrees]
     total = sum(kernel)
     densities = []
     for place in range(bins):
         weighed = [count * kernel[(place - index) % bins] for index, count in enumerate(counts)]
         densities.append(sum(weighed) / total)
     return densities
+
+
+def _gaussian(z: float) -> float:
+    return math.exp(-0.5 * z**2)
 
 
 # The class of each unit

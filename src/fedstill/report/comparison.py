@@ -277,9 +277,8 @@ def write_files(begun: Sequence[Path], folder: Path) -> Path:
 
 
 def _raise_unless_finished(outcomes: Sequence[Outcome], folder: Path) -> None:
-    failed = [
-        f"{o.variant.label}, seed {o.variant.seed}: {o.problem}" for o in outcomes if o.problem
-    ]
+    failures = [outcome for outcome in outcomes if outcome.problem]
+    failed = [f"{one.variant.label}, seed {one.variant.seed}: {one.problem}" for one in failures]
     if failed:
         many = f"{len(failed)} of {len(outcomes)} runs failed"
         todo = f"the others: fedstill.Comparison.of({str(folder)!r})"

@@ -289,5 +289,6 @@ def data_notes(report: Report) -> Section | None:
 
 def _notes(run: Run) -> tuple[str, ...]:
     """The notes of a run, of which none is empty."""
-    notes = [examples_text(run.start.get("inputs", {})), *map(str, run.start.get("notes", ()))]
+    inputs = run.start.get("inputs", {})
+    notes = [examples_text(inputs), *map(str, run.start.get("notes", ()))]
     return tuple(note for note in notes if note)

@@ -507,7 +507,8 @@ def _add(look: Look, hops: Hops) -> None:
     classes.
     """
     event = look.event
-    hop = (event["round"] - 1) * hops.links + int(event["stage"]) + 1
+    links_of_earlier_rounds = (event["round"] - 1) * hops.links
+    hop = links_of_earlier_rounds + int(event["stage"]) + 1
     accuracy = [_number(value) for value in event["class_accuracy"]]
     if len(accuracy) != len(look.run.classes):
         raise ValueError(f"class_accuracy must have {len(look.run.classes)} numbers")

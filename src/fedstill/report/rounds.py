@@ -214,7 +214,8 @@ def views(groups: Sequence[Group]) -> list[str]:
     of_seeds = [f"seed {seed}" for seed in seeds]
     if len(seeds) == 1:
         return of_seeds
-    cells = sum(len(run.rounds) * len(run.classes) for group in groups for run in group.runs)
+    runs = [run for group in groups for run in group.runs]
+    cells = sum(len(run.rounds) * len(run.classes) for run in runs)
     if cells > MOST_CELLS:
         return [MEAN]
     return [MEAN, *of_seeds]
@@ -407,7 +408,8 @@ def _confusion_counts(group: Group) -> Values | None:
 def _confusion_map(counts: Values, classes: Sequence[str]) -> Figure:
     names = class_names(classes)
     totals = counts.sum(1, keepdims=True)
-    shares = np.divide(100 * counts, totals, out=np.full_like(counts, np.nan), where=totals > 0)
+    empty = np.full_like(counts, np.nan)
+    shares = np.divide(100 * counts, totals, out=empty, where=totals > 0)
     trace = new_trace(
         "heatmap",
         x=names,

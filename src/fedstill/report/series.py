@@ -240,6 +240,7 @@ def reading(look: Look) -> Iterator[Event]:
 def matrix(value: Any, rows: int, columns: int) -> list[list[float]]:
     """Numbers in so many rows and columns; raises ValueError for anything else."""
     numbers = [[float(number) for number in row] for row in value]
-    if len(numbers) != rows or any(len(row) != columns for row in numbers):
+    has_columns = all(len(row) == columns for row in numbers)
+    if len(numbers) != rows or not has_columns:
         raise ValueError(f"it must have {rows} × {columns} numbers")
     return numbers

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,8 @@ def advice(tuning: Tuning, config: str, overrides: Sequence[str]) -> str:
     best = tuning.ranked()[0]
     if not best.scores:
         return "no trial finished, so there is nothing to report"
-    other = [seed for seed in range(1, 10**6) if seed not in tuning.seeds][:REPORT_SEEDS]
+    fresh_seeds = (seed for seed in range(1, 10**6) if seed not in tuning.seeds)
+    other = list(islice(fresh_seeds, REPORT_SEEDS))
     values = [f"{key}={_written(value)}" for key, value in best.values.items()]
     words = " ".join([config, *(f"-s '{v}'" for v in (*overrides, *values))]).strip()
     return (
@@ -307,11 +309,12 @@ def _figure(
             if _surroundings(group) == setting.surroundings:
                 traces += _level(setting, group, measure, index)
     values = sorted({point.value for setting in varied for point in setting.points})
+    tick_labels = [f"{value:g}" for value in values]
     across = {
         "title": {"text": name},
         "tickmode": "array",
         "tickvals": values,
-        "ticktext": [f"{value:g}" for value in values],
+        "ticktext": tick_labels,
     }
     if values[0] > 0:
         across["type"] = "log"

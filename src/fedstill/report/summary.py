@@ -392,6 +392,10 @@ def _three_digits_of(value: float) -> int:
     return min(6, max(0, 2 - math.floor(math.log10(value))))
 
 
+def _is_measured(column: Column, rows: Sequence[Row]) -> bool:
+    return any(row.values[column.key] is not None for row in rows)
+
+
 def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns that at least one line has; those on clients come first if clients have models.
 
@@ -400,7 +404,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     possible = COLUMNS
     if rows:
         possible = tuple(rows[0].columns)
-    measured = [c for c in possible if any(row.values[c.key] is not None for row in rows)]
+    measured = [column for column in possible if _is_measured(column, rows)]
     if not any(row.values["personal_forgetting"] is not None for row in rows):
         return [column for column in measured if column not in PERSONAL]
     own_tests = [column for column in measured if column.key.startswith("own_test_")]

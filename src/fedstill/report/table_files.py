@@ -227,10 +227,14 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     |---|---:|
     | a\\|b | 1.0 ± 0.2 |
     """
-    rows = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, *lines)]
+    rows = [" | ".join(map(_escaped, row)) for row in (head, *lines)]
     titles, *body = [f"| {row} |" for row in rows]
     alignment = "|".join(["---", *["---:"] * (len(head) - 1)])
     return "\n".join([titles, f"|{alignment}|", *body, ""])
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|")
 
 
 def latex(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -187,7 +187,8 @@ def _parts(widths: Sequence[int], width: int) -> list[list[int]]:
 
 def _total_width(widths: Sequence[int], columns: Sequence[int]) -> int:
     """The width of some columns with the gaps between them."""
-    return sum(widths[column] for column in columns) + GAP * (len(columns) - 1)
+    gaps = GAP * (len(columns) - 1)
+    return sum(widths[column] for column in columns) + gaps
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> PlainTable:
@@ -328,7 +329,8 @@ def drawn_split(
         size = _size_text(client, counts[client], tests)
         text.append(f"{labels[client]:>{label_width}}  {marks}  {size}\n")
     if len(counts) > most:
-        text.append(f"{'…':>{label_width}}  and {len(counts) - most:,} more clients\n")
+        clients_left_out = len(counts) - most
+        text.append(f"{'…':>{label_width}}  and {clients_left_out:,} more clients\n")
     return text
 
 
@@ -404,7 +406,8 @@ def task_lines(prepared: Prepared) -> Iterator[str]:
             rounds = f"rounds {first} to {last}"
         classes = _task_classes(stream.classes(task), prepared.dataset.classes)
         examples = int(counts[:, task].sum())
-        line = f"task {task + 1}, {rounds}: {classes}; {examples:,} examples"
+        number = task + 1
+        line = f"task {number}, {rounds}: {classes}; {examples:,} examples"
 
         clients = range(stream.clients)
         taking_part = sum(
