@@ -27,11 +27,11 @@ from fedstill.report.page import write_page
 from fedstill.report.summary import best_first, order_note
 from fedstill.report.table_files import results_table
 from fedstill.report.terminal import comparison_table
-from fedstill.running import cautions
 from fedstill.running.compare import Outcome, Variant
 from fedstill.running.evaluation import OwnTests
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runs import find, groups
+from fedstill.running.setting_warnings import log_once
 from fedstill.running.tuning import Tuning, parse_space
 
 ALL = tuple(RECORDED)
@@ -422,7 +422,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> bool:
 
 
 def test_a_frequent_class_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cautions.log_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         run = fedstill.run(of_rare(), tmp_path / "run", data=rare())
     assert warned(caplog)
@@ -433,7 +433,7 @@ def test_a_frequent_class_is_reported(tmp_path: Path, caplog: pytest.LogCaptureF
 def test_no_warning_if_another_metric_ranks_or_classes_are_even(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cautions.log_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         ranked = fedstill.run(of_rare(rank_by="auc"), tmp_path / "ranked", data=rare())
         even = fedstill.run(of_rare(), tmp_path / "even", data=rare(0.3))

@@ -15,9 +15,9 @@ from fedstill.core.registry import names, register
 from fedstill.data.sources import from_tensors
 from fedstill.models import contract
 from fedstill.models.building import built_size
-from fedstill.running.cautions import cautions
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
+from fedstill.running.setting_warnings import setting_warnings
 from fedstill.running.world import choose_engine
 
 pytestmark = pytest.mark.usefixtures("with_threads")
@@ -101,7 +101,7 @@ def test_plans_that_need_scores_need_held_out_data() -> None:
     assert ready("toy_softmax", plan={"keep": "best", "validation": 0.2, "patience": 1})
     said = [
         line
-        for line in cautions(ready("toy_branching", plan={"patience": 2}))
+        for line in setting_warnings(ready("toy_branching", plan={"patience": 2}))
         if "patience" in line
     ]
     assert said == [
@@ -111,9 +111,11 @@ def test_plans_that_need_scores_need_held_out_data() -> None:
 
 
 def test_probabilities_are_said() -> None:
-    (line,) = (said for said in cautions(ready("toy_softmax")) if "toy_softmax" in said)
+    (line,) = (said for said in setting_warnings(ready("toy_softmax")) if "toy_softmax" in said)
     assert line.startswith("model toy_softmax gives probabilities, it seems")
-    assert not [said for said in cautions(ready("toy_branching")) if "toy_branching" in said]
+    assert not [
+        said for said in setting_warnings(ready("toy_branching")) if "toy_branching" in said
+    ]
 
 
 METHODS = (
@@ -148,7 +150,9 @@ def test_what_its_constructor_leaves_without_gradient_stays_as_it_is(
 
 
 def test_it_is_said_how_many_stay() -> None:
-    (line,) = (said for said in cautions(ready("toy_still_body")) if "requires_grad" in said)
+    (line,) = (
+        said for said in setting_warnings(ready("toy_still_body")) if "requires_grad" in said
+    )
     assert line.startswith(
         "model toy_still_body: 2 of 4 parameters have requires_grad = False (body.1.weight, …)"
     )

@@ -313,8 +313,8 @@ def explain(
     from fedstill.report import catalogue, terminal
     from fedstill.report.terminal import drawn_data
     from fedstill.running import explain as explained
-    from fedstill.running.cautions import cautions
     from fedstill.running.preparation import prepare
+    from fedstill.running.setting_warnings import setting_warnings
 
     settings = settle(experiment_of(config, set_, engine, federation))
     screen = terminal.console(sentences=True)
@@ -329,8 +329,8 @@ def explain(
     screen.print(terminal.table(["what", "how much"], arithmetic.lines()))
     for line in explained.data_sentences(prepared):
         terminal.tell(screen, f"data: {line}")
-    for caution in cautions(prepared):
-        terminal.tell(screen, caution)
+    for warning in setting_warnings(prepared):
+        terminal.tell(screen, warning)
     _explain_measures(explained.costs(prepared, arithmetic), arithmetic.many)
     screen.print()
     networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]

@@ -23,10 +23,10 @@ from fedstill.data.sources import load_dataset
 from fedstill.data.views import concatenated
 from fedstill.flower.facts import Facts
 from fedstill.flower.site_settings import Site
-from fedstill.running.cautions import log_once
 from fedstill.running.client_data import NOISE, ClientData, ExampleForm, public_copy, reading_like
 from fedstill.running.compatibility import check_at_site
 from fedstill.running.preparation import Prepared, run_metrics, site_views
+from fedstill.running.setting_warnings import log_once
 from fedstill.running.splitting import cut_into_tasks, stream_of
 from fedstill.running.standardisation import (
     STANDARDISED,

@@ -202,7 +202,7 @@ def missing_structure(networks: Iterable[ModelSpec], needs: Need, method_name: s
     return ""
 
 
-def notes_on_network(spec: ModelSpec, sites: SiteViews) -> Iterator[str]:
+def network_warnings(spec: ModelSpec, sites: SiteViews) -> Iterator[str]:
     """What is odd about a network and may be meant, a sentence each."""
     module = contract.module(spec, "frozen")
     entries = contract.entries(spec, module)

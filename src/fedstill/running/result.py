@@ -26,12 +26,12 @@ from fedstill.metrics.forgetting import forgetting_by_class
 from fedstill.metrics.local_models import QUERY_MEASURES, UNTAUGHT
 from fedstill.models.model_file import FINAL, MODEL_SEAL, read_final
 from fedstill.running import journal as journals
-from fedstill.running.cautions import frequent_class_warning
 from fedstill.running.frame import frame_of_clients, frame_of_events
 from fedstill.running.journal import Event
 from fedstill.running.numbers import RunNumbers
 from fedstill.running.same_run import check_journal
 from fedstill.running.selection import STOP_REASON, selection_summary
+from fedstill.running.setting_warnings import frequent_class_warning
 from fedstill.running.split_file import read_label_counts
 
 if TYPE_CHECKING:

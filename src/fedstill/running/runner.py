@@ -20,7 +20,6 @@ from fedstill.core.records import SERVER
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_python
 from fedstill.data.sources.in_memory import is_by_client
-from fedstill.running.cautions import log_cautions
 from fedstill.running.directory import (
     HOLDER,
     locked,
@@ -34,6 +33,7 @@ from fedstill.running.recording import OnRound, Progress, Quiet
 from fedstill.running.result import Result
 from fedstill.running.same_run import check_checkpoints, check_config
 from fedstill.running.selection import STOP_REASON
+from fedstill.running.setting_warnings import log_warnings
 from fedstill.running.trackers import Track, behind, ready_trackers, send_late
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def run(
         check_calls(on_round, track)
     trackers = ready_trackers(track)
     prepared = prepare(settings, dataset)
-    log_cautions(prepared)
+    log_warnings(prepared)
     folder = new_directory(settings, named_path(out) if out else None, overwrite)
     if remote is not None and place == "ray":
         again = partial(

@@ -18,9 +18,9 @@ import toys
 from fedstill.config.resolve import settle
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
-from fedstill.running import cautions
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
+from fedstill.running.setting_warnings import log_once
 
 NOT_TRUE_ALONE = ["fedntd", "fedntd_asd", "fedlmd", "fedlmd_tf", {"name": "kd_ntd", "mix": 1.0}]
 MORE = ["kd", {"name": "kd_ntd", "mix": 0.5}, "fedavg_asd", "fedntd_mse", "fedadkd", "feddkd"]
@@ -102,13 +102,13 @@ def test_in_tasks_of_two_classes_the_head_decides(head: str, past: str, said: bo
         classes=["a", "b", "c", "d"],
     )
     one = ready("fedntd", data, stream=stream, rounds=4)
-    caution = one.settings.method.setting_warnings(one.world)
-    assert bool(caution) == said
-    assert not said or "stream.head" in caution
+    warning = one.settings.method.setting_warnings(one.world)
+    assert bool(warning) == said
+    assert not said or "stream.head" in warning
 
 
 def test_a_run_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cautions.log_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "fedstill.run"):
         for seed in (1, 2):
             run(toys.toy("fedntd", rounds=1, seed=seed), tmp_path / str(seed), data=two_classes())

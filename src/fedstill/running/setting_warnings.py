@@ -1,7 +1,7 @@
-"""Warnings before a run: what it will not do or not measure, although its settings are valid.
+"""Warnings about the settings and data of a run that is valid but may disappoint.
 
-They are logged when a run begins and printed by ``fedstill explain``. What a run refuses is in
-``running/compatibility.py``.
+A run logs them when it begins, and ``fedstill explain`` prints them. Settings that are errors are
+in ``running/compatibility.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedstill.core.records import Plan
 from fedstill.data.dataset import Dataset
 from fedstill.metrics.classification import ACCURACY
 from fedstill.running.evaluation import tests_by_class
-from fedstill.running.network_checks import notes_on_network
+from fedstill.running.network_checks import network_warnings
 from fedstill.running.preparation import Prepared
 
 log = logging.getLogger("fedstill.run")
@@ -33,12 +33,12 @@ MOST_NAMED = 5
 """The most classes that are named in one sentence."""
 
 
-def cautions(prepared: Prepared) -> Iterator[str]:
-    """Settings without effect, odd networks, doubtful plans, and classes that cannot be learned or
-    tested.
+def setting_warnings(prepared: Prepared) -> Iterator[str]:
+    """Warnings about settings without effect, odd networks, doubtful plans, and classes that
+    cannot be learned or tested.
 
-    Nothing is known of the data of real sites. ``Prepared.notes`` says what reading the data left
-    out.
+    The data of real sites are unknown here and cause no warnings. ``Prepared.notes`` lists the
+    data that were left out.
     """
     settings = prepared.settings
     world = prepared.world
@@ -46,14 +46,14 @@ def cautions(prepared: Prepared) -> Iterator[str]:
     if warning:
         yield f"method {settings.named.method.label}: {warning}"
     for spec in dict.fromkeys((world.server_model, *world.client_models)):
-        yield from notes_on_network(spec, prepared.sites)
+        yield from network_warnings(spec, prepared.sites)
     for stage, plan in world.plans.items():
-        yield from _of_plan(stage, plan, settings.method)
+        yield from _plan_warnings(stage, plan, settings.method)
     if settings.on_sites:
         return
-    yield from _of_classes(prepared.dataset)
-    yield from _of_names(prepared)
-    yield from _of_tests(prepared)
+    yield from _missing_class_warnings(prepared.dataset)
+    yield from _name_warnings(prepared)
+    yield from _test_set_warnings(prepared)
     warning = frequent_class_warning(
         settings,
         prepared.dataset.classes,
@@ -105,21 +105,21 @@ def frequent_class_warning(
     )
 
 
-def log_cautions(prepared: Prepared) -> None:
-    """Log them when a run begins, after what reading the data left out."""
-    for caution in prepared.dataset.about.cautions:
-        log_once(f"data: {caution}")
-    for caution in cautions(prepared):
-        log_once(caution)
+def log_warnings(prepared: Prepared) -> None:
+    """Log the warnings about the data and those about the settings."""
+    for warning in prepared.dataset.about.cautions:
+        log_once(f"data: {warning}")
+    for warning in setting_warnings(prepared):
+        log_once(warning)
 
 
 @functools.cache
-def log_once(caution: str) -> None:
+def log_once(warning: str) -> None:
     """Log a warning once in a process: the runs of a comparison have the same."""
-    log.warning("%s", caution)
+    log.warning("%s", warning)
 
 
-def _of_plan(stage: str, plan: Plan, method: Method) -> Iterator[str]:
+def _plan_warnings(stage: str, plan: Plan, method: Method) -> Iterator[str]:
     """Patience without held-out data, and SGD's learning rate for another optimiser."""
     if plan.patience and not plan.validation:
         yield (
@@ -135,7 +135,7 @@ def _of_plan(stage: str, plan: Plan, method: Method) -> Iterator[str]:
         )
 
 
-def _of_classes(data: Dataset) -> Iterator[str]:
+def _missing_class_warnings(data: Dataset) -> Iterator[str]:
     """Classes without an example."""
     splits = [data.train, data.test]
     if data.validation is not None:
@@ -144,7 +144,7 @@ def _of_classes(data: Dataset) -> Iterator[str]:
     absent = [name for label, name in enumerate(data.classes) if label not in present]
     if not absent:
         return
-    sentence = f"data: no example is of {_classes(absent)}"
+    sentence = f"data: no example is of {_class_list(absent)}"
 
     # Classes that are called like their numbers come from labels, which may be meant to begin at 1.
     number = len(data.classes)
@@ -157,15 +157,15 @@ def _of_classes(data: Dataset) -> Iterator[str]:
     yield sentence
 
 
-def _of_names(prepared: Prepared) -> Iterator[str]:
+def _name_warnings(prepared: Prepared) -> Iterator[str]:
     """Names of classes, clients or values that are equal but for blanks and capitals."""
-    yield from _equal_names("classes", prepared.dataset.classes)
-    yield from _equal_names("clients", prepared.client_names)
+    yield from _similar_names("classes", prepared.dataset.classes)
+    yield from _similar_names("clients", prepared.client_names)
     for column, values in prepared.dataset.about.categories:
-        yield from _equal_names(f"values of {column!r}", values)
+        yield from _similar_names(f"values of {column!r}", values)
 
 
-def _equal_names(kind: str, names: Iterable[str]) -> Iterator[str]:
+def _similar_names(kind: str, names: Iterable[str]) -> Iterator[str]:
     """Pairs of names of one kind that a reader would take for the same."""
     first_names: dict[str, str] = {}
     for name in names:
@@ -178,7 +178,7 @@ def _equal_names(kind: str, names: Iterable[str]) -> Iterator[str]:
             )
 
 
-def _of_tests(prepared: Prepared) -> Iterator[str]:
+def _test_set_warnings(prepared: Prepared) -> Iterator[str]:
     """No tests, or classes that are only trained or only tested."""
     sites = prepared.sites
     test = sites.common_test
@@ -195,12 +195,12 @@ def _of_tests(prepared: Prepared) -> Iterator[str]:
     tested = _present(test.labels)
     unseen = [names[label] for label in sorted(tested - trained)]
     if unseen:
-        yield f"data: no training example is of {_classes(unseen)}, so no model can learn it"
+        yield f"data: no training example is of {_class_list(unseen)}, so no model can learn it"
     untested = [names[label] for label in sorted(trained - tested)]
     if untested:
         yield (
-            f"data: no test example is of {_classes(untested)}, so whether it is forgotten is not "
-            "measured"
+            f"data: no test example is of {_class_list(untested)}, so whether it is forgotten is "
+            "not measured"
         )
 
 
@@ -209,11 +209,11 @@ def _present(labels: torch.Tensor) -> set[int]:
     return set(torch.bincount(labels.cpu()).nonzero().flatten().tolist())
 
 
-def _classes(names: Sequence[str]) -> str:
+def _class_list(names: Sequence[str]) -> str:
     """``class 'cat'``, or several classes, the first few by name."""
-    shown = ", ".join(map(repr, names[:MOST_NAMED]))
+    listed = ", ".join(map(repr, names[:MOST_NAMED]))
     if len(names) == 1:
-        return f"class {shown}"
+        return f"class {listed}"
     if len(names) > MOST_NAMED:
-        shown = f"{shown} and {len(names) - MOST_NAMED} more"
-    return f"classes {shown}"
+        listed = f"{listed} and {len(names) - MOST_NAMED} more"
+    return f"classes {listed}"

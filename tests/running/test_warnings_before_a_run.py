@@ -21,8 +21,8 @@ from fedstill.core.registry import lookup
 from fedstill.data.dataset import Dataset
 from fedstill.data.partition.rules import check_enough_examples
 from fedstill.data.sources import load_dataset
-from fedstill.running.cautions import cautions
 from fedstill.running.preparation import prepare
+from fedstill.running.setting_warnings import setting_warnings
 
 NAMES = ("ant", "bee", "cat", "dog")
 
@@ -37,7 +37,7 @@ def _data(trained: list[int], tested: list[int], names: tuple[str, ...] = NAMES)
 
 def _said(data: Dataset, **changes: object) -> list[str]:
     what = {"model": "logistic", "partition": "iid", "measure": (), **changes}
-    return list(cautions(prepare(settle(toys.toy(**what)), data)))
+    return list(setting_warnings(prepare(settle(toys.toy(**what)), data)))
 
 
 def test_data_with_all_classes_are_passed_over() -> None:
