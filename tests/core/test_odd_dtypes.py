@@ -94,7 +94,7 @@ def test_a_client_that_said_it_has_nothing_claims_no_more_than_the_largest() -> 
             {c: Payload() for c in claims},
             replies,
             Rules(),
-            lambda reply: census.check_reply(reply, stage, needs, state),
+            refusal=lambda reply: census.check_reply(reply, stage, needs, state),
         )
 
     taken, refused = screened(labels)

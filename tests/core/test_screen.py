@@ -223,7 +223,7 @@ def test_a_claim_is_compared_with_the_census_where_there_is_one() -> None:
         DOWNS,
         replies,
         DEFAULT,
-        lambda reply: census.check_reply(reply, STAGE, needs, state),
+        refusal=lambda reply: census.check_reply(reply, STAGE, needs, state),
     )
     assert [r.client for r in accepted] == [0, 4]
     assert refused == [Refusal(BAD, "claims 12 examples, and 11 in the census")]

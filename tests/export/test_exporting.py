@@ -253,7 +253,7 @@ def test_a_folder_that_holds_something_is_left_alone(
 
 def model_of(network: nn.Module) -> TrainedModel:
     return TrainedModel(
-        network, ["a", "b"], (1, 4, 4), (0.5,), (0.5,), {"method": "mine", "seed": 0}
+        network, ["a", "b"], (1, 4, 4), (0.5,), (0.5,), about={"method": "mine", "seed": 0}
     )
 
 

@@ -141,7 +141,14 @@ def test_logits_of_raw_examples_are_those_of_the_runs_evaluation(kind: str, runs
 def test_a_constant_column_is_0_in_the_model_and_stays_constant_in_its_noise() -> None:
     own = DatasetInfo("table")
     model = TrainedModel(
-        torch.nn.Identity(), ("a", "b"), (2,), (0.0, 5.0), (2.0, NO_SPREAD), {}, "float32", own
+        torch.nn.Identity(),
+        ("a", "b"),
+        (2,),
+        (0.0, 5.0),
+        (2.0, NO_SPREAD),
+        about={},
+        pixels="float32",
+        inputs=own,
     )
     assert model(torch.tensor([[4.0, 905.0]])).tolist() == [[2.0, 0.0]]
     assert model.noise(3)[:, 1].tolist() == [5.0] * 3

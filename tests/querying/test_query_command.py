@@ -101,7 +101,7 @@ def test_the_command_says_who_teaches_and_writes_the_students_model(
 def test_it_is_what_qkt_does_in_a_run(
     local: Path, lacking: tuple[int, int], tmp_path: Path
 ) -> None:
-    found = ask(local, 0, [lacking[0]], CHANGES)
+    found = ask(local, 0, [lacking[0]], changes=CHANGES)
     tree = json.loads(json.dumps({"classes": {"0": [lacking[0]]}, "fewer_than": 1}))
     experiment = Experiment(
         rounds=1,
@@ -131,7 +131,7 @@ def test_it_is_what_qkt_does_in_a_run(
 def test_without_a_teacher_above_the_threshold_the_local_model_comes_back(
     local: Path, lacking: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = ask(local, 0, [lacking[0]], {"method.threshold": 1.0})
+    found = ask(local, 0, [lacking[0]], changes={"method.threshold": 1.0})
     assert found.used == []
     assert found.after == found.before
 
@@ -141,7 +141,7 @@ def test_a_teacher_may_come_from_a_file_and_be_of_another_network(
 ) -> None:
     spec = spec_for("logistic", (1, 8, 8), 10, {})
     save_model(tmp_path / "guest.safetensors", spec, initial(spec, 1))
-    found = ask(local, 0, [lacking[0]], CHANGES, [tmp_path / "guest.safetensors"])
+    found = ask(local, 0, [lacking[0]], changes=CHANGES, teachers=[tmp_path / "guest.safetensors"])
     assert found.names[6] == "guest.safetensors"
     assert 6 in found.used, "an untrained model predicts every class a little"
 
@@ -149,7 +149,7 @@ def test_a_teacher_may_come_from_a_file_and_be_of_another_network(
 def test_a_bad_teacher_file_is_named(local: Path, lacking: tuple[int, int], tmp_path: Path) -> None:
     def refused(error: type[Exception], said: str, path: Path) -> None:
         with pytest.raises(error, match=said) as caught:
-            ask(local, 0, [lacking[0]], CHANGES, [path])
+            ask(local, 0, [lacking[0]], changes=CHANGES, teachers=[path])
         assert "\n" not in str(caught.value)
 
     good = spec_for("logistic", (1, 8, 8), 10, {})
@@ -216,7 +216,7 @@ def test_a_damaged_checkpoint_is_said(
     for path in (other / "checkpoints" / "objects").iterdir():
         path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(CorruptFile, match="checkpoint"):
-        ask(other, 0, [lacking[0]], CHANGES)
+        ask(other, 0, [lacking[0]], changes=CHANGES)
 
 
 def test_a_query_is_raised_by_what_the_clients_model_gets_wrong(
@@ -225,7 +225,7 @@ def test_a_query_is_raised_by_what_the_clients_model_gets_wrong(
     lines, out = ["--by", "accuracy", "--under", "1"], weak.parent / "raised.safetensors"
     few = [w for k, v in CHANGES.items() for w in ("-s", f"{k}={v}")]
     assert call(["query", str(weak), "--client", "0", *lines, "--out", str(out), *few]) == 0
-    raised = ask(weak, 0, {"by": ("accuracy",), "accuracy_under": 1.0}, CHANGES)
+    raised = ask(weak, 0, {"by": ("accuracy",), "accuracy_under": 1.0}, changes=CHANGES)
     said = capsys.readouterr().out
     assert raised.why
     for c, why in raised.why.items():
@@ -233,7 +233,7 @@ def test_a_query_is_raised_by_what_the_clients_model_gets_wrong(
             f"{c} ({c}): right on {100 * why['accuracy']:.0f} % of {why['held_out']:g} held out"
             in said
         )
-    written = ask(weak, 0, raised.query, {**CHANGES, "query.fewer_than": 1000})
+    written = ask(weak, 0, raised.query, changes={**CHANGES, "query.fewer_than": 1000})
     assert (written.query, written.before, written.after) == (
         raised.query,
         raised.before,
@@ -244,7 +244,7 @@ def test_a_query_is_raised_by_what_the_clients_model_gets_wrong(
 def test_by_lack_it_asks_for_all_that_it_lacks(local: Path) -> None:
     counts = Result.of(local).label_counts().tolist()
     lacks = tuple(c for c in range(10) if not counts[0][c] and any(row[c] for row in counts))
-    assert ask(local, 0, {"by": ("lack",)}, CHANGES).query == lacks
+    assert ask(local, 0, {"by": ("lack",)}, changes=CHANGES).query == lacks
 
 
 def test_by_need_it_asks_for_what_is_named_whatever_it_has(
@@ -258,34 +258,36 @@ def test_by_need_it_asks_for_what_is_named_whatever_it_has(
     said = capsys.readouterr().out
     for c in lacking:
         assert f"{c} ({c}): will need it" in said
-    needed = ask(local, 0, {"by": ("need",), "needs": {"0": lacking}}, CHANGES)
+    needed = ask(local, 0, {"by": ("need",), "needs": {"0": lacking}}, changes=CHANGES)
     assert needed.query == tuple(sorted(lacking))
     assert needed.why == {c: {"need": 1} for c in lacking}
-    written = ask(local, 0, lacking, {**CHANGES, "query.fewer_than": 1000})
+    written = ask(local, 0, lacking, changes={**CHANGES, "query.fewer_than": 1000})
     assert (written.before, written.after) == (needed.before, needed.after)
-    both = ask(local, 0, {"by": ("lack", "need"), "needs": {"0": (has,)}}, CHANGES)
-    assert set(both.query) == {*ask(local, 0, {"by": ("lack",)}, CHANGES).query, has}
+    both = ask(local, 0, {"by": ("lack", "need"), "needs": {"0": (has,)}}, changes=CHANGES)
+    assert set(both.query) == {*ask(local, 0, {"by": ("lack",)}, changes=CHANGES).query, has}
 
 
 def test_a_later_query_goes_on_from_the_model_of_the_one_before_with_new_data(
     local: Path, lacking: tuple[int, int], tmp_path: Path
 ) -> None:
     counts = Result.of(local).label_counts()[0].tolist()
-    first = ask(local, 0, [lacking[0]], CHANGES)
+    first = ask(local, 0, [lacking[0]], changes=CHANGES)
     save_model(tmp_path / "student.safetensors", first.model, first.params)
     digits = load_dataset("digits")
     rows = (digits.train.labels == lacking[0]).nonzero().flatten()[:40]
     new = replace(digits, train=digits.train.take(rows))
     other = next(c for c in range(10) if c != lacking[0] and not counts[c])
     short = {**CHANGES, "plan.fit.epochs": 3}
-    second = ask(local, 0, [other], short, later=Later(tmp_path / "student.safetensors", new))
+    second = ask(
+        local, 0, [other], changes=short, later=Later(tmp_path / "student.safetensors", new)
+    )
     assert second.new == 40
     assert second.own[lacking[0]] == pytest.approx(40 / (sum(counts) + 40)), (
         "the class is its own by now"
     )
     assert second.before[lacking[0]] > 0.5, "it learned the class, and has data of it"
     assert second.before != first.after, "it trained alone on the new data first"
-    alone = ask(local, 0, [other], short, later=Later(new=new))
+    alone = ask(local, 0, [other], changes=short, later=Later(new=new))
     assert alone.before != second.before, "from another model"
 
 
@@ -304,12 +306,14 @@ def test_a_students_file_has_everything_of_its_network(kind: str, tmp_path: Path
     folder = trained(tmp_path / "run", epochs=1, **changes)
     lacking, also_lacking = (row.tolist().index(0) for row in Result.of(folder).label_counts()[:2])
     short = {"plan.transfer.epochs": 1, "plan.refine.epochs": 1}
-    first = ask(folder, 0, [lacking], short)
+    first = ask(folder, 0, [lacking], changes=short)
     path = tmp_path / "student.safetensors"
     save_model(path, first.model, first.params)
     assert read_model(path)[0] == first.model
-    assert ask(folder, 0, [lacking], short, later=Later(path, None)).before == first.after
-    assert path.name in ask(folder, 1, [also_lacking], short, [path]).names.values()
+    assert ask(folder, 0, [lacking], changes=short, later=Later(path, None)).before == first.after
+    assert (
+        path.name in ask(folder, 1, [also_lacking], changes=short, teachers=[path]).names.values()
+    )
 
 
 def test_what_a_later_query_holds_out_is_new(local: Path) -> None:

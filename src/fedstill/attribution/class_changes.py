@@ -78,15 +78,15 @@ def find_changes(folder: Path, label: int | None, round: int | None) -> list[Cla
         if FIT in settings_of(folder).plans:
             hint = "; to see what a client learned from its peers, use --client 0"
         raise ConfigError(f"{folder} did not measure the classes of a global model{hint}")
-    found = [
+    matching = [
         item for item in changes if label in (None, item.label) and round in (None, item.round)
     ]
-    if not found:
+    if not matching:
         last = max(item.round for item in changes)
         raise ConfigError(
             f"{folder} did not measure this class in this round; it has rounds 1 to {last}"
         )
-    return found
+    return matching
 
 
 # ---- attribution to clients ----------------------------------------------------------------------
@@ -347,15 +347,15 @@ def contribution_table(run: Run, attribution: Attribution) -> TextTable:
     """The contribution of each client, and what it holds of the class; the server's share and the
     sum come last.
     """
-    held = _held_examples(run, attribution)
+    data_cells = _held_examples(run, attribution)
     titles = []
-    if held:
+    if data_cells:
         titles = ["of the class", "examples"]
     if attribution.task_data:
         titles.insert(0, "in task")
     contributions = attribution.clients
     lines = [
-        [client_name(run, client), points(contributions[client]), *held.get(client, ())]
+        [client_name(run, client), points(contributions[client]), *data_cells.get(client, ())]
         for client in sorted(contributions, key=lambda client: (contributions[client], client))
     ]
     empty = [""] * len(titles)

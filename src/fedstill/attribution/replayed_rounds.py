@@ -250,15 +250,16 @@ def sample_sentence(run: Run, change: ClassChange, rounds: Sequence[SampledRound
     changes = [accuracy - change.accuracy_before for accuracy in accuracies if accuracy is not None]
     if len(changes) < len(accuracies):
         return f"Class {name} has no test examples."
-    original, *others = changes
+    original, *sampled_changes = changes
     deviation = 0.0
-    if len(others) > 1:
-        deviation = statistics.stdev(others)
-    lower = sum(value < original for value in others)
+    if len(sampled_changes) > 1:
+        deviation = statistics.stdev(sampled_changes)
+    lower = sum(value < original for value in sampled_changes)
     count = {0: "no other sample", 1: "one other sample"}.get(lower, f"{lower} other samples")
-    mean = f"{points(statistics.fmean(others))} ± {100 * deviation:.1f}"
+    mean = f"{points(statistics.fmean(sampled_changes))} ± {100 * deviation:.1f}"
     return (
         f"Class {name} in round {change.round}, from the same model: {points(original)} points "
-        f"with the original clients; {mean} over {len(others)} other samples, from "
-        f"{points(min(others))} to {points(max(others))}. With {count} the class ends lower."
+        f"with the original clients; {mean} over {len(sampled_changes)} other samples, from "
+        f"{points(min(sampled_changes))} to {points(max(sampled_changes))}. "
+        f"With {count} the class ends lower."
     )

@@ -220,14 +220,15 @@ ALONE_ROW = "no teacher: the same phases alone"
 def exchange_sentence(run: Run, effect: ExchangeEffect) -> str:
     """What a client learned of the classes that it asked for, by phase, and its main teachers."""
     query = effect.query
-    before = _mean_over_classes(effect.before, query)
+    accuracy_before = _mean_over_classes(effect.before, query)
     parts = {name: _mean_over_classes(change, query) for name, change in effect.parts.items()}
-    after = before + sum(parts.values())
+    accuracy_after = accuracy_before + sum(parts.values())
     classes = ", ".join(repr(run.classes[label]) for label in query)
     changes = ", ".join(f"{name} {points(change)}" for name, change in parts.items())
     return (
         f"{client_name(run, effect.client).capitalize()} asked for {classes}: from "
-        f"{100 * before:.1f} % to {100 * after:.1f} %: {changes}; {_main_teachers(run, effect)}."
+        f"{100 * accuracy_before:.1f} % to {100 * accuracy_after:.1f} %: "
+        f"{changes}; {_main_teachers(run, effect)}."
     )
 
 
@@ -259,14 +260,14 @@ def teacher_table(run: Run, effect: ExchangeEffect) -> TextTable:
     """The contribution of each teacher to the classes that were asked for, and to the client's
     other classes, weighted by its examples; the sum comes last.
     """
-    held = {
+    data_cells = {
         client: str(sum(run.label_counts[client][label] for label in effect.query))
         for client in effect.teachers
         if run.label_counts
     }
     total = torch.stack([*effect.teachers.values(), effect.alone]).sum(0)
     lines = [
-        [client_name(run, client), *_gain_cells(effect, change), held.get(client, "")]
+        [client_name(run, client), *_gain_cells(effect, change), data_cells.get(client, "")]
         for client, change in effect.teachers.items()
     ]
     lines.append([ALONE_ROW, *_gain_cells(effect, effect.alone), ""])

@@ -311,7 +311,7 @@ def _screened(
 
     with in_hook(actor, "expected_reply", place(stage)):
         accepted, refused = screen(
-            expected, stage, result.payloads, replies, context.rules, refusal
+            expected, stage, result.payloads, replies, context.rules, refusal=refusal
         )
     return replace(result, accepted=accepted, refused=refused)
 

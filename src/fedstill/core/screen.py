@@ -82,6 +82,7 @@ def screen(
     payloads: Mapping[int, Payload],
     replies: Sequence[Reply],
     rules: Rules,
+    *,
     refusal: Callable[[Reply], str] = lambda reply: "",
 ) -> tuple[list[Reply], list[Refusal]]:
     """The accepted replies, sorted by client id, and the refusals.

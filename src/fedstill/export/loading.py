@@ -436,8 +436,12 @@ def _description(
     start = events[0]
     is_finished = (run.folder / "summary.json").is_file()
     about: dict[str, Any] = {"model": answer.name, "network": _network_names(answer.predict)}
-    named = settings.named
-    tables = {"method": named.method, "partition": named.partition, "topology": named.topology}
+    components = settings.named
+    tables = {
+        "method": components.method,
+        "partition": components.partition,
+        "topology": components.topology,
+    }
     about |= {kind: without_folder(table.name) for kind, table in tables.items()}
     about |= {f"{kind}_fields": json_value(dict(table.values)) for kind, table in tables.items()}
     # A state before the first stage of a round is that after the round before.

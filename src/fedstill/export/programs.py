@@ -130,7 +130,7 @@ def _with_metadata(proto: Any, metadata: Mapping[str, Any]) -> bytes:
     return data
 
 
-def furthest(model: TrainedModel, other: Any) -> float:
+def furthest(model: TrainedModel, program: Any) -> float:
     """The largest difference between the logits of another program and the model's on noise,
     relative to the largest logit.
 
@@ -141,15 +141,15 @@ def furthest(model: TrainedModel, other: Any) -> float:
         noise = model.noise(count)
         with torch.no_grad():
             expected = model(noise)
-            found = torch.as_tensor(other(noise))
+            logits = torch.as_tensor(program(noise))
         finite = expected.isfinite()
-        if found.shape != expected.shape or not torch.equal(finite, found.isfinite()):
+        if logits.shape != expected.shape or not torch.equal(finite, logits.isfinite()):
             raise FedstillError(
                 f"the exported program returns other logits for {count} {model.inputs.many} of "
                 "noise; it was not written"
             )
         scale = max([1.0, *expected[finite].abs().tolist()])
-        differences = (expected - found)[finite].abs() / scale
+        differences = (expected - logits)[finite].abs() / scale
         largest = max([largest, *differences.tolist()])
     if largest > NEAR:
         raise FedstillError(

@@ -66,8 +66,8 @@ def _encode_texts(about: DatasetInfo, texts: Any, length: int) -> Tensor:
 
 def _encode_rows(about: DatasetInfo, table: Any) -> Tensor:
     columns = {name: _column(name, values) for name, values in _by_column(about, table).items()}
-    for name, known in about.categories:
-        _check_categories(name, columns[name], known)
+    for name, categories in about.categories:
+        _check_categories(name, columns[name], categories)
     rows = table_rows(ROWS, columns, about)
     marked = [name for name in about.columns if f"{name}{MISSING}" in about.features]
     if marked:
@@ -75,14 +75,14 @@ def _encode_rows(about: DatasetInfo, table: Any) -> Tensor:
     return torch.from_numpy(rows)
 
 
-def _check_categories(name: str, column: pa.ChunkedArray, known: Sequence[str]) -> None:
+def _check_categories(name: str, column: pa.ChunkedArray, categories: Sequence[str]) -> None:
     """Raise DataError for a category without an input."""
     for row, value in enumerate(column.to_pylist()):
-        if value is not None and category_name(value) not in known:
+        if value is not None and category_name(value) not in categories:
             raise DataError(
                 f"{ROWS}: row {row} has {category_name(value)[:60]!r} in column {name!r}, and the "
-                f"run knows {', '.join(known)[:200]}; use one of these or None (missing), or train "
-                "a run with data that contain it or with data.categorical"
+                f"run knows {', '.join(categories)[:200]}; use one of these or None "
+                "(missing), or train a run with data that contain it or with data.categorical"
             )
 
 
@@ -168,6 +168,7 @@ class TrainedModel(nn.Module):
         input_shape: tuple[int, ...],
         mean: Sequence[float],
         std: Sequence[float],
+        *,
         about: Mapping[str, Any],
         pixels: str = "uint8",
         inputs: DatasetInfo = IMAGE_INFO,
@@ -201,10 +202,10 @@ class TrainedModel(nn.Module):
         tokenizer.
         """
         fields = self.inputs.to_json()
-        known = {name: fields[name] for name in ("kind", *INPUT_FIELDS) if fields[name]}
+        meaning = {name: fields[name] for name in ("kind", *INPUT_FIELDS) if fields[name]}
         if self.inputs.tokenizer:
-            known["tokenizer"] = Path(self.inputs.tokenizer).name
-        return known
+            meaning["tokenizer"] = Path(self.inputs.tokenizer).name
+        return meaning
 
     def forward(self, examples: Tensor) -> Tensor:
         """Logits (N, C) of examples, a tensor or a NumPy array."""
@@ -278,14 +279,14 @@ class TrainedModel(nn.Module):
 
     def _check(self, examples: Tensor) -> None:
         """Raise ConfigError for examples of another shape, type or range."""
-        many = self.inputs.many
+        plural = self.inputs.many
         if tuple(examples.shape[1:]) != self.input_shape:
             shape = ", ".join(map(str, self.input_shape))
             noun = "example"
-            if many == "images":
+            if plural == "images":
                 noun = "image"
             raise ConfigError(
-                f"{many} must be (N, {shape}), not {tuple(examples.shape)}; for a single {noun}, "
+                f"{plural} must be (N, {shape}), not {tuple(examples.shape)}; for a single {noun}, "
                 f"pass {noun}[None]"
             )
         if self.inputs.vocabulary:
@@ -293,7 +294,7 @@ class TrainedModel(nn.Module):
         elif self.pixels == "uint8":
             self._check_pixels(examples)
         elif not examples.is_floating_point():
-            raise ConfigError(f"{many} are {examples.dtype}; pass floats, as in the run's data")
+            raise ConfigError(f"{plural} are {examples.dtype}; pass floats, as in the run's data")
 
     def _check_token_ids(self, ids: Tensor) -> None:
         if ids.is_floating_point() or ids.dtype == torch.bool:

@@ -80,9 +80,9 @@ def measured_of(events: Sequence[Event], about: Mapping[str, Any]) -> Measured |
     numbers: dict[int, Mapping[str, Any]] = {}
     for event in events:
         if event["event"] == "round":
-            found = _numbers_of(event, name)
-            if found.get("accuracy") is not None:
-                numbers[event["round"]] = found
+            round_numbers = _numbers_of(event, name)
+            if round_numbers.get("accuracy") is not None:
+                numbers[event["round"]] = round_numbers
     if not numbers and name.startswith("client "):
         numbers = _numbers_of_client(events, name, about.get("own_after", ()))
     if not numbers:
@@ -98,9 +98,9 @@ def measured_of(events: Sequence[Event], about: Mapping[str, Any]) -> Measured |
 
 def _numbers_of(event: Event, name: str) -> Mapping[str, Any]:
     """A model's numbers in a round: under its name, or those of the round if it is for all."""
-    named: Mapping[str, Any] | None = event.get("others", {}).get(name)
-    if named:
-        return named
+    own_numbers: Mapping[str, Any] | None = event.get("others", {}).get(name)
+    if own_numbers:
+        return own_numbers
     if of_some_clients(name):
         return {}
     return event

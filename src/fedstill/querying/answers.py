@@ -187,14 +187,14 @@ def raised_by(prepared: Prepared, client: int, params: Tensors) -> dict[int, Why
     rule = rule_of(settings, prepared.sites.all_counts())
     assert rule is not None
     view = prepared.sites.view(client, Stage(1, 0, FIT, (client,)))
-    why = why_asked(rule, params, view)
-    query = picked(rule, client, list(why))
+    reasons_by_class = why_asked(rule, params, view)
+    query = picked(rule, client, list(reasons_by_class))
     if not query:
         raise ConfigError(
             f"client {client} has no reason to ask: {_by(settings)}; name the classes with "
             "--classes"
         )
-    return {c: why[c] for c in query}
+    return {c: reasons_by_class[c] for c in query}
 
 
 def _by(settings: Settings) -> str:
@@ -293,6 +293,7 @@ def ask(
     folder: Path,
     client: int,
     query: Sequence[int] | Mapping[str, Any],
+    *,
     changes: Mapping[str, Any] | None = None,
     teachers: Sequence[Path] = (),
     data: Dataset | None = None,
@@ -315,10 +316,12 @@ def ask(
     assert isinstance(method, QKT)
     guests = tuple(_guest(path, prepared) for path in teachers)
     prepared, models, sizes = by_now(prepared, folder, client, later or Later())
-    why: dict[int, Why] = {}
+    reasons_by_class: dict[int, Why] = {}
     if isinstance(query, Mapping):
-        why = raised_by(prepared, client, models[client])
-    prepared = with_query_of(prepared, client, tuple(why) or queries_of(prepared.world)[client])
+        reasons_by_class = raised_by(prepared, client, models[client])
+    prepared = with_query_of(
+        prepared, client, tuple(reasons_by_class) or queries_of(prepared.world)[client]
+    )
     world = _world(prepared, guests)
     classes = queries_of(world)[client]
 
@@ -330,7 +333,7 @@ def ask(
         for teacher, params in all_models.items()
         if teacher != client
     }
-    used = [teacher for teacher, shown in probe.items() if method.useful(shown, classes)]
+    used = [teacher for teacher, probe_mean in probe.items() if method.useful(probe_mean, classes)]
     params = models[client]
     if used:
         params = _learn(prepared, world, method, all_models, sizes)[client]
@@ -351,7 +354,7 @@ def ask(
         after=_accuracies(prepared, spec, params),
         model=spec,
         params=params,
-        why=why,
+        why=reasons_by_class,
         new=later.examples if later else 0,
     )
 
@@ -366,22 +369,22 @@ def _experiment(
             f"{folder} has no models that clients trained alone; run method = 'local_only', then "
             "ask"
         )
-    asked: dict[str, Any] = {"classes": {str(client): tuple(query)}}
+    query_keys: dict[str, Any] = {"classes": {str(client): tuple(query)}}
     if isinstance(query, Mapping):
-        asked = {"draw": "all", **query}
-    _check_changes(changes, asked)
+        query_keys = {"draw": "all", **query}
+    _check_changes(changes, query_keys)
     tree = {
         **run.tree,
         "rounds": 1,
         "method": {"name": "qkt"},
         "topology": {"kind": "peer_to_peer", "students": (client,), "clients": run.clients},
-        "query": {"fewer_than": run.table(QueryTable).fewer_than, **asked},
+        "query": {"fewer_than": run.table(QueryTable).fewer_than, **query_keys},
         "plan": {FIT: as_table(run.plans[FIT])},
     }
     return from_tree(tree, {}, folder).with_values({"reuse": False, **changes}, COMMAND_LINE)
 
 
-def _check_changes(changes: Mapping[str, Any], asked: Iterable[str]) -> None:
+def _check_changes(changes: Mapping[str, Any], query_keys: Iterable[str]) -> None:
     """Raise ConfigError for a change of anything but QKT, its plans and the rules of queries, and
     for keys of ``[query]`` that the query itself sets.
     """
@@ -393,18 +396,21 @@ def _check_changes(changes: Mapping[str, Any], asked: Iterable[str]) -> None:
                 f"-s {key}: a query sets fields of QKT and its plans (method.query_weight, "
                 "plan.transfer.epochs); all else is as in the run"
             )
-        if table == "query" and field.partition(".")[0] in asked:
+        if table == "query" and field.partition(".")[0] in query_keys:
             raise ConfigError(f"-s {key}: the other options set it; leave it out")
 
 
 def _guest(path: Path, prepared: Prepared) -> Guest:
     spec, params = read_model(path)
-    own = prepared.world.server_model
-    if spec.classes != own.classes:
-        raise ConfigError(f"teacher {path} knows {spec.classes} classes, the run has {own.classes}")
-    if spec.input_shape != own.input_shape:
+    run_model = prepared.world.server_model
+    if spec.classes != run_model.classes:
         raise ConfigError(
-            f"teacher {path} takes examples of {spec.input_shape}, the run's are {own.input_shape}"
+            f"teacher {path} knows {spec.classes} classes, the run has {run_model.classes}"
+        )
+    if spec.input_shape != run_model.input_shape:
+        raise ConfigError(
+            f"teacher {path} takes examples of {spec.input_shape}, the run's are "
+            f"{run_model.input_shape}"
         )
     return Guest(path.name, spec, params)
 

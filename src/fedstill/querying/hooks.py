@@ -93,11 +93,11 @@ class QueriesAtServer(RoundHook):
     ) -> State:
         if stage.name != FIT:
             return state
-        asked = torch.zeros(world.clients, world.classes, dtype=torch.int8)
+        query_matrix = torch.zeros(world.clients, world.classes, dtype=torch.int8)
         for reply in accepted:
             query = query_raised(self.asking, reply.client, reply.content, stage)
-            asked[reply.client, list(query)] = 1
-        return state.next(groups={ASKED: asked})
+            query_matrix[reply.client, list(query)] = 1
+        return state.next(groups={ASKED: query_matrix})
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class QueriesAtClient(ClientHook):
         """``why_asked``: by class, as text, why the client has reason to ask for it."""
         if stage.name != FIT:
             return {}
-        why = why_asked(self.asking, params, view)
-        return {WHY: {str(label): reason for label, reason in why.items()}}
+        reasons_by_class = why_asked(self.asking, params, view)
+        return {WHY: {str(label): reason for label, reason in reasons_by_class.items()}}
 
     def cache_key(self, stage: Stage) -> str:
         """The rule decides what is sent in the stage ``fit`` alone."""
@@ -177,10 +177,10 @@ def why_asked(asking: Asking, params: Tensors, view: View) -> dict[int, Why]:
             right=torch.bincount(labels[is_right], minlength=classes),
             held=torch.bincount(labels, minlength=classes),
         )
-    why = reasons(asking, view.client, standing)
+    reasons_by_class = reasons(asking, view.client, standing)
     if not asking.discreet:
-        return why
-    return {label: without_numbers(reason) for label, reason in why.items()}
+        return reasons_by_class
+    return {label: without_numbers(reason) for label, reason in reasons_by_class.items()}
 
 
 # ---- what the journal gets -----------------------------------------------------------------------
@@ -213,7 +213,9 @@ class RunQueries(Observer):
         if settings.table(QueryTable).by is not None and sites.split is not None:
             reasons = reasons_before(settings, world, sites.all_counts)
             for client, by_class in reasons.items():
-                self._why[client] = {str(label): dict(why) for label, why in by_class.items()}
+                self._why[client] = {
+                    str(label): dict(class_reasons) for label, class_reasons in by_class.items()
+                }
 
     def start_fields(self) -> Fields:
         """``queries``: those that are known before the run; ``why_asked``: why, where a config says
@@ -223,7 +225,9 @@ class RunQueries(Observer):
             return {}
         fields: Fields = {"queries": {str(c): list(query) for c, query in self._queries.items()}}
         if self._why:
-            fields[WHY] = {str(client): why for client, why in self._why.items()}
+            fields[WHY] = {
+                str(client): reasons_by_class for client, reasons_by_class in self._why.items()
+            }
         return fields
 
     def client_fields(self, event: Event, result: StageResult) -> Fields:

@@ -107,31 +107,34 @@ def reasons(asking: Asking, client: int, standing: Standing) -> dict[int, Why]:
     {1: {'lack': 0}, 2: {'accuracy': 0.3333, 'held_out': 6}}
     """
     counts = standing.counts.tolist()
-    why: dict[int, Why] = {c: {} for c in range(len(counts))}
+    reasons_by_class: dict[int, Why] = {c: {} for c in range(len(counts))}
     if "lack" in asking.by:
         for c, count in enumerate(counts):
             if count < asking.fewer_than:
-                why[c]["lack"] = count
+                reasons_by_class[c]["lack"] = count
     if "accuracy" in asking.by:
         for c, (right, held_out) in enumerate(_measured(client, standing)):
             if held_out > 0 and right / held_out < asking.accuracy_under:
-                why[c] |= {"accuracy": round(right / held_out, 4), "held_out": held_out}
+                reasons_by_class[c] |= {
+                    "accuracy": round(right / held_out, 4),
+                    "held_out": held_out,
+                }
     if "need" in asking.by:
         for c in asking.needs.get(client, ()):
-            why[c] |= {"need": 1}
-    return {c: w for c, w in why.items() if w}
+            reasons_by_class[c] |= {"need": 1}
+    return {c: w for c, w in reasons_by_class.items() if w}
 
 
-def without_numbers(why: Why) -> Why:
+def without_numbers(class_reasons: Why) -> Why:
     """The reasons alone.
 
     >>> without_numbers({"lack": 12, "accuracy": 0.25, "held_out": 8})
     {'lack': None, 'accuracy': None}
     """
-    return dict.fromkeys((reason for reason in TRIGGERS if reason in why), None)
+    return dict.fromkeys((reason for reason in TRIGGERS if reason in class_reasons), None)
 
 
-def because(why: Mapping[str, float | None]) -> str:
+def because(class_reasons: Mapping[str, float | None]) -> str:
     """Why a class is asked for, in words; empty for no reason.
 
     >>> because({"lack": 12}), because({"accuracy": 0.25, "held_out": 8, "need": 1})
@@ -140,11 +143,13 @@ def because(why: Mapping[str, float | None]) -> str:
     'has few examples; is often wrong'
     """
     phrases = []
-    if "lack" in why:
-        phrases.append(_lack_in_words(why["lack"]))
-    if "accuracy" in why:
-        phrases.append(_accuracy_in_words(why["accuracy"], why.get("held_out") or 0))
-    if "need" in why:
+    if "lack" in class_reasons:
+        phrases.append(_lack_in_words(class_reasons["lack"]))
+    if "accuracy" in class_reasons:
+        phrases.append(
+            _accuracy_in_words(class_reasons["accuracy"], class_reasons.get("held_out") or 0)
+        )
+    if "need" in class_reasons:
         phrases.append("will need it")
     return "; ".join(phrases)
 
@@ -200,18 +205,21 @@ def drawn(asking: Asking, counts: Tensor) -> ClassesByClient:
     {0: (1,), 1: (0,)}
     """
     rule = replace(asking, offered=offers(counts))
-    asked = {
-        c: picked(rule, c, list(reasons(rule, c, Standing(own)))) for c, own in enumerate(counts)
+    queries = {
+        c: picked(rule, c, list(reasons(rule, c, Standing(client_counts))))
+        for c, client_counts in enumerate(counts)
     }
-    return {client: classes for client, classes in asked.items() if classes}
+    return {client: classes for client, classes in queries.items() if classes}
 
 
 def offers(counts: Tensor) -> ClassesByClient:
     """For each client the classes of which another one has an example, from label counts (clients,
     C).
     """
-    others = counts.sum(0) - counts
-    return {client: tuple(row.nonzero().flatten().tolist()) for client, row in enumerate(others)}
+    peer_counts = counts.sum(0) - counts
+    return {
+        client: tuple(row.nonzero().flatten().tolist()) for client, row in enumerate(peer_counts)
+    }
 
 
 def check_queries(
@@ -244,14 +252,14 @@ def check_unseen(queries: Mapping[int, Sequence[int]], classes: int) -> ClassesB
     """The same of real sites, whose label counts nobody sees; raises ConfigError for a class that
     does not exist.
     """
-    for client, wanted in sorted(queries.items()):
-        for c in wanted:
+    for client, query in sorted(queries.items()):
+        for c in query:
             if not 0 <= c < classes:
                 raise ConfigError(
                     f"query of client {client}: there is no class {c}; classes are 0 to "
                     f"{classes - 1}"
                 )
-    return {client: tuple(sorted(set(wanted))) for client, wanted in queries.items()}
+    return {client: tuple(sorted(set(query))) for client, query in queries.items()}
 
 
 def _refuse(client: int, c: int, counts: Tensor, fewer_than: int | None) -> None:

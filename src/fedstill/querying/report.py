@@ -493,7 +493,7 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
     turn, place = divmod(index, len(COLOURS))
     colour = COLOURS[place]
     name = f"client {client}"
-    after = new_trace(
+    trained = new_trace(
         "scatter",
         mode="lines",
         legendgroup=name,
@@ -503,7 +503,7 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
         y=[rounded(score) for score in scores],
         line={"color": colour, "dash": NOT_DOTTED[turn % len(NOT_DOTTED)]},
     )
-    before = new_trace(
+    trained_alone = new_trace(
         "scatter",
         mode="lines",
         legendgroup=name,
@@ -514,7 +514,7 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
         line={"color": colour, "dash": "dot", "width": 1},
         showlegend=False,
     )
-    return [after, before]
+    return [trained, trained_alone]
 
 
 def _map(rows: Sequence[Sequence[float]], names: Sequence[str], classes: Sequence[str]) -> Figure:

@@ -52,8 +52,8 @@ def with_asking(settings: Settings, world: RunWorld, table: Callable[[], Tensor]
 
 def with_known_queries(world: RunWorld, by_client: Mapping[int, tuple[int, ...]]) -> RunWorld:
     """The world in which there are these queries, and clients raise none in the run."""
-    others = {kind: record for kind, record in world.extensions.items() if kind is not Asking}
-    return replace(world, extensions=others).extend(Queries(by_client))
+    extensions = {kind: record for kind, record in world.extensions.items() if kind is not Asking}
+    return replace(world, extensions=extensions).extend(Queries(by_client))
 
 
 def rule_of(settings: Settings, counts: Tensor) -> Asking | None:
@@ -94,8 +94,8 @@ def reasons_before(
     queries = queries_of(world)
     reasons_by_client = {}
     for client, query in queries.items():
-        why = reasons(asking, client, Standing(counts[client]))
-        reasons_by_client[client] = {label: why[label] for label in query}
+        reasons_by_class = reasons(asking, client, Standing(counts[client]))
+        reasons_by_client[client] = {label: reasons_by_class[label] for label in query}
     return reasons_by_client
 
 

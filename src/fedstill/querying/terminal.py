@@ -53,14 +53,16 @@ def who_asks(prepared: Prepared) -> tuple[str, list[tuple[str, str, str]]]:
     if asking is not None:
         return _raised_in_the_run(prepared, asking), []
 
-    why = reasons_before(prepared.settings, world, prepared.sites.all_counts)
+    reasons_by_client = reasons_before(prepared.settings, world, prepared.sites.all_counts)
     classes = prepared.dataset.classes
     rows = []
     queries = queries_of(world)
     for client, query in sorted(queries.items())[:MOST_ASKERS]:
         reason = "written in the config"
-        if why:
-            reason = "; ".join(f"{classes[c]}: {because(why[client][c])}" for c in query)
+        if reasons_by_client:
+            reason = "; ".join(
+                f"{classes[c]}: {because(reasons_by_client[client][c])}" for c in query
+            )
         rows.append((f"{client}", ", ".join(classes[c] for c in query), reason))
     omitted = len(queries) - len(rows)
     sentence = ""
@@ -109,10 +111,10 @@ def _growing(arrival: Arrival) -> str:
 
 def answer_tables(answer: Answer) -> Iterator[RenderableType]:
     """The teachers, the classes, and the measures."""
-    asked = ", ".join(f"{c} ({answer.classes[c]})" for c in answer.query)
-    yield Text(f"client {answer.client} asks for {asked}", style="bold")
-    for c, why in answer.why.items():
-        yield Text(f"  {c} ({answer.classes[c]}): {because(why)}")
+    query_text = ", ".join(f"{c} ({answer.classes[c]})" for c in answer.query)
+    yield Text(f"client {answer.client} asks for {query_text}", style="bold")
+    for c, class_reasons in answer.why.items():
+        yield Text(f"  {c} ({answer.classes[c]}): {because(class_reasons)}")
     if answer.new:
         yield Text(f"Before it asked it trained alone again, with {answer.new:,} new examples.")
     yield Text(
@@ -175,22 +177,25 @@ def _classes(answer: Answer) -> Iterator[list[str]]:
             role = "own"
         else:
             continue
-        before = answer.before[c]
-        after = answer.after[c]
-        change = f"{100 * (after - before):+.1f}"
-        yield [f"{c} {name}", role, _percent(before), _percent(after), change]
+        accuracy_before = answer.before[c]
+        accuracy_after = answer.after[c]
+        change = f"{100 * (accuracy_after - accuracy_before):+.1f}"
+        yield [f"{c} {name}", role, _percent(accuracy_before), _percent(accuracy_after), change]
 
 
 def _measures(answer: Answer) -> list[list[str]]:
-    before = answer.before
-    after = answer.after
+    accuracies_before = answer.before
+    accuracies_after = answer.after
     rows = []
     measures = {"average accuracy": average_accuracy, "uniform accuracy": uniform_accuracy}
     for name, measure in measures.items():
-        values = [measure(model, answer.own, answer.query) for model in (before, after)]
+        values = [
+            measure(model, answer.own, answer.query)
+            for model in (accuracies_before, accuracies_after)
+        ]
         rows.append([name, *map(_percent, values)])
-    gain = query_accuracy_gain(before, after, answer.query)
-    lost = query_forgetting(before, after, answer.own)
+    gain = query_accuracy_gain(accuracies_before, accuracies_after, answer.query)
+    lost = query_forgetting(accuracies_before, accuracies_after, answer.own)
     return [
         *rows,
         ["gain on the classes asked for", "", f"{100 * gain:+.1f}"],
@@ -277,8 +282,8 @@ def query(
         run,
         student_number,
         request,
-        parse_overrides(set_),
-        [Path(teacher) for teacher in teachers],
+        changes=parse_overrides(set_),
+        teachers=[Path(teacher) for teacher in teachers],
         later=Later(student, new),
     )
     screen = terminal.console()
