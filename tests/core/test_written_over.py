@@ -13,7 +13,7 @@ import pytest
 import toys
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError
-from fedstill.core.files import MODEL, ONNX, PAGE, PROGRAM, Kind, refuse_other_kind
+from fedstill.core.files import MODEL, ONNX, PAGE, PROGRAM, Kind, check_other_kind
 from fedstill.running.runner import run
 
 CONFIG = b"rounds = 1\n"
@@ -103,4 +103,4 @@ BYTES: dict[str, Callable[[Path], object]] = {
 def test_what_is_no_plain_file_is_not_written_over(make: str, kind: Kind, tmp_path: Path) -> None:
     BYTES[make](tmp_path / f"it{kind.ending}")
     with pytest.raises(ConfigError, match="is there and is not"):
-        refuse_other_kind(tmp_path / f"it{kind.ending}", kind)
+        check_other_kind(tmp_path / f"it{kind.ending}", kind)

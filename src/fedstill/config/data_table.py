@@ -15,7 +15,7 @@ from fedstill.config.validation import WrongConfig, contradiction, validated
 from fedstill.core import registry
 from fedstill.core.errors import on_one_line
 from fedstill.core.fields import shown
-from fedstill.core.files import refuse_windows_path
+from fedstill.core.files import check_windows_path
 from fedstill.data.dataset import (
     DEFAULT_TEXT_LENGTH,
     PLURALS,
@@ -37,7 +37,7 @@ def absolute_path(path: str, base: Path | None, key: str) -> Path:
 
     Raises ConfigError for the key if the text cannot be a path. The path may be absent.
     """
-    refuse_windows_path(path, key)
+    check_windows_path(path, key)
     try:
         absolute = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
         absolute.exists()  # fails for texts that no path can have
@@ -64,7 +64,7 @@ def resolved_data_name(name: str, base: Path | None, key: str, folder: str = "")
         )
     if name in registry.names("dataset"):
         return name
-    refuse_windows_path(name, key)
+    check_windows_path(name, key)
     path, colon, attribute = name.partition(":")
     absolute = absolute_path(path, base, key)
     if _is_path(path, absolute, folder):

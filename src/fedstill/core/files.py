@@ -197,7 +197,7 @@ def named_path(given: Path | str) -> Path:
     """A path as a person names it, ``~`` as the home folder; raises ConfigError for a home folder
     that is not there, and for a path of Windows.
     """
-    refuse_windows_path(given)
+    check_windows_path(given)
     try:
         return Path(given).expanduser()
     except RuntimeError as error:
@@ -212,10 +212,10 @@ WINDOWS_PATH = re.compile(r"([A-Za-z]):([\\/\b\f\n\r\t].*)", re.DOTALL)
 ESCAPES = {"\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
-def refuse_windows_path(given: Path | str, key: str = "") -> None:
+def check_windows_path(given: Path | str, key: str = "") -> None:
     """Raise ConfigError for an absolute path of Windows; ``key``: the key of a config that has it.
 
-    >>> refuse_windows_path("data.csv")
+    >>> check_windows_path("data.csv")
     """
     text = str(given)
     match = WINDOWS_PATH.fullmatch(text)
@@ -353,7 +353,7 @@ OF_TABLES = {".csv": CSV, ".md": MARKDOWN, ".tex": LATEX}
 """The kinds of a comparison's tables, by how their names end."""
 
 
-def refuse_other_kind(path: Path | None, kind: Kind) -> None:
+def check_other_kind(path: Path | None, kind: Kind) -> None:
     """Raise ConfigError if there is something that is not of this kind, so that a wrong name costs
     nobody a file.
 
@@ -382,5 +382,5 @@ def write_over(path: Path, data: bytes, kind: Kind) -> None:
     """Write a file whole, as ``write_whole`` does; raises ConfigError over one that is not of this
     kind.
     """
-    refuse_other_kind(path, kind)
+    check_other_kind(path, kind)
     write_whole(path, data)

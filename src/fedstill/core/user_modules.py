@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from fedstill.core.errors import USER, ConfigError, FedstillError, UnknownName
-from fedstill.core.files import digest, refuse_windows_path
+from fedstill.core.files import check_windows_path, digest
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def module_of_name(name: str, kind: str) -> ModuleType:
     """The installed module of ``"package.module:Thing"``; raises ConfigError if it cannot be
     imported, and for a path of Windows, which has a colon, too.
     """
-    refuse_windows_path(name, kind)
+    check_windows_path(name, kind)
     module, _, _ = name.partition(":")
     return imported(module, lambda: importlib.import_module(module))
 

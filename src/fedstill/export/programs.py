@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from fedstill.core.errors import ConfigError, FedstillError, on_one_line
-from fedstill.core.files import ONNX, PROGRAM, make_folder, refuse_other_kind, write_over
+from fedstill.core.files import ONNX, PROGRAM, check_other_kind, make_folder, write_over
 from fedstill.export.trained_model import OnlyCallable, TrainedModel
 
 # ---- torch.export and ONNX -----------------------------------------------------------------------
@@ -59,7 +59,7 @@ def write_program(model: TrainedModel, path: Path) -> float:
     Returns the largest difference of its logits, as ``furthest`` does. Raises ConfigError if
     another kind of file is in the way.
     """
-    refuse_other_kind(path, PROGRAM)
+    check_other_kind(path, PROGRAM)
     program = exported(model, model.noise(2))
     difference = furthest(model, program.module())
     out = io.BytesIO()
@@ -78,7 +78,7 @@ def write_onnx(model: TrainedModel, path: Path) -> float | None:
     largest difference of its logits in onnxruntime, or None if that is not installed. Raises
     ConfigError without onnx and onnxscript, and if another kind of file is in the way.
     """
-    refuse_other_kind(path, ONNX)
+    check_other_kind(path, ONNX)
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401

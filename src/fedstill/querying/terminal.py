@@ -248,7 +248,7 @@ def query(
             plan.transfer.epochs=10. May be repeated.
     """
     from fedstill.config.overrides import parse_overrides
-    from fedstill.core.files import MODEL, refuse_other_kind
+    from fedstill.core.files import MODEL, check_other_kind
     from fedstill.data.sources import load_dataset
     from fedstill.models.model_file import save_model
     from fedstill.querying import terminal as answer
@@ -264,7 +264,7 @@ def query(
         raise ConfigError("--by accuracy and --under go together, e.g. --by accuracy --under 0.6")
     if ("need" in by) != bool(need):
         raise ConfigError("--by need and --need go together, e.g. --by need --need 7,9")
-    refuse_other_kind(out, MODEL)
+    check_other_kind(out, MODEL)
     student_number = client_number(run, client)
     request: Sequence[int] | dict[str, Any]
     if by:

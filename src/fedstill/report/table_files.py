@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.files import OF_TABLES, as_named, make_folder, refuse_other_kind, write_whole
+from fedstill.core.files import OF_TABLES, as_named, check_other_kind, make_folder, write_whole
 from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.report.summary import NONE, Column, best_first, columns, rows
 from fedstill.running.journal import VERSIONS, read_journal
@@ -63,7 +63,7 @@ def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> 
     }
     make_folder(folder)
     for name in texts:
-        refuse_other_kind(folder / name, OF_TABLES[Path(name).suffix])
+        check_other_kind(folder / name, OF_TABLES[Path(name).suffix])
     for name, text in texts.items():
         write_whole(folder / name, text.encode())
     return [folder / name for name in texts]

@@ -126,7 +126,7 @@ def clear(folder: Path) -> None:
     Raises RunExists, and deletes nothing, if it holds anything else, or files of these names that
     are no run's.
     """
-    written = refuse_foreign(folder)
+    written = check_foreign(folder)
     # from now on nobody can go on with it, and until the last file all can be deleted
     remove(folder / "config.toml")
     for name, path in sorted(written, key=lambda each: each[0] == "journal.jsonl"):
@@ -134,7 +134,7 @@ def clear(folder: Path) -> None:
             path.rmdir() if path.is_dir() else remove(path)
 
 
-def refuse_foreign(folder: Path) -> list[tuple[str, Path]]:
+def check_foreign(folder: Path) -> list[tuple[str, Path]]:
     """What is in a directory, if fedstill wrote it as a run's; raises RunExists if it holds
     anything else.
     """
@@ -235,10 +235,10 @@ def new_directory(settings: Settings, out: Path | None, overwrite: bool = False)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             if overwrite:
-                refuse_foreign(out)  # before there is a lock in it
+                check_foreign(out)  # before there is a lock in it
                 with locked(out):
                     clear(out)
-            refuse_used(out)
+            check_used(out)
             return out
         base.parent.mkdir(parents=True, exist_ok=True)
         return next(
@@ -251,7 +251,7 @@ def new_directory(settings: Settings, out: Path | None, overwrite: bool = False)
         raise ConfigError(*(f"{text}; {todo}" for todo in OTHER)) from error
 
 
-def refuse_used(folder: Path) -> None:
+def check_used(folder: Path) -> None:
     """Raise RunExists if a directory holds anything; what a killed process left of its first write
     does not count.
     """

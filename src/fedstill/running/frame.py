@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.core.errors import ConfigError, UnknownName
-from fedstill.core.files import RUN_TABLE, as_named, named_path, refuse_other_kind, write_over
+from fedstill.core.files import RUN_TABLE, as_named, check_other_kind, named_path, write_over
 from fedstill.metrics.values import Values
 from fedstill.running.directory import readable
 from fedstill.running.journal import Event, read_journal, without_garbage_collection
@@ -325,7 +325,7 @@ def write_run_tables(run: Path, kind: str, folder: Path) -> Iterator[tuple[Path,
         )
     paths = {name: folder / f"{name}.{kind}" for name in frames}
     for path in paths.values():
-        refuse_other_kind(path, RUN_TABLE)
+        check_other_kind(path, RUN_TABLE)
     for name, frame in frames.items():
         data = (
             frame.to_parquet(index=False)

@@ -22,9 +22,9 @@ from fedstill.data.sources import from_python
 from fedstill.data.sources.in_memory import is_by_client
 from fedstill.running.directory import (
     HOLDER,
+    check_used,
     locked,
     new_directory,
-    refuse_used,
     settings_of,
 )
 from fedstill.running.driver import Driver, check_calls, place_of, remote_engine
@@ -128,7 +128,7 @@ def run(
     """
     dataset = None if data is None else dataset_of(experiment, data)
     settings = settle(experiment if dataset is None else with_data(experiment, dataset))
-    _refuse_debug(debug, settings)
+    _check_debug(debug, settings)
     place = "here"
     if grid is None:
         place = place_of(settings)
@@ -154,7 +154,7 @@ def run(
     if remote is not None and place == "federation":
         return remote.submit(settings, folder, False, watch or Quiet())
     with locked(folder):
-        refuse_used(folder)
+        check_used(folder)
         sweep(folder)
         write_whole(folder / "config.toml", prepared.settings.toml.encode())
         driver = Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)
@@ -187,7 +187,7 @@ def resume(
     settings = settings_of(folder, **live)
     check_checkpoints(folder)
     dataset = None if data is None else read_in_memory(settings, data)
-    _refuse_debug(debug, settings)
+    _check_debug(debug, settings)
     place = place_of(settings)
     remote = remote_engine(settings)
     unfinished = not (folder / "summary.json").is_file()
@@ -232,7 +232,7 @@ def _say_if_stopped_early(result: Result) -> None:
         )
 
 
-def _refuse_debug(debug: bool, settings: Settings) -> None:
+def _check_debug(debug: bool, settings: Settings) -> None:
     if debug and settings.engine == "flower":
         raise ConfigError(
             "debug: clients on Flower keep their tracebacks; debug a run with engine = 'serial'"
