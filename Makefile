@@ -33,7 +33,7 @@ slow: .venv/ready
 
 lint: .venv/ready
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
-	.venv/bin/python tools/house.py
+	.venv/bin/python tools/house.py --gates
 	.venv/bin/python tools/public_api.py
 	.venv/bin/python tools/docs_lint.py
 

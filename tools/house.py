@@ -197,7 +197,11 @@ RUFF_RULES = (
         key="PLR0917", heading="functions with more than 5 positional parameters (PLR0917)", gate=0
     ),
 )
-"""Rules of ruff over the whole repository; the limits themselves are in ``pyproject.toml``."""
+"""Rules of ruff over the whole repository; the limits themselves are in ``pyproject.toml``.
+
+Their counts may not rise, but ``--gates`` does not ask for 0: a command of the command line has a
+parameter for each of its options.
+"""
 
 PACKAGES_OF_FORMULAS = frozenset({"losses", "metrics", "methods"})
 """Formulas are long statements and still read well: ceilings hold in these packages, and no
@@ -564,11 +568,13 @@ def _figure(key: str) -> Figure:
 
 
 def above_gates(rates: Ceilings) -> list[str]:
-    """One line for each figure that does not meet its gate."""
+    """One line for each figure of the table that does not meet its gate."""
     lines = []
     for row, row_rates in rates.items():
         for key, rate in row_rates.items():
             figure = _figure(key)
+            if figure in RUFF_RULES:
+                continue
             applies = row == TOTAL or (figure.gate_by_package and row not in PACKAGES_OF_FORMULAS)
             if applies and not figure.meets_gate(rate):
                 lines.append(

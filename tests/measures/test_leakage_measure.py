@@ -24,7 +24,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
 from fedstill.losses import standardize
 from fedstill.measures.base import Measure, Numbers
-from fedstill.measures.choice import MeasuredRun, measures, misfit
+from fedstill.measures.choice import MeasuredRun, measures, unsuited_measures
 from fedstill.measures.context import EvaluationContext
 from fedstill.metrics.membership import attack, confidences, likelihood_ratios
 from fedstill.privacy import leakage
@@ -298,7 +298,7 @@ def test_what_is_neither_a_model_nor_logits_is_refused_by_name(sends: Method, wo
     ready = prepare(settle(toys.toy("fedavg")), toys.blobs())
     schedule = replace(ready.settings.schedule, method=sends)
     setting = MeasuredRun(schedule, "mine", schedule(1, ready.world), ready.world)
-    problem = misfit(measures(["leakage"]), setting)
+    problem = unsuited_measures(measures(["leakage"]), setting)
     assert problem.startswith("measure leakage: ")
     assert "method mine " in problem
     assert words in problem

@@ -27,7 +27,7 @@ from fedstill.core.registry import register
 from fedstill.data.inputs import Inputs
 from fedstill.flower.site_settings import code_in
 from fedstill.measures.base import Measure, Numbers
-from fedstill.measures.choice import MeasuredRun, measures, misfit
+from fedstill.measures.choice import MeasuredRun, measures, unsuited_measures
 from fedstill.measures.context import EvaluationContext
 from fedstill.measures.features import directions
 from fedstill.metrics.local_models import by_epoch
@@ -427,10 +427,10 @@ def test_outside_of_a_simulation_clients_data_cannot_be_looked_at(name: str) -> 
     setting = MeasuredRun(
         schedule, "fedavg", schedule(1, ready.world), ready.world, simulated=False
     )
-    problem = misfit(measures([name]), setting)
+    problem = unsuited_measures(measures([name]), setting)
     assert problem.startswith(f"measure {name}: ")
     assert "flower.data = 'sites'" in problem
-    assert misfit(measures(["alignment", "local"]), setting) == ""
+    assert unsuited_measures(measures(["alignment", "local"]), setting) == ""
 
 
 def one_by_one(setting: MeasuredRun) -> MeasuredRun:
@@ -450,9 +450,9 @@ def test_without_a_test_set_nothing_can_be_looked_at_but_what_clients_send() -> 
     for name in MEASURES:
         if name not in WITH_REPLIES and name not in ON_CIRCLE:
             fitting = one_by_one(setting) if name == "chain" else setting
-            problem = misfit(measures([name]), fitting)
+            problem = unsuited_measures(measures([name]), fitting)
             assert problem.startswith(f"measure {name}: it needs a common test set")
-    assert misfit(measures(sorted(WITH_REPLIES)), setting) == ""
+    assert unsuited_measures(measures(sorted(WITH_REPLIES)), setting) == ""
 
 
 def test_a_site_runs_no_measure_that_a_server_names_by_file() -> None:

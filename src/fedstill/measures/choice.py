@@ -86,7 +86,7 @@ class MeasuredRun:
     labelled: bool = True
 
 
-def misfit(chosen: Mapping[str, Measure], setting: MeasuredRun) -> str:
+def unsuited_measures(chosen: Mapping[str, Measure], setting: MeasuredRun) -> str:
     """Names the first measure that needs what the method, model or setting lacks, and says what to
     do; empty if all fit.
     """

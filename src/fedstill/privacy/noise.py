@@ -114,7 +114,7 @@ class Privacy(PackageTable):
     )
 
     @model_validator(mode="after")
-    def _refuse_contradictions(self) -> Self:
+    def _check_contradictions(self) -> Self:
         if self.noise > 0 and not self.clip > 0:
             raise contradiction(
                 "privacy.noise",
@@ -134,10 +134,10 @@ class Privacy(PackageTable):
                 "privacy.clip",
                 "is for methods that send logits, gradient_clip for models: set one of them",
             )
-        self._refuse_endless_budget()
+        self._check_endless_budget()
         return self
 
-    def _refuse_endless_budget(self) -> None:
+    def _check_endless_budget(self) -> None:
         key = "noise"
         noise = self.noise
         if self.trains:

@@ -368,7 +368,7 @@ class QueryTable(PackageTable):
         return super().read(values, name)
 
     @model_validator(mode="after")
-    def _refuse_contradictions(self) -> Self:
+    def _check_contradictions(self) -> Self:
         for key in ("classes", "needs"):
             for client in getattr(self, key) or ():
                 if not client.isdecimal():
@@ -382,15 +382,15 @@ class QueryTable(PackageTable):
                 "query.draw", "would draw the classes that [query.classes] names; leave one out"
             )
         if self.by is not None:
-            self._refuse_triggers(self.by)
-        self._refuse_unread()
+            self._check_triggers(self.by)
+        self._check_unread()
         if self.again and not self.asks:
             raise contradiction(
                 "query.again", "is set, and nobody asks; set query.draw, or write [query.classes]"
             )
         return self
 
-    def _refuse_triggers(self, by: tuple[Trigger, ...]) -> None:
+    def _check_triggers(self, by: tuple[Trigger, ...]) -> None:
         """Raise WrongConfig for triggers without what they need."""
         if self.draw == "none":
             raise contradiction(
@@ -412,7 +412,7 @@ class QueryTable(PackageTable):
                 "names 'need': write which classes each client will need, [query.needs] 3 = [7, 9]",
             )
 
-    def _refuse_unread(self) -> None:
+    def _check_unread(self) -> None:
         """Raise WrongConfig for keys that nothing reads."""
         by = self.by or ()
         if self.accuracy_under is not None and "accuracy" not in by:

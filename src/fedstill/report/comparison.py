@@ -208,7 +208,7 @@ def compare(
         raise ConfigError(f"jobs = {jobs} must be at least 1")
     folder = named_path(out) if out else new_folder("compare")
     runs = variants(experiment, folder, methods, seeds, grid)
-    _refuse_lives(runs)
+    _check_lives(runs)
     restored(folder)
     tracked = [track] if isinstance(track, str) else track
     with claimed(folder):
@@ -290,7 +290,7 @@ def _raise_unless_finished(outcomes: Sequence[Outcome], folder: Path) -> None:
         )
 
 
-def _refuse_lives(runs: Sequence[Variant]) -> None:
+def _check_lives(runs: Sequence[Variant]) -> None:
     """Runs are done by other processes, which cannot import what exists in this one only."""
     lives = {name for run in runs for name in run.settings.live_names}
     if lives:

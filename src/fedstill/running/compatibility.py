@@ -39,7 +39,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.views import SiteViews
 from fedstill.engines.vectorised import stacking_obstacle
 from fedstill.measures.base import Measure
-from fedstill.measures.choice import MeasuredRun, measures, misfit
+from fedstill.measures.choice import MeasuredRun, measures, unsuited_measures
 from fedstill.methods.fit import FIT
 from fedstill.methods.ridge import RIDGE, no_linear_head
 from fedstill.models import contract
@@ -478,7 +478,7 @@ def unfit_measure(run: PlannedRun) -> str:
         remembered=run.settings.engine != "flower",
         labelled=has_labelled_public_data(run),
     )
-    return misfit(run.measures, setting)
+    return unsuited_measures(run.measures, setting)
 
 
 # ---- the best round -----------------------------------------------------------------------------
