@@ -253,9 +253,7 @@ def unknown_option(words: Sequence[str]) -> str:
     command = app[words[0]]
     if command.default_command is None:  # a group of commands, such as deploy
         command = command[words[1]]
-    names = {
-        name for argument in command.assemble_argument_collection() for name in argument.names
-    }
+    names = {name for argument in command.assemble_argument_collection() for name in argument.names}
     unknown = [word for word in words if word.startswith("-") and word not in names]
     return f"{words[0]} has no option {unknown[0]}" if unknown else ""
 
