@@ -132,6 +132,13 @@ def test_an_empty_field_is_no_name_whatever_marks_there_are() -> None:
     assert "missing_values" not in str(caught.value)
 
 
+@pytest.mark.parametrize("column", ["dose=mg", "x"])
+def test_a_missing_value_names_its_column_even_if_its_name_has_an_equals_sign(column: str) -> None:
+    name = csv(f"{column},label", "{},0", ",1")
+    with pytest.raises(DataError, match=f"example 1 has no value in column '{column}'"):
+        load_dataset(name)
+
+
 def test_marks_of_missing_values_are_compared_as_numbers_and_as_texts() -> None:
     name = csv("a,b,label", "{},1.5,x", "-999.0,k.A.,y", "{},-999,x", "4,2.5,-999")
     fields: dict[str, Any] = {"missing_values": (-999, "k.A."), "missing": "mean"}

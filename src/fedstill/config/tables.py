@@ -386,9 +386,7 @@ class DataTable(Table):
 
     @property
     def form(self) -> dict[str, Any]:
-        """The keys about what examples are made of, as fields of ``Form``; without those that are
-        unset.
-        """
+        """The keys that are set on what examples are, as fields of ``ReadingOptions``."""
         values = {field: getattr(self, key) for field, key in _FORM_KEYS.items()}
         values["categorical"] = tuple(self.categories.items()) or None
         return {field: value for field, value in values.items() if value is not None}
@@ -408,7 +406,9 @@ _FORM_KEYS = {
     "vocabulary": "vocabulary",
     "length": "length",
 }
-"""The key of ``[data]`` for each field of ``Form``; ``categorical`` has another type there."""
+"""The key of ``[data]`` for each field of ``ReadingOptions``; ``categorical`` has another type
+there.
+"""
 
 
 class ClientsTable(Table):

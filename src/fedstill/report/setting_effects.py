@@ -154,7 +154,7 @@ ABOUT_METHODS = (
 
 @dataclass(frozen=True)
 class Effect:
-    """A measure that is drawn over the number; ``key`` as in ``numbers.COLUMNS``."""
+    """A measure that is drawn over the number; ``key`` as in ``summary.COLUMNS``."""
 
     key: str
     title: str

@@ -1,9 +1,9 @@
 """The numbers of a run, by metric: what every table, figure, tracker and data frame is made of.
 
-``numbers_of`` is the only function that turns a journal's events into numbers. A number has a
-metric, such as ``accuracy`` or ``loss/ce``, and says what it is about: a round, a stage of it, a
-client, a class, a task, an epoch. A number without a client is about the whole federation, and one
-without a stage about the whole round.
+Only this module turns a journal's events into numbers. A number has a metric, such as ``accuracy``
+or ``loss/ce``, and says what it is about: a round, a stage of it, a client, a class, a task, an
+epoch. A number without a client is about the whole federation, and one without a stage about the
+whole round.
 
 A field of an event is a metric of the same name, known or not: a number as it is, a table field by
 field (``divergence/mean_l2``), a list over classes, epochs or tasks as a number for each of them.

@@ -299,7 +299,7 @@ def _settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-# Groups: runs that differ in their seed only, told apart by the settings in which they differ from
+# Groups: runs that differ only in their seed. A label has the settings in which groups differ.
 
 
 UNSET = "–"

@@ -164,13 +164,12 @@ def _checked_splits(path: Path, archive: zipfile.ZipFile) -> dict[str, str]:
     return names
 
 
-def _check_array_names(path: Path, names: Collection[str], members: Sequence[str]) -> None:
-    """Raise DataError for an archive of arrays that lacks one of them."""
-    arrays = sorted(name.removesuffix(".npy") for name in names if name.endswith(".npy"))
-    required = members
-    if "train_images.npy" not in members:
+def _check_array_names(path: Path, members: Collection[str], required: Sequence[str]) -> None:
+    """Raise DataError for an archive of arrays that lacks a required one."""
+    arrays = sorted(name.removesuffix(".npy") for name in members if name.endswith(".npy"))
+    if "train_images.npy" not in required:
         required = ["train_images.npy"]  # the first to add
-    absent = [name.removesuffix(".npy") for name in required if name not in names]
+    absent = [name.removesuffix(".npy") for name in required if name not in members]
     if arrays and absent:
         raise DataError(
             f"{path} has no array {absent[0]!r} among {', '.join(map(repr, arrays))[:200]}; it "

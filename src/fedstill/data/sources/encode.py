@@ -397,7 +397,7 @@ class _Rows:
         place = hint = ""
         if info.features:
             feature = int(np.flatnonzero(np.isnan(self.values[row].reshape(-1)))[0])
-            column = info.features[feature].partition("=")[0]
+            column = _column_of(info.features[feature], info)
             place = f" in column {column!r}"
             hint = missing_text_hint(self.frame, column, row)
         remedy = "'drop' to leave such rows out"
@@ -723,3 +723,9 @@ def _cut_or_filled(numbers: Floats, sizes: NDArray[np.int64], length: int) -> Fl
     row_of_number = np.repeat(np.arange(len(sizes)), sizes)
     rows[row_of_number[fits], places[fits]] = numbers[fits]
     return rows
+
+
+def _column_of(feature: str, info: DatasetInfo) -> str:
+    """The column of a feature: of ``sex=f`` the categorical column ``sex``, else its own name."""
+    categorical = [column for column, _ in info.categories if feature.startswith(f"{column}=")]
+    return max(categorical, key=len, default=feature)
