@@ -397,7 +397,7 @@ class Step(Protocol):
     requested.
     """
 
-    x: Tensor  # (B, channels, H, W) float
+    x: Tensor  # (B, *shape of an input): images (B, channels, H, W), vectors (B, D), series, tokens
     index: Tensor  # (B,) int64, positions in the site's data
     mask: Tensor  # (B,) float, 1 for real examples and 0 for padding
     params: Tensors  # the parameters in training, for penalties

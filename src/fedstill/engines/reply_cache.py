@@ -65,10 +65,7 @@ class StoredReplies:
         identity = {
             "stage": _stage_identity(inputs),
             "work": _work_identity(inputs.work),
-            "model": [
-                repr(view.model),
-                source_digest(registry.lookup("model", view.model.name).target),
-            ],
+            "model": _model_identity(view.model),
             "plan": asdict(inputs.plan) if inputs.plan else None,
             "machine": _machine_identity(),
             "device": _device_identity(view.data.values.device),
