@@ -249,7 +249,7 @@ def test_with_two_others_there_is_no_likelihood_ratio(tmp_path: Path) -> None:
         (
             "toy_logits",
             LOGITS,
-            "method toy_logits does not say what its clients would send of other images' logits",
+            "method toy_logits does not define",
         ),
         (
             "hiper_fedkd",
