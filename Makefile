@@ -35,7 +35,7 @@ lint: .venv/ready
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
 	.venv/bin/python tools/house.py --gates
 	.venv/bin/python tools/public_api.py
-	.venv/bin/python tools/docs_lint.py
+	.venv/bin/python -m tools.docs_lint
 
 # make docs-check: the documentation against its sources; make docs-tables: its generated tables, written anew.
 docs-check docs-tables: export PYTHONUTF8 = 1

@@ -1,9 +1,9 @@
-"""Checks the English of the documents: ``python tools/docs_lint.py``, part of ``make lint``.
+"""Checks the English of the documents: ``python -m tools.docs_lint``, part of ``make lint``.
 
 It reports unknown words, sentences of more than 30 words, and links that lead nowhere, and fails if
-there are any. It reads Markdown pages and the Markdown cells of notebooks; code is left out, and
-the cells of tables may be long. The
-dictionary is pyspellchecker's; ``tools/docs_words.txt`` has the words of our subject.
+there are any. It reads Markdown pages and the Markdown cells of notebooks. It skips code, and does
+not limit the length of table cells, which are not sentences. The dictionary is pyspellchecker's;
+``tools/docs_words.txt`` adds the words of our subject.
 
 ``--count`` prints the number of words of each document instead.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,10 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from spellchecker import SpellChecker
 
+from tools.documents import cells, documents
+from tools.references import broken_links_below
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.documents import cells, documents  # noqa: E402
-from tools.references import broken_links  # noqa: E402
-
 WORDS = ROOT / "tools" / "docs_words.txt"
 LONGEST = 30
 """Words that a sentence may have."""
@@ -38,7 +35,7 @@ POSSESSIVE = re.compile(r"['’]s?$")
 DIRECTIVE = re.compile(r"^::: .*$", re.MULTILINE)
 """A line of the reference that stands for the docstrings of a module."""
 MARKS = {"softbreak": " ", "hardbreak": " ", "code_inline": "`"}
-"""What stands for tokens that are not text; a piece of code counts as one word."""
+"""What stands for tokens that are not text; a piece of code word_counts as one word."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +76,8 @@ def sentences(text: str) -> Iterator[str]:
 def unknown_words(text: str, dictionary: SpellChecker) -> list[str]:
     """The words of a passage that the dictionary lacks.
 
-    Words with a capital letter inside, with digits, or in an address or a file name are left out. A
-    capitalised word may also be in the dictionary's list of names.
+    Words with a capital letter inside or with digits are left out, and so are words in addresses
+    and file names.
     """
     found = []
     for word in WORD.findall(text):
@@ -102,26 +99,26 @@ def faults(root: Path) -> Iterator[str]:
             for word in unknown_words(passage.text, dictionary):
                 yield f"{place}: unknown word {word!r}"
             for sentence in long_sentences(passage):
-                yield f"{place}: a sentence of {words_of(sentence)} words: {sentence}"
-    yield from broken_links()
+                yield f"{place}: a sentence of {word_count(sentence)} words: {sentence}"
+    yield from broken_links_below(root)
 
 
 def long_sentences(passage: Passage) -> list[str]:
     """The sentences of a passage that have too many words; the cells of tables may be long."""
     if passage.in_table:
         return []
-    return [one for one in sentences(passage.text) if words_of(one) > LONGEST]
+    return [sentence for sentence in sentences(passage.text) if word_count(sentence) > LONGEST]
 
 
-def words_of(text: str) -> int:
+def word_count(text: str) -> int:
     """The number of words; signs between spaces, such as a dash, are none."""
     return sum(any(map(str.isalnum, word)) or "`" in word for word in text.split())
 
 
-def counts(root: Path) -> Iterator[tuple[Path, int]]:
+def word_counts(root: Path) -> Iterator[tuple[Path, int]]:
     """Each document with the number of words outside code and tables."""
     for path in documents(root):
-        words = [words_of(passage.text) for passage in passages(path) if not passage.in_table]
+        words = [word_count(passage.text) for passage in passages(path) if not passage.in_table]
         yield path.relative_to(root), sum(words)
 
 
@@ -135,7 +132,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", action="store_true", help="print the number of words")
     if parser.parse_args().count:
-        for path, words in counts(ROOT):
+        for path, words in word_counts(ROOT):
             print(f"{words:7,d}  {path}")
         return 0
     found = list(faults(ROOT))

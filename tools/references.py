@@ -51,9 +51,14 @@ def in_code(page: str) -> list[str]:
 
 
 def broken_links() -> Iterator[str]:
-    """Links to files that are missing, and to headings that the file does not have."""
-    for page in documents(ROOT):
-        name = page.relative_to(ROOT)
+    """Links of all pages that lead to no file, or to no heading of the file."""
+    return broken_links_below(ROOT)
+
+
+def broken_links_below(root: Path) -> Iterator[str]:
+    """Links of the documents of a repository that lead to no file, or to no heading of the file."""
+    for page in documents(root):
+        name = page.relative_to(root)
         text = CODE_BLOCK.sub("", "\n".join(cell.text for cell in cells(page)))
         for link in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", text):
             path, _, anchor = link.partition("#")

@@ -260,7 +260,7 @@ def _rows(result: Result, has_queries_each_round: bool) -> Iterator[tuple[str, s
 
     yield "seconds", f"{summary['seconds']:.1f}"
     for name, seconds in summary.get("seconds_measures", {}).items():
-        yield f"of these, measure {name}", f"{seconds:.1f}"
+        yield f"of these, for the measure {name}", f"{seconds:.1f}"
     yield "directory", str(result.directory)
 
 
