@@ -36,7 +36,8 @@ def toy_slim(
     input_shape: tuple[int, int, int], classes: int, norm: Literal["group", "batch"] = "group"
 ) -> nn.Module:
     """ResNet-56 in small: two stages of one bottleneck block, the last of them slimmable."""
-    return resnet._resnet("toy_slim", input_shape, classes, resnet.bottleneck, [1, 1], 16, norm)
+    shape = resnet.ResNetShape("toy_slim", resnet.bottleneck, depths=[1, 1], width=16)
+    return resnet._resnet(shape, input_shape, classes, norm)
 
 
 Params = dict[str, Tensor]

@@ -113,7 +113,7 @@ def test_it_runs_and_resumes_to_the_same_bits_or_is_refused_by_name(
         ("ditto", "sequential", "topology.before = 'personal'"),
         ("fedgen", "sequential", "topology.server = 'generate'"),
         ("ccvr", "sequential", "no stage of the server's; set topology.kind = 'parallel'"),
-        ("fedproto", "sequential", "a mean over clients, and in a chain one acts at a time"),
+        ("fedproto", "sequential", "topology.kind"),
         ("feddbe", "sequential", "topology.first = 'means'"),
         ("fedgkd_vote", "sequential", "topology.server = 'weigh'"),
         ("feddf", "sequential", "an ensemble needs several"),

@@ -117,7 +117,7 @@ def test_fedcurvs_pull_has_the_gradient_of_its_quadratics() -> None:
         weighted=lambda losses: losses,
     )
     terms = Curved(FedCurv(weight=0.3), Stage(1, 0, "train", (0,))).terms(
-        step, TrainingStart({}, constants={"others": others})
+        step, TrainingStart({}, constants={"other_sums": others})
     )  # type: ignore[arg-type]
     (slope,) = torch.autograd.grad(terms["pull"], w)
     expected = sum(2 * 0.3 * u["w"] * (w - v["w"]) for u, v in zip(us, ws, strict=True))

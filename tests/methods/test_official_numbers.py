@@ -191,7 +191,7 @@ def with_given(entry: Mapping[str, Any], start: TrainingStart, y: Tensor) -> Tra
         same = torch.zeros(CLASSES, POOL, WIDTH, dtype=torch.float64)
         same[y, torch.arange(BATCH)] = drawn("features of the label", BATCH, WIDTH)
         other, labels = drawn("features of any label", BATCH, WIDTH), torch.arange(BATCH) % CLASSES
-        return replace(start, constants={"same": same, "any": other, "labels": labels})
+        return replace(start, constants={"by_class": same, "shuffled": other, "labels": labels})
     return start
 
 

@@ -51,7 +51,7 @@ def test_the_terms_of_fedlwf_by_hand() -> None:
     x, y = torch.randn(6, 1, 4, 4, generator=draw), torch.tensor([3, 4, 3, 3, 4, 4])
     new, old = initial(spec, 1), initial(spec, 2)
     head, before = torch.tensor([False, False, False, True, True]), torch.tensor([0, 2])
-    carry = TrainingStart(new, {"old": old}, constants={"before": before}, head=head)
+    carry = TrainingStart(new, {"old": old}, constants={"old_classes": before}, head=head)
     networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
     index = torch.arange(6)
     work = Remembered(FedLwF(weight=0.5, temperature=tau), 4)
@@ -74,7 +74,7 @@ def test_the_terms_of_fedlwf_by_hand() -> None:
     )
 
 
-@pytest.mark.parametrize(("method", "known"), [("fedlwf", "before"), ("glfc_local", "old")])
+@pytest.mark.parametrize(("method", "known"), [("fedlwf", "old_classes"), ("glfc_local", "old")])
 def test_which_classes_are_old_is_by_the_task_that_a_client_is_in(method: str, known: str) -> None:
     """A client that stays has none in its first task, and no teacher; later the old classes are
     those of its own.
