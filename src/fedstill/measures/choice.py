@@ -1,8 +1,10 @@
-"""Which measures a run has, whether they can look at what it does, and what they cost."""
+"""The measures of a run: building them by name, the rounds in which they look, and whether the run
+has what they need.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -14,23 +16,6 @@ from fedstill.core.rounds import Schedule
 from fedstill.measures.base import LOGITS, Measure, SaysLogits
 from fedstill.methods.fit import anyone_asks
 from fedstill.models import contract
-
-NEEDS = frozenset(
-    {
-        "chain",
-        "side_by_side",
-        "test",
-        "global_model",
-        "no_client_predictors",
-        "local_models",
-        "uploads",
-        "features",
-        "plane",
-        "queries",
-    }
-    | {"client_data", "test_at_clients", "epochs", "held_out"}
-)
-"""What a measure may need."""
 
 
 def measures(names: Sequence[str]) -> dict[str, Measure]:
@@ -44,6 +29,7 @@ def measures(names: Sequence[str]) -> dict[str, Measure]:
         if not isinstance(measure, Measure):
             raise ConfigError(f"measure {name!r} is a {type(measure).__name__}, not a Measure")
         short = PurePath(name).name
+        # A string is a set of letters, each of which would be an unknown need.
         if isinstance(measure.needs, str):
             raise ConfigError(
                 f"measure {short}: needs = {measure.needs!r} must be a frozenset of names"
@@ -69,10 +55,11 @@ def measured_rounds(rounds: int, every: int) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What measures have to fit: the schedule and some of its stages, the world, and whether
-    clients' and test data are here.
+    """What a run offers to its measures.
 
-    ``remembered``: whether what clients remember is in this process, too. ``labelled``: whether
+    name: the method, for messages. stages: those of the rounds that are checked, the last round's
+    at the end. simulated: whether clients' data are in this process. tested: whether there is a
+    common test set. remembered: whether the clients' states are in this process. labelled: whether
     there are public data with labels.
     """
 
@@ -87,8 +74,8 @@ class MeasuredRun:
 
 
 def unsuited_measures(chosen: Mapping[str, Measure], setting: MeasuredRun) -> str:
-    """Names the first measure that needs what the method, model or setting lacks, and says what to
-    do; empty if all fit.
+    """Returns which measure cannot be used with the method, model or setting, and what to do; an
+    empty string if all can.
     """
     for name, measure in chosen.items():
         problem = _unmet_need(measure, setting) or _never_looks(measure, setting)
@@ -98,103 +85,36 @@ def unsuited_measures(chosen: Mapping[str, Measure], setting: MeasuredRun) -> st
 
 
 def _unmet_need(measure: Measure, setting: MeasuredRun) -> str:
-    """What the first need that is not met lacks; later needs may presuppose it."""
+    """Returns what the first unmet need lacks, or an empty string; later needs may presuppose
+    it.
+    """
     for need in sorted(measure.needs):
-        problem = _lacks(need, setting)
+        problem = _CHECKS[need](setting)
         if problem:
             return problem
     return ""
 
 
-def _lacks(need: str, setting: MeasuredRun) -> str:
-    world = setting.world
-    spec = world.model(SERVER)
-    has_several_models = setting.schedule.method.has_client_predictors
-    if need == "queries" and not anyone_asks(world):
-        return (
-            "it looks at a client that asked; set query.draw = 'single', 'multi' or 'all', or "
-            "write [query.classes]"
-        )
-    if need == "chain" and not any(stage.sequential for stage in setting.stages):
-        return "it looks at clients one after another; set topology.kind = 'sequential'"
-    if need == "side_by_side" and not any(
-        len(s.clients) > 1 and _sends_models(s, setting) for s in setting.stages
-    ):
-        return (
-            "no two clients send models in one stage; set topology.kind = 'parallel' and "
-            "topology.sampled above 1"
-        )
-    if need in ("global_model", "no_client_predictors") and has_several_models:
-        return (
-            f"it looks at one global model, and the server of method {setting.name} has several; "
-            "choose a method with one"
-        )
-    if need == "global_model" and not setting.schedule.method.initial_state(world).params:
-        return (
-            f"the server of method {setting.name} has no model of its own; choose a method whose "
-            "server has one"
-        )
-    if need == "local_models":
-        if not any(_sends_models(stage, setting) for stage in setting.stages):
-            return (
-                f"clients of method {setting.name} send no models; choose a method whose clients do"
-            )
-        if any(world.model(c) != spec for c in range(world.clients)):
-            return "models must be one architecture to be compared; leave clients.models out"
-    if need == "uploads":
-        return _no_uploads(setting)
-    if need == "features" and Need.FEATURES not in contract.capabilities(spec):
-        return f"model {spec.label} has no features; give it submodules body and head"
-    if need == "plane" and (width := contract.width(spec)) != 2:
-        return f"model {spec.label} has {width} features and not 2; set model.name = 'sphere_cnn'"
-    if need == "test" and not setting.tested:
-        return "it needs a common test set, and there is none; give the server one with data.name"
-    if need == "test_at_clients" and not setting.simulated:
-        return (
-            "clients measure it on the common test set, which real sites lack; leave flower.data = "
-            "'sites' out"
-        )
-    if need == "epochs" and not any(_trains(stage, world) for stage in setting.stages):
-        return "no client trains on its own data here; set plan.epochs above 0"
-    if (
-        need == "held_out"
-        and not setting.labelled
-        and not any(_holds_out(stage, world) for stage in setting.stages)
-    ):
-        todo = "set plan.validation = 0.2, or data.public_labels = true with public data"
-        return (
-            "clients hold no examples out, and no public examples have labels, so it would say "
-            f"nothing; {todo}"
-        )
-    if need == "client_data" and not setting.simulated:
-        return (
-            "it looks at clients' data, which a server sees in a simulation only; leave "
-            "flower.data = 'sites' out"
-        )
-    return ""
-
-
 def _never_looks(measure: Measure, setting: MeasuredRun) -> str:
-    ends = [stage for stage in setting.stages if stage.round == setting.stages[-1].round]
-    if (
-        not measure.only_last
-        or looks_last(measure, ends, setting.schedule, setting.world) is not None
-    ):
+    if not measure.only_last:
         return ""
-    name = setting.name
+    last_round = setting.stages[-1].round
+    last_stages = [stage for stage in setting.stages if stage.round == last_round]
+    if looks_last(measure, last_stages, setting.schedule, setting.world) is not None:
+        return ""
     return (
-        f"it looks in the last round, where clients of method {name} send no models; choose a "
-        "method whose clients do"
+        f"it looks in the last round, where clients of method {setting.name} send no models; "
+        "choose a method whose clients do"
     )
 
 
 def looks_last(
     measure: Measure, stages: Sequence[Stage], schedule: Schedule, world: World
 ) -> int | None:
-    """In which of the last round's stages a measure with ``only_last`` looks; None if there is
-    nothing to see in any.
+    """The index of the stage at which a measure with ``only_last`` looks; None if there is none.
 
-    That is the last stage; with the need "local_models", the last in which clients send models.
+    stages: those of the last round. It is the last stage; with the need "local_models", the last
+    stage in which clients send models.
     """
     for stage in reversed(stages):
         if "local_models" not in measure.needs or "params" in _sent(stage, schedule, world):
@@ -202,7 +122,60 @@ def looks_last(
     return None
 
 
-def _no_uploads(setting: MeasuredRun) -> str:
+def _sent(stage: Stage, schedule: Schedule, world: World) -> set[str]:
+    """The groups that clients send in a stage."""
+    client = stage.clients[0]
+    if client == SERVER:
+        return set()
+    return set(schedule.actor(stage).expected_reply(client, stage, world))
+
+
+def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:
+    return "params" in _sent(stage, setting.schedule, setting.world)
+
+
+def _holds_out(stage: Stage, world: World) -> bool:
+    plan = world.plans.get(stage.name)
+    return plan is not None and plan.validation > 0
+
+
+def _trains(stage: Stage, world: World) -> bool:
+    plan = world.plans.get(stage.name)
+    return plan is not None and stage.view == "private" and bool(plan.epochs or plan.steps)
+
+
+# ---- what measures need: each check returns what the run lacks and what to do, or nothing --------
+
+
+def _lacks_chain(setting: MeasuredRun) -> str:
+    if any(stage.sequential for stage in setting.stages):
+        return ""
+    return "it looks at clients one after another; set topology.kind = 'sequential'"
+
+
+def _lacks_models_side_by_side(setting: MeasuredRun) -> str:
+    parallel = [stage for stage in setting.stages if len(stage.clients) > 1]
+    if any(_sends_models(stage, setting) for stage in parallel):
+        return ""
+    return (
+        "no two clients send models in one stage; set topology.kind = 'parallel' and "
+        "topology.sampled above 1"
+    )
+
+
+def _lacks_local_models(setting: MeasuredRun) -> str:
+    """Whether clients send models, and models of one architecture, so that they can be compared."""
+    if not any(_sends_models(stage, setting) for stage in setting.stages):
+        return f"clients of method {setting.name} send no models; choose a method whose clients do"
+    world = setting.world
+    spec = world.model(SERVER)
+    if any(world.model(client) != spec for client in range(world.clients)):
+        return "models must be one architecture to be compared; leave clients.models out"
+    return ""
+
+
+def _lacks_uploads(setting: MeasuredRun) -> str:
+    """Whether clients send models, or logits whose models are known here."""
     groups: set[str] = set()
     for stage in setting.stages:
         groups |= _sent(stage, setting.schedule, setting.world)
@@ -226,23 +199,108 @@ def _no_uploads(setting: MeasuredRun) -> str:
     return ""
 
 
-def _sent(stage: Stage, schedule: Schedule, world: World) -> set[str]:
-    """The groups that clients send in a stage."""
-    client = stage.clients[0]
-    if client == SERVER:
-        return set()
-    return set(schedule.actor(stage).expected_reply(client, stage, world))
+def _lacks_single_model(setting: MeasuredRun) -> str:
+    if not setting.schedule.method.has_client_predictors:
+        return ""
+    return (
+        f"it looks at one global model, and the server of method {setting.name} has several; "
+        "choose a method with one"
+    )
 
 
-def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:
-    return "params" in _sent(stage, setting.schedule, setting.world)
+def _lacks_global_model(setting: MeasuredRun) -> str:
+    several_models = _lacks_single_model(setting)
+    if several_models:
+        return several_models
+    if setting.schedule.method.initial_state(setting.world).params:
+        return ""
+    return (
+        f"the server of method {setting.name} has no model of its own; choose a method whose "
+        "server has one"
+    )
 
 
-def _holds_out(stage: Stage, world: World) -> bool:
-    plan = world.plans.get(stage.name)
-    return plan is not None and plan.validation > 0
+def _lacks_features(setting: MeasuredRun) -> str:
+    spec = setting.world.model(SERVER)
+    if Need.FEATURES in contract.capabilities(spec):
+        return ""
+    return f"model {spec.label} has no features; give it submodules body and head"
 
 
-def _trains(stage: Stage, world: World) -> bool:
-    plan = world.plans.get(stage.name)
-    return plan is not None and stage.view == "private" and bool(plan.epochs or plan.steps)
+def _lacks_plane(setting: MeasuredRun) -> str:
+    """Whether features are points on a plane, which can be drawn."""
+    spec = setting.world.model(SERVER)
+    width = contract.width(spec)
+    if width == 2:
+        return ""
+    return f"model {spec.label} has {width} features and not 2; set model.name = 'sphere_cnn'"
+
+
+def _lacks_queries(setting: MeasuredRun) -> str:
+    if anyone_asks(setting.world):
+        return ""
+    return (
+        "it looks at a client that asked; set query.draw = 'single', 'multi' or 'all', or "
+        "write [query.classes]"
+    )
+
+
+def _lacks_test(setting: MeasuredRun) -> str:
+    if setting.tested:
+        return ""
+    return "it needs a common test set, and there is none; give the server one with data.name"
+
+
+def _lacks_test_at_clients(setting: MeasuredRun) -> str:
+    if setting.simulated:
+        return ""
+    return (
+        "clients measure it on the common test set, which real sites lack; leave flower.data = "
+        "'sites' out"
+    )
+
+
+def _lacks_client_data(setting: MeasuredRun) -> str:
+    if setting.simulated:
+        return ""
+    return (
+        "it looks at clients' data, which a server sees in a simulation only; leave "
+        "flower.data = 'sites' out"
+    )
+
+
+def _lacks_epochs(setting: MeasuredRun) -> str:
+    if any(_trains(stage, setting.world) for stage in setting.stages):
+        return ""
+    return "no client trains on its own data here; set plan.epochs above 0"
+
+
+def _lacks_held_out(setting: MeasuredRun) -> str:
+    """Whether there are examples with labels on which nobody trains."""
+    if setting.labelled or any(_holds_out(stage, setting.world) for stage in setting.stages):
+        return ""
+    return (
+        "clients hold no examples out, and no public examples have labels, so it would say "
+        "nothing; set plan.validation = 0.2, or data.public_labels = true with public data"
+    )
+
+
+_CHECKS: Mapping[str, Callable[[MeasuredRun], str]] = {
+    "chain": _lacks_chain,
+    "side_by_side": _lacks_models_side_by_side,
+    "local_models": _lacks_local_models,
+    "uploads": _lacks_uploads,
+    "no_client_predictors": _lacks_single_model,
+    "global_model": _lacks_global_model,
+    "features": _lacks_features,
+    "plane": _lacks_plane,
+    "queries": _lacks_queries,
+    "test": _lacks_test,
+    "test_at_clients": _lacks_test_at_clients,
+    "client_data": _lacks_client_data,
+    "epochs": _lacks_epochs,
+    "held_out": _lacks_held_out,
+}
+
+NEEDS = frozenset(_CHECKS)
+"""What a measure may need."""
