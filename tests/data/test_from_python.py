@@ -131,7 +131,7 @@ def test_the_numbers_of_rows_of_some_clients_are_no_column() -> None:
         for clients in (frames, dict(reversed(frames.items()))):
             data = from_python("mine", clients, test=frame)
             assert data.about.columns == ("age", "pressure")
-    assert from_python("mine", mixed, test=frame).about.cautions == ()
+    assert from_python("mine", mixed, test=frame).about.warnings == ()
 
 
 def test_a_column_names_the_splits_of_each_client() -> None:
@@ -202,8 +202,8 @@ def test_hugging_face_images_in_bytes_and_in_files_with_their_splits(tmp_path: P
     assert data.input_shape == (3, 8, 8)
     assert (len(from_dict.train), len(from_dict.test)) == (30, 30)
     split["unsupervised"] = split["test"]
-    (caution,) = from_python("mine", split).about.cautions
-    assert "unsupervised" in caution
+    (warning,) = from_python("mine", split).about.warnings
+    assert "unsupervised" in warning
 
     with_bytes = hub.map(lambda row: row, writer_batch_size=7)  # it embeds the files
     with_bytes.to_parquet(tmp_path / "mine.parquet")
@@ -224,11 +224,11 @@ def test_hugging_face_arrays_and_formats(tmp_path: Path) -> None:
     formatted = hub.with_format("torch")
     assert examples_digest(from_python("mine", formatted).train) == examples_digest(want.train)
     transformed = hub.with_transform(lambda rows: rows)
-    (caution,) = from_python("mine", transformed).about.cautions
-    assert "map()" in caution
+    (warning,) = from_python("mine", transformed).about.warnings
+    assert "map()" in warning
     two = hub.add_column("noise", list(range(N)))
     two.set_format("numpy", columns=["wave", "label"])
-    assert from_python("mine", two).about.cautions == ()
+    assert from_python("mine", two).about.warnings == ()
 
 
 # Pairs of values and labels
@@ -287,8 +287,8 @@ def test_pictures_are_upright_and_their_sixteen_bits_are_a_warning(tmp_path: Pat
     assert data.input_shape == (3, 8, 6)
     assert same(data, load_dataset(tmp_path / "mine"))
     dark = [Image.fromarray(np.full((8, 8), i, dtype="uint16")) for i in range(N)]
-    (caution,) = from_python("mine", Pairs(dark, LABELS)).about.cautions
-    assert "16-bit" in caution
+    (warning,) = from_python("mine", Pairs(dark, LABELS)).about.warnings
+    assert "16-bit" in warning
 
 
 def test_the_classes_of_a_data_set_are_those_of_its_subsets() -> None:
@@ -310,12 +310,12 @@ def test_a_data_loader_is_its_data_set() -> None:
     for shuffle in (False, True):
         data = from_python("mine", DataLoader(source, batch_size=7, shuffle=shuffle))
         assert examples_digest(data.train) == examples_digest(want.train)
-        (caution,) = data.about.cautions
-        assert "plan.batch" in caution
+        (warning,) = data.about.warnings
+        assert "plan.batch" in warning
     data = from_python("mine", DataLoader(source, collate_fn=lambda rows: rows))
-    assert "collate_fn" in data.about.cautions[0]
+    assert "collate_fn" in data.about.warnings[0]
     both = DataLoader(source), DataLoader(source)
-    assert len(from_python("mine", both).about.cautions) == 1
+    assert len(from_python("mine", both).about.warnings) == 1
 
 
 @pytest.mark.parametrize(
@@ -340,8 +340,8 @@ def test_a_transform_that_draws_is_a_warning_and_gives_the_same_each_time(draw: 
     data = from_python("mine", source)
     draw()
     assert same(from_python("mine", source), data)
-    (caution,) = data.about.cautions
-    assert "data.augment" in caution
+    (warning,) = data.about.warnings
+    assert "data.augment" in warning
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     from_python("mine", source)
     assert states[0] == random.getstate()
@@ -486,7 +486,7 @@ def test_frames_of_clients_keep_the_order_and_names_of_the_mapping() -> None:
     assert by_client(data, "test") == {"south": 6, "north": 6, "7": 6}
     data = from_python("mine", own, test=patients(10, 4), **FIELDS)
     assert (len(data.test), data.test.owners) == (10, None)
-    assert any("test=" in caution for caution in data.about.cautions)
+    assert any("test=" in warning for warning in data.about.warnings)
     held_out = from_python("mine", frames, **FIELDS)
     counts = {
         name: by_client(held_out)[name] + n for name, n in by_client(held_out, "test").items()

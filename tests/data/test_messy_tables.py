@@ -175,9 +175,9 @@ def test_rows_without_a_label_are_left_out_on_request() -> None:
 def test_a_few_texts_among_numeric_labels_are_reported() -> None:
     data = load_dataset(csv("x,label", *["{},0", "{},1"] * 6, "{},k.A."))
     assert data.classes == ("0", "1", "k.A.")
-    (caution,) = data.about.cautions
-    assert "'k.A.' (3)" in caution
-    assert load_dataset(csv("x,label", "{},ill", "{},well", "{},2")).about.cautions == ()
+    (warning,) = data.about.warnings
+    assert "'k.A.' (3)" in warning
+    assert load_dataset(csv("x,label", "{},ill", "{},well", "{},2")).about.warnings == ()
     name = csv("x,label", *["{},0", "{},1"] * 6, "{},k.A.")
     assert load_dataset(name, missing_values=("k.A.",), unlabelled="drop").classes == ("0", "1")
 
@@ -228,7 +228,7 @@ def test_rows_of_no_split_are_left_out_with_a_warning() -> None:
     name = csv("x,fold,label", "{},train,0", "{},train,1", "{},test,1", "{},spare,0", "{},,1")
     data = load_dataset(name, split_column="fold")
     assert (len(data.train), len(data.test)) == (16, 8)
-    assert any("16 of 40 rows" in caution for caution in data.about.cautions)
+    assert any("16 of 40 rows" in warning for warning in data.about.warnings)
     for values in (("a", "b"), ("test", "test")):
         other = csv("x,fold,label", *[f"{{}},{value},0" for value in values])
         with pytest.raises(DataError, match="'fold'"):

@@ -186,7 +186,7 @@ def test_of_an_mpo_file_as_phones_write_it_the_photo_is_read(place: Path) -> Non
     assert Image.open(io.BytesIO(image)).format == "MPO"
     data = load_dataset(folder(place / "mine", [image] * 5, "jpg"))
     assert every_example(data).max() < 20, "the second picture is red"
-    assert data.about.cautions == ()
+    assert data.about.warnings == ()
 
 
 # Images with 16 bits a pixel.
@@ -206,7 +206,7 @@ def test_of_16_bit_grey_images_the_upper_8_bits_are_read(
 ) -> None:
     values = np.arange(160, dtype=np.uint16).reshape(10, 16) * 411
     data = load_dataset(folder(place / "mine", [encoded(values, kind, **options)] * 5, suffix))
-    assert data.about.cautions == ()
+    assert data.about.warnings == ()
     assert np.array_equal(data.train.values[0, 0].numpy(), values >> 8)
 
 
@@ -245,14 +245,14 @@ def test_16_bits_in_the_other_order_of_bytes_and_turned() -> None:
 
 def test_a_warning_says_that_12_bits_stored_in_16_are_nearly_black(place: Path) -> None:
     dark = encoded(np.full((8, 8), 4095, np.uint16))
-    (caution,) = load_dataset(folder(place / "dark", [dark] * 5)).about.cautions
-    assert "4,095" in caution
+    (warning,) = load_dataset(folder(place / "dark", [dark] * 5)).about.warnings
+    assert "4,095" in warning
     bright = encoded(np.full((8, 8), 4096, np.uint16))
-    assert load_dataset(folder(place / "mixed", [dark, bright] * 5)).about.cautions == ()
+    assert load_dataset(folder(place / "mixed", [dark, bright] * 5)).about.warnings == ()
     assert (
         load_dataset(
             folder(place / "plain", [encoded(np.zeros((8, 8), np.uint8))] * 5)
-        ).about.cautions
+        ).about.warnings
         == ()
     )
 
@@ -367,8 +367,8 @@ def test_skipped_images_leave_labels_and_owners_in_step(place: Path) -> None:
         assert np.array_equal(split.owners.numpy(), numbers % 2)
     good = [number for number in range(40) if number not in (0, 11, 25, 32)]
     assert sorted(every_example(data)[:, 0, 0, 0].tolist()) == good
-    (caution,) = [text for text in data.about.cautions if "broken" in text]
-    assert "4 of 40 images" in caution
+    (warning,) = [text for text in data.about.warnings if "broken" in text]
+    assert "4 of 40 images" in warning
 
     without = table(
         place / "without",
@@ -389,7 +389,7 @@ def test_skipped_images_in_folders_leave_clients_in_step(place: Path) -> None:
     assert data.about.owners == ("north", "south")
     owners = np.concatenate([data.train.owners.numpy(), data.test.owners.numpy()])
     assert np.bincount(owners).tolist() == [20, 18]
-    assert "south/cat/00.png" in data.about.cautions[0]
+    assert "south/cat/00.png" in data.about.warnings[0]
 
 
 class Stream:
@@ -430,7 +430,7 @@ def test_images_of_the_hub_are_turned_and_skipped(monkeypatch: pytest.MonkeyPatc
     train = data.splits["train"]
     assert train.values.shape == (31, 3, 16, 10)
     assert train.labels.tolist() == [0, *[number % 2 for number in range(2, 32)]]
-    assert "1 of 32 images" in data.about.cautions[0]
+    assert "1 of 32 images" in data.about.warnings[0]
 
 
 def test_a_file_of_the_hub_that_cannot_be_fetched_breaks_no_image(
@@ -534,7 +534,7 @@ def test_a_table_beside_images_in_folders_by_class_is_a_warning(place: Path) -> 
     Path("mine/sizes.csv").write_text("file,size\n", encoding="utf-8")
     data = load_dataset("mine")
     assert data.classes == ("cat", "dog")
-    assert any("sizes.csv" in caution for caution in data.about.cautions)
+    assert any("sizes.csv" in warning for warning in data.about.warnings)
 
 
 def test_a_parquet_file_that_holds_the_labels_of_images_is_named(place: Path) -> None:
@@ -553,7 +553,7 @@ def test_a_parquet_file_that_holds_the_labels_of_images_is_named(place: Path) ->
     Path("numbers/plot.png").write_bytes(GOOD)
     data = load_dataset("numbers")
     assert data.about.kind == "table"
-    assert any("1 image files" in caution for caution in data.about.cautions)
+    assert any("1 image files" in warning for warning in data.about.warnings)
 
 
 def test_words_of_splits_in_the_names_of_images_mean_nothing(place: Path) -> None:
@@ -564,7 +564,7 @@ def test_words_of_splits_in_the_names_of_images_mean_nothing(place: Path) -> Non
             (place / "mine" / name / f"train-{number}.png").write_bytes(data)
     data = load_dataset("mine")
     assert (len(data.train), len(data.test), data.validation) == (32, 8, None)
-    assert data.about.cautions == ()
+    assert data.about.warnings == ()
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
@@ -586,7 +586,7 @@ def test_broken_public_images_are_listed_or_skipped(place: Path) -> None:
         read_unlabelled(place / "mine/cat")
     read = read_unlabelled(place / "mine/cat", ReadRequest(broken="skip"))
     assert len(read.images) == 1
-    assert "00.png, 02.png" in read.cautions[0]
+    assert "00.png, 02.png" in read.warnings[0]
 
 
 # Threads.

@@ -635,7 +635,7 @@ def test_held_out_examples_are_stratified_and_kept_in_order():
     assert np.bincount(test.labels).tolist() == [10, 2]
     assert np.array_equal(np.sort(np.concatenate([train.values, test.values])), np.arange(61))
     assert bool((np.diff(train.values) > 0).all())
-    assert "example of 2, " in data.about.cautions[0]
+    assert "example of 2, " in data.about.warnings[0]
 
 
 def test_nothing_can_be_held_out_of_classes_of_one_or_two():

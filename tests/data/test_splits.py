@@ -91,7 +91,7 @@ def test_shards_of_an_unknown_split_are_left_out_with_a_warning() -> None:
     csv("d/unsupervised-00000-of-00001.csv", 99)
     data = load_dataset("d")
     assert sizes(data) == (30, 8)
-    assert any("unsupervised-00000-of-00001.csv" in caution for caution in data.about.cautions)
+    assert any("unsupervised-00000-of-00001.csv" in warning for warning in data.about.warnings)
 
 
 def test_shards_of_one_unknown_name_are_all_the_data() -> None:
@@ -107,13 +107,13 @@ def test_a_longer_folder_name_is_no_split(hospital: str) -> None:
             images(f"d/{folder}/{kind}")
     data = load_dataset("d")
     assert sum(sizes(data)) == 30
-    assert any(hospital in caution for caution in data.about.cautions)
+    assert any(hospital in warning for warning in data.about.warnings)
 
     for folder in (hospital, "north"):
         csv(f"tables/{folder}/a.csv")
     tables = load_dataset("tables")
     assert sum(sizes(tables)) == 40
-    assert any(hospital in caution for caution in tables.about.cautions)
+    assert any(hospital in warning for warning in tables.about.warnings)
 
 
 def test_images_outside_of_the_splits_are_left_out_with_a_warning() -> None:
@@ -123,7 +123,7 @@ def test_images_outside_of_the_splits_are_left_out_with_a_warning() -> None:
         images(f"d/unlabelled/{kind}", 7)
     data = load_dataset("d")
     assert sizes(data) == (12, 6)
-    assert any("14 images in unlabelled" in caution for caution in data.about.cautions)
+    assert any("14 images in unlabelled" in warning for warning in data.about.warnings)
 
 
 def test_a_class_may_be_named_as_a_split_is() -> None:

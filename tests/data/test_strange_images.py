@@ -131,11 +131,11 @@ def test_pixels_as_floats_of_another_scale_are_said() -> None:
     images = np.full((N, 1, 8, 8), 255.0)
     images[0] = 0
     pair = (images, LABELS)
-    (caution,) = from_tensors("mine", pair, pair).about.cautions
-    assert "from 0 to 255" in caution
-    assert "-1 to 509" in caution
-    assert from_tensors("mine", pair, pair, mean=[128.0], std=[64.0]).about.cautions == ()
-    assert from_tensors("mine", (images / 255, LABELS), pair).about.cautions == ()
+    (warning,) = from_tensors("mine", pair, pair).about.warnings
+    assert "from 0 to 255" in warning
+    assert "-1 to 509" in warning
+    assert from_tensors("mine", pair, pair, mean=[128.0], std=[64.0]).about.warnings == ()
+    assert from_tensors("mine", (images / 255, LABELS), pair).about.warnings == ()
 
 
 def test_names_from_numpy_are_classes() -> None:

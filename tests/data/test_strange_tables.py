@@ -45,8 +45,8 @@ def parquet(name: str = "mine.parquet", **columns: Any) -> str:
 
 def told(name: str, **fields: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     about = load_dataset(name, **fields).about
-    assert set(about.cautions) <= set(about.notes)
-    return about.features, about.cautions
+    assert set(about.warnings) <= set(about.notes)
+    return about.features, about.warnings
 
 
 def test_the_index_of_a_pandas_table_is_no_feature() -> None:
@@ -93,9 +93,9 @@ def test_decimals_are_numbers_and_what_is_left_out_is_said() -> None:
 
 
 def test_numbers_that_are_alike_in_32_bits_are_said() -> None:
-    _, (caution,) = told(parquet(at=1_700_000_000 + np.arange(N), tiny=np.arange(N) * 1e-12))
-    assert caution.startswith("at: ")
-    assert "1700000000 to 1700000039" in caution
+    _, (warning,) = told(parquet(at=1_700_000_000 + np.arange(N), tiny=np.arange(N) * 1e-12))
+    assert warning.startswith("at: ")
+    assert "1700000000 to 1700000039" in warning
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -219,5 +219,5 @@ def test_which_files_were_read_is_said_where_names_do_not_say_it() -> None:
 def test_a_validation_split_that_is_not_used_is_said() -> None:
     csv("mine/train.csv")
     csv("mine/valid.csv")
-    (caution,) = load_dataset("mine").about.cautions
-    assert "'validation'" in caution
+    (warning,) = load_dataset("mine").about.warnings
+    assert "'validation'" in warning

@@ -37,7 +37,7 @@ def test_channels_last_are_refused_with_the_transposition(
         from_tensors("mine", (right, LABELS), (torch.from_numpy(values), LABELS))
     data = from_tensors("mine", (values.transpose(0, 3, 1, 2), LABELS))
     assert data.input_shape == (shape[2], *shape[:2])
-    assert data.about.cautions == ()
+    assert data.about.warnings == ()
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
@@ -45,15 +45,15 @@ def test_channels_last_are_refused_with_the_transposition(
 def test_small_squares_are_maps_of_channels(shape: tuple[int, ...], dtype: str) -> None:
     data = from_tensors("mine", (images(*shape, dtype=dtype), LABELS))
     assert data.input_shape == shape
-    assert data.about.cautions == ()
+    assert data.about.warnings == ()
 
 
 @pytest.mark.parametrize("shape", [(4, 64, 4), (3, 64, 3), (1, 28, 1), (64, 8, 4), (2, 64, 3)])
 def test_channels_that_may_be_first_or_last_are_a_warning(shape: tuple[int, ...]) -> None:
     data = from_tensors("mine", (images(*shape), LABELS))
     assert data.input_shape == shape
-    (caution,) = data.about.cautions
-    assert "transpose(0, 3, 1, 2)" in caution
+    (warning,) = data.about.warnings
+    assert "transpose(0, 3, 1, 2)" in warning
 
 
 def test_whole_labels_of_another_type_are_cast_as_the_message_says() -> None:
@@ -141,6 +141,6 @@ def test_a_common_test_set_beside_own_ones_is_a_warning() -> None:
     pair = np.zeros((N, 2)), LABELS
     data = from_clients("mine", [(pair, pair), pair], test=pair)
     assert data.test.owners is None
-    (caution,) = data.about.cautions
-    assert "test=" in caution
-    assert from_clients("mine", [pair, pair], test=pair).about.cautions == ()
+    (warning,) = data.about.warnings
+    assert "test=" in warning
+    assert from_clients("mine", [pair, pair], test=pair).about.warnings == ()

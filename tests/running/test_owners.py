@@ -22,7 +22,7 @@ from fedstill.core.extensions import RoundResult
 from fedstill.data.dataset import Dataset
 from fedstill.data.partition.column import column
 from fedstill.report.data_split import class_by_client, splits
-from fedstill.report.figures import short
+from fedstill.report.figures import short_name
 from fedstill.report.page import write_page
 from fedstill.running.evaluation import OwnTests
 from fedstill.running.preparation import Prepared, prepare
@@ -161,8 +161,8 @@ def test_own_tests_are_in_every_round_the_summary_and_the_report(tmp_path: Path)
     drawn = as_plotly(class_by_client(split))
     assert drawn.layout.xaxis.ticktext == ("bern", "chur", "genf")
     assert list(drawn.data[0].customdata[0]) == ["bern", "chur", "genf"]
-    assert short("Universitätsklinikum <Heidelberg>") == "Universitätsklini…"
-    assert short("A & <B>") == "A &amp; &lt;B&gt;"
+    assert short_name("Universitätsklinikum <Heidelberg>") == "Universitätsklini…"
+    assert short_name("A & <B>") == "A &amp; &lt;B&gt;"
 
 
 def test_a_run_of_owners_goes_on_to_the_same_bits(tmp_path: Path) -> None:

@@ -35,10 +35,10 @@ from fedstill.report.figures import (
     absent_note,
     class_axis,
     class_names,
+    escaped,
     height_of,
     layout,
     new_trace,
-    plain,
     rounded,
 )
 from fedstill.report.page import Report
@@ -172,10 +172,10 @@ def _columns(run: Run, event: Event) -> dict[str, list[float | None]]:
             pairs = zip(event["classes"], event["values"], strict=True)
             by_class = {label: values[index] for label, values in pairs}
             column = [by_class.get(label) for label in range(len(run.classes))]
-            columns[plain(client_name(run, client))] = column
+            columns[escaped(client_name(run, client))] = column
     elif "classes" not in event:
         for name, change in event["parts"].items():
-            columns[plain(name)] = list(change)
+            columns[escaped(name)] = list(change)
     return columns
 
 
@@ -328,7 +328,7 @@ def _loss_figure(run: Run, loss: ClassChange) -> Figure:
     bars = _bars(run, attribution)
     trace = new_trace(
         "bar",
-        x=[plain(bar.name) for bar in bars],
+        x=[escaped(bar.name) for bar in bars],
         y=[rounded(bar.height) for bar in bars],
         base=[rounded(bar.base) for bar in bars],
         marker={"color": [bar.colour for bar in bars]},

@@ -43,9 +43,9 @@ from fedstill.report.figures import (
     PERCENT,
     Figure,
     Trace,
+    escaped,
     layout,
     new_trace,
-    plain,
     rounded,
 )
 from fedstill.report.page import document
@@ -131,14 +131,14 @@ def _row_trace(row: RowPoint, side: str, colour: str) -> Trace:
     """A point, with its name on one side; ``side`` is empty if there is no room for the name."""
     text = ""
     if side:
-        text = plain(row.name)
+        text = escaped(row.name)
     symbol = "circle"
     if row.is_bound:
         symbol = "diamond-open"
     return new_trace(
         "scatter",
         mode="markers+text",
-        name=plain(row.name),
+        name=escaped(row.name),
         text=[text],
         textposition=side or "top center",
         textfont={"size": 10},
@@ -248,7 +248,7 @@ def rank_figure(standings: Standings) -> Figure:
     """Mean ranks with their intervals, best at the top; on the right a bar for each group without
     significant differences.
     """
-    names = [plain(placed.row.name) for placed in standings.placed]
+    names = [escaped(placed.row.name) for placed in standings.placed]
     first_bar = len(names) + 0.8
     bars = [_bar(first_bar + 0.45 * index, group) for index, group in enumerate(standings.bars)]
     ranks = {
@@ -293,7 +293,7 @@ def _bar(x: float, group: Sequence[str]) -> Trace:
         "scatter",
         mode="lines+markers",
         x=[x] * len(group),
-        y=[plain(name) for name in group],
+        y=[escaped(name) for name in group],
         line={"width": 3, "color": "#888888"},
         marker={"size": 7, "color": "#888888"},
         hovertemplate="%{y}: no significant difference to the others on this bar<extra></extra>",

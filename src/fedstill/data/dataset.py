@@ -187,17 +187,17 @@ class DatasetInfo:
     """The SHA-256 of the tokenizer's file, if it is one."""
     notes: tuple[str, ...] = ()
     """What was left out or cut, a sentence each."""
-    cautions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """The notes that a run prints as warnings when it begins."""
 
     def with_notes(self, *notes: str) -> DatasetInfo:
         """The same with further notes; empty texts are left out."""
         return replace(self, notes=(*self.notes, *filter(None, notes)))
 
-    def with_cautions(self, *cautions: str) -> DatasetInfo:
-        """The same with further cautions, which are notes too; empty texts are left out."""
-        info = self.with_notes(*cautions)
-        return replace(info, cautions=(*self.cautions, *filter(None, cautions)))
+    def with_warnings(self, *warnings: str) -> DatasetInfo:
+        """The same with further warnings, which are notes too; empty texts are left out."""
+        info = self.with_notes(*warnings)
+        return replace(info, warnings=(*self.warnings, *filter(None, warnings)))
 
     def to_json(self) -> dict[str, Any]:
         """All fields, by their names in files."""
@@ -230,7 +230,7 @@ JSON_NAMES = {"binary_features": "marks"}
 INPUT_FIELDS = tuple(
     JSON_NAMES.get(field.name, field.name)
     for field in fields(DatasetInfo)
-    if field.name not in ("kind", "owners", "notes", "cautions")
+    if field.name not in ("kind", "owners", "notes", "warnings")
 )
 """The fields, by their names in files, that are needed to make inputs of new examples."""
 

@@ -91,8 +91,8 @@ def read_alike(
         # A function of the site's operator takes no options.
         reading = {}
     own = load_dataset(data, **reading)
-    for caution in own.about.cautions:
-        log_once(f"data: {caution}")
+    for warning in own.about.warnings:
+        log_once(f"data: {warning}")
     _check_form(own, facts)
     return replace(
         own,

@@ -32,12 +32,12 @@ from fedstill.report.figures import (
     Figure,
     Style,
     Trace,
+    escaped,
     faint,
+    group_name,
     layout,
     lines,
-    named,
     new_trace,
-    plain,
     rounded,
 )
 from fedstill.report.page import Report
@@ -360,7 +360,7 @@ def _trade_points(trades: Sequence[Trade], group: Group, style: Style) -> list[T
         "scatter",
         mode="markers",
         legendgroup=group.label,
-        name=named(group),
+        name=group_name(group),
         x=[rounded(trade.gain) for trade in trades],
         y=[rounded(trade.forgetting) for trade in trades],
         customdata=[f"client {trade.client}, seed {trade.seed}" for trade in trades],
@@ -372,7 +372,7 @@ def _trade_points(trades: Sequence[Trade], group: Group, style: Style) -> list[T
         "scatter",
         mode="markers",
         legendgroup=group.label,
-        name=named(group),
+        name=group_name(group),
         x=[rounded(sum(trade.gain for trade in trades) / len(trades))],
         y=[rounded(sum(trade.forgetting for trade in trades) / len(trades))],
         hovertemplate="mean: gain %{x:.1%}, forgetting %{y:.1%}",
@@ -406,7 +406,7 @@ def _bars(groups: Sequence[Group]) -> list[Block]:
                 f"{run.seed}."
             )
             figures = [_client(run, client) for client in clients]
-            charts.append(Chart(figures, about, plain(group.label), "client"))
+            charts.append(Chart(figures, about, escaped(group.label), "client"))
     if not charts:
         return []
     names = [f"client {client}" for client in chosen]
@@ -432,7 +432,7 @@ def _client(run: Run, client: int) -> Figure:
             role = "asked for"
         elif counts[c]:
             role = "own"
-        labels.append(f"{plain(run.classes[c])} ({role})")
+        labels.append(f"{escaped(run.classes[c])} ({role})")
 
     totals = [int(total) for total in run.start["test_counts"]]
     stages = [e for e in _in_last(run) if e["client"] == client and e.get("correct_by_class")]
@@ -521,7 +521,7 @@ def _map(rows: Sequence[Sequence[float]], names: Sequence[str], classes: Sequenc
     """Shares by client and class."""
     trace = new_trace(
         "heatmap",
-        x=[plain(name) for name in classes],
+        x=[escaped(name) for name in classes],
         y=list(names),
         z=[[rounded(value) for value in row] for row in rows],
         zmin=0,

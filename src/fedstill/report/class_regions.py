@@ -19,7 +19,7 @@ from fedstill.report.blocks import (
     Section,
     group_label,
 )
-from fedstill.report.figures import COUNTS, Figure, Trace, layout, new_trace, plain, rounded
+from fedstill.report.figures import COUNTS, Figure, Trace, escaped, layout, new_trace, rounded
 from fedstill.report.page import Report
 from fedstill.report.series import Look, last_looks, looks, matrix, reading
 from fedstill.running.runs import Group
@@ -109,7 +109,7 @@ def _circles(look: Look) -> Figure:
         for index, (model, counts) in enumerate(zip(models, event["counts"], strict=True)):
             centre = CIRCLE_DISTANCE * index
             traces += _circle(look, counts, centre)
-            notes.append({"text": plain(model), "x": centre, "y": 0, "showarrow": False})
+            notes.append({"text": escaped(model), "x": centre, "y": 0, "showarrow": False})
     last_centre = CIRCLE_DISTANCE * (len(models) - 1)
     axes = layout(
         height=280,
@@ -130,7 +130,7 @@ def _circle(look: Look, counts: Sequence[Sequence[float]], centre: float) -> lis
     traces = [_ring(centre, [1.0] * bins, "#9aa4b0", "")]
     for number, density in enumerate(densities):
         radii = [_radius(value, highest) for value in density]
-        name = plain(class_name(look.group, number))
+        name = escaped(class_name(look.group, number))
         traces.append(_ring(centre, radii, class_colour(number), name))
     return traces
 
@@ -226,10 +226,10 @@ def _units(look: Look) -> Figure:
         classes = matrix(event["classes"], len(models), len(event["classes"][0]))
         order = sorted(range(len(classes[0])), key=lambda unit: classes[0][unit])
         rows = [[int(row[unit]) for unit in order] for row in classes]
-        names = [[plain(class_name(look.group, number)) for number in row] for row in rows]
+        names = [[escaped(class_name(look.group, number)) for number in row] for row in rows]
     trace = new_trace(
         "heatmap",
-        y=[plain(model) for model in models],
+        y=[escaped(model) for model in models],
         z=[[number % len(CLASSES) for number in row] for row in rows],
         customdata=names,
         zmin=0,
@@ -312,7 +312,7 @@ def _stage(look: Look) -> Chart:
 def _background(look: Look) -> Trace:
     """The class that the head predicts at each place of the plane."""
     event = look.event
-    names = [plain(name) for name in look.group.classes]
+    names = [escaped(name) for name in look.group.classes]
     plane = matrix(event["plane"], STEPS, STEPS)
     return new_trace(
         "heatmap",
@@ -338,7 +338,7 @@ def _points(look: Look) -> list[Trace]:
     event = look.event
     traces = []
     for number in [*event["query"], *event["own"]]:
-        name = plain(look.group.classes[number])
+        name = escaped(look.group.classes[number])
         ring: dict[str, Any] = {"width": 0}
         if number in event["query"]:
             ring = {"width": 1.5, "color": "black"}
@@ -364,7 +364,7 @@ def _accuracies(look: Look) -> Trace:
     values = []
     texts = []
     for number in [*event["query"], *event["own"]]:
-        name = plain(look.group.classes[number])
+        name = escaped(look.group.classes[number])
         if number in event["query"]:
             name = f"{name} (asked for)"
         value = None

@@ -25,13 +25,13 @@ from fedstill.report.figures import (
     PERCENT,
     Figure,
     Style,
+    escaped,
     flat_range,
+    group_name,
     layout,
-    named,
     new_trace,
-    plain,
     rounded,
-    short,
+    short_name,
     y_values,
 )
 from fedstill.report.page import Report
@@ -282,8 +282,8 @@ def _bars(groups: Sequence[Group], style: Style, measure: ClientMeasure) -> Figu
             traces.append(
                 new_trace(
                     "bar",
-                    name=named(group),
-                    x=[plain(name) for name in names],
+                    name=group_name(group),
+                    x=[escaped(name) for name in names],
                     y=[_rounded(accuracies.get(client)) for client in ids],
                     marker={"color": style.colour(group)},
                     hovertemplate="%{x}: %{y:.2%}",
@@ -292,8 +292,8 @@ def _bars(groups: Sequence[Group], style: Style, measure: ClientMeasure) -> Figu
     across: dict[str, Any] = {"type": "category"}
     if len(ids) <= MOST_NAMES:
         across["tickmode"] = "array"
-        across["tickvals"] = [plain(name) for name in names]
-        across["ticktext"] = [short(name) for name in names]
+        across["tickvals"] = [escaped(name) for name in names]
+        across["ticktext"] = [short_name(name) for name in names]
     return Figure(traces, layout(barmode="group", yaxis=PERCENT, xaxis=across))
 
 
@@ -308,7 +308,7 @@ def _server_bars(groups: Sequence[Group], style: Style) -> Figure:
     groups = [group for group in groups if group.values("accuracy")]
     trace = new_trace(
         "bar",
-        x=[named(group) for group in groups],
+        x=[group_name(group) for group in groups],
         y=[rounded(fmean(group.values("accuracy"))) for group in groups],
         marker={"color": [style.colour(group) for group in groups]},
         hovertemplate="%{x}: %{y:.2%}<extra></extra>",
@@ -381,7 +381,7 @@ def _course(group: Group, rounds: Sequence[LearningRound]) -> Figure:
             new_trace(
                 "scatter",
                 mode="lines+markers",
-                name=plain(f"client {client}, {_network([group], client)}"),
+                name=escaped(f"client {client}, {_network([group], client)}"),
                 x=x,
                 y=y,
                 line={"color": COLOURS[index % len(COLOURS)], "width": 2, "dash": dash},

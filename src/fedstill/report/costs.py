@@ -23,13 +23,13 @@ from fedstill.report.figures import (
     Layout,
     Style,
     Trace,
+    escaped,
     faint,
+    group_name,
     layout,
     measured,
-    named,
     new_trace,
     over_seconds,
-    plain,
     rounded,
 )
 from fedstill.report.page import Report
@@ -149,7 +149,7 @@ def _bar(part: BarPart, groups: Sequence[Group], style: Style, unit: str) -> Tra
         "bar",
         orientation="h",
         name=part.name,
-        y=[named(group) for group in groups],
+        y=[group_name(group) for group in groups],
         x=[rounded(value) for value in part.values],
         text=texts,
         textposition="inside",
@@ -185,11 +185,11 @@ def measure_bars(groups: Sequence[Group], style: Style) -> Figure:
             new_trace(
                 "bar",
                 orientation="h",
-                name=named(group),
-                y=[plain(name) for name in names],
+                name=group_name(group),
+                y=[escaped(name) for name in names],
                 x=[rounded(by_measure.get(name, 0.0)) for name in names],
                 marker={"color": style.colour(group)},
-                hovertemplate=f"%{{y}}, {named(group)}: %{{x:,.3~r}} s<extra></extra>",
+                hovertemplate=f"%{{y}}, {group_name(group)}: %{{x:,.3~r}} s<extra></extra>",
             )
         )
     axes = layout(

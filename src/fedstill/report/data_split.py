@@ -20,11 +20,11 @@ from fedstill.report.figures import (
     Figure,
     class_axis,
     class_names,
+    escaped,
     height_of,
     layout,
     new_trace,
-    plain,
-    short,
+    short_name,
     whole_numbers,
 )
 from fedstill.report.page import Report
@@ -147,7 +147,7 @@ def class_by_client(split: Split, kind: str = EXAMPLES) -> Figure:
     names = None
     if split.client_names:
         client = "%{customdata}"
-        names = [[plain(name) for name in split.client_names]] * len(split.classes)
+        names = [[escaped(name) for name in split.client_names]] * len(split.classes)
     trace = new_trace(
         "heatmap",
         x=list(range(len(columns))),
@@ -204,7 +204,7 @@ def _ticks(split: Split) -> dict[str, Any]:
     return {
         "tickmode": "array",
         "tickvals": list(range(len(names))),
-        "ticktext": [short(name) for name in names],
+        "ticktext": [short_name(name) for name in names],
     }
 
 

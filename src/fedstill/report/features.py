@@ -19,7 +19,7 @@ from fedstill.measures.context import MEASURES_FOLDER
 from fedstill.measures.features import embedded
 from fedstill.report.blocks import Chart, Choice, Gallery, Paragraph, Section, group_label
 from fedstill.report.class_regions import HIDDEN_AXIS, class_colour, class_name
-from fedstill.report.figures import Figure, Style, Trace, layout, named, new_trace, plain
+from fedstill.report.figures import Figure, Style, Trace, escaped, group_name, layout, new_trace
 from fedstill.report.page import Report
 from fedstill.report.series import Look, last_looks, matrix, reading
 from fedstill.running.runs import Group
@@ -101,7 +101,7 @@ def _by_class(embedding: Embedding) -> Figure:
         for places in embedding.places.values():
             pairs = zip(places, embedding.labels, strict=True)
             points += [place for place, label in pairs if label == number]
-        name = plain(class_name(embedding.look.group, number))
+        name = escaped(class_name(embedding.look.group, number))
         traces.append(dots(name, points, class_colour(number), LOCAL_SIZE))
     return on_plane(traces)
 
@@ -112,10 +112,10 @@ def _by_model(embedding: Embedding) -> Figure:
     traces = []
     for index, model in enumerate(local_models):
         points = embedding.places[model]
-        traces.append(dots(plain(model), points, class_colour(index), LOCAL_SIZE))
+        traces.append(dots(escaped(model), points, class_colour(index), LOCAL_SIZE))
     for model, points in embedding.places.items():
         if model in GLOBALS:
-            traces.append(dots(plain(model), points, GLOBALS[model], GLOBAL_SIZE))
+            traces.append(dots(escaped(model), points, GLOBALS[model], GLOBAL_SIZE))
     return on_plane(traces)
 
 
@@ -273,7 +273,7 @@ def _joint_figures(family: Sequence[StoredFeatures], style: Style) -> list[Figur
     run_traces = []
     for stored, own_places in zip(family, places_by_run, strict=True):
         colour = style.colour(stored.group)
-        run_traces.append(dots(named(stored.group), _points(own_places), colour, LOCAL_SIZE))
+        run_traces.append(dots(group_name(stored.group), _points(own_places), colour, LOCAL_SIZE))
     # runs with few points lie above those with many
     run_traces.sort(key=lambda trace: -len(trace["x"]))
     run_traces.append(
@@ -283,7 +283,7 @@ def _joint_figures(family: Sequence[StoredFeatures], style: Style) -> list[Figur
     labels = family[0].labels[images]
     class_traces = []
     for number in sorted(set(labels.tolist())):
-        name = plain(class_name(family[0].group, number))
+        name = escaped(class_name(family[0].group, number))
         points = _points(places[:, labels == number])
         class_traces.append(dots(name, points, class_colour(number), LOCAL_SIZE))
     return [on_plane(run_traces), on_plane(class_traces)]

@@ -194,21 +194,21 @@ def rounded(value: float) -> float:
     return round(value, DECIMALS)
 
 
-def plain(name: str) -> str:
+def escaped(name: str) -> str:
     """A name whose markup Plotly prints as text."""
     return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def short(name: str) -> str:
+def short_name(name: str) -> str:
     """A name as an axis has room for: a long one is cut."""
     if len(name) > LETTERS:
         name = f"{name[: LETTERS - 1].rstrip()}…"
-    return plain(name)
+    return escaped(name)
 
 
-def named(group: Group) -> str:
+def group_name(group: Group) -> str:
     """A group's label in a figure, which says whether it is unfinished."""
-    return plain(group.display)
+    return escaped(group.display)
 
 
 def class_names(classes: Sequence[str]) -> list[str]:
@@ -216,7 +216,7 @@ def class_names(classes: Sequence[str]) -> list[str]:
     names = list(classes)
     if len(set(names)) < len(names):
         names = [f"{number}: {name}" for number, name in enumerate(classes)]
-    return [plain(name) for name in names]
+    return [escaped(name) for name in names]
 
 
 def faint(colour: str, alpha: float) -> str:
@@ -307,7 +307,7 @@ def over_seconds(
                 new_trace(
                     "scatter",
                     mode=_mode(len(accuracy)),
-                    name=named(group),
+                    name=group_name(group),
                     legendgroup=group.label,
                     x=[rounded(seconds[number]) for number in accuracy],
                     y=[rounded(mean) for mean in accuracy.values()],
@@ -359,7 +359,7 @@ class _Pen:
             mode = "lines+markers"
         return self._line(
             parts,
-            name=named(self.group),
+            name=group_name(self.group),
             mode=mode,
             line={"color": self.style.colour(self.group), "width": 2, "dash": dash},
         )
@@ -371,7 +371,7 @@ class _Pen:
             mode = "lines+markers"
         return self._line(
             parts,
-            name=f"{named(self.group)}, received model",
+            name=f"{group_name(self.group)}, received model",
             mode=mode,
             showlegend=False,
             line={"color": self.style.colour(self.group), "width": 1.5, "dash": "dot"},

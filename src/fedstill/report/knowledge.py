@@ -36,10 +36,10 @@ from fedstill.report.figures import (
     curves,
     faint,
     flat_range,
+    group_name,
     layout,
     lines,
     measured,
-    named,
     new_trace,
     rounded,
     whole_numbers,
@@ -192,7 +192,7 @@ def _bar_trace(bar: Bar, key: str, groups: Sequence[Group], style: Style) -> Tra
     for group in groups:
         mean = _at_last(group, key)
         if mean is not None:
-            names.append(named(group))
+            names.append(group_name(group))
             means.append(rounded(mean))
             deviations.append(rounded(_at_last(group, f"{key}_std") or 0.0))
             colours.append(faint(style.colour(group), bar.opacity))
@@ -323,7 +323,7 @@ def _epoch_line(
     return new_trace(
         "scatter",
         mode="lines+markers",
-        name=named(group),
+        name=group_name(group),
         x=[rounded(number + shift) for number in numbers],
         y=means,
         error_y={**error_bars, "thickness": 1.2, "width": 3},
@@ -427,15 +427,15 @@ class MeasuredChain:
 
 def chain(report: Report) -> Section | None:
     """Class accuracy, consistency, forgetting and drift by hop; None if no run measured a chain."""
-    measured = [MeasuredChain(group, read_hops(group)) for group in report.groups]
-    measured = [one_chain for one_chain in measured if one_chain.runs]
-    if not measured:
+    chains = [MeasuredChain(group, read_hops(group)) for group in report.groups]
+    chains = [measured_chain for measured_chain in chains if measured_chain.runs]
+    if not chains:
         return None
     style = report.style
-    alike = _hop_figure(measured, style, SHARE, lambda hops: hops.alike)
-    lost = _hop_figure(measured, style, PERCENT, lambda hops: hops.lost)
+    alike = _hop_figure(chains, style, SHARE, lambda hops: hops.alike)
+    lost = _hop_figure(chains, style, PERCENT, lambda hops: hops.lost)
     drift = _hop_figure(
-        measured, style, PERCENT, lambda hops: hops.handed_over, reference=lambda hops: hops.kept
+        chains, style, PERCENT, lambda hops: hops.handed_over, reference=lambda hops: hops.kept
     )
     charts = [
         Chart([alike], ABOUT_ALIKE, "Consistency of successive models"),
@@ -447,17 +447,17 @@ def chain(report: Report) -> Section | None:
         "Along the chain of clients",
         [
             Paragraph(ABOUT_HOPS),
-            line_key([one_chain.group for one_chain in measured], style),
+            line_key([measured_chain.group for measured_chain in chains], style),
             Gallery(charts, "small"),
             Paragraph(ABOUT_MAPS),
             ColourScale(ACCURACY),
-            Gallery([_map_chart(one_chain, style) for one_chain in measured], "small"),
+            Gallery([_map_chart(measured_chain, style) for measured_chain in chains], "small"),
         ],
     )
 
 
 def _hop_figure(
-    measured: Sequence[MeasuredChain],
+    chains: Sequence[MeasuredChain],
     style: Style,
     axis: Mapping[str, str],
     numbers: Callable[[Hops], ByHop],
@@ -465,19 +465,19 @@ def _hop_figure(
 ) -> Figure:
     """A number by hop, and one to compare it with."""
     drawn = []
-    for one_chain in measured:
-        series = of_runs([numbers(hops) for hops in one_chain.runs])
-        line = Line(one_chain.group, series)
+    for measured_chain in chains:
+        series = of_runs([numbers(hops) for hops in measured_chain.runs])
+        line = Line(measured_chain.group, series)
         if reference is not None:
-            compared_with = of_runs([reference(hops) for hops in one_chain.runs])
-            line = Line(one_chain.group, series, compared_with)
+            compared_with = of_runs([reference(hops) for hops in measured_chain.runs])
+            line = Line(measured_chain.group, series, compared_with)
         drawn.append(line)
     return curves(drawn, style, "hop", axis)
 
 
-def _map_chart(one_chain: MeasuredChain, style: Style) -> Chart:
-    group = one_chain.group
-    first_run = one_chain.runs[0]
+def _map_chart(measured_chain: MeasuredChain, style: Style) -> Chart:
+    group = measured_chain.group
+    first_run = measured_chain.runs[0]
     return Chart(
         [class_map(first_run.columns, group.classes, "hop")],
         f"{group.label}: {ABOUT_MAPS}",

@@ -26,10 +26,10 @@ from fedstill.report.figures import (
     Figure,
     Style,
     Trace,
+    group_name,
     layout,
     lines,
     measured,
-    named,
     new_trace,
     rounded,
 )
@@ -214,7 +214,7 @@ def _curve(look: Look, style: Style, side: str, attack: str) -> Trace:
         rates = [float(value) for value in event[side][attack]["roc"]]
         if len(rates) != len(GRID):
             raise ValueError(f"roc must have {len(GRID)} numbers")
-    name = named(look.group)
+    name = group_name(look.group)
     line = {"color": style.colour(look.group), "width": 2, "dash": style.dash(look.group)}
     if side == "raw":
         name = f"{name}, before privacy"

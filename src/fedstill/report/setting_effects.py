@@ -19,10 +19,10 @@ from fedstill.report.figures import (
     PERCENT,
     Figure,
     Trace,
+    escaped,
     flat_range,
     layout,
     new_trace,
-    plain,
     rounded,
     y_values,
 )
@@ -336,7 +336,7 @@ def _line(setting: VariedSetting, measure: str, index: int) -> Trace:
     return new_trace(
         "scatter",
         mode="lines+markers",
-        name=plain(setting.label),
+        name=escaped(setting.label),
         x=x,
         y=means,
         error_y={"type": "data", "array": deviations, "thickness": 1.2, "width": 3},
@@ -357,7 +357,7 @@ def _level(setting: VariedSetting, group: Group, measure: str, index: int) -> li
     line = new_trace(
         "scatter",
         mode="lines",
-        name=plain(group.label),
+        name=escaped(group.label),
         hovertemplate="%{y:.2%}",
         x=[min(ends), max(ends)],
         y=[rounded(value.mean)] * 2,

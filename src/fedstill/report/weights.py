@@ -24,13 +24,13 @@ from fedstill.report.figures import (
     Figure,
     Style,
     Trace,
+    escaped,
     faint,
+    group_name,
     layout,
     lines,
     measured,
-    named,
     new_trace,
-    plain,
     rounded,
 )
 from fedstill.report.page import Report
@@ -164,7 +164,7 @@ def _point_trace(points: Sequence[Divergence], last: int, group: Group, style: S
     return new_trace(
         "scatter",
         mode="markers",
-        name=named(group),
+        name=group_name(group),
         x=[rounded(point.distance) for point in points],
         y=[rounded(point.moved) for point in points],
         customdata=[[point.client, point.number] for point in points],
@@ -385,10 +385,10 @@ def _noise_line(
 ) -> Trace:
     """The loss of a model by the noise; dotted for a local model."""
     is_global = model == "aggregated"
-    name = named(look.group)
+    name = group_name(look.group)
     dash = style.dash(look.group)
     if not is_global:
-        name = f"{name}, {plain(model)}"
+        name = f"{name}, {escaped(model)}"
         dash = "dot"
     return new_trace(
         "scatter",

@@ -212,8 +212,8 @@ def _from_elsewhere(settings: Settings, form: ExampleForm, source: str, folder: 
         request = ReadRequest(size=side, mode=data.mode, broken=data.broken or "refuse")
         unlabelled = read_unlabelled(Path(source), request)
         public = _unlabelled(unlabelled.images)
-        for caution in unlabelled.cautions:
-            log.warning("data.public_from: %s", caution)
+        for warning in unlabelled.warnings:
+            log.warning("data.public_from: %s", warning)
     else:
         image_options: dict[str, Any] = {}
         if form.are_images and Path(source).is_dir():

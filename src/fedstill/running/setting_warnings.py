@@ -107,7 +107,7 @@ def frequent_class_warning(
 
 def log_warnings(prepared: Prepared) -> None:
     """Log the warnings about the data and those about the settings."""
-    for warning in prepared.dataset.about.cautions:
+    for warning in prepared.dataset.about.warnings:
         log_once(f"data: {warning}")
     for warning in setting_warnings(prepared):
         log_once(warning)

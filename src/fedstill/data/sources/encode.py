@@ -104,23 +104,25 @@ def read_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema) -
     digests = {}
     if schema.has_checksums and not options.length:
         digests = {split: _digests(table, schema) for split, table in tables.items()}
-    cautions = _cautions(schema, next(iter(tables.values())), raw)
+    warnings = _column_warnings(schema, next(iter(tables.values())), raw)
     return replace(
         decoded_with_class_ids(raw, schema.classes),
         source_digests=digests,
-        about=info.with_cautions(split_tables.caution, *cautions),
+        about=info.with_warnings(split_tables.warning, *warnings),
     )
 
 
-def _cautions(schema: TableSchema, train: pa.Table, raw: Mapping[str, RawSplit]) -> list[str]:
+def _column_warnings(
+    schema: TableSchema, train: pa.Table, raw: Mapping[str, RawSplit]
+) -> list[str]:
     """Warnings about columns that are left out, and about values that may be meant otherwise."""
     options = schema.options
     categorical = dict(options.categorical)
-    cautions = [schema.left_out, _stray_label_caution(raw)]
-    cautions += lost_precision(train, [name for name in options.columns if name not in categorical])
+    warnings = [schema.left_out, _stray_label_warning(raw)]
+    warnings += lost_precision(train, [name for name in options.columns if name not in categorical])
     if not schema.chosen:
-        cautions += row_numbers(train, options.columns)
-    return cautions
+        warnings += row_numbers(train, options.columns)
+    return warnings
 
 
 def frames_of(
@@ -157,7 +159,7 @@ class _SplitTables:
     """The table of each split, and a warning about rows that are in none."""
 
     tables: Tables
-    caution: str = ""
+    warning: str = ""
 
 
 def _split_tables(source: str, frames: Mapping[str, Frame], schema: TableSchema) -> _SplitTables:
@@ -486,7 +488,7 @@ def _first_labels(labels: set[int | str]) -> str:
     return shortened_list([repr(name) for name in names], 3)
 
 
-def _stray_label_caution(splits: Mapping[str, RawSplit]) -> str:
+def _stray_label_warning(splits: Mapping[str, RawSplit]) -> str:
     """A warning about labels that are numbers but for a few texts, which are classes then."""
     counts = Counter[str]()
     for split in splits.values():

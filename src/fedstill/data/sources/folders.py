@@ -173,13 +173,13 @@ def _decoded_tables(
     place: Path, tables: FileSplits, files: Sequence[Path], request: ReadRequest
 ) -> Decoded:
     first = next(chain.from_iterable(tables.files.values()))
-    caution = ""
+    warning = ""
     if first.suffix.lower() == ".parquet":
-        caution = _images_caution(tables.files, files, request)
+        warning = _images_warning(tables.files, files, request)
         data = read_parquet(place, tables.files, request)
     else:
         data = read_csv(place, tables.files, request)
-    return replace(data, about=data.about.with_cautions(*tables.cautions, caution))
+    return replace(data, about=data.about.with_warnings(*tables.warnings, warning))
 
 
 def table_splits(place: Path, files: Sequence[Path]) -> FileSplits:
@@ -204,12 +204,12 @@ def table_splits(place: Path, files: Sequence[Path]) -> FileSplits:
                 "read from files of one kind: write all of them as parquet or all as CSV"
             )
     if csv:
-        caution = f"left out, because parquet files are read: {file_list(csv)}; move them elsewhere"
-        splits = replace(splits, cautions=(*splits.cautions, caution))
+        warning = f"left out, because parquet files are read: {file_list(csv)}; move them elsewhere"
+        splits = replace(splits, warnings=(*splits.warnings, warning))
     return splits
 
 
-def _images_caution(
+def _images_warning(
     tables: Mapping[str, Sequence[Path]], files: Sequence[Path], request: ReadRequest
 ) -> str:
     """A warning about image files beside parquet files that hold no images, or "".

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import numpy as np
 import pyarrow as pa
@@ -116,8 +116,8 @@ def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows
     unlabelled = 0
     count = 0
     # Decoders warn of what they find in a file. The filter holds for all threads.
-    with warnings.catch_warnings(), contextlib.closing(_decoded(pictures, cells)) as rows:
-        warnings.simplefilter("ignore")
+    with catch_warnings(), contextlib.closing(_decoded(pictures, cells)) as rows:
+        simplefilter("ignore")
         for row in rows:
             count += 1
             if isinstance(row.error, BrokenImage):
@@ -325,15 +325,15 @@ def labelled_images(
         for split, rows in splits.items()
         if rows.unlabelled
     ]
-    about = data.about.with_notes(*notes).with_cautions(*image_cautions(source, splits))
+    about = data.about.with_notes(*notes).with_warnings(*image_warnings(source, splits))
     return replace(data, about=about)
 
 
-def image_cautions(source: str, splits: Mapping[str, ImageRows]) -> list[str]:
+def image_warnings(source: str, splits: Mapping[str, ImageRows]) -> list[str]:
     """Warnings about broken and dark images."""
-    cautions = [_broken_caution(source, split, rows) for split, rows in splits.items()]
-    cautions.append(_dark_caution([rows.largest for rows in splits.values()]))
-    return cautions
+    warnings = [_broken_warning(source, split, rows) for split, rows in splits.items()]
+    warnings.append(_dark_warning([rows.largest for rows in splits.values()]))
+    return warnings
 
 
 def with_owners(
@@ -349,7 +349,7 @@ def with_owners(
     return replace(data, splits=splits, about=replace(data.about, owners=owners.names))
 
 
-def _broken_caution(source: str, split: str, rows: ImageRows) -> str:
+def _broken_warning(source: str, split: str, rows: ImageRows) -> str:
     if not rows.broken:
         return ""
     return (
@@ -358,7 +358,7 @@ def _broken_caution(source: str, split: str, rows: ImageRows) -> str:
     )
 
 
-def _dark_caution(largest_pixels: Sequence[int | None]) -> str:
+def _dark_warning(largest_pixels: Sequence[int | None]) -> str:
     """A warning about 16-bit images none of which has a bright pixel, or ""."""
     pixels = [largest for largest in largest_pixels if largest is not None]
     if not pixels or max(pixels) > TWELVE_BITS:
@@ -476,7 +476,7 @@ def read_image_folder(place: Path, files: Sequence[Path], request: ReadRequest) 
     images.sort(key=lambda path: nfc(path.as_posix()))
     if not images:
         raise DataError(_no_images(place, files))
-    caution = _table_caution(place, files, images)
+    warning = _table_warning(place, files, images)
     flat = _without_class([path.relative_to(place) for path in images])
     if flat is not None:
         raise DataError(
@@ -491,7 +491,7 @@ def read_image_folder(place: Path, files: Sequence[Path], request: ReadRequest) 
         pictures = Pictures(f"{place}, {split}", request, len(paths), place)
         rows[split] = read_rows(pictures, ((path, path.parent.name) for path in paths))
     data = labelled_images(str(place), rows, request, None)
-    data = replace(data, about=data.about.with_cautions(caution, *splits.cautions))
+    data = replace(data, about=data.about.with_warnings(warning, *splits.warnings))
     if request.options.owner != FILE:
         return data
     return with_owners(str(place), data, rows, _folder_owners(place, splits))
@@ -507,7 +507,7 @@ def _no_images(place: Path, files: Sequence[Path]) -> str:
     )
 
 
-def _table_caution(place: Path, files: Sequence[Path], images: Sequence[Path]) -> str:
+def _table_warning(place: Path, files: Sequence[Path], images: Sequence[Path]) -> str:
     """A warning about tables beside images, or "" if there are none.
 
     Raises DataError where the table must be what holds the labels: images are not in folders of
@@ -579,7 +579,7 @@ class UnlabelledImages:
 
     images: Tensor
     """(n, C, H, W) uint8."""
-    cautions: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def read_unlabelled(place: Path, request: ReadRequest | None = None) -> UnlabelledImages:
@@ -604,5 +604,5 @@ def read_unlabelled(place: Path, request: ReadRequest | None = None) -> Unlabell
         rows = read_rows(pictures, ((path, 0) for path in paths))
     if request.broken == "refuse":
         check_broken(str(place), rows.broken, can_skip=True)
-    cautions = image_cautions(str(place), {"the public set": rows})
-    return UnlabelledImages(torch.from_numpy(rows.images), tuple(filter(None, cautions)))
+    warnings = image_warnings(str(place), {"the public set": rows})
+    return UnlabelledImages(torch.from_numpy(rows.images), tuple(filter(None, warnings)))

@@ -150,7 +150,7 @@ class _Source:
     data: Any
     table: pa.Table | None = None
     """The columns of the data, if they have columns."""
-    cautions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +161,7 @@ class _PythonData:
     sources: Sequence[_Source]
     clients: tuple[str, ...]
     fields: Mapping[str, Any]
-    cautions: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     def of_split(self, split: str) -> list[_Source]:
         """The sources of a split, in the order of clients."""
@@ -173,7 +173,7 @@ class _Splits:
     """The data of each split, and a warning about splits that are left out."""
 
     data: Mapping[str, Any]
-    caution: str = ""
+    warning: str = ""
 
 
 def _python_data(
@@ -181,7 +181,7 @@ def _python_data(
 ) -> _PythonData:
     """All data; a common split replaces those of the clients, with a warning."""
     sources: list[_Source] = []
-    cautions = []
+    warnings = []
     clients: tuple[str, ...] = ()
     if is_by_client(data):
         assert isinstance(data, Mapping)
@@ -189,12 +189,12 @@ def _python_data(
         for number, (client, client_data) in enumerate(data.items()):
             part = f"{name}, client {client}"
             splits = _splits_of(part, client_data)
-            cautions.append(splits.caution)
+            warnings.append(splits.warning)
             for split, split_data in splits.data.items():
                 sources.append(_Source(f"{part}, {split}", split, number, split_data))
     else:
         splits = _splits_of(name, data)
-        cautions.append(splits.caution)
+        warnings.append(splits.warning)
         for split, split_data in splits.data.items():
             sources.append(_Source(f"{name}, {split}", split, None, split_data))
 
@@ -202,19 +202,19 @@ def _python_data(
         if common_data is None:
             continue
         if any(source.split == split for source in sources):
-            cautions.append(f"{split}= is given, so the other data of the split are not used")
+            warnings.append(f"{split}= is given, so the other data of the split are not used")
         sources = [source for source in sources if source.split != split]
         sources.append(_Source(f"{name}, {split}", split, None, common_data))
 
     sources = [_resolved(source) for source in sources]
     for source in sources:
-        cautions += source.cautions
+        warnings += source.warnings
     return _PythonData(
         name=name,
         sources=sources,
         clients=clients,
         fields=fields,
-        cautions=tuple(filter(None, cautions)),
+        warnings=tuple(filter(None, warnings)),
     )
 
 
@@ -263,10 +263,10 @@ def _named_splits(part: str, data: Mapping[Any, Any]) -> _Splits:
             f"{part}: {unknown[0]!r} is no split; the keys are either splits (train, validation, "
             "test) or clients"
         )
-    caution = ""
+    warning = ""
     if unknown:
-        caution = f"left out: the splits {', '.join(unknown)}"
-    return _Splits(splits, caution)
+        warning = f"left out: the splits {', '.join(unknown)}"
+    return _Splits(splits, warning)
 
 
 # Columns: data frames and Hugging Face data sets. They are read as the columns of files are.
@@ -323,17 +323,17 @@ class ArrowFrame:
 def _resolved(source: _Source) -> _Source:
     """The source with its columns, if it has some; of a DataLoader, with its data set."""
     data = source.data
-    cautions = []
+    warnings = []
     if isinstance(data, torch_data.DataLoader):
         loaded = LoaderData.of(source.part, data)
         data = loaded.data
-        cautions.append(loaded.caution)
+        warnings.append(loaded.warning)
     table: pa.Table | None = None
     if _is_of(data, "datasets", "Dataset"):
         table = data.with_format("arrow", columns=data.format["columns"])[:]
         table = table.replace_schema_metadata(data.features.arrow_schema.metadata)
         if data.format["type"] == "custom":
-            cautions.append(
+            warnings.append(
                 "the transform of a Hugging Face data set is not applied; apply it with map()"
             )
     elif hasattr(data, "__arrow_c_stream__"):
@@ -346,7 +346,7 @@ def _resolved(source: _Source) -> _Source:
             ) from error
     if table is not None:
         table = _with_plain_columns(source.part, table)
-    return replace(source, data=data, table=table, cautions=tuple(filter(None, cautions)))
+    return replace(source, data=data, table=table, warnings=tuple(filter(None, warnings)))
 
 
 def _without_unnamed_index(table: pa.Table) -> pa.Table:
@@ -375,8 +375,8 @@ def _dataset_of_columns(python_data: _PythonData) -> Dataset:
     decoded = read_columns(name, frames, request, within=Path(Path.cwd().anchor))
     if python_data.clients:
         decoded = _with_clients(python_data, decoded)
-    cautions = dict.fromkeys(python_data.cautions)
-    decoded = replace(decoded, about=decoded.about.with_cautions(*cautions))
+    warnings = dict.fromkeys(python_data.warnings)
+    decoded = replace(decoded, about=decoded.about.with_warnings(*warnings))
     decoded = verified(name, hold_out(name, decoded, request.options))
     fields = python_data.fields
     return as_dataset(name, decoded, fields.get("mean"), fields.get("std"))
@@ -489,17 +489,17 @@ def _dataset_of_pairs(python_data: _PythonData) -> Dataset:
         fields["classes"] = _classes_of(python_data.sources)
     common: dict[str, Pair] = {}
     by_split: dict[str, dict[int, Pair]] = {split: {} for split in SPLITS}
-    cautions = list(python_data.cautions)
+    warnings = list(python_data.warnings)
     for source in python_data.sources:
         items = _items_of(source, python_data.fields)
-        cautions += items.cautions
+        warnings += items.warnings
         pair = (items.values, items.labels)
         if source.client is None:
             common[source.split] = pair
         else:
             by_split[source.split][source.client] = pair
     data = join_clients(name, python_data.clients, by_split, common)
-    data = replace(data, cautions=tuple(dict.fromkeys(cautions)))
+    data = replace(data, warnings=tuple(dict.fromkeys(warnings)))
     return dataset_of_pairs(name, data, TensorFields(**fields))
 
 

@@ -439,8 +439,8 @@ def read_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
     left_out = [hub_name for hub_name in streams if hub_name not in splits.values()]
     if not left_out:
         return data
-    caution = f"left out: the splits {', '.join(left_out)} of the hub"
-    return replace(data, about=data.about.with_cautions(caution))
+    warning = f"left out: the splits {', '.join(left_out)} of the hub"
+    return replace(data, about=data.about.with_warnings(warning))
 
 
 def _hub_splits(name: str, hub_names: Sequence[str]) -> dict[str, str]:

@@ -49,7 +49,7 @@ class FileSplits:
     """The files of each split, and warnings about files and folders whose names are unclear."""
 
     files: Mapping[str, tuple[Path, ...]]
-    cautions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def split_named(name: str) -> str:
@@ -84,10 +84,10 @@ def split_tables(place: Path, files: Sequence[Path]) -> FileSplits:
     """
     splits = {path: _table_split(place, path) for path in files}
     unknown = [path for path in files if not splits[path]]
-    cautions = _unused_words(place, unknown, class_folders=False)
+    warnings = _unused_words(place, unknown, class_folders=False)
     shards = _shards_left_out(files, unknown)
     if shards:
-        cautions.append(
+        warnings.append(
             f"left out, because their names stand for no split: {file_list(shards)}; name them "
             "train, validation or test to read them"
         )
@@ -100,7 +100,7 @@ def split_tables(place: Path, files: Sequence[Path]) -> FileSplits:
             f"{with_split.name} does; put train, validation or test into its name, or move it "
             "elsewhere"
         )
-    return FileSplits(_by_split(read, splits), tuple(cautions))
+    return FileSplits(_by_split(read, splits), tuple(warnings))
 
 
 def _shards_left_out(files: Sequence[Path], unknown: Sequence[Path]) -> list[Path]:
@@ -123,15 +123,15 @@ def split_images(place: Path, images: Sequence[Path]) -> FileSplits:
     """
     splits = {path: _folder_split(path.relative_to(place).parts[:-2]) for path in images}
     unknown = [path for path in images if not splits[path]]
-    cautions = _unused_words(place, unknown, class_folders=True)
+    warnings = _unused_words(place, unknown, class_folders=True)
     if 0 < len(unknown) < len(images):
         folders = Counter(path.relative_to(place).parts[0] for path in unknown)
-        cautions.append(
+        warnings.append(
             f"left out, because they are in no folder of a split: {len(unknown):,} images in "
             f"{', '.join(list(folders)[:NAMED_FILES])}; move them into train, validation or test"
         )
         images = [path for path in images if splits[path]]
-    return FileSplits(_by_split(images, splits), tuple(cautions))
+    return FileSplits(_by_split(images, splits), tuple(warnings))
 
 
 def client_name(place: Path, path: Path, *, class_folders: bool) -> str:
@@ -260,16 +260,16 @@ def hold_out(
         train_values = train.values[~held_out]
     splits = {**data.splits, "train": train.selected(~held_out, train_values), "test": test}
 
-    cautions = [_untested_classes_caution(train.labels, test.labels, data.classes)]
+    warnings = [_untested_classes_warning(train.labels, test.labels, data.classes)]
     if "validation" in data.splits:
-        cautions.append(
+        warnings.append(
             "no test split: a fifth of the training split is held out; the split 'validation' is "
             "not used"
         )
-    return replace(data, splits=splits, about=data.about.with_cautions(*cautions))
+    return replace(data, splits=splits, about=data.about.with_warnings(*warnings))
 
 
-def _untested_classes_caution(
+def _untested_classes_warning(
     labels: NDArray[Any], test_labels: NDArray[Any], classes: Sequence[str] | None
 ) -> str:
     """A warning about classes that are too small to hold out a fifth of them, or ""."""

@@ -30,7 +30,7 @@ from fedstill.data.dataset import (
     Split,
     as_dataset,
 )
-from fedstill.data.sources.image_sets import check_broken, image_cautions, read_rows
+from fedstill.data.sources.image_sets import check_broken, image_warnings, read_rows
 from fedstill.data.sources.images import Pictures, check_single_page
 from fedstill.data.sources.splits import SPLITS, hold_out
 from fedstill.data.sources.verify import (
@@ -69,7 +69,7 @@ class ClientPairs:
     """The names of the clients."""
     owners: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
     """By split, the number (N,) of each example's client; a split without it is common to all."""
-    cautions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @process_settings()
@@ -189,12 +189,12 @@ def join_clients(
     """
     pairs = dict(common)
     owners = {}
-    cautions = []
+    warnings = []
     for split, by_client in by_split.items():
         if not by_client:
             continue
         if split in common:
-            cautions.append(
+            warnings.append(
                 f"the {split} sets of {len(by_client)} clients are not used, because {split}= is "
                 "given"
             )
@@ -206,7 +206,7 @@ def join_clients(
         pairs[split] = _concatenated(name, arrays)
         counts = list(map(len, arrays))
         owners[split] = np.repeat(np.array(list(by_client), dtype=np.int64), counts)
-    return ClientPairs(pairs, tuple(clients), owners=owners, cautions=tuple(cautions))
+    return ClientPairs(pairs, tuple(clients), owners=owners, warnings=tuple(warnings))
 
 
 def _client_text(client: str) -> str:
@@ -268,12 +268,12 @@ def dataset_of_pairs(name: str, data: ClientPairs, fields: TensorFields) -> Data
 def _info(name: str, train: NDArray[Any], data: ClientPairs, fields: TensorFields) -> DatasetInfo:
     """What training values are, with warnings about images that may be meant otherwise."""
     kind = _kind(name, train, fields)
-    cautions = list(data.cautions)
+    warnings = list(data.warnings)
     if kind == "image":
-        cautions.append(ambiguous_channels(train))
+        warnings.append(ambiguous_channels(train))
     if kind == "image" and fields.mean is None:
-        cautions.append(unusual_scale(train))
-    return DatasetInfo(kind, fields.vocabulary, owners=data.clients).with_cautions(*cautions)
+        warnings.append(unusual_scale(train))
+    return DatasetInfo(kind, fields.vocabulary, owners=data.clients).with_warnings(*warnings)
 
 
 # Checks of pairs.
@@ -376,7 +376,7 @@ class LoaderData:
     """The data set of a DataLoader, and a warning about what of the DataLoader is not used."""
 
     data: torch_data.Dataset[Any]
-    caution: str = ""
+    warning: str = ""
 
     @staticmethod
     def of(part: str, loader: torch_data.DataLoader[Any]) -> LoaderData:
@@ -392,10 +392,10 @@ class LoaderData:
                 f"{part}: a {type(sampler).__name__} selects examples, which a data set cannot do; "
                 "give the data set of the DataLoader, or torch.utils.data.Subset(dataset, indices)"
             )
-        caution = "the batches of a DataLoader are not used: plan.batch sets their size"
+        warning = "the batches of a DataLoader are not used: plan.batch sets their size"
         if loader.collate_fn is not torch_data.default_collate:
-            caution += "; nor is its collate_fn"
-        return LoaderData(loader.dataset, caution)
+            warning += "; nor is its collate_fn"
+        return LoaderData(loader.dataset, warning)
 
 
 def check_no_image_fields(part: str, request: ReadRequest) -> None:
@@ -411,7 +411,7 @@ def check_no_image_fields(part: str, request: ReadRequest) -> None:
 READ_TWICE = 8
 """The items that are read a second time, to notice transforms that draw at random."""
 
-RANDOM_CAUTION = (
+RANDOM_WARNING = (
     "a torch data set gives other values when it is read again, as transforms that draw at random "
     "do; it is read once: leave such transforms out, and set data.augment"
 )
@@ -423,7 +423,7 @@ class ItemsRead:
 
     values: Array
     labels: Array
-    cautions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -453,10 +453,10 @@ class TorchItems:
         if labels.dtype.kind == "f":
             check_whole(self.part, labels)
             labels = labels.astype(np.int64)
-        cautions = items.cautions
+        warnings = items.warnings
         if changes:
-            cautions = (RANDOM_CAUTION, *cautions)
-        return ItemsRead(items.values, labels, cautions)
+            warnings = (RANDOM_WARNING, *warnings)
+        return ItemsRead(items.values, labels, warnings)
 
     def _item(self, index: int) -> tuple[Any, Any]:
         try:
@@ -495,8 +495,8 @@ class TorchItems:
 
         rows = read_rows(Pictures(self.part, self.request, count), cells())
         check_broken(self.part, rows.broken, can_skip=False)
-        cautions = image_cautions(self.part, {"train": rows})
-        return ItemsRead(rows.images, np.array(labels), tuple(filter(None, cautions)))
+        warnings = image_warnings(self.part, {"train": rows})
+        return ItemsRead(rows.images, np.array(labels), tuple(filter(None, warnings)))
 
     def _encoded(self, index: int, picture: object) -> dict[str, Any]:
         """An image as the bytes of a file, upright."""
