@@ -11,7 +11,7 @@ import pytest
 import fedstill
 from fedstill.cli import call
 from fedstill.core.errors import UnknownName
-from fedstill.running.journal import class_numbers, client_number
+from fedstill.running.journal import parse_class_numbers, parse_client_number
 
 NAMES = ("Bern", "Zadar", "Šibenik")
 DECOMPOSED = unicodedata.normalize("NFD", "Šibenik")
@@ -62,17 +62,17 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["2", "Šibenik", DECOMPOSED])
 def test_names_and_numbers_are_one_client(name: str, here: Path) -> None:
-    assert client_number(Path("together"), name) == 2
+    assert parse_client_number(Path("together"), name) == 2
 
 
 def test_an_unknown_name_comes_with_the_nearest(here: Path) -> None:
     with pytest.raises(UnknownName, match="Šibenik"):
-        client_number(Path("together"), "Sibenik")
+        parse_client_number(Path("together"), "Sibenik")
 
 
 def test_names_of_classes_match_in_any_form(here: Path) -> None:
     classes = ["Ärger", unicodedata.normalize("NFD", "Ärger")]
-    first, second = class_numbers(Path("together"), classes)
+    first, second = parse_class_numbers(Path("together"), classes)
     assert first == second
 
 

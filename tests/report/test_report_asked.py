@@ -176,7 +176,9 @@ def test_query_after_query_is_drawn_where_clients_ask_again(one: Path, again: Pa
     assert [t["name"] for t in figure["data"]] == ["alone", "phase 1", "phase 2"], (
         "of the last query"
     )
-    assert run.untaught[1] == sum(len(e["answers"]) for e in events(again) if e["event"] == "round")
+    assert run.query_count.total == sum(
+        len(e["answers"]) for e in events(again) if e["event"] == "round"
+    )
 
 
 @pytest.mark.parametrize("event", ["round", "client"])

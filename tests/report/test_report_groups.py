@@ -12,7 +12,7 @@ from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.metrics.classification import METRICS
 from fedstill.report import data_split, series
 from fedstill.report.summary import COLUMNS, columns, rows
-from fedstill.running.runs import differing, groups, split_of
+from fedstill.running.runs import differing, groups, split_text
 from run_bits import resealed
 
 
@@ -107,10 +107,10 @@ def test_a_run_without_a_round_has_no_measures(some_runs: Path) -> None:
 
 
 def test_how_data_are_split_is_said_of_partitions_and_of_sites() -> None:
-    assert split_of({"partition.kind": "iid", "engine": "serial"}) == "iid"
+    assert split_text({"partition.kind": "iid", "engine": "serial"}) == "iid"
     at_sites = {"partition.kind": "iid", "engine": "flower", "flower.data": "sites"}
-    assert split_of(at_sites) == "sites' own data"
-    assert split_of({**at_sites, "flower.data": "simulated"}) == "iid"
+    assert split_text(at_sites) == "sites' own data"
+    assert split_text({**at_sites, "flower.data": "simulated"}) == "iid"
 
 
 def test_distinct_splits_are_one_a_seed(finished: Path) -> None:

@@ -73,8 +73,8 @@ def test_a_small_epsilon_has_its_digits_in_a_terminal(capsys: pytest.CaptureFixt
     group = SimpleNamespace(
         label="fedavg",
         finished=True,
-        counted="2",
-        own_models=False,
+        run_count_text="2",
+        has_personal_models=False,
         runs=(),
         started=(),
         settings={},

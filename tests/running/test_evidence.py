@@ -92,14 +92,15 @@ def test_long_names_and_times_before_1970_are_packed_too(runs: Path) -> None:
 
 
 def test_a_pack_is_read_like_the_folder(runs: Path) -> None:
-    read = [(r.settings, r.rounds, r.written // 1) for r in find([runs])]
+    read = [(r.settings, r.rounds, r.last_written // 1) for r in find([runs])]
     packed = evidence.pack(runs)
     gone(runs)
     for named in (packed, runs, runs.parent):
-        assert [(r.settings, r.rounds, r.written // 1) for r in find([named])] == read
-        assert [r.named for r in find([named])] == [runs / "fedavg/seed1", runs / "fedavg/seed2"], (
-            "not in the cache"
-        )
+        assert [(r.settings, r.rounds, r.last_written // 1) for r in find([named])] == read
+        assert [r.display_path for r in find([named])] == [
+            runs / "fedavg/seed1",
+            runs / "fedavg/seed2",
+        ], "not in the cache"
     assert [r.seed for r in find([runs / "fedavg/seed2"])] == [2], "a folder in a pack"
     assert not runs.exists()
     evidence.unpack(packed)
@@ -162,7 +163,7 @@ def test_a_report_does_not_hide_the_pack(runs: Path, capsys: pytest.CaptureFixtu
     assert [path.name for path in runs.iterdir()] == ["report.html"]
     for named in (runs, runs.parent, packed):
         assert [run.seed for run in find([named])] == [1, 2]
-    assert evidence.restored(runs), "so that runs go on where they were"
+    assert evidence.unpack_if_packed(runs), "so that runs go on where they were"
     assert contents(runs) == before
     assert (runs / "report.html").stat().st_size > 100_000
     assert [path.name for path in runs.parent.iterdir() if path.name.startswith(".")] == []
@@ -189,11 +190,11 @@ def test_a_pack_with_other_runs_is_not_lost(runs: Path) -> None:
 
 def test_a_folder_that_is_packed_is_unpacked_to_go_on(runs: Path) -> None:
     evidence.pack(runs)
-    assert not evidence.restored(runs)
+    assert not evidence.unpack_if_packed(runs)
     gone(runs)
-    assert evidence.restored(runs)
+    assert evidence.unpack_if_packed(runs)
     assert len(find([runs])) == 2
-    assert not evidence.restored(runs.parent / "nothing")
+    assert not evidence.unpack_if_packed(runs.parent / "nothing")
 
 
 def test_an_empty_folder_is_no_hindrance(runs: Path) -> None:
@@ -270,7 +271,7 @@ def test_a_pack_that_is_too_large_or_damaged_is_refused(
 ) -> None:
     packed = evidence.pack(runs)
     gone(runs)
-    monkeypatch.setattr(evidence, "MOST", 1000)
+    monkeypatch.setattr(evidence, "MAX_UNPACKED_BYTES", 1000)
     with pytest.raises(CorruptFile, match=packed.name):
         evidence.readable(packed)
     monkeypatch.undo()

@@ -55,7 +55,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start_of(folder: Path) -> dict[str, Any]:
-    return read_journal(folder / "journal.jsonl", 1)[0]
+    return read_journal(folder / "journal.jsonl", limit=1)[0]
 
 
 def begun(tmp_path: Path) -> Path:

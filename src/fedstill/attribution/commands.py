@@ -104,7 +104,7 @@ def why_command(
         quiet: Print no progress.
     """
     from fedstill.attribution.class_changes import find_changes
-    from fedstill.running.journal import class_numbers, client_number
+    from fedstill.running.journal import parse_class_numbers, parse_client_number
 
     options = {
         "--client": client is not None,
@@ -123,16 +123,18 @@ def why_command(
     if not (directory / "journal.jsonl").is_file():
         return say(f"{directory} contains no run: it has no journal.jsonl", 2)
     if client is not None:
-        return _print_exchange(directory, client_number(directory, client), round_ or 1, quiet)
+        return _print_exchange(
+            directory, parse_client_number(directory, client), round_ or 1, quiet
+        )
 
     label = None
     if class_ is not None:
-        label = class_numbers(directory, [class_])[0]
+        label = parse_class_numbers(directory, [class_])[0]
     changes = find_changes(directory, label, round_)
     largest = changes[0]
     if without is not None:
         span = ReplayedSpan(from_ or largest.round, rounds or DEFAULT_ROUNDS, once)
-        number = client_number(directory, without)
+        number = parse_client_number(directory, without)
         return _print_without(directory, largest, number, span, quiet)
     if draws:
         return _print_samples(directory, largest, draws, quiet)

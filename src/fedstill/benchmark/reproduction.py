@@ -19,8 +19,7 @@ from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.report import terminal
 from fedstill.report.summary import COLUMNS, NONE, package_notes
 from fedstill.running.compare import Variant
-from fedstill.running.runs import Run, Spread, differing, read_run, spread
-from fedstill.running.runs import said as value_text
+from fedstill.running.runs import Run, Spread, differing, read_run, spread, value_text
 from fedstill.running.same_run import other_settings, settings_by_key
 
 MEASURE_TITLES = {column.key: column.title for column in COLUMNS} | {
@@ -241,7 +240,7 @@ def _unfinished_lines(runs: RecipeRuns, cell: Cell) -> Iterator[str]:
 
 def _unfinished_line(row: str, run: Run) -> str:
     """The progress of a run, and the first refusal in the round after it."""
-    line = f"not finished: {row}, seed {run.seed}: {len(run.rounds)} of {run.asked} rounds"
+    line = f"not finished: {row}, seed {run.seed}: {len(run.rounds)} of {run.planned_rounds} rounds"
     accuracies = [value for number, value in run.curve("accuracy").items() if number > 0]
     if accuracies:
         line += f", {100 * accuracies[-1]:.1f} % after the last"

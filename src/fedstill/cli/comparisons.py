@@ -194,9 +194,9 @@ def carry_out(
     Raises RunBusy, before anything is done, if another comparison is under way in the folder.
     """
     from fedstill.report.comparison import begun_of, followed_outcomes
-    from fedstill.running.directory import claimed, pack_of, restored
+    from fedstill.running.directory import claimed, pack_of, unpack_if_packed
 
-    if restored(folder):
+    if unpack_if_packed(folder):
         print(f"{pack_of(folder)} is unpacked to {folder}, to go on there")
     with claimed(folder):
         outcomes = followed_outcomes(

@@ -130,7 +130,7 @@ def _check_not_packed(folder: Path) -> None:
 def _owner(client: Any, start: journals.Event) -> Any:
     """The owner of a model: a client's number, the name of a group, or None for all clients."""
     if isinstance(client, str):
-        number = journals.number_of_client(client, start)
+        number = journals.client_number_by_name(client, start)
         if number is not None:
             return number
     return client

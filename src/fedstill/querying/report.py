@@ -52,8 +52,8 @@ def untaught(runs: Mapping[str, Sequence[Run]]) -> str:
     """A sentence on them, by what the runs are called; empty if every query had a teacher."""
     parts = []
     for name, named_runs in runs.items():
-        without_teacher = sum(run.untaught[0] for run in named_runs)
-        queries = sum(run.untaught[1] for run in named_runs)
+        without_teacher = sum(run.query_count.without_teacher for run in named_runs)
+        queries = sum(run.query_count.total for run in named_runs)
         if without_teacher:
             parts.append(f"{name}, {without_teacher} of {queries}")
     if not parts:

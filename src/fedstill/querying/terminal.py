@@ -254,7 +254,7 @@ def query(
     from fedstill.querying import terminal as answer
     from fedstill.querying.answers import Later, ask
     from fedstill.report import terminal
-    from fedstill.running.journal import class_numbers, client_number
+    from fedstill.running.journal import parse_class_numbers, parse_client_number
 
     if bool(by) == bool(classes):
         raise ConfigError(
@@ -265,16 +265,16 @@ def query(
     if ("need" in by) != bool(need):
         raise ConfigError("--by need and --need go together, e.g. --by need --need 7,9")
     check_other_kind(out, MODEL)
-    student_number = client_number(run, client)
+    student_number = parse_client_number(run, client)
     request: Sequence[int] | dict[str, Any]
     if by:
         request = {"by": by}
         if under:
             request["accuracy_under"] = under
         if need:
-            request["needs"] = {str(student_number): tuple(class_numbers(run, need))}
+            request["needs"] = {str(student_number): tuple(parse_class_numbers(run, need))}
     else:
-        request = class_numbers(run, classes)
+        request = parse_class_numbers(run, classes)
     new = None
     if new_data:
         new = load_dataset(new_data)

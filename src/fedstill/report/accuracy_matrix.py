@@ -390,7 +390,7 @@ def _task_matrix(run: Run) -> AccuracyMatrix:
     if not run.task_ends[0]["task"]:
         initial = 100 * values(run.task_ends[0]["row"], 1, "the untrained model's row")
     columns = _task_names(percent.shape[1])
-    return AccuracyMatrix(str(run.named), percent, columns, initial=initial)
+    return AccuracyMatrix(str(run.display_path), percent, columns, initial=initial)
 
 
 def _ends(run: Run) -> list[dict[str, Any]]:

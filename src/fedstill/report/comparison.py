@@ -34,7 +34,7 @@ from fedstill.running.compare import (
     new_folder,
     variants,
 )
-from fedstill.running.directory import claimed, restored
+from fedstill.running.directory import claimed, unpack_if_packed
 from fedstill.running.frame import data_frame
 from fedstill.running.result import (
     Result,
@@ -209,7 +209,7 @@ def compare(
     folder = named_path(out) if out else new_folder("compare")
     runs = variants(experiment, folder, methods, seeds, grid)
     _check_lives(runs)
-    restored(folder)
+    unpack_if_packed(folder)
     tracked = [track] if isinstance(track, str) else track
     with claimed(folder):
         with _main_hidden():

@@ -28,7 +28,7 @@ from fedstill.report.figures import (
     whole_numbers,
 )
 from fedstill.report.page import Report
-from fedstill.running.runs import Group, Run, split_of
+from fedstill.running.runs import Group, Run, split_text
 
 # Maps of class × client
 
@@ -71,7 +71,7 @@ class Split:
     def name(self) -> str:
         """The seeds of its runs, and the partition."""
         seeds = ", ".join(map(str, sorted({run.seed for run in self.runs})))
-        partition = split_of(self.runs[0].settings)
+        partition = split_text(self.runs[0].settings)
         return f"seed {seeds} ({partition}, {len(self.counts):,} clients)"
 
     @property

@@ -27,8 +27,8 @@ from fedstill.running.runs import (
     Run,
     differing,
     differing_schedule,
-    said,
     schedule_cells,
+    value_text,
 )
 
 ABOUT = (
@@ -175,12 +175,12 @@ def settings(report: Report) -> Section:
     """The settings in which groups differ; folded, those that are equal, and all runs."""
     by_group = [group.settings for group in report.groups]
     keys = differing(by_group)
-    equal = [[key, said(value)] for key, value in by_group[0].items() if key not in keys]
+    equal = [[key, value_text(value)] for key, value in by_group[0].items() if key not in keys]
     blocks: list[Block] = []
     if keys:
         head: list[Cell] = ["setting"]
         head += [group_label(group, report.style) for group in report.groups]
-        body = [[key, *(said(values.get(key, UNSET)) for values in by_group)] for key in keys]
+        body = [[key, *(value_text(values.get(key, UNSET)) for values in by_group)] for key in keys]
         blocks.append(Paragraph("The settings in which the groups differ."))
         blocks.append(Table(head, body, "settings"))
     elif len(report.groups) == 1:
@@ -212,5 +212,5 @@ def _run_line(run: Run, group: Group, note: str) -> list[str]:
     reached = 0
     if run.rounds:
         reached = run.rounds[-1]["round"]
-    rounds = f"{reached} of {run.asked}"
-    return [str(run.named), group.label, str(run.seed), rounds, f"{state}{note}"]
+    rounds = f"{reached} of {run.planned_rounds}"
+    return [str(run.display_path), group.label, str(run.seed), rounds, f"{state}{note}"]

@@ -30,7 +30,7 @@ from fedstill.report.figures import Style
 from fedstill.report.summary import refused
 from fedstill.report.table_files import group_named
 from fedstill.running.journal import VERSIONS
-from fedstill.running.runs import Group, groups, method_of, said, split_of
+from fedstill.running.runs import Group, groups, method_of, split_text, value_text
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -175,7 +175,7 @@ def _introduction(compared: Sequence[Group]) -> list[Block]:
 def _facts(compared: Sequence[Group]) -> dict[str, str]:
     runs = [run for group in compared for run in group.runs]
     seeds = sorted({run.seed for run in runs})
-    written = datetime.fromtimestamp(max(run.written for run in runs))
+    written = datetime.fromtimestamp(max(run.last_written for run in runs))
     versions = []
     for name in VERSIONS:
         used = sorted({version for run in runs for version in run.versions(name)})
@@ -183,7 +183,7 @@ def _facts(compared: Sequence[Group]) -> dict[str, str]:
             versions.append(f"{name} {', '.join(used)}")
     return {
         "data": _values(compared, "data.name"),
-        "split": ", ".join(dict.fromkeys(split_of(group.settings) for group in compared)),
+        "split": ", ".join(dict.fromkeys(split_text(group.settings) for group in compared)),
         "clients": _values(compared, "topology.clients"),
         "topology": _values(compared, "topology.kind"),
         "model": _values(compared, "model.name"),
@@ -196,7 +196,7 @@ def _facts(compared: Sequence[Group]) -> dict[str, str]:
 
 def _values(compared: Sequence[Group], key: str) -> str:
     """The values of a setting in all groups; of files only their names."""
-    values = [said(group.settings[key]) for group in compared if key in group.settings]
+    values = [value_text(group.settings[key]) for group in compared if key in group.settings]
     if key.endswith(".name"):
         values = [value.rpartition("/")[2] for value in values]
     return ", ".join(dict.fromkeys(values)) or "–"

@@ -105,7 +105,7 @@ ABOUT_LINES = (
 def learning_and_forgetting(report: Report) -> Section | None:
     """Accuracy and forgetting by round; None if neither was measured."""
     charts: Sequence[RoundChart] = OF_THE_SERVER
-    if any(group.own_models for group in report.groups):
+    if any(group.has_personal_models for group in report.groups):
         charts = [*OF_CLIENTS, *OF_THE_SERVER]
     drawn = [
         Chart(

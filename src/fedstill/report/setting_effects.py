@@ -293,9 +293,9 @@ def _effects(varied: Sequence[VariedSetting]) -> list[Effect]:
     """The measures of the server's models and of clients' own, as the groups have them."""
     groups = [point.group for setting in varied for point in setting.points]
     effects: list[Effect] = []
-    if any(not group.own_models for group in groups):
+    if any(not group.has_personal_models for group in groups):
         effects += SERVER_EFFECTS
-    if any(group.own_models for group in groups):
+    if any(group.has_personal_models for group in groups):
         effects += CLIENT_EFFECTS
     return effects
 

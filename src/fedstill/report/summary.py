@@ -282,14 +282,14 @@ def _ranking_column(compared: Sequence[Group]) -> Column | None:
         return None
     (name,) = names
     keys = [name, f"own_test_{name}"]
-    if any(group.own_models for group in compared):
+    if any(group.has_personal_models for group in compared):
         keys.reverse()
     return _first_measured(keys, compared)
 
 
 def _own_models_column(compared: Sequence[Group]) -> Column | None:
     """The column that ranks methods with a model for each client; None without such a method."""
-    if not any(group.own_models for group in compared):
+    if not any(group.has_personal_models for group in compared):
         return None
     return _first_measured(OWN_MODELS, compared)
 
@@ -351,7 +351,7 @@ def rows(groups: Sequence[Group]) -> list[Row]:
     return [
         Row(
             label=group.label,
-            seeds=group.counted,
+            seeds=group.run_count_text,
             note=rounds_note(group),
             values={column.key: group.mean_spread(column.key) for column in possible},
             columns=possible,
@@ -363,7 +363,7 @@ def rows(groups: Sequence[Group]) -> list[Row]:
 def own_metrics(groups: Sequence[Group]) -> list[str]:
     """The metrics of the user's own measures in any run."""
     runs = [run for group in groups for run in group.started]
-    return list(dict.fromkeys(metric for run in runs for metric in run.own_metrics))
+    return list(dict.fromkeys(metric for run in runs for metric in run.user_metrics))
 
 
 def own_columns(groups: Sequence[Group]) -> list[Column]:
@@ -437,7 +437,7 @@ def _reached(runs: Sequence[Run]) -> str:
     rounds = f"{reached[0]}"
     if len(reached) > 1:
         rounds = f"{reached[0]}–{reached[-1]}"
-    return f"round {rounds} of {runs[0].asked}"
+    return f"round {rounds} of {runs[0].planned_rounds}"
 
 
 def _last_round(run: Run) -> int:

@@ -23,9 +23,9 @@ from fedstill.running.runs import (
     Group,
     Run,
     Spread,
-    alike,
     differing_schedule,
     find,
+    label_runs,
     schedule_cells,
 )
 from fedstill.running.trackers import AboutRun, RoundNumbers, TensorBoard, Tracker
@@ -314,7 +314,7 @@ def _send(run: Run, name: str, tracker: Tracker) -> None:
 
 def _folder_names(runs: Sequence[Run]) -> list[str]:
     """A name for each run's folder: its group's label and its seed."""
-    labels = {id(run): members.label for members in alike(runs) for run in members.runs}
+    labels = {id(run): members.label for members in label_runs(runs) for run in members.runs}
     names: list[str] = []
     for run in runs:
         label = re.sub(r"[^\w\-.=, ]", "-", labels[id(run)]).replace(", ", "_")

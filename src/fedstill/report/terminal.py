@@ -209,7 +209,9 @@ def comparison_table(compared: Sequence[Group]) -> PlainTable:
     rows = []
     for group in ordered:
         numbers = [_spread_text(group, column) for column in columns]
-        rows.append([_row_label(group), *schedule_cells(group, schedule), *numbers, group.counted])
+        rows.append(
+            [_row_label(group), *schedule_cells(group, schedule), *numbers, group.run_count_text]
+        )
     titles = [f"{column.title} [{column.unit}]" for column in columns]
     return table(["", *schedule.values(), *titles, "seeds"], rows)
 
@@ -243,7 +245,7 @@ def _accuracy_columns(compared: Sequence[Group]) -> list[Column]:
     own_metrics = [f"own_test_{metric}" for metric in METRICS]
     columns = _measured_columns(compared, ["own_test_accuracy", "own_test_worst"])
     columns += _measured_columns(compared, own_metrics)
-    if any(group.own_models for group in compared):
+    if any(group.has_personal_models for group in compared):
         columns += PERSONAL
     columns += _measured_columns(compared, SERVER_KEYS)
     columns += _measured_columns(compared, METRICS)

@@ -24,7 +24,7 @@ from fedstill.core.extensions import Event, Fields, StageKeeper, StageResult
 from fedstill.core.files import digest, make_folder, remove, write_together
 from fedstill.core.records import NOTHING, SERVER, ModelSpec, Payload, Stage, State
 from fedstill.engines.serial import Memory, Version
-from fedstill.running.journal import Mark, read_journal
+from fedstill.running.journal import JournalMark, read_journal
 
 log = logging.getLogger("fedstill.checkpoint")
 
@@ -46,7 +46,7 @@ class Restored:
 
     state: State
     memory: dict[int, tuple[str, str]]
-    journal: Mark
+    journal: JournalMark
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Checkpoints:
         self,
         state: State,
         memory: dict[int, tuple[str, str]],
-        journal: Mark,
+        journal: JournalMark,
         beside: Callable[[], object] | None = None,
         *,
         rounds: Collection[int] = (),
@@ -141,7 +141,7 @@ class Checkpoints:
         self,
         state: State,
         memory: dict[int, tuple[str, str]],
-        journal: Mark,
+        journal: JournalMark,
         groups: dict[str, str],
     ) -> Iterator[tuple[Path, bytes]]:
         """What a checkpoint writes: objects that are not there yet, the manifest that names them,
@@ -213,8 +213,7 @@ class Checkpoints:
         if self.memory is not None:
             for file, sha in memory.values():
                 read_sealed(self.memory / file, sha)
-        length, journal = manifest["journal"]
-        return Restored(state, memory, (length, journal))
+        return Restored(state, memory, JournalMark(*manifest["journal"]))
 
     def _manifest(self, name: str) -> dict[str, Any]:
         path = self.folder / name

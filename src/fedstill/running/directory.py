@@ -1,4 +1,8 @@
-"""The directory of a run: its lock, the settings it began with, and overwriting it."""
+"""The directory of a run: its settings, overwriting, creating, locking and packing it.
+
+A pack is a compressed file with the small files of all runs in a folder. Commands that read runs
+accept it in place of the folder.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -41,157 +46,217 @@ from fedstill.core.registry import LIVE, short_name
 from fedstill.data.cache import cache_folder
 from fedstill.running.split_file import SPLIT
 
-# A run that has begun: its settings, as its directory says them.
+log = logging.getLogger("fedstill.pack")
+
+
+# Reading the settings of an existing run.
 
 
 def settings_of(folder: Path, **live: Any) -> Settings:
-    """The settings of an existing run; raises NoRun where there is none, CorruptFile for one that
-    is damaged.
+    """Return the settings of an existing run, from its config.toml.
 
-    ``live``: what was handed over from Python when the run began, by table (``method``, ``model``,
-    ``partition``). Raises ConfigError for another table, and for one that the run finds itself.
+    ``live``: the objects that the run got from Python, by table (``method``, ``model``,
+    ``partition``).
+
+    Raises NoRun if the directory holds no run, CorruptFile if config.toml is damaged, ConfigError
+    for an object of another table, and for one that the run finds by its name.
     """
     path = folder / "config.toml"
     try:
         tree = read_toml(path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NoRun(f"{folder} holds no run: {_instead(folder)}") from error
+        raise NoRun(f"{folder} holds no run: {_hint_without_run(folder)}") from error
     except (OSError, ValueError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
-    for table, thing in live.items():
+
+    for table, live_object in live.items():
         if table not in OBJECT_TABLES:
             raise ConfigError(f"resume takes no {table}: what a run is stands in {path}")
         name = tree.get(table, {}).get(NAME_KEYS[table], "")
         if not name.startswith(LIVE):
             raise ConfigError(f"{folder} finds its {table} {name!r} itself; leave {table} out")
-        bind(table, name, type(thing) if isinstance(thing, Method) else thing)
+        # An instance of a method has the state of its run, so that a resumed run needs a new one.
+        target = type(live_object) if isinstance(live_object, Method) else live_object
+        bind(table, name, target)
     return settle(from_tree(tree, {}, folder), check_device=False)
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """The directories of the runs in the folder of a comparison, which has one folder for each of
-    its groups.
-    """
+    """Return the directories of the runs in the folder of a comparison, GROUP/seedN each."""
     return sorted(path.parent for path in folder.glob("*/seed*/config.toml"))
 
 
-def _instead(folder: Path) -> str:
-    """What a directory is that holds no run, and what to do."""
-    if runs := runs_below(folder):
+def _hint_without_run(folder: Path) -> str:
+    """Describe a path that is not the directory of a run, and what to do, for an error message."""
+    runs = runs_below(folder)
+    if runs:
         return (
             f"it is the folder of a comparison of {len(runs)} runs; the same `fedstill compare` "
-            "with --out "
-            f"{in_shell(folder)} goes on with all, or name one run, e.g. {in_shell(runs[0])}"
+            f"with --out {in_shell(folder)} goes on with all, or name one run, "
+            f"e.g. {in_shell(runs[0])}"
         )
     if folder.is_file():
-        begin = (
-            f"; `fedstill run {in_shell(folder)}` begins one" if folder.suffix == ".toml" else ""
-        )
-        return f"it is a file; name a run's directory{begin}"
-    return "there is no config.toml in it" if folder.is_dir() else "there is no such directory"
+        hint = "it is a file; name a run's directory"
+        if folder.suffix == ".toml":
+            hint += f"; `fedstill run {in_shell(folder)}` begins one"
+        return hint
+    if folder.is_dir():
+        return "there is no config.toml in it"
+    return "there is no such directory"
 
 
-# Beginning a run anew in a directory that holds one: what fedstill wrote there is deleted, and
-# nothing else.
+# Overwriting a run: only files that fedstill wrote are deleted.
 
 
-HEX, MEMORY = "[0-9a-f]{64}", r"client-?\d+-round\d+-stage\d+\.safetensors"
+_SHA256 = "[0-9a-f]{64}"
+_CLIENT_STATE = r"client-?\d+-round\d+-stage\d+\.safetensors"
+_SITE_FILE = rf"{_CLIENT_STATE}|\d{{7}}-\d{{7}}\.reply|noised|secure-sums?|tasks|\.lock"
 
-WRITTEN = re.compile(
-    r"config\.toml|(journal|why)\.jsonl|(summary|trackers)\.json|(model|split)\.safetensors|report\.html|holder\.json|lock|sums-name|sum-left\.json"
-    rf"|checkpoints/(\d{{7}}-\d{{7}}\.json|LATEST|objects(/{HEX}\.safetensors)?)|memory/{MEMORY}"
-    rf"|updates(/{MEMORY})?|measures/[^/]+\.safetensors|checkpoints|memory|measures|tensorboard(/events\.out\.tfevents\.[^/]+)?"
-    rf"|sites(/\w+(/client\d+(/({MEMORY}"
-    rf"|\d{{7}}-\d{{7}}\.reply|noised|secure-sums?|tasks|\.lock))?)?)?"
+RUN_FILES = re.compile(
+    "|".join(
+        [
+            r"config\.toml",
+            r"(journal|why)\.jsonl",
+            r"(summary|trackers|sum-left)\.json",
+            r"sums-name",
+            r"(model|split)\.safetensors",
+            r"report\.html",
+            r"holder\.json|lock",
+            rf"checkpoints(/(\d{{7}}-\d{{7}}\.json|LATEST|objects(/{_SHA256}\.safetensors)?))?",
+            rf"(memory|updates)(/{_CLIENT_STATE})?",
+            r"measures(/[^/]+\.safetensors)?",
+            r"tensorboard(/events\.out\.tfevents\.[^/]+)?",
+            rf"sites(/\w+(/client\d+(/({_SITE_FILE}))?)?)?",
+        ]
+    )
 )
-"""The paths that a run writes, its report and the looks of `fedstill why`, relative to its
-directory.
+"""Paths, relative to a run's directory, of everything that a run, its report and ``fedstill why``
+write there.
 """
 
-TABLES_OF_A_RUN = ("rounds.csv", "clients.csv", "rounds.parquet", "clients.parquet")
-"""The tables of a run's numbers, which may be in any folder below it."""
+EXPORTED_TABLES = ("rounds.csv", "clients.csv", "rounds.parquet", "clients.parquet")
+"""Names of the tables that ``fedstill export`` writes, to any folder below a run's directory."""
 
-KEPT = ("lock", "holder.json")
-"""Files that are in use while the directory is cleared."""
+CONFIG_TABLES = {"data", "partition", "topology", "model", "method", "clients", "plan"}
+"""Tables that the config.toml of a run always contains, since it has every value.
 
-TABLES = {"data", "partition", "topology", "model", "method", "clients", "plan"}
-"""Tables that the config.toml of a run always has; one that a person wrote has what differs from
-the defaults.
+One that a user wrote has only the values that differ from the defaults.
 """
+
+LOCK_FILE = "lock"
+"""The file that a process locks while it writes in a directory."""
+
+HOLDER_FILE = "holder.json"
+"""The file that names the process that holds the lock; deleted when the lock is released."""
+
+IN_USE = (LOCK_FILE, HOLDER_FILE)
+"""Files that are in use while a directory is cleared."""
+
+
+@dataclass(frozen=True)
+class DirectoryEntry:
+    """A file or folder below the directory of a run."""
+
+    name: str
+    """Its path relative to the directory, with slashes."""
+    path: Path
 
 
 def clear(folder: Path) -> None:
     """Delete what fedstill wrote in a run's directory, which this process has locked.
 
-    Raises RunExists, and deletes nothing, if it holds anything else, or files of these names that
-    are no run's.
+    Raises RunExists, and deletes nothing, if the directory contains anything else, including files
+    of the same names that are not a run's.
     """
-    written = check_foreign(folder)
-    # from now on nobody can go on with it, and until the last file all can be deleted
+    entries = _check_foreign(folder)
+    # Without its config, nobody can resume the run. The journal is deleted last: it shows that the
+    # directory is a run's, so that a clearing that was interrupted can be repeated.
     remove(folder / "config.toml")
-    for name, path in sorted(written, key=lambda each: each[0] == "journal.jsonl"):
-        if name not in KEPT:
-            path.rmdir() if path.is_dir() else remove(path)
+    for entry in sorted(entries, key=lambda entry: entry.name == "journal.jsonl"):
+        if entry.name in IN_USE:
+            continue
+        if entry.path.is_dir():
+            entry.path.rmdir()
+        else:
+            remove(entry.path)
 
 
-def check_foreign(folder: Path) -> list[tuple[str, Path]]:
-    """What is in a directory, if fedstill wrote it as a run's; raises RunExists if it holds
-    anything else.
+def _check_foreign(folder: Path) -> list[DirectoryEntry]:
+    """Return the entries of a run's directory, files before the folder that they are in.
+
+    Raises RunExists if there is one that fedstill did not write.
     """
-    written, begun = list(_below(folder, folder)), holds_run(folder)
-    if not begun and (several := runs_below(folder)):
-        raise RunExists(
-            f"{folder} holds {len(several)} runs of a comparison, which a run does not overwrite; "
-            "choose another folder"
-        )
-    tables = [path for _, path in written if begun and _is_table(path)]
-    with_tables = {parent for path in tables for parent in path.parents}
-    foreign = [
-        name
-        for name, path in written
-        if not _is_ours(name, path, begun) and path not in (*tables, *with_tables)
-    ]
+    entries = list(_entries_below(folder, folder))
+    is_run = holds_run(folder)
+    if not is_run:
+        runs = runs_below(folder)
+        if runs:
+            raise RunExists(
+                f"{folder} holds {len(runs)} runs of a comparison, which a run does not overwrite; "
+                "choose another folder"
+            )
+
+    allowed: set[Path] = set()
+    if is_run:
+        for entry in entries:
+            if _is_exported_table(entry.path):
+                allowed.update((entry.path, *entry.path.parents))
+    foreign = sorted(
+        entry.name
+        for entry in entries
+        if entry.path not in allowed and not _is_run_file(entry, is_run)
+    )
     if foreign:
-        listed = ", ".join(sorted(foreign)[:5]) + (
-            f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
-        )
         raise RunExists(
-            f"{folder} holds what a run did not write there, so nothing is overwritten: {listed}; "
-            "move it away first"
+            f"{folder} holds what a run did not write there, so nothing is overwritten: "
+            f"{_first_five(foreign)}; move it away first"
         )
-    return written
+    return entries
 
 
-def _below(folder: Path, top: Path) -> Iterator[tuple[str, Path]]:
-    """What is in a directory, folders after what is in them, by path relative to the top; links are
-    not followed.
+def _first_five(names: Sequence[str]) -> str:
+    """List the first five names, and count the rest."""
+    listed = ", ".join(names[:5])
+    if len(names) > 5:
+        listed += f" and {len(names) - 5} more"
+    return listed
+
+
+def _entries_below(folder: Path, top: Path) -> Iterator[DirectoryEntry]:
+    """Yield all files and folders in a folder, each folder after its content.
+
+    Links are not followed. Names are relative to ``top``.
     """
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
-            yield from _below(path, top)
-        yield path.relative_to(top).as_posix(), path
+            yield from _entries_below(path, top)
+        yield DirectoryEntry(path.relative_to(top).as_posix(), path)
 
 
-def _is_ours(name: str, path: Path, begun: bool) -> bool:
+def _is_run_file(entry: DirectoryEntry, is_run: bool) -> bool:
+    """Whether fedstill wrote an entry; ``is_run``: whether it is in the directory of a run."""
+    path = entry.path
     if path.is_symlink():
         return False
-    if is_leftover(path) or name in KEPT:
+    if is_leftover(path) or entry.name in IN_USE:
         return True
-    if name == "report.html" and b"Made by fedstill" not in path.read_bytes():
+    # A user may have saved a page of their own under this name.
+    if entry.name == "report.html" and b"Made by fedstill" not in path.read_bytes():
         return False
-    return begun and WRITTEN.fullmatch(name) is not None
+    return is_run and RUN_FILES.fullmatch(entry.name) is not None
 
 
-def _is_table(path: Path) -> bool:
-    """Whether a file is one of those that `fedstill export` writes of a run's numbers."""
-    if path.is_symlink() or path.name not in TABLES_OF_A_RUN or not path.is_file():
+def _is_exported_table(path: Path) -> bool:
+    """Whether ``fedstill export`` wrote this file: such tables contain a mark of fedstill."""
+    if path.is_symlink() or path.name not in EXPORTED_TABLES or not path.is_file():
         return False
     return RUN_TABLE.mark.search(path.read_bytes()) is not None
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has begun there: by its journal, or where that was not written yet, by its
-    whole config.
+    """Whether a run has started in a directory.
+
+    Its journal shows this or, if the run has not written its journal yet, a complete config.toml.
     """
     try:
         with (folder / "journal.jsonl").open("rb") as journal:
@@ -200,135 +265,156 @@ def holds_run(folder: Path) -> bool:
     except OSError:
         pass
     try:
-        return set(read_toml(folder / "config.toml")) >= TABLES
+        return set(read_toml(folder / "config.toml")) >= CONFIG_TABLES
     except (OSError, ValueError):
         return False
 
 
-# The directory of a run: a new one for each, and one process at a time in it; so for the folder of
-# a comparison.
+# Creating and locking the directory of a run, or the folder of a comparison: one process at a time
+# writes in it.
 
 
-LOCK, HOLDER = "lock", "holder.json"
-"""The file that is locked, and the one that says by whom. The second is there while somebody writes
-in the folder.
-"""
+ANOTHER_DIRECTORY = "choose another directory with out="
+"""Advice about a directory that cannot be used, in Python."""
 
-OTHER = ("choose another directory with out=", "choose another --out")
-"""What to do about a directory that cannot be used: in Python, and for who typed a command."""
+ANOTHER_OUT = "choose another --out"
+"""The same advice on the command line."""
+
+
+def _messages(problem: str) -> tuple[str, str]:
+    """Return the two texts of an error about a directory: for Python and for the command line."""
+    return f"{problem}; {ANOTHER_DIRECTORY}", f"{problem}; {ANOTHER_OUT}"
 
 
 def new_directory(settings: Settings, out: Path | None, overwrite: bool = False) -> Path:
-    """A directory for a new run; raises RunExists if it holds anything already, other than a run to
-    ``overwrite``.
+    """Create the directory of a new run: ``out``, or a new one in ``runs``.
 
-    Raises ConfigError if it cannot be made, or for ``overwrite`` without ``out``.
+    Raises RunExists if ``out`` is not empty, unless it holds a run and ``overwrite`` is set;
+    ConfigError if the directory cannot be created, and for ``overwrite`` without ``out``.
     """
     if overwrite and out is None:
         raise ConfigError(
             "overwrite=True needs out=, the run's directory", "--overwrite needs --out"
         )
-    name = settings.named.method.name.rpartition("/")[2].replace(":", "-")
-    data = short_name(settings.data.name).replace("/", "-").replace(":", "-")
-    base = Path("runs") / f"{name}-{data}-seed{settings.seed}"
+    base = Path("runs") / _base_name(settings)
     try:
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            if overwrite:
-                check_foreign(out)  # before there is a lock in it
-                with locked(out):
-                    clear(out)
-            check_used(out)
-            return out
-        base.parent.mkdir(parents=True, exist_ok=True)
-        return next(
-            p for i in range(1, 100_000) if _is_made(p := base.with_name(f"{base.name}-{i}"))
-        )
+        if out is None:
+            return _make_numbered(base)
+        _make_empty(out, overwrite)
     except FileExistsError as error:
-        raise RunExists(*(f"{out} is a file; {todo}" for todo in OTHER)) from error
+        raise RunExists(*_messages(f"{out or base.parent} is a file")) from error
     except OSError as error:
-        text = f"cannot make the run's directory {out or base}: {error.strerror}"
-        raise ConfigError(*(f"{text}; {todo}" for todo in OTHER)) from error
+        problem = f"cannot make the run's directory {out or base}: {error.strerror}"
+        raise ConfigError(*_messages(problem)) from error
+    return out
+
+
+def _base_name(settings: Settings) -> str:
+    """Return the name of a run's directory without its number: method, data and seed."""
+    # A method or a data set from a user's file is called PATH:NAME. Neither "/" nor ":" may be in
+    # the name of a directory on all systems.
+    method = settings.named.method.name.rpartition("/")[2].replace(":", "-")
+    data = short_name(settings.data.name).replace("/", "-").replace(":", "-")
+    return f"{method}-{data}-seed{settings.seed}"
+
+
+def _make_numbered(base: Path) -> Path:
+    """Create the first of BASE-1, BASE-2, … that does not exist."""
+    base.parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = base.with_name(f"{base.name}-{number}")
+        # Other processes may choose a directory at the same time: only one of them can create it.
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def _make_empty(folder: Path, overwrite: bool) -> None:
+    """Create a directory, or clear it for ``overwrite``; raises RunExists if it is not empty."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if overwrite:
+        # Checked before the lock is made, so that a directory of other files remains unchanged.
+        _check_foreign(folder)
+        with locked(folder):
+            clear(folder)
+    check_used(folder)
 
 
 def check_used(folder: Path) -> None:
-    """Raise RunExists if a directory holds anything; what a killed process left of its first write
-    does not count.
+    """Raise RunExists if a directory is not empty.
+
+    The files of the lock do not count, and neither do temporary files of a killed process.
     """
-    if any(p.name not in (LOCK, HOLDER) and not is_leftover(p) for p in folder.iterdir()):
-        if not holds_run(folder):
-            raise RunExists(
-                *(f"{folder} is not empty, and what it holds is no run; {todo}" for todo in OTHER)
-            )
-        raise RunExists(
-            f"{folder} is not empty; {OTHER[0]}, go on with fedstill.resume({str(folder)!r}), or "
-            "begin it anew with "
-            "overwrite=True",
-            f"{folder} is not empty; {OTHER[1]}, go on with `fedstill resume {in_shell(folder)}`, "
-            "or begin it anew "
-            "with --overwrite",
-        )
-
-
-def _is_made(folder: Path) -> bool:
-    """Make a new directory; another process may be choosing one at the same time."""
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        return False
-    return True
+    is_empty = all(path.name in IN_USE or is_leftover(path) for path in folder.iterdir())
+    if is_empty:
+        return
+    if not holds_run(folder):
+        raise RunExists(*_messages(f"{folder} is not empty, and what it holds is no run"))
+    raise RunExists(
+        f"{folder} is not empty; {ANOTHER_DIRECTORY}, go on with "
+        f"fedstill.resume({str(folder)!r}), or begin it anew with overwrite=True",
+        f"{folder} is not empty; {ANOTHER_OUT}, go on with "
+        f"`fedstill resume {in_shell(folder)}`, or begin it anew with --overwrite",
+    )
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a run's directory against other processes; the lock ends with this process, however it
-    ends.
+    """Lock a run's directory against other processes.
 
-    Raises NoRun without the directory, RunBusy if another process holds it, ConfigError if it
-    cannot be written.
+    The operating system releases the lock if this process is killed.
+
+    Raises NoRun if there is no such directory, RunBusy if another process has locked it,
+    ConfigError if it cannot be written.
     """
     if not folder.is_dir():
         raise NoRun(f"there is no directory {folder}")
-    lock = FileLock(folder / LOCK, timeout=0)
+    lock = FileLock(folder / LOCK_FILE, timeout=0)
     try:
         lock.acquire()
     except Timeout as error:
         raise RunBusy(
-            f"{folder} is being written by another process{_holder(folder)}; wait for it, or end it"
+            f"{folder} is being written by another process{_holder_text(folder)}; wait for it, or "
+            "end it"
         ) from error
     except OSError as error:
         raise ConfigError(
             f"cannot write in {folder}: {error.strerror}; make it writable"
         ) from error
     try:
-        with contextlib.suppress(OSError):  # it only helps who is refused
-            (folder / HOLDER).write_text(json.dumps(_ourselves()), encoding="utf-8")
+        # The lock holds without this file, which only makes the message of RunBusy clearer.
+        with contextlib.suppress(OSError):
+            (folder / HOLDER_FILE).write_text(json.dumps(_this_process()), encoding="utf-8")
         yield
     finally:
         with contextlib.suppress(OSError):
-            (folder / HOLDER).unlink(missing_ok=True)
+            (folder / HOLDER_FILE).unlink(missing_ok=True)
         lock.release()
 
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Make the folder of several runs, if it is not there, and lock it against other comparisons.
+    """Create the folder of a comparison, if it does not exist, and lock it against other processes.
 
-    Raises RunExists for a file of that name, ConfigError if the folder cannot be made or written,
-    RunBusy if another process holds it.
+    Raises RunExists if it is a file, ConfigError if it cannot be created or written, RunBusy if
+    another process has locked it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise RunExists(*(f"{folder} is a file; {todo}" for todo in OTHER)) from error
+        raise RunExists(*_messages(f"{folder} is a file")) from error
     except OSError as error:
-        text = f"cannot make the folder {folder}: {error.strerror}"
-        raise ConfigError(*(f"{text}; {todo}" for todo in OTHER)) from error
+        problem = f"cannot make the folder {folder}: {error.strerror}"
+        raise ConfigError(*_messages(problem)) from error
     with locked(folder):
         yield
 
 
-def _ourselves() -> dict[str, str | int]:
+def _this_process() -> dict[str, str | int]:
     return {
         "process": os.getpid(),
         "host": socket.gethostname(),
@@ -336,78 +422,93 @@ def _ourselves() -> dict[str, str | int]:
     }
 
 
-def _holder(folder: Path) -> str:
-    """Which process writes in a folder, if it says so."""
+def _holder_text(folder: Path) -> str:
+    """Describe the process that locked a folder; empty if the file that names it is missing."""
     try:
-        said = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
-        return (
-            f", {int(said['process'])} on {str(said['host'])[:100]} since {str(said['since'])[:30]}"
-        )
+        holder = json.loads((folder / HOLDER_FILE).read_text(encoding="utf-8"))
+        process = int(holder["process"])
+        # Shortened, since a file of another program may have this name.
+        host = str(holder["host"])[:100]
+        since = str(holder["since"])[:30]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
+    return f", {process} on {host} since {since}"
 
 
-# Finished runs as evidence: a folder of them in one compressed file, which is read like the
+# Packs: the evidence of all runs in a folder, in one compressed file beside it.
 
-
-log = logging.getLogger("fedstill.pack")
 
 EVIDENCE = frozenset({"config.toml", "journal.jsonl", "summary.json", SPLIT, "entry.toml"})
-"""The files that are packed: what was asked for, what happened, the numbers at the end, who had
-which data, and what an entry of the ranking says of its runs.
+"""Names of the files in a pack.
 
-Models and pages are not.
+They are the configuration, the journal, the final numbers, the split of the data, and the
+description of an entry of the ranking. Models and reports are left out.
 """
 
 SUFFIX = ".runs.tar.xz"
+"""The end of a pack's name: the pack of ``NAME`` is ``NAME.runs.tar.xz``."""
 
-MOST = 2 << 30
-"""Bytes that a pack may unpack to."""
+MAX_UNPACKED_BYTES = 2 << 30
+"""A pack whose files have more bytes than this is not unpacked: a small file can expand to many."""
 
 
 def pack(folder: Path) -> Path:
-    """Write the evidence of all runs below a folder to FOLDER.runs.tar.xz; the same runs give the
-    same bytes.
+    """Write the evidence of all runs below a folder to FOLDER.runs.tar.xz.
 
-    Warns of runs that are not finished: nobody can go on with them from the file. Raises
-    ConfigError if there is no run, RunExists if the file exists with other runs.
+    The same files, with the same times of change, give the same bytes. Warns of unfinished runs,
+    which cannot be resumed from the pack.
+
+    Raises ConfigError if there is no run, RunExists if the pack exists and has files that the
+    folder does not have.
     """
-    files = sorted(_evidence(folder)) if folder.is_dir() else []
+    files: list[Path] = []
+    if folder.is_dir():
+        files = sorted(_evidence_below(folder))
     if not files:
         raise ConfigError(f"{folder} holds no run; name a folder of runs")
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for path in files:
-            data = path.read_bytes()
-            entry = tarfile.TarInfo(path.relative_to(folder).as_posix())
-            entry.size, entry.mtime = len(data), int(path.stat().st_mtime)
-            archive.format = _format_of(entry)
-            archive.addfile(entry, io.BytesIO(data))
+
     packed = pack_of(folder)
-    data = lzma.compress(out.getvalue(), preset=9 | lzma.PRESET_EXTREME)
-    if packed.exists() and _names(packed) - {p.relative_to(folder).as_posix() for p in files}:
+    names = {path.relative_to(folder).as_posix() for path in files}
+    if packed.exists() and not _names_in(packed) <= names:
         raise RunExists(
             f"{packed} holds runs that {folder} does not; unpack it first: fedstill unpack "
             f"{in_shell(packed)}"
         )
-    write_whole(packed, data)
+    archive = _archive(folder, files)
+    write_whole(packed, lzma.compress(archive, preset=9 | lzma.PRESET_EXTREME))
     _warn_of_unfinished(files)
     return packed
 
 
+def _archive(folder: Path, files: Sequence[Path]) -> bytes:
+    """Return an uncompressed archive of files, with their paths relative to the folder."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for path in files:
+            data = path.read_bytes()
+            # Of a file's properties only these are stored: owner and mode depend on the machine.
+            entry = tarfile.TarInfo(path.relative_to(folder).as_posix())
+            entry.size = len(data)
+            entry.mtime = int(path.stat().st_mtime)
+            archive.format = _format_of(entry)
+            archive.addfile(entry, io.BytesIO(data))
+    return buffer.getvalue()
+
+
 def _warn_of_unfinished(files: Sequence[Path]) -> None:
-    """Name, at most five, the runs that nobody can go on with from what is packed."""
+    """Warn of runs without a summary, since a pack has no checkpoints to resume them from."""
     finished = {path.parent for path in files if path.name == "summary.json"}
-    if begun := [
-        str(p.parent) for p in files if p.name == "config.toml" and p.parent not in finished
-    ]:
-        more = f" and {len(begun) - 5} more" if len(begun) > 5 else ""
-        text = "not finished: %s%s; the pack has no checkpoints: keep the directory to go on"
-        log.warning(text, ", ".join(begun[:5]), more)
+    runs = [path.parent for path in files if path.name == "config.toml"]
+    unfinished = [str(run) for run in runs if run not in finished]
+    if unfinished:
+        log.warning(
+            "not finished: %s; the pack has no checkpoints: keep the directory to go on",
+            _first_five(unfinished),
+        )
 
 
 def _format_of(entry: tarfile.TarInfo) -> Literal[0, 1, 2]:
-    """The plainest format that a file's name and time fit in."""
+    """Return ustar, or the newer pax format if the file's name is too long for ustar."""
     try:
         entry.tobuf(tarfile.USTAR_FORMAT)
     except ValueError:
@@ -416,21 +517,22 @@ def _format_of(entry: tarfile.TarInfo) -> Literal[0, 1, 2]:
 
 
 def pack_of(folder: Path) -> Path:
-    """The file that a folder is packed to: NAME.runs.tar.xz beside NAME."""
+    """Return the pack of a folder: NAME.runs.tar.xz beside NAME."""
     return folder.with_name(folder.name + SUFFIX)
 
 
 def folder_of(path: Path) -> Path:
-    """The folder that a pack was made of; any other path as it is."""
-    return path.with_name(path.name.removesuffix(SUFFIX)) if path.name.endswith(SUFFIX) else path
+    """Return the folder of which a path is the pack; any other path as it is."""
+    if not path.name.endswith(SUFFIX):
+        return path
+    return path.with_name(path.name.removesuffix(SUFFIX))
 
 
 def readable(path: Path) -> Path:
-    """A folder to read runs from: the path itself, or, for a pack, its files in the cache.
+    """Return a folder to read runs from: ``path`` itself or, for a pack, its files in the cache.
 
-    A path that does not exist stands for the pack of that name, or for a folder in the pack of a
-    folder above it; a folder without runs, such as one that holds a report alone, for the pack of
-    its name.
+    A path that does not exist stands for its pack (``NAME.runs.tar.xz``), or for a folder in the
+    pack of a parent folder. So does a folder without runs, for example one with only a report.
     """
     if path.name.endswith(SUFFIX) and path.is_file():
         return _cached(path)
@@ -443,30 +545,34 @@ def readable(path: Path) -> Path:
 
 
 def _cached(packed: Path) -> Path:
-    return _unpacked(packed, cache_folder() / "evidence" / digest(packed.read_bytes())[:20])
+    """Return the folder of a pack's files in the cache; they are unpacked once."""
+    key = digest(packed.read_bytes())[:20]
+    return _unpack_to(packed, cache_folder() / "evidence" / key)
 
 
 def packs_below(folder: Path) -> Iterator[Path]:
-    """The packs in a folder, and in those below it, whose runs are not there unpacked as well."""
+    """Yield the packs in a folder and its subfolders, except those that are unpacked beside it."""
     for packed in sorted(folder.rglob(f"*{SUFFIX}")):
         if _is_packed(folder_of(packed)):
             yield packed
 
 
 def _is_packed(folder: Path) -> bool:
-    """Whether a folder's runs are in its pack alone."""
+    """Whether the runs of a folder are only in its pack."""
     return bool(folder.name) and pack_of(folder).is_file() and not _holds_runs(folder)
 
 
 def _holds_runs(folder: Path) -> bool:
-    return next(_evidence(folder), None) is not None
+    return next(_evidence_below(folder), None) is not None
 
 
 def unpack(packed: Path) -> Path:
-    """Write a pack's files to the folder that was packed, beside what it holds.
+    """Write the files of a pack to the folder that was packed.
 
-    Raises ConfigError if there is no such pack, RunExists if the folder holds runs, CorruptFile for
-    a damaged pack.
+    Other files in the folder, such as a report, stay.
+
+    Raises ConfigError if there is no such pack, RunExists if the folder holds runs or has a file
+    where the pack has one, CorruptFile if the pack is damaged.
     """
     if not packed.name.endswith(SUFFIX) or not packed.is_file():
         raise ConfigError(f"there is no pack {packed}; name a file NAME{SUFFIX}")
@@ -474,22 +580,29 @@ def unpack(packed: Path) -> Path:
     if folder.exists() and (not folder.is_dir() or _holds_runs(folder)):
         raise RunExists(f"{folder} is there already; move it away first")
     if not folder.exists():
-        return _unpacked(packed, folder)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
-        made = _unpacked(packed, Path(place) / "runs")
-        for own in folder.rglob("*"):
-            there = made / own.relative_to(folder)
-            if there.exists() and (own.is_file() or there.is_file()):
-                raise RunExists(f"{own} is where {packed} has runs; move it away first")
-        shutil.copytree(folder, made, dirs_exist_ok=True)
-        folder.rename(Path(place) / "before")
-        made.rename(folder)
+        return _unpack_to(packed, folder)
+    # The folder is completed in a temporary place, so that it is never seen half unpacked.
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+        unpacked = _unpack_to(packed, Path(temporary) / "runs")
+        _check_no_overlap(packed, folder, unpacked)
+        shutil.copytree(folder, unpacked, dirs_exist_ok=True)
+        folder.rename(Path(temporary) / "before")
+        unpacked.rename(folder)
     return folder
 
 
-def restored(folder: Path) -> bool:
-    """Unpack a folder's pack if its runs are in that alone, so that they can go on; whether that
-    was done.
+def _check_no_overlap(packed: Path, folder: Path, unpacked: Path) -> None:
+    """Raise RunExists if a file of the folder is where the pack has a file or folder."""
+    for path in folder.rglob("*"):
+        target = unpacked / path.relative_to(folder)
+        if target.exists() and (path.is_file() or target.is_file()):
+            raise RunExists(f"{path} is where {packed} has runs; move it away first")
+
+
+def unpack_if_packed(folder: Path) -> bool:
+    """Unpack a folder's pack if the runs are only in it, so that they can be resumed.
+
+    Returns whether it was unpacked.
     """
     if not _is_packed(folder):
         return False
@@ -497,44 +610,50 @@ def restored(folder: Path) -> bool:
     return True
 
 
-def _unpacked(packed: Path, folder: Path) -> Path:
-    """The folder, whole or not there."""
+def _unpack_to(packed: Path, folder: Path) -> Path:
+    """Unpack to a folder, unless it exists already; a failure leaves no folder.
+
+    Raises CorruptFile if the pack is damaged, or has anything but evidence of runs.
+    """
     if folder.is_dir():
         return folder
     make_folder(folder.parent)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
-        making = Path(place) / "runs"
-        making.mkdir()
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+        unpacked = Path(temporary) / "runs"
+        unpacked.mkdir()
         try:
             with tarfile.open(packed, mode="r:xz") as archive:
-                _check(packed, archive.getmembers())
-                archive.extractall(making, filter="data")
+                _check_members(packed, archive.getmembers())
+                archive.extractall(unpacked, filter="data")
         except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
             raise CorruptFile(f"{packed} cannot be unpacked: {error}") from error
         try:
-            making.rename(folder)
+            unpacked.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process has unpacked the same file meanwhile
+            # Another process may have unpacked the same file in the meantime, which is as good.
+            if not folder.is_dir():
                 raise
     return folder
 
 
-def _check(packed: Path, members: list[tarfile.TarInfo]) -> None:
-    """Raises CorruptFile unless all members are files of evidence, and not too large."""
-    strange = [
-        m.name for m in members if not m.isfile() or not _stays_inside(PurePosixPath(m.name))
-    ]
-    if strange:
-        raise CorruptFile(f"{packed} is no pack of runs: it holds {strange[0][:80]!r}")
-    if sum(m.size for m in members) > MOST:
-        raise CorruptFile(f"{packed} says that it unpacks to more than {MOST >> 30} GB")
+def _check_members(packed: Path, members: Sequence[tarfile.TarInfo]) -> None:
+    """Raise CorruptFile if a member is not a file of evidence, or if all are too large together."""
+    for member in members:
+        if not member.isfile() or not _stays_inside(PurePosixPath(member.name)):
+            raise CorruptFile(f"{packed} is no pack of runs: it holds {member.name[:80]!r}")
+    if sum(member.size for member in members) > MAX_UNPACKED_BYTES:
+        raise CorruptFile(
+            f"{packed} says that it unpacks to more than {MAX_UNPACKED_BYTES >> 30} GB"
+        )
 
 
 def _stays_inside(path: PurePosixPath) -> bool:
+    """Whether a path in a pack is a file of evidence that would be written inside the folder."""
     return path.name in EVIDENCE and not path.is_absolute() and ".." not in path.parts
 
 
-def _names(packed: Path) -> set[str]:
+def _names_in(packed: Path) -> set[str]:
+    """Return the paths of the files in a pack; raises CorruptFile if it cannot be read."""
     try:
         with tarfile.open(packed, mode="r:xz") as archive:
             return set(archive.getnames())
@@ -542,7 +661,8 @@ def _names(packed: Path) -> set[str]:
         raise CorruptFile(f"{packed} cannot be read: {error}") from error
 
 
-def _evidence(folder: Path) -> Iterator[Path]:
+def _evidence_below(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder that are packed."""
     for path in folder.rglob("*"):
         if path.name in EVIDENCE and path.is_file():
             yield path

@@ -22,7 +22,7 @@ from fedstill.metrics.values import Values
 from fedstill.running.directory import readable
 from fedstill.running.journal import Event, read_journal, without_garbage_collection
 from fedstill.running.numbers import BY_CLASS, Numbers, is_chosen
-from fedstill.running.runs import Run, RunFolder, alike, read_run, run_folders
+from fedstill.running.runs import Run, RunFolder, label_runs, read_run, run_folders
 from fedstill.running.same_run import check_journal
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def load_runs(
         metrics = [metrics]
     folders = run_folders([named_path(path) for path in paths])
     with without_garbage_collection():
-        runs = [_loaded(read_run(folder.path, folder.named), metrics) for folder in folders]
+        runs = [_loaded(read_run(folder.path, folder.display_path), metrics) for folder in folders]
     for metric in metrics or ():
         if not any(is_chosen(c.metric, [metric]) for run in runs for c in run.numbers):
             _check_metric(metric, folders)
@@ -91,7 +91,7 @@ class LoadedRun:
 def _loaded(run: Run, metrics: Collection[str] | None) -> LoadedRun:
     """A run without its events."""
     return LoadedRun(
-        name=str(run.named),
+        name=str(run.display_path),
         seed=run.seed,
         settings=run.settings,
         start=run.start,
@@ -116,7 +116,7 @@ def _check_metric(name: str, folders: Sequence[RunFolder]) -> None:
     """Raises UnknownName for a metric that no run has, unless none has done a round."""
     known: dict[str, None] = {}
     for folder in folders:
-        run = read_run(folder.path, folder.named)
+        run = read_run(folder.path, folder.display_path)
         known.update((c.metric, None) for c in (*run.numbers.columns(), *_summary(run)))
     if known and not any(is_chosen(metric, [name]) for metric in known):
         raise UnknownName("metric", name, known, where="load_runs")
@@ -128,7 +128,7 @@ def _check_metric(name: str, folders: Sequence[RunFolder]) -> None:
 def _frame(runs: Sequence[LoadedRun]) -> pandas.DataFrame:
     import pandas
 
-    labels = {run.name: members.label for members in alike(runs) for run in members.runs}
+    labels = {run.name: members.label for members in label_runs(runs) for run in members.runs}
     blocks = _Blocks([_Block(run, column) for run in runs for column in run.numbers])
     columns = {
         "run": blocks.category([block.run.name for block in blocks.blocks]),

@@ -1,6 +1,8 @@
-"""The journal of a run: one JSON object a line; times are in fields named ``seconds…`` only.
+"""The journal of a run, ``journal.jsonl``: one event a line, as a JSON object, in order.
 
-What is measured after a run has ended, looks at its rounds, is kept beside the journal.
+Only fields whose names begin with ``seconds`` contain times; all others have the same values when a
+run is repeated. ``fedstill why`` can measure rounds after a run has ended. It writes these looks at
+rounds to a second file, ``why.jsonl``, and leaves the journal as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pydantic_core
 
@@ -29,41 +31,54 @@ from fedstill.running.journal_schema import (
     structure_problem,
 )
 
-# The journal of a run: one JSON object a line, in the order of events; times are only in fields
-# named ``seconds…``.
-
-
 log = logging.getLogger("fedstill.journal")
 
 RUN_EVENTS = frozenset({"start", "initial", "client", "measure", "round", "task", "resumed"})
-"""The events that runs have without outer packages, whose observers may add others."""
+"""The names of the events that fedstill itself writes; observers of other packages may add more."""
 
 VERSIONS = ("fedstill", "torch", "numpy", "python", "card")
-"""What of the event ``start`` says with what a run was made; the card, where it trained on one."""
+"""The fields of the event ``start`` that name the software and, for a run on a GPU, the card."""
 
 CONFIG_SEAL = "config_sha256"
-"""What the event ``start`` calls the SHA-256 of the run's config.toml."""
+"""The field of the event ``start`` that has the SHA-256 of the run's config.toml."""
 
-DIGITS = 19
-"""The most characters of a whole number that a reader can compute with."""
+MAX_DIGITS = 19
+"""The most characters of an integer that is read as a number; a longer one is read as None.
 
-_ZEROS = bytes.maketrans(b"123456789", b"000000000")
-_LONG = b"0" * DIGITS
-"""Found in a line with zeros in place of its digits if it may have a longer whole number."""
+A signed 64-bit integer has at most 19 digits.
+"""
 
-Mark = tuple[int, str]
-"""A place in a journal: its length in bytes there, and the SHA-256 of all before it."""
+_DIGITS_TO_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_LONG_INTEGER = b"0" * MAX_DIGITS
+"""A line may contain an integer that is too long only if it contains this, once its digits are
+replaced by zeros.
+"""
 
-START: Mark = (0, digest(b""))
+
+class JournalMark(NamedTuple):
+    """A position in a journal. A checkpoint stores it as a JSON list of the two fields."""
+
+    length: int
+    """Number of bytes before the position."""
+    sha256: str
+    """SHA-256 of these bytes."""
+
+
+START = JournalMark(0, digest(b""))
 """The mark of an empty journal."""
 
 
 class Journal:
-    """An append-only file of events; ``told``: called with each that was appended."""
+    """An append-only file of events.
 
-    def __init__(self, path: Path, told: Callable[[Event], object] | None = None) -> None:
-        self.path, self._told = path, told
+    ``listener`` is called with each event after it was written.
+    """
+
+    def __init__(self, path: Path, listener: Callable[[Event], object] | None = None) -> None:
+        self.path = path
+        self._listener = listener
         try:
+            # Unbuffered, so that a killed process loses at most the line that it was writing.
             self._file = path.open("ab", buffering=0)
             sync_folder(path.parent)
             self._sum = hashlib.sha256(path.read_bytes())
@@ -72,55 +87,57 @@ class Journal:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no event yet."""
+        """Whether the file has no event yet."""
         return self._file.tell() == 0
 
     def write(self, event: str, /, **values: Any) -> None:
-        """Append an event of this name."""
+        """Append an event with this name and these fields."""
         self.append({"event": event, **values})
 
     def append(self, event: Event) -> None:
-        """Append one event, with its name under ``event``; a number that is not finite is written
-        as null.
+        """Append one event, whose name is in its field ``event``.
+
+        Numbers that are not finite are written as null.
         """
         written = json_value(event)
         line = json.dumps(written, separators=(",", ":"), allow_nan=False)
         data = memoryview(line.encode() + b"\n")
         self._sum.update(data)
         try:
+            # An unbuffered write may write only a part.
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
             raise as_named(error, self.path) from error
-        if self._told is not None:
-            self._told(written)
+        if self._listener is not None:
+            self._listener(written)
 
-    def sync(self) -> Mark:
-        """Make all events durable; the journal's mark."""
+    def sync(self) -> JournalMark:
+        """Flush all events to the disk and return the mark of the journal's end."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise as_named(error, self.path) from error
         return self.mark()
 
-    def mark(self) -> Mark:
-        """Where it ends now; what is before need not be durable yet."""
-        return self._file.tell(), self._sum.hexdigest()
+    def mark(self) -> JournalMark:
+        """Return the mark of the journal's end, without flushing to the disk."""
+        return JournalMark(self._file.tell(), self._sum.hexdigest())
 
-    def cut(self, mark: Mark) -> None:
-        """Drop what was written after a mark: events that the checkpoint does not know.
+    def cut(self, mark: JournalMark) -> None:
+        """Remove the events after a mark, which the checkpoint to resume from does not include.
 
-        Raises CorruptFile, and drops nothing, if the journal is shorter than that, or is not the
-        one that was written.
+        Raises CorruptFile, and removes nothing, if the journal is shorter than the mark, or if the
+        bytes before the mark have changed.
         """
-        length, sha = mark
+        length = mark.length
         data = self.path.read_bytes()[:length]
         if len(data) < length:
             raise CorruptFile(
                 f"{self.path} is shorter than the {length} bytes its checkpoint knows; restore the "
                 "file"
             )
-        if digest(data) != sha:
+        if digest(data) != mark.sha256:
             raise CorruptFile(
                 f"{self.path} is not what was written: its first {length} bytes changed; restore it"
             )
@@ -133,17 +150,22 @@ class Journal:
         self._file.close()
 
 
-def read_journal(path: Path, most: int | None = None) -> list[Event]:
-    """The events in a journal, whole lines only (a run that was killed may have left half a line).
+def read_journal(path: Path, limit: int | None = None) -> list[Event]:
+    """Read the events of a journal.
 
-    most: how many, from the start; all if it is left out. Raises CorruptFile, naming the line, for
-    a line that is no event of a run (``running.journal_schema``).
+    A last line without a line break is left out: a run that was killed may have written half of it.
+
+    ``limit``: the number of lines to read from the start; all by default.
+
+    Raises CorruptFile, with the line's number, if a line is not a valid event
+    (``running.journal_schema``), or if the file cannot be read.
     """
-    lines = _lines(path, most)
+    lines = _read_lines(path, limit)
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
+
     with without_garbage_collection():
-        events = _parsed_lines(path, lines)
+        events = _parse_lines(path, lines)
         malformed = malformed_events(events)
         checker = JournalChecker()
         for position, event in enumerate(events):
@@ -155,10 +177,10 @@ def read_journal(path: Path, most: int | None = None) -> list[Event]:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Suspends Python's search for circular references.
+    """Suspend Python's search for circular references.
 
-    Events have no circles. The search starts again and again while events are read, since they are
-    many, and takes longer than reading them.
+    Events contain none. While many events are read, the search starts again and again, and takes
+    longer than the reading.
     """
     if not gc.isenabled():
         yield
@@ -170,11 +192,11 @@ def without_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _lines(path: Path, most: int | None = None) -> list[bytes]:
-    """The lines of a file, or the first of them."""
+def _read_lines(path: Path, limit: int | None = None) -> list[bytes]:
+    """Return the lines of a file, at most ``limit``."""
     try:
         with path.open("rb") as file:
-            return list(itertools.islice(file, most))
+            return list(itertools.islice(file, limit))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptFile(
             f"there is no journal at {path}: {error.strerror}; is this a run's directory?"
@@ -183,128 +205,152 @@ def _lines(path: Path, most: int | None = None) -> list[bytes]:
         raise CorruptFile(f"cannot read {path}: {error.strerror}") from error
 
 
-def _parsed_lines(path: Path, lines: Sequence[bytes]) -> list[Any]:
-    """The JSON in each line; a whole number that no reader could compute with is null."""
+def _parse_lines(path: Path, lines: Sequence[bytes]) -> list[Any]:
+    """Parse the JSON of each line. Integers with too many digits become None."""
     events = []
     for number, line in enumerate(lines, 1):
         try:
-            if _LONG not in line.translate(_ZEROS):
-                # It takes a quarter of the time of the standard library's parser.
+            if _LONG_INTEGER not in line.translate(_DIGITS_TO_ZEROS):
+                # Four times as fast as the standard library, but without ``parse_int``.
                 events.append(pydantic_core.from_json(line, allow_inf_nan=False))
             else:
-                events.append(json.loads(line, parse_int=_whole_number))
+                events.append(json.loads(line, parse_int=_integer))
         except (ValueError, RecursionError) as error:
             raise CorruptFile(f"{path}, line {number}, is not JSON: {error}") from error
     return events
 
 
-def class_numbers(folder: Path, names: Sequence[str]) -> list[int]:
-    """Classes by number or by name, as numbers; raises UnknownName for one that the run does not
-    have.
+def _integer(digits: str) -> int | None:
+    if len(digits) > MAX_DIGITS:
+        return None
+    return int(digits)
+
+
+def parse_class_numbers(folder: Path, texts: Sequence[str]) -> list[int]:
+    """Convert what a user typed, numbers or names of classes of a run, to numbers of classes.
+
+    Raises UnknownName for a name that the run in ``folder`` does not have.
     """
-    known = _names_at_start(folder, "classes")
-    return [_number("class", name, known) for name in names]
+    names = _names_at_start(folder, "classes")
+    return [_parse_number("class", text, names) for text in texts]
 
 
-def client_number(folder: Path, name: str) -> int:
-    """A client by number or by its name in the data, as a number; raises UnknownName for a name
-    that the run does not have.
+def parse_client_number(folder: Path, text: str) -> int:
+    """Convert what a user typed, the number or the name of a client of a run, to its number.
+
+    Raises UnknownName for a name that the run in ``folder`` does not have.
     """
-    return _number("client", name, _names_at_start(folder, "client_names"))
+    return _parse_number("client", text, _names_at_start(folder, "client_names"))
 
 
-def number_of_client(name: str, start: Event) -> int | None:
-    """The number of a client by its name in the data, given a run's first event; None for any other
-    name.
+def client_number_by_name(name: str, start: Event) -> int | None:
+    """Return the number of the client that has this name in the data, or None if there is none.
+
+    Unlike ``parse_client_number``, it does not accept a number: ``"3"`` is a name here.
+
+    ``start``: the run's first event.
     """
-    known = [nfc(str(other)) for other in start.get("client_names", ())]
-    return known.index(nfc(name)) if nfc(name) in known else None
+    names = [nfc(str(client_name)) for client_name in start.get("client_names", ())]
+    normalized = nfc(name)
+    if normalized not in names:
+        return None
+    return names.index(normalized)
 
 
 def _names_at_start(folder: Path, key: str) -> list[str]:
-    """Names that a run's first event lists."""
-    events = read_journal(folder / "journal.jsonl", 1) if folder.is_dir() else []
-    return [nfc(str(name)) for event in events[:1] for name in event.get(key, ())]
+    """Return the names in a field of a run's first event, or none if there is no such field."""
+    if not folder.is_dir():
+        return []
+    names: list[str] = []
+    for start in read_journal(folder / "journal.jsonl", limit=1):
+        names.extend(nfc(str(name)) for name in start.get(key, ()))
+    return names
 
 
-def _number(kind: str, name: str, known: Sequence[str]) -> int:
-    """A thing by number or by name, as a number."""
-    if name.isdecimal():
-        return int(name)
-    if nfc(name) not in known:
-        todo = "" if known else "the run has no names; give a number, from 0"
-        raise UnknownName(kind, name, known, todo=todo)
-    return known.index(nfc(name))
-
-
-def _whole_number(text: str) -> int | None:
-    """A whole number, or None for one that no reader could compute with."""
-    return int(text) if len(text) <= DIGITS else None
+def _parse_number(kind: str, text: str, names: Sequence[str]) -> int:
+    """Convert a number, or one of ``names``, to a number; ``kind`` is for the error message."""
+    if text.isdecimal():
+        return int(text)
+    name = nfc(text)
+    if name in names:
+        return names.index(name)
+    todo = ""
+    if not names:
+        todo = "the run has no names; give a number, from 0"
+    raise UnknownName(kind, text, names, todo=todo)
 
 
 def without_times(value: Any) -> Any:
-    """An event without its times and its config's seal: what has the same bits after a resume, and
-    by every engine.
+    """Return an event without its times and the checksum of the config.
+
+    The remaining fields have the same bits after a resume, and with every engine.
     """
-    if isinstance(value, Mapping):
-        return {
-            k: without_times(v)
-            for k, v in value.items()
-            if not str(k).startswith("seconds") and k != CONFIG_SEAL
-        }
-    return [without_times(v) for v in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_times(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {key: without_times(field) for key, field in value.items() if not _varies(str(key))}
+
+
+def _varies(key: str) -> bool:
+    """Whether a field may differ between runs that have the same bits."""
+    return key.startswith("seconds") or key == CONFIG_SEAL
+
+
+# Looks at rounds that `fedstill why` took after the run.
 
 
 LATER_LOOKS = "why.jsonl"
-"""What `fedstill why` found out later, beside the journal: one event of the measure
-``contributions`` a line.
-"""
+"""The file of later looks, in the run's directory."""
 
 Look = dict[str, Any]
-"""An event of the measure ``contributions``: one stage of one round."""
+"""An event of the measure ``contributions``, about one stage of one round."""
 
 
 def looks_of(folder: Path, measures: Sequence[Look] = ()) -> list[Look]:
-    """All looks of the measure in a run: its journal's, and those that were added later, which
-    count for more.
+    """Return all looks at a run's rounds, by round and stage.
+
+    A later look replaces those of the journal at the same round.
+
+    ``measures``: the events of measures in the run's journal, if they have been read already.
     """
-    own = measures or read_journal(folder / "journal.jsonl")
-    known = [e for e in own if e.get("measure") == "contributions"]
-    added = _added(folder)
-    later = {look["round"] for look in added}
-    return sorted(
-        [*(e for e in known if e["round"] not in later), *added],
-        key=lambda e: (e["round"], e["stage"]),
-    )
+    events = measures or read_journal(folder / "journal.jsonl")
+    later = _read_later_looks(folder)
+    later_rounds = {look["round"] for look in later}
+    looks = [event for event in events if _is_look(event) and event["round"] not in later_rounds]
+    return sorted([*looks, *later], key=lambda look: (look["round"], look["stage"]))
 
 
 def with_later_looks(folder: Path, measures: Sequence[Look]) -> list[Look]:
-    """A run's events of measures, with what `fedstill why` found out later."""
-    added = _added(folder)
-    return (
-        list(measures)
-        if not added
-        else [
-            *(e for e in measures if e["measure"] != "contributions"),
-            *looks_of(folder, measures),
-        ]
-    )
+    """Return a run's events of measures, updated by the later looks.
+
+    Without later looks, the events keep their order; otherwise the looks come last.
+    """
+    if not _read_later_looks(folder):
+        return list(measures)
+    other_measures = [event for event in measures if not _is_look(event)]
+    return [*other_measures, *looks_of(folder, measures)]
 
 
 def add_looks(folder: Path, looks: Sequence[Look]) -> None:
-    """Keep looks at rounds beside the journal, in place of earlier ones at the same rounds."""
+    """Write later looks; they replace earlier later looks at the same rounds."""
     rounds = {look["round"] for look in looks}
-    every = [*(look for look in _added(folder) if look["round"] not in rounds), *looks]
-    write_whole(folder / LATER_LOOKS, "".join(f"{json.dumps(look)}\n" for look in every).encode())
+    earlier = [look for look in _read_later_looks(folder) if look["round"] not in rounds]
+    lines = [f"{json.dumps(look)}\n" for look in (*earlier, *looks)]
+    write_whole(folder / LATER_LOOKS, "".join(lines).encode())
 
 
-def _added(folder: Path) -> list[Look]:
-    """The looks that were added later; raises CorruptFile naming the line that is none."""
+def _is_look(event: Event) -> bool:
+    return bool(event.get("measure") == "contributions")
+
+
+def _read_later_looks(folder: Path) -> list[Look]:
+    """Read the later looks; raises CorruptFile, with the line's number, if a line is malformed."""
     path = folder / LATER_LOOKS
     if not path.is_file():
         return []
     looks = []
-    for number, look in enumerate(_parsed_lines(path, _lines(path)), 1):
+    for number, look in enumerate(_parse_lines(path, _read_lines(path)), 1):
         problem = structure_problem(look)
         if not problem and look["event"] != "measure":
             problem = "is not an event of a measure"

@@ -214,7 +214,7 @@ def _noted_sums(settings: Settings, folder: Path) -> Moments | None:
     journal = folder / "journal.jsonl"
     if settings.data.standardise != "summed" or not settings.on_sites or not journal.is_file():
         return None
-    events = read_journal(journal, 1)
+    events = read_journal(journal, limit=1)
     if not events:
         return None
     try:

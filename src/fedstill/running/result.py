@@ -225,7 +225,7 @@ class Result:
 
         Raises CorruptFile if the run's directory is gone or its split is damaged.
         """
-        start = journals.read_journal(self.directory / "journal.jsonl", 1)
+        start = journals.read_journal(self.directory / "journal.jsonl", limit=1)
         return read_label_counts(self.directory, start[0]).table().astype(np.int64)
 
     def __repr__(self) -> str:

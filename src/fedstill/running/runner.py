@@ -21,7 +21,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_python
 from fedstill.data.sources.in_memory import is_by_client
 from fedstill.running.directory import (
-    HOLDER,
+    HOLDER_FILE,
     check_used,
     locked,
     new_directory,
@@ -202,7 +202,7 @@ def resume(
             return remote.submit(settings, folder, True, watch or Quiet())
     trackers = ready_trackers(track)
     # which one that was killed leaves
-    done = (folder / "summary.json").is_file() and not (folder / HOLDER).exists()
+    done = (folder / "summary.json").is_file() and not (folder / HOLDER_FILE).exists()
     if done and not behind(folder, settings, trackers):
         result = Result.of(folder)  # nothing is written, so that the folder may be read only
         _say_if_stopped_early(result)

@@ -1,4 +1,4 @@
-"""Runs as a reader sees them: what a run's directory says, finished or not."""
+"""Runs read from their directories, finished or not, and groups of runs that differ in the seed."""
 
 from __future__ import annotations
 
@@ -34,33 +34,39 @@ SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run, read from its directory.
+class QueryCount:
+    """How many queries clients asked, and how many of them had no teacher."""
 
-    ``settings``: every resolved value by dotted key. ``start``, ``initial``: those events, empty if
-    they are not there yet. ``rounds``, ``clients``: the events of that name, in
-    order; ``measures``: what measures saw. ``written``: when the journal was last written, in
-    seconds since 1970. ``resumed``: where the run went on with other versions.
-    ``label_counts``: what each client has of each class, (C,) by client; of no client where nobody
-    knows them.
-    ``networks``: the name of each client's network; empty where all have the server's. ``named``:
-    where a reader finds it, ``folder`` if it is in no pack.
-    """
+    without_teacher: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, read from its directory."""
 
     folder: Path
     settings: Mapping[str, Any]
+    """Every resolved value, by dotted key."""
     start: Event
+    """The event ``start``; empty if the run has not written it."""
     initial: Event
+    """The event ``initial``; empty if the run has not written it."""
     rounds: Sequence[Event]
     clients: Sequence[Event]
     finished: bool
-    written: float
+    last_written: float
+    """The time of the last write to the journal, in seconds since 1970."""
     measures: Sequence[Event] = ()
     resumed: Sequence[Event] = ()
+    """Resumes with other versions of the software."""
     label_counts: LabelCounts = field(default_factory=lambda: LabelCounts.of_table([], 0))
+    """Examples of each class, (C,) per client; empty if the label counts are unknown."""
     networks: Sequence[str] = ()
+    """The name of each client's network; empty if all clients have the server's network."""
     task_ends: Sequence[Event] = ()
-    named: Path = Path()
+    display_path: Path = Path()
+    """The path that a user knows: ``folder``, or the path below the name of a pack."""
 
     @property
     def seed(self) -> int:
@@ -68,8 +74,8 @@ class Run:
         return int(self.settings.get("seed", 0))
 
     @property
-    def asked(self) -> int:
-        """How many rounds it was asked for."""
+    def planned_rounds(self) -> int:
+        """The number of rounds in its settings."""
         return int(self.settings.get("rounds", 0))
 
     @property
@@ -79,52 +85,52 @@ class Run:
 
     @property
     def stop_reason(self) -> str:
-        """Why it stopped before the last round that it was asked for; empty if it did not."""
-        return str(self.rounds[-1].get(STOP_REASON, "")) if self.rounds else ""
+        """The reason why the run stopped before its last planned round; empty if it did not."""
+        if not self.rounds:
+            return ""
+        return str(self.rounds[-1].get(STOP_REASON, ""))
 
     @property
     def best(self) -> BestRound | None:
-        """Its best round; None if its rounds were not compared."""
+        """The best round, or None if the run did not compare its rounds."""
         return best_round(self.start, self.rounds)
 
     def versions(self, name: str) -> list[str]:
-        """The versions of fedstill, torch, numpy or Python that it was run with, or the cards, in
-        order.
-        """
+        """Return the versions of one of ``VERSIONS`` that the run used, in the order of use."""
         events = [self.start, *(event["versions"] for event in self.resumed)]
         return [str(event[name]) for event in events if name in event]
 
     def curve(self, key: str) -> dict[int, float]:
-        """A measure by round, where it was measured; round 0 is before training.
+        """Return a metric by round; round 0 is before training.
 
-        ``measure/key/key``: a number that a measure saw, the mean over a round's stages where it
-        looked more than once; or that it summed up from what clients reported, the last key in the
-        event of the round.
+        ``key``: a metric, or ``measure/key/key`` for a number of a measure. The value of a round is
+        the mean over its stages. A number that a measure computes from the clients' reports is a
+        field of the event ``round``: the last part of the key.
         """
         curve = self.numbers.by_round(key)
         last = key.rpartition("/")[2]
-        # A metric of this name is the run's own, and no sum of what a measure saw.
+        # A metric of this name belongs to the run itself, not to a measure.
         if curve or last in METRICS:
             return curve
         return self.numbers.by_round(last)
 
     @functools.cached_property
     def numbers(self) -> RunNumbers:
-        """The run's numbers by metric.
+        """The run's numbers by metric: those of the journal, and two that are derived from it.
 
-        Beside those of its journal, the learning rates, and ``personal_accuracy``: of a run whose
-        clients have no models of their own, what the global model is worth to them.
+        These are the learning rates and, if clients have no personal models, the
+        ``personal_accuracy`` of the global model.
         """
         events = [self.start, self.initial, *self.rounds, *self.clients, *self.measures]
         numbers = RunNumbers.of([event for event in (*events, *self.task_ends) if event])
         numbers.add(LearningRates.of(self.settings, self.start).numbers(self.clients))
-        if not self.own_models:
-            numbers.add([_worth_to_clients(numbers.class_accuracy, self.label_counts)])
+        if not self.has_personal_models:
+            numbers.add([_personal_accuracy(numbers.class_accuracy, self.label_counts)])
         return numbers
 
     @property
-    def own_metrics(self) -> list[str]:
-        """The metrics that measures of the user's own gave, without the seconds that they took."""
+    def user_metrics(self) -> list[str]:
+        """The metrics of the user's measures, without the times that these measures took."""
         measures: set[str] = set()
         fields: set[str] = set()
         for event in self.rounds:
@@ -140,77 +146,81 @@ class Run:
         ]
 
     @property
-    def own_models(self) -> bool:
-        """Whether its clients have models of their own, which were measured."""
+    def has_personal_models(self) -> bool:
+        """Whether clients have personal models that were evaluated."""
         return any("personal_clients" in event for event in self.rounds)
 
     @property
-    def untaught(self) -> tuple[int, int]:
-        """How many queries had no teacher, and how many there were; (0, 0) for methods that do not
-        choose any.
-        """
-        taught = {
-            (e["round"], e["client"]): e["teachers"]
-            for e in self.clients
-            if "query" in e and "teachers" in e
+    def query_count(self) -> QueryCount:
+        """The number of queries that a method answered by choosing teachers."""
+        teachers = {
+            (event["round"], event["client"]): event["teachers"]
+            for event in self.clients
+            if "query" in event and "teachers" in event
         }
-        return sum(not teachers for teachers in taught.values()), len(taught)
+        without_teacher = sum(not chosen for chosen in teachers.values())
+        return QueryCount(without_teacher=without_teacher, total=len(teachers))
 
     def class_accuracy(self) -> dict[int, list[float | None]]:
-        """Accuracy of each class by round, as (C,) shares; None for a class without test examples.
+        """Return the accuracy of each class by round, as (C,) shares.
 
-        Of the server's model; if it has none, of the clients' own, the mean over them in rounds
-        where they measured.
+        The value is None for a class without test examples. If the server has no model, these are
+        means over the personal models of the clients that were evaluated in a round.
         """
         return self.numbers.class_accuracy
 
 
-def _worth_to_clients(
+def _personal_accuracy(
     class_accuracy: Mapping[int, Sequence[float | None]], label_counts: LabelCounts
 ) -> Numbers:
-    """By round, the accuracy of the global model on test examples in the clients' proportions of
-    classes; empty where nobody knows their label counts.
+    """Return the global model's accuracy by round, on test data with the clients' class shares.
+
+    Empty if the label counts are unknown.
     """
     if not len(label_counts):
         class_accuracy = {}
-    known = {
-        number: tuple(v is not None for v in accuracy)
+    tested = {
+        number: tuple(value is not None for value in accuracy)
         for number, accuracy in class_accuracy.items()
     }
-    shares = {mask: label_counts.mean_shares(np.array(mask)) for mask in set(known.values())}
-    worth = [
+    # Rounds with the same tested classes share their means over clients.
+    shares = {mask: label_counts.mean_shares(np.array(mask)) for mask in set(tested.values())}
+    means = [
         sum(
             float(share) * value
-            for share, value in zip(shares[known[number]], accuracy, strict=True)
+            for share, value in zip(shares[tested[number]], accuracy, strict=True)
             if value is not None
         )
         for number, accuracy in class_accuracy.items()
     ]
     rounds = np.array(list(class_accuracy), np.int64)
-    return Numbers("personal_accuracy", np.array(worth, np.float64), {"round": rounds})
+    return Numbers("personal_accuracy", np.array(means, np.float64), {"round": rounds})
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run is read from, and what it is called: the path as a reader finds it."""
+    """The folder to read a run from, and the path that a user knows (see ``Run``)."""
 
     path: Path
-    named: Path
+    display_path: Path
 
 
 def run_folders(directories: Iterable[Path]) -> list[RunFolder]:
-    """The folders of runs in some directories and packs, or anywhere below them, each once.
+    """Return the folders of all runs in or below the directories and packs, without repetition.
 
     Raises ConfigError for a directory without runs.
     """
     folders: dict[Path, RunFolder] = {}
-    for named in directories:
-        directory = readable(named)
+    for requested in directories:
+        directory = readable(requested)
         if not directory.is_dir():
             raise ConfigError(
                 f"there is no directory {directory}; name directories of runs, e.g. runs/"
             )
-        below = sorted(_below(directory, folder_of(named)), key=lambda folder: natural(folder.path))
+        below = sorted(
+            _run_folders_below(directory, folder_of(requested)),
+            key=lambda folder: natural(folder.path),
+        )
         if not below:
             raise ConfigError(
                 f"{directory} holds no run: no folder in it has both {CONFIG} and {JOURNAL}"
@@ -222,16 +232,17 @@ def run_folders(directories: Iterable[Path]) -> list[RunFolder]:
 
 
 def find(directories: Sequence[Path]) -> list[Run]:
-    """The runs in some directories, or in any folder below them, each once.
+    """Read all runs in or below the directories, without repetition.
 
     Raises ConfigError for a directory without runs, CorruptFile for a run that cannot be read.
     """
-    return [read_run(folder.path, folder.named) for folder in run_folders(directories)]
+    return [read_run(folder.path, folder.display_path) for folder in run_folders(directories)]
 
 
-def read_run(folder: Path, named: Path | None = None) -> Run:
-    """A run from its directory; raises CorruptFile naming the file, and the line, that is not what
-    it should be.
+def read_run(folder: Path, display_path: Path | None = None) -> Run:
+    """Read a run from its directory.
+
+    Raises CorruptFile, which names the file and the line, if a file is damaged.
     """
     check_config(folder)
     path = folder / JOURNAL
@@ -250,18 +261,18 @@ def read_run(folder: Path, named: Path | None = None) -> Run:
         rounds=by_name.get("round", []),
         clients=by_name.get("client", []),
         finished=(folder / SUMMARY).is_file(),
-        written=path.stat().st_mtime,
+        last_written=path.stat().st_mtime,
         measures=with_later_looks(folder, by_name.get("measure", [])),
         resumed=by_name.get("resumed", []),
         label_counts=label_counts_of(split, start),
         networks=networks_of(split, start),
         task_ends=by_name.get("task", []),
-        named=named or folder,
+        display_path=display_path or folder,
     )
 
 
 def natural(folder: Path) -> list[tuple[str, float, str]]:
-    """What to sort folders by, so that 10 comes after 9.
+    """Return a key that sorts folders naturally: 10 comes after 9.
 
     >>> sorted([Path("beta10.0"), Path("beta9.0")], key=natural)[0].name
     'beta9.0'
@@ -273,19 +284,24 @@ def natural(folder: Path) -> list[tuple[str, float, str]]:
     ]
 
 
-def _below(directory: Path, named: Path) -> Iterator[RunFolder]:
-    """The folders of runs, and what each is called below ``named``; none that is hidden: a pack may
-    be half read.
+def _run_folders_below(directory: Path, display_path: Path) -> Iterator[RunFolder]:
+    """Yield the folders of runs, and their names below ``display_path``.
+
+    Hidden folders are skipped, since they may contain a pack that is half unpacked.
     """
     for config in directory.rglob(CONFIG):
-        hidden = any(name.startswith(".") for name in config.relative_to(directory).parts)
-        if any((config.parent / name).is_file() for name in (JOURNAL, SUMMARY)) and not hidden:
-            yield RunFolder(config.parent, named / config.parent.relative_to(directory))
+        relative = config.parent.relative_to(directory)
+        is_hidden = any(name.startswith(".") for name in relative.parts)
+        has_run = any((config.parent / name).is_file() for name in (JOURNAL, SUMMARY))
+        if has_run and not is_hidden:
+            yield RunFolder(config.parent, display_path / relative)
     for packed in packs_below(directory):
-        yield from _below(readable(packed), named / folder_of(packed).relative_to(directory))
+        folder_path = display_path / folder_of(packed).relative_to(directory)
+        yield from _run_folders_below(readable(packed), folder_path)
 
 
 def _settings(path: Path) -> dict[str, Any]:
+    """Read the settings by dotted key; raises CorruptFile if the file is no config of a run."""
     try:
         settings = flat(read_toml(path))
     except (OSError, ValueError) as error:
@@ -303,6 +319,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 UNSET = "–"
+"""The text for a setting that a group does not have."""
 
 
 @dataclass(frozen=True)
@@ -314,17 +331,19 @@ class Spread:
     runs: int
 
     def text(self, scale: float = 1.0, digits: int = 2) -> str:
-        """Mean ± spread; the mean alone if there is one run.
+        """Format as mean ± spread, or as the mean alone if there is only one run.
 
         >>> spread([0.1, 0.3]).text(100), spread([0.5]).text()
         ('20.00 ± 14.14', '0.50')
         """
         mean = f"{scale * self.mean:.{digits}f}"
-        return mean if self.runs == 1 else f"{mean} ± {scale * self.std:.{digits}f}"
+        if self.runs == 1:
+            return mean
+        return f"{mean} ± {scale * self.std:.{digits}f}"
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Mean and sample standard deviation; None of nothing."""
+    """Return mean and sample standard deviation, or None if there are no values."""
     if not values:
         return None
     deviation = 0.0
@@ -335,84 +354,82 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed only: ``label`` names what is special, ``runs`` are sorted by
-    seed.
-
-    ``repeats``: further runs of a seed that is there already; they are left out, for the same seed
-    is no new evidence.
-    """
+    """Runs that differ in their seed only."""
 
     label: str
+    """The settings in which the group differs from other groups."""
     runs: Sequence[Run]
+    """The runs, sorted by seed."""
     repeats: Sequence[Run] = ()
+    """Further runs of the same seeds, which are left out: they are no new evidence."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What its runs have in common, by dotted key."""
+        """The settings that all runs share, by dotted key."""
         return settings_but_seed(self.runs[0].settings, self.runs[0].start)
 
     @property
     def seeds(self) -> list[int]:
         """The seeds of its runs."""
-        return [r.seed for r in self.runs]
+        return [run.seed for run in self.runs]
 
     @property
     def started(self) -> list[Run]:
-        """Its runs with at least one finished round."""
-        return [r for r in self.runs if r.rounds]
+        """The runs with at least one finished round."""
+        return [run for run in self.runs if run.rounds]
 
     @property
-    def counted(self) -> str:
-        """Of how many runs its numbers are: "3", or "2 of 3" where one has failed, or was stopped,
-        in round 1.
-        """
+    def run_count_text(self) -> str:
+        """The number of runs with results: "3", or "2 of 3" if one has no complete round."""
         started = len(self.started)
         if started == len(self.runs):
             return str(started)
         return f"{started} of {len(self.runs)}"
 
     @property
-    def own_models(self) -> bool:
-        """Whether its clients have models of their own, which were measured."""
-        return any(r.own_models for r in self.runs)
+    def has_personal_models(self) -> bool:
+        """Whether clients have personal models that were evaluated."""
+        return any(run.has_personal_models for run in self.runs)
 
     @property
     def finished(self) -> bool:
-        """Whether all its runs came to their end."""
-        return all(r.finished for r in self.runs)
+        """Whether all runs are finished."""
+        return all(run.finished for run in self.runs)
 
     @property
     def display(self) -> str:
-        """The label, and whether it is unfinished."""
-        return self.label if self.finished else f"{self.label} (unfinished)"
+        """The label, marked if the group is unfinished."""
+        if self.finished:
+            return self.label
+        return f"{self.label} (unfinished)"
 
     @property
     def classes(self) -> list[str]:
         """The names of the classes."""
-        return next((r.classes for r in self.runs if r.classes), [])
+        return next((run.classes for run in self.runs if run.classes), [])
 
     def values(self, key: str) -> list[float]:
-        """A measure of each run that has it; ``key`` as in a run's summary."""
+        """Return a metric of all runs that have it; ``key`` as in a run's summary."""
         summaries = [run.numbers.summary for run in self.started]
         return [summary[key] for summary in summaries if key in summary]
 
     def mean_spread(self, key: str) -> Spread | None:
-        """Mean and sample standard deviation of a measure over seeds; None if no run has it."""
+        """Return the spread of a metric over seeds, or None if no run has it."""
         return spread(self.values(key))
 
 
 def groups(directories: Sequence[Path]) -> list[Group]:
-    """The runs in some directories, grouped, in the order in which they are found."""
+    """Read the runs in or below the directories, and group them in the order of the folders."""
     return group(find(directories))
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
-    """Runs by everything but their seed."""
-    return [_group(members.label, members.runs) for members in alike(runs)]
+    """Group runs that differ in their seed only."""
+    return [_group(members.label, members.runs) for members in label_runs(runs)]
 
 
 class Configured(Protocol):
-    """A run as far as its group depends on it: its settings by dotted key, and its first event."""
+    """The properties of a run that determine its group: settings by dotted key, and first event."""
 
     @property
     def settings(self) -> Mapping[str, Any]: ...
@@ -425,31 +442,31 @@ R = TypeVar("R", bound=Configured)
 
 
 @dataclass(frozen=True)
-class Alike(Generic[R]):
-    """Runs that differ in their seed at most; ``label`` tells them from other runs."""
+class LabelledRuns(Generic[R]):
+    """Runs that differ in their seed only, with a label that distinguishes them from other runs."""
 
     label: str
     runs: Sequence[R]
 
 
 def _shared_settings(run: Configured) -> dict[str, Any]:
-    """The settings that runs of one group share."""
+    """Return the settings that runs of one group share."""
     return settings_but_seed(run.settings, run.start)
 
 
-def alike(runs: Sequence[R]) -> list[Alike[R]]:
-    """The runs, grouped by everything but their seed."""
+def label_runs(runs: Sequence[R]) -> list[LabelledRuns[R]]:
+    """Group and label runs that differ in their seed only."""
     by_settings: dict[str, list[R]] = {}
     for run in runs:
         settings = json.dumps(_shared_settings(run), sort_keys=True, default=str)
         by_settings.setdefault(settings, []).append(run)
     lists = list(by_settings.values())
     labels = group_labels([_shared_settings(members[0]) for members in lists])
-    return [Alike(label, members) for label, members in zip(labels, lists, strict=True)]
+    return [LabelledRuns(label, members) for label, members in zip(labels, lists, strict=True)]
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys whose values are not the same everywhere.
+    """Return the keys whose values differ.
 
     >>> differing([{"rounds": 5, "method.beta": 1}, {"rounds": 5}])
     ['method.beta']
@@ -459,68 +476,88 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 SCHEDULE = {"topology.kind": "topology", "rounds": "rounds"}
-"""Settings in which methods of one comparison may differ of themselves, and their titles."""
+"""Settings with defaults that depend on the method, and their titles."""
 
 
 def differing_schedule(compared: Sequence[Group]) -> dict[str, str]:
-    """The settings of ``SCHEDULE`` in which groups differ, with their titles."""
+    """Return the settings of ``SCHEDULE`` in which groups differ, with their titles."""
     keys = differing([group.settings for group in compared])
     return {key: title for key, title in SCHEDULE.items() if key in keys}
 
 
 def schedule_cells(group: Group, schedule: Iterable[str]) -> list[str]:
-    """A group's values of some settings, as they stand in a table."""
-    return [said(group.settings.get(key, UNSET)) for key in schedule]
+    """Return a group's values of some settings, as texts for a table."""
+    return [value_text(group.settings.get(key, UNSET)) for key in schedule]
 
 
-def said(value: Any) -> str:
-    """A value of a config as people write it."""
+def value_text(value: Any) -> str:
+    """Return a value of a config as a text, close to its form in TOML."""
     if isinstance(value, bool):
         return str(value).lower()
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, tuple)) else str(value)
+    if isinstance(value, (list, tuple)):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """A method's name without the folder of the file it is in."""
+    """Return a method's name, without the folder of its file."""
     return short_name(str(settings.get("method.name", "unnamed")))
 
 
 def _group(label: str, members: Sequence[Run]) -> Group:
-    kept: dict[int, Run] = {}
+    """Choose the most complete run of each seed; the first one found if two are equal."""
+    chosen: dict[int, Run] = {}
     for run in members:
-        rival = kept.get(run.seed)
-        if rival is None or (run.finished, len(run.rounds)) > (rival.finished, len(rival.rounds)):
-            kept[run.seed] = run
-    chosen = [kept[seed] for seed in sorted(kept)]
-    return Group(label, chosen, [r for r in members if not any(r is c for c in chosen)])
+        rival = chosen.get(run.seed)
+        if rival is None or _progress(run) > _progress(rival):
+            chosen[run.seed] = run
+    runs = [chosen[seed] for seed in sorted(chosen)]
+    repeats = [run for run in members if run is not chosen[run.seed]]
+    return Group(label, runs, repeats)
 
 
-def split_of(settings: Mapping[str, Any]) -> str:
-    """How the data came to be uneven: the partition and what tells how much, or that sites have
-    their own.
-    """
+def _progress(run: Run) -> tuple[bool, int]:
+    return run.finished, len(run.rounds)
+
+
+def split_text(settings: Mapping[str, Any]) -> str:
+    """Describe how the data were split: the partition and its parameters, or the sites' data."""
     if settings.get("engine") == "flower" and settings.get("flower.data") == "sites":
         return "sites' own data"
-    keys = [k for k in ("alpha", "shards", "classes_per_client") if f"partition.{k}" in settings]
-    told = [f"{k} {said(settings[f'partition.{k}'])}" for k in keys]
-    return " ".join([said(settings.get("partition.kind", "–")), *told])
+    parameters = [
+        f"{key} {value_text(settings[f'partition.{key}'])}"
+        for key in ("alpha", "shards", "classes_per_client")
+        if f"partition.{key}" in settings
+    ]
+    return " ".join([value_text(settings.get("partition.kind", "–")), *parameters])
 
 
 def group_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What tells settings apart: the method, and the keys in which those of one method differ."""
-    names = [method_of(s) for s in settings]
+    """Return labels that distinguish groups of runs by their settings.
+
+    A label is the method's name, and the settings in which groups with this method differ.
+    """
+    by_method: dict[str, list[Mapping[str, Any]]] = {}
+    for values in settings:
+        by_method.setdefault(method_of(values), []).append(values)
     labels = []
-    for name, own in zip(names, settings, strict=True):
-        same = [s for n, s in zip(names, settings, strict=True) if n == name]
-        parts = [f"{_short(key, same)}={said(own.get(key, UNSET))}" for key in differing(same)]
-        labels.append(", ".join([name, *parts]))
+    for values in settings:
+        method = method_of(values)
+        same_method = by_method[method]
+        parts = [
+            f"{_short_key(key, same_method)}={value_text(values.get(key, UNSET))}"
+            for key in differing(same_method)
+        ]
+        labels.append(", ".join([method, *parts]))
     return labels
 
 
-def _short(key: str, settings: Sequence[Mapping[str, Any]]) -> str:
+def _short_key(key: str, settings: Sequence[Mapping[str, Any]]) -> str:
+    """Return the last part of a key, or the whole key if the last part is ambiguous."""
     last = key.rpartition(".")[2]
-    return (
-        key
-        if sum(k.rpartition(".")[2] == last for k in differing(settings)) > 1 or last == "name"
-        else last
-    )
+    if last == "name":
+        return key
+    same_last_part = [other for other in differing(settings) if other.rpartition(".")[2] == last]
+    if len(same_last_part) > 1:
+        return key
+    return last

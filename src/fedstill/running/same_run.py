@@ -527,7 +527,7 @@ def check_journal(folder: Path, events: Sequence[Event]) -> None:
 def _noted_config(folder: Path) -> str:
     """The SHA-256 of the config.toml with which a run began; empty where nothing notes it."""
     journal = folder / "journal.jsonl"
-    events = read_journal(journal, 1) if journal.is_file() else []
+    events = read_journal(journal, limit=1) if journal.is_file() else []
     if events and CONFIG_SEAL in events[0]:
         return str(events[0][CONFIG_SEAL])
     return ""

@@ -140,7 +140,7 @@ def stored_split(folder: Path) -> StoredSplit | None:
     """
     if not (folder / "journal.jsonl").is_file() or not (folder / SPLIT).exists():
         return None
-    events = read_journal(folder / "journal.jsonl", 1)
+    events = read_journal(folder / "journal.jsonl", limit=1)
     return read_split(folder, events[0]) if events else None
 
 
