@@ -19,7 +19,7 @@ from fedstill.config.experiment import Experiment, load
 from fedstill.config.resolve import settle
 from fedstill.config.settings import as_toml
 from fedstill.core import registry
-from fedstill.running.explain import about_key, resolved_values
+from fedstill.running.explain import key_description, resolved_values
 
 WIDTHS = [80, 100, 160]
 
@@ -160,9 +160,9 @@ def test_explain_says_what_each_value_is(
     )
     settings = settle(load(config))
     text = joined(said(["explain", str(config), "--no-split"], capsys))
-    for key, _, _ in resolved_values(settings):
-        assert about_key(settings, key).endswith("."), key
-        assert about_key(settings, key) in text, key
+    for key in (value.key for value in resolved_values(settings)):
+        assert key_description(settings, key).endswith("."), key
+        assert key_description(settings, key) in text, key
     assert "partition.iid_share 0.5 file c.toml" in text
     assert "privacy.clip 0.0 default" in text
     assert "privacy.delta 1e-05 default" in text
@@ -285,7 +285,7 @@ def test_explain_cuts_no_sentence(
     text = said(["explain", "-s", "method=fedmd", "-s", "data.public=50", "--no-split"], capsys)
     assert max(map(len, text.splitlines())) <= width
     settings = settle(Experiment(method="fedmd", data={"public": 50}))
-    for key, _, _ in resolved_values(settings):
+    for key in (value.key for value in resolved_values(settings)):
         rest = iter(text[text.index(f"\n{key} ") :].split())
-        sentence = about_key(settings, key)
+        sentence = key_description(settings, key)
         assert all(word in rest for word in sentence.split()), sentence

@@ -240,7 +240,7 @@ def test_what_was_typed_for_a_table_is_not_said_of_its_other_keys(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = settle(load("small.toml", ("data=digits", "partition=iid")))
-    origins = {key: origin for key, _, origin in resolved_values(settings)}
+    origins = {value.key: value.origin for value in resolved_values(settings)}
     assert (origins["data.name"], origins["data.kind"], origins["partition.kind"]) == (
         "command line",
         "default",

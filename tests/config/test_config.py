@@ -87,7 +87,7 @@ def test_overrides_stand_above_the_file_and_the_file_above_defaults(tmp_path: Pa
     )
     assert settings.method == FedNTD(beta=0.25)
     assert (settings.plans["train"].lr, settings.seed, settings.data.name) == (0.5, 9, "blobs")
-    origins = {key: origin for key, _, origin in explain.resolved_values(settings)}
+    origins = {value.key: value.origin for value in explain.resolved_values(settings)}
     assert origins["method.beta"] == origins["seed"] == origins["plan.train.lr"] == "command line"
     assert (
         origins["rounds"]

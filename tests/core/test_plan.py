@@ -13,7 +13,7 @@ import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import Plan
-from fedstill.running.explain import arithmetic
+from fedstill.running.explain import run_estimate
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
 from run_bits import assert_same_bits, bits, stopped
@@ -105,7 +105,7 @@ def test_the_config_records_the_rounds_of_a_cosine_and_nothing_where_it_is_the_d
     assert "lr_schedule" not in settle(toys.toy()).toml
     assert settle(toys.toy()).tree["plan"]["train"]["lr_schedule"] == "constant", "explain shows it"
     assert (
-        arithmetic(prepare(cosine, toys.blobs())).rates
+        run_estimate(prepare(cosine, toys.blobs())).learning_rates
         == "train 0.1 in round 1, 0.2 in round 2, 0.11 in round 3"
     )
 

@@ -375,13 +375,13 @@ def test_a_stream_that_sites_cannot_have_is_refused_before_anything(
 
 def test_what_explain_says_leaves_out_what_sites_alone_know() -> None:
     prepared = ready(replace(at_sites(what("fedewc")), measure=("landscape",)))
-    one_round = explain.arithmetic(prepared)
+    one_round = explain.run_estimate(prepared)
     told = dict(one_round.lines())
     assert told["training data"] == "known to the sites alone"
     assert "examples a round" not in told
     assert told["engine"] == "flower"
-    assert one_round.bytes_up > 0
-    assert [cost.row[-1] for cost in explain.costs(prepared, one_round)] == ["–"]
+    assert one_round.work.bytes_up > 0
+    assert [cost.row[-1] for cost in explain.measure_costs(prepared, one_round)] == ["–"]
 
 
 def test_a_simulation_has_no_tasks_of_sites(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fedstill.core.capabilities import Need, Permit
 from fedstill.core.records import Payload, Stage, TrainingStart
 from fedstill.methods.fedadkd import FedADKD
 from fedstill.methods.fedcurv import Curved, FedCurv
-from fedstill.running.explain import arithmetic
+from fedstill.running.explain import run_estimate
 
 EVEN = {"partition": "iid"}
 ONE_CLASS_EACH = {"partition": {"kind": "sharding", "shards": 1}, "topology": {"clients": 5}}
@@ -209,9 +209,9 @@ TRAFFIC = {
 def test_a_round_sends_as_much_as_the_method_says(name: str) -> None:
     ready = ready_for(name)
     size = sum(v.numel() * v.element_size() for v in ready.world.initial(0).values())
-    sums = arithmetic(ready)
+    sums = run_estimate(ready)
     (w_down, n_down), (w_up, n_up) = TRAFFIC[name]
-    assert (sums.bytes_down, sums.bytes_up) == (
+    assert (sums.work.bytes_down, sums.work.bytes_up) == (
         4 * (w_down * size + 8 * n_down),
         4 * (w_up * size + 8 * n_up),
     )
@@ -223,7 +223,7 @@ def test_a_round_sends_as_much_as_the_method_says(name: str) -> None:
     ids=str,
 )
 def test_a_round_can_be_explained_before_the_census(method: dict[str, str]) -> None:
-    assert arithmetic(ready_for(method)).bytes_down > 0
+    assert run_estimate(ready_for(method)).work.bytes_down > 0
 
 
 def _sent_later(ready) -> set[str]:

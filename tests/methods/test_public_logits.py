@@ -26,7 +26,7 @@ from fedstill.data.client_split import ClientSplit
 from fedstill.methods.hiper_fedkd import HiPerFedKD
 from fedstill.methods.public_logits import Distil, TrainThenPredict
 from fedstill.running.compatibility import check_run
-from fedstill.running.explain import arithmetic
+from fedstill.running.explain import run_estimate
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
 
@@ -250,8 +250,8 @@ def test_a_round_sends_public_logits_and_no_weights() -> None:
     assert method.expected_reply(0, local, ready.world).nbytes == sent
     assert method.payload_for_client(states[1], 0, distil, ready.world).nbytes == sent
     assert method.payload_for_client(states[1], 0, local, ready.world).nbytes == 8, "a temperature"
-    sums = arithmetic(ready)
-    assert (sums.bytes_up, sums.bytes_down) == (4 * sent, 4 * (sent + 8)), (
+    sums = run_estimate(ready)
+    assert (sums.work.bytes_up, sums.work.bytes_down) == (4 * sent, 4 * (sent + 8)), (
         "the server's own work is not sent"
     )
 

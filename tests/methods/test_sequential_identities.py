@@ -18,7 +18,7 @@ from fedstill.core.labels import proportions
 from fedstill.core.records import NOTHING, Payload, Reply, Stage, TrainingStart, many
 from fedstill.methods.cwc import CWC
 from fedstill.methods.sfedkd import SFedKD, discrepancy_weights
-from fedstill.running.explain import arithmetic
+from fedstill.running.explain import run_estimate
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 
@@ -238,8 +238,8 @@ def test_a_round_sends_as_much_as_the_method_says(name: str, k: int, down: int, 
     """
     ready = ready_for({"name": name, **({"k": k} if k else {})})
     size = sum(v.nbytes for v in ready.world.initial(0).values())
-    sums = arithmetic(ready)
-    assert (sums.bytes_down, sums.bytes_up) == (
+    sums = run_estimate(ready)
+    assert (sums.work.bytes_down, sums.work.bytes_up) == (
         4 * (2 if name == "cwc" else 1) * size,
         4 * up * size,
     )

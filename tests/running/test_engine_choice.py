@@ -16,7 +16,7 @@ from fedstill.engines.footprint import forward_flops
 from fedstill.models import contract
 from fedstill.running import world
 from fedstill.running.compare import make_way, variants
-from fedstill.running.explain import arithmetic
+from fedstill.running.explain import run_estimate
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
 from fedstill.running.world import StageWork, suited_engine
@@ -73,10 +73,12 @@ def test_the_choice_stands_in_the_config_and_a_resume_keeps_it(
 
 
 def test_explain_says_what_was_chosen_and_why() -> None:
-    said = dict(arithmetic(prepare(settle(auto()), toys.blobs())).lines())["engine"]
+    said = dict(run_estimate(prepare(settle(auto()), toys.blobs())).lines())["engine"]
     assert said.startswith("vectorised (")
     assert "MFLOP in a client's step" in said
-    said = dict(arithmetic(prepare(settle(auto(engine="serial")), toys.blobs())).lines())["engine"]
+    said = dict(run_estimate(prepare(settle(auto(engine="serial")), toys.blobs())).lines())[
+        "engine"
+    ]
     assert said.startswith("serial (auto would take vectorised")
 
 

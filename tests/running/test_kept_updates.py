@@ -21,7 +21,7 @@ from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.core.files import digest
 from fedstill.core.records import SERVER
 from fedstill.running.checkpoint import UPDATES, Checkpoints, kept_updates
-from fedstill.running.explain import arithmetic, kept_update_bytes
+from fedstill.running.explain import kept_update_bytes, run_estimate
 from fedstill.running.preparation import prepare
 from fedstill.running.replay import Replay
 from fedstill.running.runner import resume, run
@@ -95,7 +95,7 @@ def test_explain_knows_their_bytes_before_the_run(name: str, tmp_path: Path) -> 
     prepared = prepare(settle(EXPERIMENTS[name]), toys.blobs())
     figure = kept_update_bytes(prepared)
     assert figure == sizes(made(EXPERIMENTS[name], tmp_path / "run"))
-    assert any(f"{figure:,} bytes" in value for _, value in arithmetic(prepared).lines())
+    assert any(f"{figure:,} bytes" in value for _, value in run_estimate(prepared).lines())
 
 
 def test_the_command_prints_the_bytes_only_if_updates_are_kept(

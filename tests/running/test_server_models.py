@@ -35,7 +35,7 @@ from fedstill.report.blocks import Table
 from fedstill.report.clients import clients
 from fedstill.report.page import Report, page
 from fedstill.running.evaluation import OwnTests
-from fedstill.running.explain import arithmetic
+from fedstill.running.explain import run_estimate
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.result import Result
@@ -162,7 +162,7 @@ def test_a_client_without_a_model_ends_the_run_before_round_1(
 
 def test_explain_states_how_many_models_there_are() -> None:
     ready = prepare(settle(two_models()), toys.blobs())
-    assert "2 server models" in arithmetic(ready).answer
+    assert "2 server models" in run_estimate(ready).answer
 
 
 def test_models_are_loaded_by_name_and_by_client(finished: Path) -> None:

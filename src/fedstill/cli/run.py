@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fedstill.running.explain import Cost
+    from fedstill.running.explain import MeasureCost
 
 
 OF_SERVER = (
@@ -319,21 +319,29 @@ def explain(
     settings = settle(experiment_of(config, set_, engine, federation))
     screen = terminal.console(sentences=True)
     rows = [
-        (key, catalogue.value(value), origin, explained.about_key(settings, key))
-        for key, value, origin in explained.resolved_values(settings)
+        (
+            resolved.key,
+            catalogue.value(resolved.value),
+            resolved.origin,
+            explained.key_description(settings, resolved.key),
+        )
+        for resolved in explained.resolved_values(settings)
     ]
     _explain_values(screen, rows)
     prepared = prepare(settings)
     screen.print()
-    arithmetic = explained.arithmetic(prepared)
-    screen.print(terminal.table(["what", "how much"], arithmetic.lines()))
+    estimate = explained.run_estimate(prepared)
+    screen.print(terminal.table(["what", "how much"], estimate.lines()))
     for line in explained.data_sentences(prepared):
         terminal.tell(screen, f"data: {line}")
     for warning in setting_warnings(prepared):
         terminal.tell(screen, warning)
-    _explain_measures(explained.costs(prepared, arithmetic), arithmetic.many)
+    _explain_measures(explained.measure_costs(prepared, estimate), estimate.examples_noun)
     screen.print()
-    networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
+    networks = [
+        (network.label, f"{network.parameters:,}", network.capabilities)
+        for network in explained.network_summaries(prepared)
+    ]
     screen.print(terminal.table(["network", "parameters", "has"], networks))
     if split and prepared.sites.split is not None:
         screen.print()
@@ -365,7 +373,7 @@ def _explain_values(screen: Console, rows: Sequence[tuple[str, str, str, str]]) 
         screen.print(Padding(description, (0, 0, 0, 4)))
 
 
-def _explain_measures(costs: Sequence[Cost], unit: str) -> None:
+def _explain_measures(costs: Sequence[MeasureCost], unit: str) -> None:
     """Prints what each measure costs in a round, and a warning for an expensive one."""
     from fedstill.report import terminal
 
@@ -373,13 +381,13 @@ def _explain_measures(costs: Sequence[Cost], unit: str) -> None:
     if costs:
         head = ["measure", "what it is", "rounds", f"{unit} a round", "of training"]
         screen.print()
-        screen.print(terminal.table(head, [c.row for c in costs], words=2))
+        screen.print(terminal.table(head, [cost.row for cost in costs], words=2))
     for cost in costs:
         if cost.share is not None and cost.share > DEAR:
             terminal.tell(screen, _cost_warning(cost, cost.share))
 
 
-def _cost_warning(cost: Cost, share: float) -> str:
+def _cost_warning(cost: MeasureCost, share: float) -> str:
     """A warning of an expensive measure; ``share``: of the cost of training."""
     amount = f"{100 * share:.0f} % of what training costs"
     if share > 1:

@@ -1,4 +1,8 @@
-"""What a run will do, computed before it starts: stages, steps, bytes, memory."""
+"""What ``fedstill explain`` prints before a run: every setting and its origin, the work of a round,
+the cost of measures, the examples and the networks.
+
+All numbers follow from the prepared run by arithmetic. Nothing is trained.
+"""
 
 from __future__ import annotations
 
@@ -29,56 +33,120 @@ from fedstill.running.extensions import run_extensions
 from fedstill.running.preparation import Prepared
 from fedstill.running.world import choose_engine
 
-# What the clients of a round do: examples, steps of the optimiser, bytes. Nothing is trained to
-# know it.
+BYTES_PER_PARAMETER = 4
+"""Models are stored as float32."""
+
+SERVER_MODELS = 6
+"""Models in memory beside those of a round's clients, for the estimate of memory: the server's
+model and temporary copies of it.
+"""
+
+COST_OF_TRAINING = 3
+"""The cost of training on an example, in forward passes: a backward pass takes twice as long."""
+
+# ---- the work of a round -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoundWork:
-    """A round's clients, their examples, those trained on (each epoch counts), their steps, and
-    what is sent.
+    """The work of all clients in one round.
+
+    ``clients``: clients that take part, without the server. ``examples``: training examples, summed
+    over clients and stages. ``trained_examples``: the same, where each epoch counts. ``steps``:
+    steps of the optimisers. ``bytes_down``, ``bytes_up``: bytes that the server sends and receives.
     """
 
     clients: int
     examples: int
-    trained: int
+    trained_examples: int
     steps: int
     bytes_down: int
     bytes_up: int
 
 
 def round_work(prepared: Prepared, number: int = 1) -> RoundWork:
-    """The work of a round, from 1. Rounds differ by who is drawn, and by whom the method addresses
-    at the start.
+    """The work of a round; the first round has the number 1.
+
+    Rounds differ because other clients are sampled. A client counts if the method sends it a
+    payload in the initial state.
     """
-    settings, world = prepared.settings, prepared.world
+    settings = prepared.settings
+    world = prepared.world
     state = settings.method.initial_state(world)
     hooks = run_extensions(prepared).round_hooks
-    bytes_down = bytes_up = steps = examples = trained = 0
-    acting: set[int] = set()
+
+    clients: set[int] = set()
+    bytes_down = 0
+    bytes_up = 0
+    examples = 0
+    trained_examples = 0
+    steps = 0
     for stage in settings.schedule(number, world):
+        actor = settings.schedule.actor(stage)
         for client in stage.clients:
-            payload = settings.schedule.actor(stage).payload_for_client(state, client, stage, world)
+            payload = actor.payload_for_client(state, client, stage, world)
             if payload is None:
                 continue
-            acting.add(client)
-            if client != SERVER:  # what the server computes itself is not sent
+            if client != SERVER:  # the server sends nothing to itself
                 reply = expected_reply(client, stage, world, settings.schedule, hooks)
+                clients.add(client)
                 bytes_down += payload.nbytes
                 bytes_up += reply.nbytes
-            count = _examples(prepared, client, stage)
-            own_steps = local_steps(prepared, stage, count)
-            examples += count
-            steps += own_steps
-            trained += _trained(prepared, stage, count, own_steps)
-    clients = len(acting - {SERVER})
-    return RoundWork(clients, examples, trained, steps, bytes_down, bytes_up)
+            client_examples = _example_count(prepared, client, stage)
+            examples += client_examples
+            trained_examples += _trained_examples(prepared, stage, client_examples)
+            steps += local_steps(prepared, stage, client_examples)
+
+    return RoundWork(
+        clients=len(clients),
+        examples=examples,
+        trained_examples=trained_examples,
+        steps=steps,
+        bytes_down=bytes_down,
+        bytes_up=bytes_up,
+    )
+
+
+def local_steps(prepared: Prepared, stage: Stage, examples: int) -> int:
+    """The number of optimiser steps that a client with ``examples`` examples does in a stage; 0 if
+    the stage trains nothing.
+    """
+    plan = prepared.world.plans.get(stage.name)
+    if plan is None:
+        return 0
+    return plan.steps or plan.epochs * math.ceil(examples / plan.batch)
+
+
+def _trained_examples(prepared: Prepared, stage: Stage, examples: int) -> int:
+    """How many examples a client trains on in a stage; an example counts in each epoch."""
+    plan = prepared.world.plans.get(stage.name)
+    if plan is None:
+        return 0
+    if plan.steps:
+        return plan.steps * min(plan.batch, examples)
+    return plan.epochs * examples
+
+
+def _example_count(prepared: Prepared, client: int, stage: Stage) -> int:
+    """How many examples a client has in a stage; 0 if only its site knows."""
+    if stage.view == "public" or client == SERVER:
+        public = prepared.sites.public
+        if public is None:
+            return 0
+        return len(public)
+    if prepared.settings.on_sites:
+        return 0
+    return len(prepared.sites.view(client, stage).data)
+
+
+# ---- the size of kept updates --------------------------------------------------------------------
 
 
 def kept_update_bytes(prepared: Prepared) -> int:
-    """The bytes of the files under ``updates/`` after the whole run; 0 if it keeps no updates.
+    """The bytes of all files under ``updates/`` at the end of the run; 0 if it keeps no updates.
 
-    Exact if all clients reply, and if no reply holds bare numbers, whose digits are not known yet.
+    The number is exact if every client replies. A reply with bare numbers is an exception: how many
+    digits they have is not known before the run.
     """
     if not prepared.settings.keep_updates:
         return 0
@@ -91,8 +159,10 @@ def kept_update_bytes(prepared: Prepared) -> int:
 
 
 class _UpdateSizes:
-    """The size of each client's kept update. A reply is made once for a client and the stages of a
-    name, and encoded once for all replies of the same form.
+    """The sizes of clients' kept updates, in bytes.
+
+    Runs have many rounds, and encoding is slow. A reply is therefore made once for each client and
+    name of a stage, and only one reply of each form is encoded.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -104,7 +174,7 @@ class _UpdateSizes:
         self._by_form: dict[Hashable, int] = {}
 
     def size(self, client: int, stage: Stage) -> int:
-        """The bytes of one file; 0 for the server, and for a client that has no work."""
+        """The bytes of one file; 0 for the server, and for a client without work in the stage."""
         if client == SERVER:
             return 0
         key = (client, stage.name)
@@ -124,7 +194,10 @@ class _UpdateSizes:
 
 
 def _form(payload: Payload) -> Hashable:
-    """What the size of an encoded payload depends on: names, shapes and types, and scalars."""
+    """Names, shapes and types of a payload's tensors, and its scalars.
+
+    Payloads of equal form are encoded in the same number of bytes.
+    """
     form: list[Hashable] = []
     for name, group in payload.items():
         if isinstance(group, Mapping):
@@ -136,188 +209,100 @@ def _form(payload: Payload) -> Hashable:
     return tuple(form)
 
 
-def local_steps(prepared: Prepared, stage: Stage, examples: int) -> int:
-    """How many steps of the optimiser a client of so many examples does in a stage; 0 where nothing
-    is trained.
+# ---- the estimate of a run -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEstimate:
+    """The work of round 1, and other facts to check before a long run.
+
+    ``stages``: descriptions of the stages of round 1. ``parameters``: those of the server's model.
+    ``data_bytes``: bytes of the training set. ``engine``: the run's engine, and why it suits.
+    ``answer``: whose model answers for the clients. ``learning_rates``: those of each stage.
+    ``examples_noun``: "images" or "examples". ``at_sites``: whether only sites know the data.
     """
-    plan = prepared.world.plans.get(stage.name)
-    if plan is None:
-        return 0
-    return plan.steps or plan.epochs * math.ceil(examples / plan.batch)
 
-
-def _examples(prepared: Prepared, client: int, stage: Stage) -> int:
-    if stage.view == "public" or client == SERVER:
-        return len(prepared.sites.public or Payload())
-    return 0 if prepared.settings.on_sites else len(prepared.sites.view(client, stage).data)
-
-
-def _trained(prepared: Prepared, stage: Stage, examples: int, steps: int) -> int:
-    plan = prepared.world.plans.get(stage.name)
-    return (
-        0
-        if plan is None
-        else plan.epochs * examples
-        if not plan.steps
-        else steps * min(plan.batch, examples)
-    )
-
-
-@dataclass(frozen=True)
-class Arithmetic(RoundWork):
-    """One round's work, and what else a reader can check before hours are spent."""
-
+    work: RoundWork
     stages: tuple[str, ...]
     parameters: int
     data_bytes: int
     rounds: int
     engine: str
     answer: str
-    rates: str
-    many: str = "images"
-    at_sites: bool = False
-    kept_update_bytes: int = 0
+    learning_rates: str
+    examples_noun: str
+    at_sites: bool
+    kept_update_bytes: int
+
+    @property
+    def memory_for_models(self) -> int:
+        """The bytes of the models that are in memory in a round, about."""
+        return BYTES_PER_PARAMETER * self.parameters * (self.work.clients + SERVER_MODELS)
 
     def lines(self) -> list[tuple[str, str]]:
-        """Names and values, as a person reads them."""
-        training = [
-            ("examples a round", f"{self.examples:,}"),
-            (f"{self.many} trained on a round", f"{self.trained:,}"),
-            ("optimiser steps a round", f"{self.steps:,}"),
-            (
-                "optimiser steps in all",
-                f"about {self.steps * self.rounds:,} in {self.rounds} rounds",
-            ),
-        ]
-        data = human(self.data_bytes)
-        if self.at_sites:
-            training = []
-            data = "known to the sites alone"
-        kept_updates = []
-        if self.kept_update_bytes:
-            size = f"{human(self.kept_update_bytes)} ({self.kept_update_bytes:,} bytes)"
-            kept_updates = [(f"updates kept in {self.rounds} rounds", size)]
+        """Names and values for human readers."""
+        data = "known to the sites alone"
+        if not self.at_sites:
+            data = bytes_text(self.data_bytes)
         return [
             ("stages a round", " → ".join(self.stages)),
             ("answer", self.answer),
-            ("clients a round", f"{self.clients}"),
-            *training,
-            ("learning rates", self.rates),
+            ("clients a round", f"{self.work.clients}"),
+            *self._training_lines(),
+            ("learning rates", self.learning_rates),
             ("parameters", f"{self.parameters:,}"),
-            ("sent down a round", human(self.bytes_down)),
-            ("sent up a round", human(self.bytes_up)),
-            *kept_updates,
+            ("sent down a round", bytes_text(self.work.bytes_down)),
+            ("sent up a round", bytes_text(self.work.bytes_up)),
+            *self._kept_update_lines(),
             ("training data", data),
             ("engine", self.engine),
-            ("memory for models", f"about {human(4 * self.parameters * (self.clients + 6))}"),
+            ("memory for models", f"about {bytes_text(self.memory_for_models)}"),
         ]
 
+    def _training_lines(self) -> list[tuple[str, str]]:
+        """Examples and steps; none of them if only the sites know how many examples they have."""
+        if self.at_sites:
+            return []
+        total_steps = self.work.steps * self.rounds
+        return [
+            ("examples a round", f"{self.work.examples:,}"),
+            (f"{self.examples_noun} trained on a round", f"{self.work.trained_examples:,}"),
+            ("optimiser steps a round", f"{self.work.steps:,}"),
+            ("optimiser steps in all", f"about {total_steps:,} in {self.rounds} rounds"),
+        ]
 
-def arithmetic(prepared: Prepared) -> Arithmetic:
-    """The arithmetic of round 1. The run is ``rounds`` times this, except for sampling."""
-    settings, world = prepared.settings, prepared.world
-    return Arithmetic(
-        **vars(round_work(prepared)),
-        stages=_shown(settings.schedule(1, world)),
-        parameters=sum(v.numel() for v in world.initial(SERVER).values()),
-        data_bytes=prepared.sites.train.values.numel() * prepared.sites.train.values.element_size(),
+    def _kept_update_lines(self) -> list[tuple[str, str]]:
+        """The size of the kept updates; no line if the run keeps none."""
+        if not self.kept_update_bytes:
+            return []
+        size = f"{bytes_text(self.kept_update_bytes)} ({self.kept_update_bytes:,} bytes)"
+        return [(f"updates kept in {self.rounds} rounds", size)]
+
+
+def run_estimate(prepared: Prepared) -> RunEstimate:
+    """The estimate of a run from its first round; other rounds differ in the sampled clients."""
+    settings = prepared.settings
+    world = prepared.world
+    values = prepared.sites.train.values
+    return RunEstimate(
+        work=round_work(prepared),
+        stages=_stage_texts(settings.schedule(1, world)),
+        parameters=_parameter_count(world.initial(SERVER)),
+        data_bytes=values.numel() * values.element_size(),
         rounds=settings.rounds,
-        engine=_engine(prepared),
-        answer=_answer(settings.method, world),
-        rates=_rates(settings.plans, settings.rounds, world.stream),
-        many=prepared.dataset.about.many_or_examples,
+        engine=_engine_text(prepared),
+        answer=_answer_text(settings.method, world),
+        learning_rates=_learning_rates_text(settings.plans, settings.rounds, world.stream),
+        examples_noun=prepared.dataset.about.many_or_examples,
         at_sites=settings.on_sites,
         kept_update_bytes=kept_update_bytes(prepared),
     )
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What a measure costs: in how many rounds it looks, how many examples it runs through a
-    network in each, and these as a share of the run's training, of which each example and epoch
-    counts as three; None where sites know it alone.
-    """
+def bytes_text(count: float) -> str:
+    """A number of bytes for human readers.
 
-    name: str
-    about: str
-    rounds: int
-    looked: int
-    share: float | None
-
-    @property
-    def row(self) -> tuple[str, str, str, str, str]:
-        """As a person reads it."""
-        share = "–" if self.share is None else f"{100 * self.share:.0f} %"
-        return self.name, self.about, f"{self.rounds}", f"{self.looked:,}", share
-
-
-def costs(prepared: Prepared, one_round: Arithmetic) -> list[Cost]:
-    """The cost of each measure of a run."""
-    settings = prepared.settings
-    test_set = prepared.sites.common_test
-    test_examples = len(test_set) if test_set else 0
-    epochs = one_round.trained // max(1, one_round.examples)
-    # An example in training costs a forward pass and a backward pass, which takes twice as long.
-    passes_in_training = 3 * one_round.trained * one_round.rounds
-    result = []
-    named = measures(settings.measure)
-    for path, (name, measure) in zip(settings.measure, named.items(), strict=True):
-        rounds = 1 if measure.only_last else len(settings.measured_in)
-        examples = measure.examples(test_examples, one_round.clients, one_round.examples)
-        if measure.each_epoch:
-            examples *= 1 + epochs
-        share = None
-        if not one_round.at_sites:
-            share = rounds * examples / max(1, passes_in_training)
-        about = registry.lookup("measure", path).summary
-        result.append(Cost(name, about, rounds=rounds, looked=examples, share=share))
-    return result
-
-
-def _engine(prepared: Prepared) -> str:
-    """Which engine carries the run out, and what the cost model says."""
-    own = prepared.settings.engine
-    if prepared.settings.on_sites:
-        return own
-    choice = choose_engine(prepared.settings, prepared.world, len(prepared.sites.train))
-    if own == choice.engine:
-        return f"{own} ({choice.reason})"
-    return f"{own} (auto would take {choice.engine}: {choice.reason})"
-
-
-def resolved_values(settings: Settings) -> list[tuple[str, Any, str]]:
-    """(dotted key, value, origin) of every resolved value; the origin is the default, the file or
-    the command line.
-    """
-    return [(k, v, _origin(k, settings.origins)) for k, v in flat(settings.tree).items()]
-
-
-def about_key(settings: Settings, key: str) -> str:
-    """What a dotted key is, as the code says it below the field; empty where nothing is said of
-    it.
-    """
-    table, _, field = key.partition(".")
-    if table == "plan":
-        return docstrings.sentences(Plan).get(field.partition(".")[2], "")
-    if table in NAMED:
-        if key == "topology.clients":  # no topology's own: a partition needs it too
-            return "Clients in all."
-        entry: registry.Entry = getattr(settings.named, table).entry
-        if field == NAME_KEYS[table]:
-            return entry.summary
-        fields = entry.sentences
-        if table == "stream":
-            fields = descriptions(StreamTable) | fields
-        return fields.get(field, "")
-    if table not in record_tables():
-        return docstrings.sentences(TopKeys).get(table, "")
-    return descriptions(record_tables()[table]).get(field.partition(".")[0], "")
-
-
-def human(count: float) -> str:
-    """A number of bytes as a person reads it.
-
-    >>> human(2_500_000)
+    >>> bytes_text(2_500_000)
     '2.5 MB'
     """
     for unit in ("B", "kB", "MB", "GB"):
@@ -327,24 +312,40 @@ def human(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _origin(key: str, origins: Origins) -> str:
-    if key in origins:
-        return str(origins[key])
-    table = key.partition(".")[0]
-    name_key = NAME_KEYS.get(table, "name")
-    candidates = []
-    if key == f"{table}.{name_key}":  # method = "fedntd" stands for method.name
-        candidates.append(table)
-    if key.startswith("plan."):  # plan.lr stands for that of every stage
-        candidates.append("plan." + key.rpartition(".")[2])
-    for candidate in candidates:
-        if candidate in origins:
-            return str(origins[candidate])
-    return "default"
+def _parameter_count(params: Mapping[str, Tensor]) -> int:
+    return sum(entry.numel() for entry in params.values())
 
 
-def _answer(method: Method, world: World) -> str:
-    """Whose model answers for the clients, as the method says it of the state before round 1."""
+def _stage_texts(stages: Sequence[Stage]) -> tuple[str, ...]:
+    """A description of each stage, without repetitions.
+
+    The stages of a chain, which visit one client after another, have one description together.
+    """
+    chain = [stage.name for stage in stages if stage.sequential]
+    texts = []
+    for stage in stages:
+        if stage.sequential:
+            texts.append(f"{len(chain)} × {chain[0]}, one client after another")
+        elif stage.clients == (SERVER,):
+            texts.append(f"{stage.name} (server)")
+        else:
+            texts.append(f"{stage.name} ({len(stage.clients)} clients)")
+    return tuple(dict.fromkeys(texts))
+
+
+def _engine_text(prepared: Prepared) -> str:
+    """The run's engine, and the engine that the cost model recommends."""
+    engine = prepared.settings.engine
+    if prepared.settings.on_sites:
+        return engine
+    choice = choose_engine(prepared.settings, prepared.world, len(prepared.sites.train))
+    if engine == choice.engine:
+        return f"{engine} ({choice.reason})"
+    return f"{engine} (auto would take {choice.engine}: {choice.reason})"
+
+
+def _answer_text(method: Method, world: World) -> str:
+    """Whose model answers for the clients, according to the method in its initial state."""
     if method.personal:
         return f"each client's own model, after {' or '.join(sorted(method.personal))}"
     state = method.initial_state(world)
@@ -354,38 +355,156 @@ def _answer(method: Method, world: World) -> str:
     return f"each client answers with one of {len(predictors)} server models"
 
 
-def _rates(plans: Mapping[str, Plan], rounds: int, stream: Stream) -> str:
-    """Each stage's learning rate in round 1, in the round where it is highest, and in the last."""
-    said = []
+def _learning_rates_text(plans: Mapping[str, Plan], rounds: int, stream: Stream) -> str:
+    """The learning rates of all stages that train."""
+    texts = []
     for stage, plan in plans.items():
-        rates = [plan.lr_at(stream.within(r)) for r in range(1, rounds + 1)]
-        turns = (
-            dict.fromkeys((0, rates.index(max(rates)), rounds - 1)) if len(set(rates)) > 1 else ()
+        rates = [plan.lr_at(stream.within(number)) for number in range(1, rounds + 1)]
+        texts.append(f"{stage} {_rates_text(rates)}")
+    return "; ".join(texts)
+
+
+def _rates_text(rates: Sequence[float]) -> str:
+    """A stage's learning rate in round 1, in the round where it is highest, and in the last."""
+    if len(set(rates)) == 1:
+        return f"{rates[0]:.3g}"
+    highest = rates.index(max(rates))
+    indices = dict.fromkeys((0, highest, len(rates) - 1))  # in this order, without duplicates
+    return ", ".join(f"{rates[index]:.3g} in round {index + 1}" for index in indices)
+
+
+# ---- the cost of measures ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureCost:
+    """The cost of a measure.
+
+    ``about``: its summary. ``rounds``: the number of rounds in which it is taken. ``examples``: how
+    many examples it runs through a network in each of them. ``share``: its cost in the whole run as
+    a share of the cost of training; None if only the sites know how much they train.
+    """
+
+    name: str
+    about: str
+    rounds: int
+    examples: int
+    share: float | None
+
+    @property
+    def row(self) -> tuple[str, str, str, str, str]:
+        """Its cells in the table for human readers."""
+        share = "–"
+        if self.share is not None:
+            share = f"{100 * self.share:.0f} %"
+        return self.name, self.about, f"{self.rounds}", f"{self.examples:,}", share
+
+
+def measure_costs(prepared: Prepared, estimate: RunEstimate) -> list[MeasureCost]:
+    """The cost of each measure of a run."""
+    settings = prepared.settings
+    work = estimate.work
+    test_examples = len(prepared.sites.common_test or ())
+    epochs = work.trained_examples // max(1, work.examples)
+    training = COST_OF_TRAINING * work.trained_examples * estimate.rounds
+
+    costs = []
+    by_name = measures(settings.measure)
+    for path, (name, measure) in zip(settings.measure, by_name.items(), strict=True):
+        rounds = len(settings.measured_in)
+        if measure.only_last:
+            rounds = 1
+        examples = measure.examples(test_examples, work.clients, work.examples)
+        if measure.each_epoch:
+            examples *= 1 + epochs  # also before the first epoch
+        share = None
+        if not estimate.at_sites:
+            share = rounds * examples / max(1, training)
+        about = registry.lookup("measure", path).summary
+        costs.append(
+            MeasureCost(name=name, about=about, rounds=rounds, examples=examples, share=share)
         )
-        each = ", ".join(f"{rates[i]:.3g} in round {i + 1}" for i in turns)
-        said.append(f"{stage} {each or f'{rates[0]:.3g}'}")
-    return "; ".join(said)
+    return costs
 
 
-def _shown(stages: list[Stage]) -> tuple[str, ...]:
-    hops = [s.name for s in stages if s.sequential]
-    chain = f"{len(hops)} × {hops[0]}, one client after another" if hops else ""
-    who = [
-        f"{s.name} ({'server' if s.clients == (SERVER,) else f'{len(s.clients)} clients'})"
-        for s in stages
+# ---- settings and their origins ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ResolvedValue:
+    """A value of a run's settings.
+
+    ``key``: dotted, such as ``method.beta``. ``origin``: ``default``, a config file or
+    ``command line``.
+    """
+
+    key: str
+    value: Any
+    origin: str
+
+
+def resolved_values(settings: Settings) -> list[ResolvedValue]:
+    """All values of a run's settings."""
+    return [
+        ResolvedValue(key, value, _origin(key, settings.origins))
+        for key, value in flat(settings.tree).items()
     ]
-    return tuple(
-        dict.fromkeys(chain if s.sequential else own for s, own in zip(stages, who, strict=True))
-    )
+
+
+def _origin(key: str, origins: Origins) -> str:
+    """Where the value of a dotted key was set; a short form in a config sets several keys."""
+    table, _, _ = key.partition(".")
+    candidates = [key]
+    if key == f"{table}.{NAME_KEYS.get(table, 'name')}":
+        candidates.append(table)  # method = "fedntd" sets method.name
+    if table == "plan":
+        _, _, field = key.rpartition(".")
+        candidates.append(f"plan.{field}")  # plan.lr sets plan.STAGE.lr of every stage
+    for candidate in candidates:
+        if candidate in origins:
+            return str(origins[candidate])
+    return "default"
+
+
+def key_description(settings: Settings, key: str) -> str:
+    """The description of a dotted key, from the docstring of its field; empty if there is none."""
+    table, _, field = key.partition(".")
+    if table == "plan":
+        _, _, plan_field = field.partition(".")  # plan.STAGE.lr
+        return docstrings.sentences(Plan).get(plan_field, "")
+    if table in NAMED:
+        return _field_description(settings, table, field)
+    tables = record_tables()
+    if table not in tables:
+        return docstrings.sentences(TopKeys).get(table, "")
+    record_field, _, _ = field.partition(".")
+    return descriptions(tables[table]).get(record_field, "")
+
+
+def _field_description(settings: Settings, table: str, field: str) -> str:
+    """The description of a field in a table that names something registered, such as a method."""
+    if table == "topology" and field == "clients":
+        # Every topology has this key, and partitions need it too: it is no field of a topology.
+        return "Clients in all."
+    entry: registry.Entry = getattr(settings.named, table).entry
+    if field == NAME_KEYS[table]:
+        return entry.summary
+    fields = entry.sentences
+    if table == "stream":
+        fields = descriptions(StreamTable) | fields
+    return fields.get(field, "")
+
+
+# ---- examples and networks -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleCounts:
-    """How many of the training examples clients train on, and what the others are for.
+    """How many training examples clients train on, and what the others are for.
 
-    train: examples of the training set. own_tests: of these, clients' own tests. validation: those
-    that clients hold out in every stage in which they train. unassigned: those that no client has.
-    test: examples of the common test set.
+    ``train``: the size of the training set. ``own_tests``: how many of them are in clients' own
+    test sets. ``validation``: examples that clients hold out in every stage in which they train.
+    ``unassigned``: examples that no client has. ``test``: the size of the common test set.
     """
 
     train: int
@@ -401,7 +520,7 @@ class ExampleCounts:
 
     @property
     def sentence(self) -> str:
-        """As a person reads it.
+        """The counts for human readers.
 
         >>> ExampleCounts(train=900, own_tests=225, validation=0, unassigned=0, test=50).sentence
         "675 of 900 examples to train on, 50 to test on; 225 are clients' own tests"
@@ -422,14 +541,14 @@ class ExampleCounts:
 
 
 def example_counts(prepared: Prepared) -> ExampleCounts | None:
-    """How many examples a run has; None where only the sites have them."""
+    """The examples of a run; None if only the sites know them."""
     sites = prepared.sites
     if sites.split is None:
         return None
     train = len(sites.train)
     assigned = len(np.unique(sites.split.positions))
     own_tests = 0
-    # Rows of the test split are no training examples.
+    # With own_test = "column", clients' tests are rows of the test split, not of the training set.
     if prepared.settings.named.partition.values.get("own_test") != "column":
         own_tests = sum(len(tests) for tests in sites.own_tests.values())
     return ExampleCounts(
@@ -443,45 +562,60 @@ def example_counts(prepared: Prepared) -> ExampleCounts | None:
 
 def _held_out(prepared: Prepared) -> int:
     """The number of examples that clients hold out in every stage in which they train."""
-    plans = {
-        stage: plan for stage, plan in prepared.settings.plans.items() if plan.epochs or plan.steps
+    validation_shares = {
+        stage: plan.validation
+        for stage, plan in prepared.settings.plans.items()
+        if plan.epochs or plan.steps
     }
-    if not plans or not all(plan.validation for plan in plans.values()):
+    if not validation_shares or not all(validation_shares.values()):
         return 0
-    stage = min(plans, key=lambda name: plans[name].validation)
+    # A client's held-out examples are nested: the smallest share is held out in all stages.
+    stage = min(validation_shares, key=lambda name: validation_shares[name])
     sites = prepared.sites
     clients = range(prepared.settings.clients)
     return sum(sites.size(client) - sites.trains_on(client, stage) for client in clients)
 
 
 def data_sentences(prepared: Prepared) -> list[str]:
-    """What examples are, how many there are and what reading them left out, a sentence each."""
+    """Sentences on the form of the examples, on their number, and on omissions in reading them."""
     data = prepared.dataset
-    sites = prepared.sites
-    sentences = [
-        examples_text(sites.inputs.description(data.train.values)) or _pixels(data.input_shape)
-    ]
+    description = prepared.sites.inputs.description(data.train.values)
+    sentences = [examples_text(description) or _image_sentence(data.input_shape)]
     counts = example_counts(prepared)
     if counts is not None:
         sentences.append(counts.sentence)
     return [*sentences, *prepared.notes]
 
 
-def _pixels(shape: Sequence[int]) -> str:
+def _image_sentence(shape: Sequence[int]) -> str:
     channels, *sides = shape
     size = "×".join(map(str, sides))
-    return f"examples are images of {size} pixels, {channels} channel{'s' * (channels != 1)}"
+    plural = "s"
+    if channels == 1:
+        plural = ""
+    return f"examples are images of {size} pixels, {channels} channel{plural}"
 
 
-def models(prepared: Prepared) -> list[tuple[str, int, str]]:
-    """(name, parameters, capabilities) of each architecture in a run."""
+@dataclass(frozen=True)
+class NetworkSummary:
+    """An architecture in a run: its label, its number of parameters, and its capabilities, such as
+    "features".
+    """
+
+    label: str
+    parameters: int
+    capabilities: str
+
+
+def network_summaries(prepared: Prepared) -> list[NetworkSummary]:
+    """A summary of each architecture in a run, the server's first."""
     world = prepared.world
     specs = dict.fromkeys((world.server_model, *world.client_models))
     return [
-        (
-            s.label,
-            sum(v.numel() for v in contract.initial(s, 0).values()),
-            ", ".join(contract.capabilities(s).words),
+        NetworkSummary(
+            label=spec.label,
+            parameters=_parameter_count(contract.initial(spec, 0)),
+            capabilities=", ".join(contract.capabilities(spec).words),
         )
-        for s in specs
+        for spec in specs
     ]
