@@ -19,7 +19,8 @@ from fedstill.core.method import ClientWork
 from fedstill.core.records import Plan, Stage, TrainingStart
 from fedstill.core.trees import same_bits
 from fedstill.engines.clients import TrainingSetup
-from fedstill.engines.loop import train, train_stack
+from fedstill.engines.loop import train
+from fedstill.engines.vectorised import train_stack
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared, prepare
 

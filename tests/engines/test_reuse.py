@@ -27,8 +27,7 @@ from fedstill.engines import serial
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import Trained
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.reply_cache import LOCK_DIGITS, StoredReplies
-from fedstill.engines.serial import ReplyInputs
+from fedstill.engines.reply_cache import LOCK_DIGITS, ReplyInputs, StoredReplies, key_of
 from fedstill.models import contract
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import run
@@ -127,7 +126,7 @@ def test_what_a_reply_depends_on_makes_another_key(
     assert fitted(fits) == [0, 1, 2, 3, 4, 5]
 
 
-def test_own_tests_are_part_of_what_a_reply_depends_on(tmp_path: Path) -> None:
+def test_own_tests_are_part_of_what_a_reply_depends_on() -> None:
     spec, draw = contract.spec_for("logistic", (4,), 3, {}), torch.Generator().manual_seed(1)
     own, test, other = (
         Examples(torch.randn(6, 4, generator=draw), torch.arange(6) % 3) for _ in range(3)
@@ -146,9 +145,8 @@ def test_own_tests_are_part_of_what_a_reply_depends_on(tmp_path: Path) -> None:
         test=None,
         further=(),
     )
-    cached = StoredReplies(tmp_path, frozenset({"fit"}), 10**6)
     keys = {
-        cached.key(replace(inputs, view=view))
+        key_of(replace(inputs, view=view))
         for view in (
             plain,
             replace(plain, test=test),

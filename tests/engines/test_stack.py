@@ -17,10 +17,11 @@ from fedstill.core.method import ClientWork
 from fedstill.core.records import Examples, Plan, Stage, Step, Tensors, TrainingStart, View
 from fedstill.data.inputs import Inputs
 from fedstill.engines.clients import TrainingSetup
-from fedstill.engines.loop import Trained, train, train_stack
+from fedstill.engines.loop import Trained, train
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.stack import Stack, StackedStart, Structures
 from fedstill.engines.step import frozen_teachers
+from fedstill.engines.vectorised import train_stack
 from fedstill.losses import cross_entropy, kd
 from fedstill.models import contract
 

@@ -140,7 +140,9 @@ def test_products_are_rounded_where_that_was_asked_for() -> None:
 
 NEWER = """
 import torch
-from fedstill.engines.precision import products, steady, without_cudnn
+from fedstill.core.process_settings import steady
+from fedstill.engines.passes import without_cudnn
+from fedstill.engines.precision import products
 {user}
 said = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
 before = [one.fp32_precision for one in said]

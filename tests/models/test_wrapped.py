@@ -15,10 +15,11 @@ from torch import Tensor, nn
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import FedstillError, Interrupted
-from fedstill.core.records import ModelSpec, Plan, as_pairs, as_table_again
+from fedstill.core.records import ModelSpec, Plan, as_pairs
 from fedstill.engines.vectorised import stacking_obstacle
 from fedstill.flower.site_settings import code_in
 from fedstill.models import contract
+from fedstill.models.building import as_table_again
 from fedstill.running.runner import resume, run
 from fedstill.running.same_run import code_digests
 from kinds import small_data

@@ -14,9 +14,9 @@ import torch
 
 import toys
 from fedstill.config.resolve import settle
+from fedstill.core import process_settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import State
-from fedstill.engines import precision
 from fedstill.running import same_run
 from fedstill.running.compare import BYTES_ON_CARD, jobs_that_fit
 from fedstill.running.journal import VERSIONS, Journal
@@ -29,7 +29,7 @@ def test_the_card_is_noted_where_a_run_trains_on_one(monkeypatch: pytest.MonkeyP
     assert same_run.software("cuda")["card"] == CARD
     assert same_run.software("cuda").keys() == set(VERSIONS)
     assert "card" not in same_run.software("cpu")
-    assert precision.card_named("cpu") == ""
+    assert process_settings.card_named("cpu") == ""
 
 
 def test_a_resume_on_another_card_is_said_and_noted(

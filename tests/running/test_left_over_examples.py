@@ -15,7 +15,7 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.core.errors import ClientFailed, ConfigError
-from fedstill.engines.loop import train_stack
+from fedstill.engines.vectorised import train_stack
 from fedstill.running import journal as journals
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run

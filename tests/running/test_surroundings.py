@@ -23,11 +23,10 @@ import fedstill
 import toys
 from fedstill.core.errors import Interrupted
 from fedstill.core.method import ClientWork
-from fedstill.core.process_settings import at_the_end, process_settings, set_environment
+from fedstill.core.process_settings import at_the_end, process_settings, set_environment, steady
 from fedstill.core.records import Payload, Reply, Stage, State, Step, TrainingStart, World
 from fedstill.data.dataset import Dataset
 from fedstill.engines.cores import side_by_side
-from fedstill.engines.precision import steady
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.recording import Quiet
 from run_bits import assert_same_bits, bits

@@ -160,7 +160,7 @@ def _settings() -> list[_Setting]:
 
 
 def _cuda_settings() -> list[_Setting]:
-    """What ``engines.precision.steady`` changes for a run on a card, and what it relies on."""
+    """What ``steady`` changes for a run on a card, and what it relies on."""
     # They are put back in the opposite order. The newer form of a switch comes last then, because
     # it says more than the older one.
     newer = [
@@ -256,3 +256,49 @@ def _small_numbers() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(True)
+
+
+# CUDA devices.
+
+
+def steady(device: str) -> None:
+    """Make a CUDA device compute the same bits each time, in float32, for the whole process. On the
+    CPU this does nothing.
+
+    An operation without a deterministic version only warns.
+    """
+    if device != "cuda":
+        return
+    # cuBLAS is deterministic only with a workspace of fixed size.
+    if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        set_environment({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    if not torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    # Deterministic algorithms would fill every new tensor, which takes time and changes no result.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    round_products(False)
+
+
+def round_products(on: bool) -> None:
+    """Switch TensorFloat-32 on or off."""
+    torch.backends.cudnn.allow_tf32 = on
+    torch.backends.cuda.matmul.allow_tf32 = on
+    if not hasattr(torch.backends, "fp32_precision"):
+        return
+    # Newer versions of torch have further switches. If a program has set one of them, the old ones
+    # above do not change it.
+    precision = "tf32" if on else "ieee"
+    for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn"):
+        switch = attrgetter(name)(torch.backends)
+        if (switch.fp32_precision == "tf32") != on:
+            switch.fp32_precision = precision
+
+
+def card_named(device: str) -> str:
+    """A CUDA device's name, with the versions of CUDA and cuDNN; empty for the CPU."""
+    if device != "cuda":
+        return ""
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda}, cuDNN {cudnn})"

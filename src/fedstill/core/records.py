@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -119,6 +120,12 @@ class ModelSpec:
         """The same as people read it, without the folder of a file, and without tables."""
         return self._with_options(short_name(self.name), longest=60)
 
+    def sends(self, name: str) -> bool:
+        """Whether an entry of the network is trained and sent: all are, unless the network holds
+        some.
+        """
+        return not self.held or matches(name, self.trains)
+
     def _with_options(self, name: str, longest: int | None = None) -> str:
         options = [(key, str(value)) for key, value in self.fields]
         if self.widths:
@@ -128,6 +135,25 @@ class ModelSpec:
         if longest is not None:
             options = [(key, text if len(text) <= longest else "…") for key, text in options]
         return f"{name}({', '.join(f'{key}={text}' for key, text in options)})"
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether an entry is named: by its whole name, by a beginning with a point, or with * and ?.
+
+    >>> (
+    ...     matches("head.weight", ["head."]),
+    ...     matches("body.1.lora_a", ["*.lora_?"]),
+    ...     matches("body.1.bias", ["head."]),
+    ... )
+    (True, True, False)
+    """
+    return any(_matches_pattern(name, pattern) for pattern in patterns)
+
+
+def _matches_pattern(name: str, pattern: str) -> bool:
+    if pattern.endswith("."):
+        return name.startswith(pattern)
+    return fnmatchcase(name, pattern)
 
 
 def as_pairs(value: Any) -> Any:
@@ -141,25 +167,6 @@ def as_pairs(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(as_pairs(v) for v in value)
     return value
-
-
-def as_table_again(value: Any) -> Any:
-    """The value that ``as_pairs`` was given. Pairs of a text and a value are a table.
-
-    >>> as_table_again((('a', (('c', 3),)), ('b', (1, 2))))
-    {'a': {'c': 3}, 'b': (1, 2)}
-    """
-    if isinstance(value, Mapping):
-        return {k: as_table_again(v) for k, v in value.items()}
-    if not isinstance(value, (list, tuple)):
-        return value
-    if value and all(_is_pair(v) for v in value):
-        return {k: as_table_again(v) for k, v in value}
-    return tuple(as_table_again(v) for v in value)
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], str)
 
 
 # Plan: how a stage trains, and the learning rate of each round.

@@ -94,22 +94,6 @@ def train(work: ClientWork, start: TrainingStart, view: View, setup: TrainingSet
         return training.run()[0]
 
 
-def train_stack(
-    work: ClientWork,
-    starts: Sequence[TrainingStart],
-    views: Sequence[View],
-    setup: TrainingSetup,
-) -> list[Trained]:
-    """Train several clients of one structure (``Structures``) at once. Up to rounding, the outcome
-    is that of ``train`` for each client.
-    """
-    from fedstill.engines.stack import Stack  # the serial engine needs no stacks
-
-    device = stage_examples(views[0], setup.stage).labels.device
-    with products(setup.precision, device):
-        return Training(work, Stack(starts, views, setup)).run()
-
-
 def _own_stream(device: torch.device) -> AbstractContextManager[object]:
     """On a card, a stream of this thread's own."""
     if device.type != "cuda":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.core.trees import on_cpu
 from fedstill.data.inputs import Inputs
 from fedstill.engines.cores import side_by_side
-from fedstill.engines.precision import Precision, lowered, without_cudnn
+from fedstill.engines.precision import Precision, lowered
 from fedstill.models import contract
 from fedstill.models.ensemble import Joined
 from fedstill.models.functional import SHARD, channels_last
@@ -256,3 +256,15 @@ def counted_right(predicted: Sequence[Tensor], labels: Tensor, classes: int) -> 
         return counts
     is_right = torch.cat(list(predicted)) == labels
     return counts.index_add_(0, labels, is_right.long())
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Use torch's own kernels instead of cuDNN's."""
+    # torch.backends.cudnn.flags() would reset cuDNN's other settings.
+    was_enabled = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = was_enabled

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
-import torch.utils.deterministic
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError
@@ -87,68 +85,13 @@ def products(precision: Precision, device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
+    from fedstill.core.process_settings import round_products  # for cards alone
+
     try:
-        _round_products(precision == "tf32")
+        round_products(precision == "tf32")
         yield
     finally:
-        _round_products(False)
-
-
-def steady(device: str) -> None:
-    """Make a CUDA device compute the same bits each time, in float32, for the whole process. On the
-    CPU this does nothing.
-
-    An operation without a deterministic version only warns.
-    """
-    if device != "cuda":
-        return
-    # cuBLAS is deterministic only with a workspace of fixed size.
-    from fedstill.core.process_settings import set_environment  # for cards alone
-
-    if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        set_environment({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = False
-    if not torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    # Deterministic algorithms would fill every new tensor, which takes time and changes no result.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    _round_products(False)
-
-
-def card_named(device: str) -> str:
-    """A CUDA device's name, with the versions of CUDA and cuDNN; empty for the CPU."""
-    if device != "cuda":
-        return ""
-    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    return f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda}, cuDNN {cudnn})"
-
-
-@contextmanager
-def without_cudnn() -> Iterator[None]:
-    """Use torch's own kernels instead of cuDNN's."""
-    # torch.backends.cudnn.flags() would reset cuDNN's other settings.
-    was_enabled = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = was_enabled
-
-
-def _round_products(on: bool) -> None:
-    """Switch TensorFloat-32 on or off."""
-    torch.backends.cudnn.allow_tf32 = on
-    torch.backends.cuda.matmul.allow_tf32 = on
-    if not hasattr(torch.backends, "fp32_precision"):
-        return
-    # Newer versions of torch have further switches. If a program has set one of them, the old ones
-    # above do not change it.
-    precision = "tf32" if on else "ieee"
-    for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn"):
-        switch = operator.attrgetter(name)(torch.backends)
-        if (switch.fp32_precision == "tf32") != on:
-            switch.fp32_precision = precision
+        round_products(False)
 
 
 def _floats(value: T) -> T:

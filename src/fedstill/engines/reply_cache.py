@@ -31,12 +31,12 @@ from fedstill.core.codec import OWN_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, DiskFull
 from fedstill.core.files import digest, write_whole
 from fedstill.core.method import ClientWork
-from fedstill.core.records import ModelSpec, Payload, Reply, Stage
+from fedstill.core.process_settings import card_named
+from fedstill.core.records import Examples, ModelSpec, Payload, Plan, Reply, Stage, View
 from fedstill.core.reports import OWN
 from fedstill.core.user_modules import class_identity, source_digest
 from fedstill.data.dataset import examples_digest
-from fedstill.engines.precision import card_named
-from fedstill.engines.serial import ReplyInputs
+from fedstill.engines.serial import ClientJob, SerialEngine
 
 log = logging.getLogger("fedstill.reuse")
 
@@ -59,25 +59,9 @@ class StoredReplies:
     max_bytes: int
     """The size of the folder above which the least recently used replies are deleted."""
 
-    def key(self, inputs: ReplyInputs) -> str:
+    def key(self, engine: SerialEngine, job: ClientJob) -> str:
         """The key of a client's reply, in hexadecimal."""
-        view = inputs.view
-        identity = {
-            "stage": _stage_identity(inputs),
-            "work": _work_identity(inputs.work),
-            "model": _model_identity(view.model),
-            "plan": asdict(inputs.plan) if inputs.plan else None,
-            "machine": _machine_identity(),
-            "device": _device_identity(view.data.values.device),
-            "further": [str(value) for value in inputs.further],
-        }
-        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
-        key.update(encode(inputs.payload))
-        key.update(encode(inputs.client_state))
-        for examples in (view.data, view.validation, view.public, view.test, inputs.test):
-            data = "none" if examples is None else examples_digest(examples)
-            key.update(data.encode())
-        return key.hexdigest()
+        return key_of(inputs_of(engine, job))
 
     def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
         """The reply stored under a key, or the one that ``make`` gives, stored from now on.
@@ -143,7 +127,73 @@ def _warn_unwritable(folder: Path, reason: str) -> None:
     log.warning("replies are not kept in %s for other runs: %s", folder, reason)
 
 
-# What a reply depends on, besides tensors.
+# What a reply depends on.
+
+
+@dataclass(frozen=True)
+class ReplyInputs:
+    """Everything that a client's reply depends on, beside the library and the processor.
+
+    ``test``: the common test set, if a hook reads it in this stage.
+    """
+
+    work: ClientWork
+    stage: Stage
+    view: View
+    plan: Plan | None
+    seed: int
+    payload: Payload
+    client_state: Payload
+    test: Examples | None
+    further: tuple[object, ...]
+
+
+def inputs_of(engine: SerialEngine, job: ClientJob) -> ReplyInputs:
+    """Everything that a client's reply depends on."""
+    stage = job.stage
+    further: list[object] = [
+        engine.sites.inputs,
+        torch.get_num_threads(),
+        engine.precision,
+        tuple(hook.cache_key(stage) for hook in engine.hooks),
+    ]
+    if engine.world.stream.tasks > 1:
+        head = engine.head(stage, job.client)
+        further.append(engine.world.stream.within(stage.round))
+        further.append("all" if head is None else head.tolist())
+    is_test_read = any(hook.reads_test_set(stage) for hook in engine.hooks)
+    return ReplyInputs(
+        work=job.work,
+        stage=stage,
+        view=engine.sites.view(job.client, stage),
+        plan=engine.world.plans.get(stage.name),
+        seed=job.seed,
+        payload=job.payload,
+        client_state=engine.memory.load(job.client),
+        test=engine.sites.common_test if is_test_read else None,
+        further=tuple(further),
+    )
+
+
+def key_of(inputs: ReplyInputs) -> str:
+    """The SHA-256 of everything that a reply depends on, in hexadecimal."""
+    view = inputs.view
+    identity = {
+        "stage": _stage_identity(inputs),
+        "work": _work_identity(inputs.work),
+        "model": _model_identity(view.model),
+        "plan": asdict(inputs.plan) if inputs.plan else None,
+        "machine": _machine_identity(),
+        "device": _device_identity(view.data.values.device),
+        "further": [str(value) for value in inputs.further],
+    }
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
+    key.update(encode(inputs.payload))
+    key.update(encode(inputs.client_state))
+    for examples in (view.data, view.validation, view.public, view.test, inputs.test):
+        data = "none" if examples is None else examples_digest(examples)
+        key.update(data.encode())
+    return key.hexdigest()
 
 
 def _stage_identity(inputs: ReplyInputs) -> list[Any]:

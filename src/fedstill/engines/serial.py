@@ -24,7 +24,6 @@ from fedstill.core.records import (
     Examples,
     Keep,
     Payload,
-    Plan,
     Reply,
     Stage,
     Tensors,
@@ -81,24 +80,6 @@ class Sites(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class ReplyInputs:
-    """Everything that a client's reply depends on, beside the library and the processor.
-
-    ``test``: the common test set, if a hook reads it in this stage.
-    """
-
-    work: ClientWork
-    stage: Stage
-    view: View
-    plan: Plan | None
-    seed: int
-    payload: Payload
-    client_state: Payload
-    test: Examples | None
-    further: tuple[object, ...]
-
-
 class ReplyCache(Protocol):
     """Replies of other runs (``engines.reply_cache``)."""
 
@@ -106,8 +87,8 @@ class ReplyCache(Protocol):
     def stages(self) -> frozenset[str]:
         """The stages whose replies may serve again."""
 
-    def key(self, inputs: ReplyInputs) -> str:
-        """The key of a reply."""
+    def key(self, engine: SerialEngine, job: ClientJob) -> str:
+        """The key of the reply to a job: it identifies everything that the reply depends on."""
 
     def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
         """The cached reply of a key, or a new one that is cached from now on."""
@@ -273,7 +254,7 @@ class SerialEngine:
         cache = self.reply_cache
         try:
             if cache is not None and job.stage.name in cache.stages:
-                key = cache.key(self._reply_inputs(job))
+                key = cache.key(self, job)
                 return cache.reply(key, job.stage, lambda: self._new_reply(job))
             return self._new_reply(job)
         except Exception as error:
@@ -307,32 +288,6 @@ class SerialEngine:
         started = self._begin(job)
         return self._end(started, self._train(started))
 
-    def _reply_inputs(self, job: ClientJob) -> ReplyInputs:
-        """Everything that a client's reply depends on."""
-        stage = job.stage
-        further: list[object] = [
-            self.sites.inputs,
-            torch.get_num_threads(),
-            self.precision,
-            tuple(hook.cache_key(stage) for hook in self.hooks),
-        ]
-        if self.world.stream.tasks > 1:
-            head = self._head(stage, job.client)
-            further.append(self.world.stream.within(stage.round))
-            further.append("all" if head is None else head.tolist())
-        is_test_read = any(hook.reads_test_set(stage) for hook in self.hooks)
-        return ReplyInputs(
-            work=job.work,
-            stage=stage,
-            view=self.sites.view(job.client, stage),
-            plan=self.world.plans.get(stage.name),
-            seed=job.seed,
-            payload=job.payload,
-            client_state=self.memory.load(job.client),
-            test=self.sites.common_test if is_test_read else None,
-            further=tuple(further),
-        )
-
     def _begin(self, job: ClientJob) -> StartedClient:
         began = time.perf_counter()
         guard = MutationGuard(job.payload)
@@ -341,7 +296,7 @@ class SerialEngine:
         for hook in self.hooks:
             view = hook.extend_view(view, job.payload, job.stage)
             payload = hook.payload_for_work(payload)
-        head = self._head(job.stage, job.client)
+        head = self.head(job.stage, job.client)
         if head is not None:
             view = replace(view, head=head)
 
@@ -366,7 +321,7 @@ class SerialEngine:
             return start
         return replace(start, class_weights=weights.to(dtype_of(start.params)))
 
-    def _head(self, stage: Stage, client: int) -> Tensor | None:
+    def head(self, stage: Stage, client: int) -> Tensor | None:
         """Which outputs take part in a client's training on its own data, (C,) bool; None where all
         do.
         """

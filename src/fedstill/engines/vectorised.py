@@ -18,18 +18,20 @@ from torch import nn
 from fedstill.core.errors import on_one_line
 from fedstill.core.keys import put_aside
 from fedstill.core.method import ClientWork
-from fedstill.core.records import ModelSpec, Payload, Plan, Reply, Stage
+from fedstill.core.records import ModelSpec, Payload, Plan, Reply, Stage, TrainingStart, View
 from fedstill.engines.clients import (
     TrainingSetup,
     available_examples,
+    stage_examples,
     uses_scores,
 )
 from fedstill.engines.cores import torch_threads
 from fedstill.engines.footprint import activations
-from fedstill.engines.loop import train_stack
+from fedstill.engines.loop import Trained, Training
 from fedstill.engines.pooled import PooledEngine, SharedDraw
+from fedstill.engines.precision import products
 from fedstill.engines.serial import ClientJob, StartedClient, TimedTraining
-from fedstill.engines.stack import Structures
+from fedstill.engines.stack import Stack, Structures
 from fedstill.models import contract
 from fedstill.models.building import is_of_library
 from fedstill.models.contract import (
@@ -293,3 +295,17 @@ def _vmap_failure(model: ModelSpec) -> str:
         # Other passes expect a frozen module in evaluation mode.
         module.eval()
     return ""
+
+
+def train_stack(
+    work: ClientWork,
+    starts: Sequence[TrainingStart],
+    views: Sequence[View],
+    setup: TrainingSetup,
+) -> list[Trained]:
+    """Train several clients of one structure (``Structures``) at once. Up to rounding, the outcome
+    is that of ``train`` for each client.
+    """
+    device = stage_examples(views[0], setup.stage).labels.device
+    with products(setup.precision, device):
+        return Training(work, Stack(starts, views, setup)).run()

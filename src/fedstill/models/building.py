@@ -199,3 +199,22 @@ def _hints(target: Callable[..., Any]) -> Mapping[str, Any]:
         return typing.get_type_hints(function)
     except (NameError, TypeError, AttributeError):  # names that are there for type checkers only
         return {}
+
+
+def as_table_again(value: Any) -> Any:
+    """The value that ``as_pairs`` was given. Pairs of a text and a value are a table.
+
+    >>> as_table_again((('a', (('c', 3),)), ('b', (1, 2))))
+    {'a': {'c': 3}, 'b': (1, 2)}
+    """
+    if isinstance(value, Mapping):
+        return {k: as_table_again(v) for k, v in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return value
+    if value and all(_is_pair(v) for v in value):
+        return {k: as_table_again(v) for k, v in value}
+    return tuple(as_table_again(v) for v in value)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], str)

@@ -21,7 +21,6 @@ from fedstill.core.keys import put_aside, seed_global
 from fedstill.core.records import ModelSpec, Plan, Tensors, as_pairs
 from fedstill.core.trees import only
 from fedstill.models.functional import features, forward, head, run_part, run_with
-from fedstill.models.parameters import moving
 
 __all__ = [
     "NORMS",
@@ -97,7 +96,7 @@ def initial(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
 def entries(spec: ModelSpec, network: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module that are trained and sent."""
     state: dict[str, Tensor] = network.state_dict()
-    return {name: state[name] for name in moving(spec, state)}
+    return {name: value for name, value in state.items() if spec.sends(name)}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -128,8 +127,7 @@ def trainable_names(spec: ModelSpec) -> set[str]:
     without gradient.
     """
     parameters = module(spec).named_parameters()
-    with_gradient = [name for name, value in parameters if value.requires_grad]
-    return set(moving(spec, with_gradient))
+    return {name for name, value in parameters if value.requires_grad and spec.sends(name)}
 
 
 def trainable_entries(spec: ModelSpec, params: Tensors) -> dict[str, Tensor]:

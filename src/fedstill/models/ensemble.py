@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.payload import Tensors
-from fedstill.core.records import ModelSpec, as_pairs, as_table_again
+from fedstill.core.records import ModelSpec, as_pairs
 from fedstill.core.registry import register
 from fedstill.models import building
 from fedstill.models.contract import Predictor
@@ -125,15 +125,18 @@ def pair(
     Source: Shen et al., "Federated Mutual Learning" (2020).
     """
     spec = ModelSpec("pair", input_shape, classes, vocabulary=vocabulary)
-    own_network = building.construct(own, spec, as_table_again(own_arguments or {}))
-    shared_network = building.construct(shared, spec, as_table_again(shared_arguments or {}))
+    own_fields = building.as_table_again(own_arguments or {})
+    own_network = building.construct(own, spec, own_fields)
+    shared_network = building.construct(
+        shared, spec, building.as_table_again(shared_arguments or {})
+    )
     return Pair(own_network, shared_network)
 
 
 def own_of(spec: ModelSpec, params: Tensors) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The client's own network of a pair, with its parameters."""
     fields = dict(spec.fields)
-    table = as_table_again(fields.get("own_arguments") or {})
+    table = building.as_table_again(fields.get("own_arguments") or {})
     own_spec = ModelSpec(
         fields["own"], spec.input_shape, spec.classes, as_pairs(table), vocabulary=spec.vocabulary
     )

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest, write_whole
-from fedstill.core.records import ModelSpec, Tensors
+from fedstill.core.records import ModelSpec, Tensors, matches
 from fedstill.models import contract
-from fedstill.models.parameters import held_entries, hold, matches, sha256_of
+from fedstill.models.parameters import held_entries, hold, sha256_of
 
 # The final model in a run's directory, and the SHA-256 that ``summary.json`` has of it.
 

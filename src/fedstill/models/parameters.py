@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from fedstill.core.errors import ConfigError
 from fedstill.core.payload import Tensors
-from fedstill.core.records import ModelSpec
+from fedstill.core.records import ModelSpec, matches
 
 # What a method adds to a network, zeros at first, so that the network gives what it gave and draws
 # what it drew.
@@ -111,32 +110,6 @@ def held_entries(spec: ModelSpec) -> Tensors:
             f"the entries that {spec.label} holds are not here; name their file in start_from"
         )
     return _held[spec.held]
-
-
-def moving(spec: ModelSpec, names: Iterable[str]) -> list[str]:
-    """Those entries of a network that are trained and sent: all, or those that ``spec.trains``
-    names.
-    """
-    return [name for name in names if not spec.held or matches(name, spec.trains)]
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether an entry is named: by its whole name, by a beginning with a point, or with * and ?.
-
-    >>> (
-    ...     matches("head.weight", ["head."]),
-    ...     matches("body.1.lora_a", ["*.lora_?"]),
-    ...     matches("body.1.bias", ["head."]),
-    ... )
-    (True, True, False)
-    """
-    return any(_matches_pattern(name, pattern) for pattern in patterns)
-
-
-def _matches_pattern(name: str, pattern: str) -> bool:
-    if pattern.endswith("."):
-        return name.startswith(pattern)
-    return fnmatchcase(name, pattern)
 
 
 def put_in(network: nn.Module, spec: ModelSpec) -> nn.Module:

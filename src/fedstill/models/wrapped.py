@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.errors import ConfigError, FedstillError, on_one_line
-from fedstill.core.records import ModelSpec, as_table_again
+from fedstill.core.records import ModelSpec
 from fedstill.core.registry import lookup, register, short_name
 from fedstill.models import building, contract
 from fedstill.models.network import InputShape, Network, masked_mean
@@ -51,7 +51,7 @@ def wrapped(
     (B, D).
     """
     spec = ModelSpec("wrapped", input_shape, classes, vocabulary=vocabulary)
-    network = _construct(of, as_table_again(arguments or {}), spec)
+    network = _construct(of, building.as_table_again(arguments or {}), spec)
     mask_name = ""
     if mask:
         if not vocabulary:

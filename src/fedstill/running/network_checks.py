@@ -23,7 +23,6 @@ from fedstill.core.rounds import Schedule
 from fedstill.data.dataset import PLURALS
 from fedstill.data.views import SiteViews
 from fedstill.models import building, contract
-from fedstill.models.parameters import moving
 from fedstill.running.world import RunWorld
 
 HUGE = 100_000_000
@@ -103,7 +102,7 @@ def _shared_tensors(spec: ModelSpec) -> str:
     entries: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     entries.update(module.named_buffers(remove_duplicate=False))
     first_names: dict[int, str] = {}
-    for name in moving(spec, entries):
+    for name in filter(spec.sends, entries):
         first_name = first_names.setdefault(id(entries[name]), name)
         if first_name != name:
             return (

@@ -21,6 +21,7 @@ from fedstill.config.tables import DataTable
 from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.fields import Share, problem
+from fedstill.core.process_settings import steady
 from fedstill.core.records import Examples, Plan
 from fedstill.data.cache import cache_folder, reuse_bytes
 from fedstill.data.dataset import Dataset
@@ -30,7 +31,7 @@ from fedstill.data.views import Arrival, SiteViews
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.pooled import PooledEngine
-from fedstill.engines.precision import check_machine, steady
+from fedstill.engines.precision import check_machine
 from fedstill.engines.reply_cache import StoredReplies
 from fedstill.engines.serial import Memory, SerialEngine
 from fedstill.measures.base import at_clients

@@ -15,12 +15,11 @@ from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import ClientHook, Recorder
 from fedstill.core.files import digest
-from fedstill.core.process_settings import process_settings
+from fedstill.core.process_settings import process_settings, steady
 from fedstill.core.records import Stage, State, World
 from fedstill.core.rounds import extended_world, run_round
 from fedstill.data.dataset import Dataset
 from fedstill.engines.cores import torch_threads
-from fedstill.engines.precision import steady
 from fedstill.engines.serial import Memory, SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Position, Restored, StoredMemory
 from fedstill.running.directory import settings_of

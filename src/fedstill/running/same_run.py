@@ -37,12 +37,12 @@ from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest, in_shell
+from fedstill.core.process_settings import card_named
 from fedstill.core.records import State
 from fedstill.core.registry import LIVE
 from fedstill.core.reports import json_value
 from fedstill.core.user_modules import files_of
 from fedstill.data.sources.catalog import KNOWN
-from fedstill.engines.precision import card_named
 from fedstill.running.client_data import NOISE, TRAIN
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import (
