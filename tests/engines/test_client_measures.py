@@ -18,7 +18,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage
 from fedstill.engines.client_measures import AtClient, ClientMeasures
-from fedstill.flower.engine import FlowerEngine
+from fedstill.flower.engine import FlowerEngine, Truth
 from fedstill.flower.messages import Request, SiteReply
 from fedstill.measures.base import Measure, at_clients
 from fedstill.measures.choice import measures
@@ -120,6 +120,27 @@ def test_a_report_over_a_wire_that_no_measure_can_have_made_is_a_failure(
     )
     (reply,) = engine.run(ClientWork(), TRAIN, {0: Payload()}, 7)
     assert re.search(why, reply.failure) if why else reply.failure == "", reply.failure
+
+
+@dataclass
+class Idle:
+    """A fleet whose client 0 claims to have no data."""
+
+    def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
+        return [SiteReply(0, 2, 0, idle=True)]
+
+
+@pytest.mark.parametrize("may_be_idle", [False, True])
+def test_only_sites_with_tasks_of_their_own_may_be_idle(may_be_idle: bool) -> None:
+    ready = prepare(settle(toys.toy(measure=())), toys.blobs())
+    engine = FlowerEngine(
+        ready.engine(),
+        Idle(),
+        lambda **_: None,  # type: ignore[arg-type,return-value]
+        truth=lambda client, round: Truth(may_be_idle=may_be_idle),
+    )
+    (reply,) = engine.run(ClientWork(), TRAIN, {0: Payload()}, 7)
+    assert bool(reply.failure) is not may_be_idle
 
 
 class Undeclared(Measure):

@@ -14,10 +14,15 @@ from typing import Any
 
 import pytest
 
-from fedstill.core.records import Stage
+import toys
+from fedstill.config.resolve import settle
+from fedstill.core.label_counts import census_stage
+from fedstill.core.records import Payload, Stage
 from fedstill.flower import fleet as arriving
 from fedstill.flower.fleet import Fleet, Patience, unfolded
 from fedstill.flower.messages import Request, SiteReply, content, require_flower
+from fedstill.flower.remote_runs import ReplyLimits
+from fedstill.running.preparation import prepare
 from flowers import needs_flower
 
 pytestmark = [needs_flower, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -154,8 +159,6 @@ def good(client: int, size: int = 0) -> Callable[[Any], tuple[str, dict[str, byt
         from flwr.app.message import make_message
         from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-        from fedstill.core.records import Payload
-
         up = Payload({"params": {"w": torch.zeros(size)}} if size else {})
         told = Metadata(
             asked.run_id,
@@ -178,10 +181,13 @@ def good(client: int, size: int = 0) -> Callable[[Any], tuple[str, dict[str, byt
     return parts
 
 
-def asked(server: Server, patience: Patience) -> list[str]:
+def asked(server: Server, patience: Patience, reply_limit: int = 0) -> list[str]:
     """The failures of all clients, "" for an answer."""
     stage = Stage(1, 0, "train", tuple(range(len(server.nodes))))
-    requests = [Request("v", "c", "s", "run", client, stage) for client in stage.clients]
+    requests = [
+        Request("v", "c", "s", "run", client, stage, reply_limit=reply_limit)
+        for client in stage.clients
+    ]
     return [answer.failure for answer in Fleet(server.grid(), patience).ask(requests)]
 
 
@@ -238,6 +244,27 @@ def test_a_reply_over_the_limit_is_refused_before_all_of_it_is_here(
     assert large.startswith("answered with no answer: the message has ")
     assert "over the limit of 65536" in large
     assert small == ""
+
+
+def test_a_reply_over_the_limit_of_its_request_is_refused() -> None:
+    server = Server(2)
+    beside(
+        lambda: server.answer(0, good(0, size=1_000_000)),
+        lambda: server.answer(1, good(1, size=100)),
+    )
+    large, small = asked(server, Patience(deadline=20, retries=0), reply_limit=1 << 16)
+    assert "over the limit of 65536" in large
+    assert small == ""
+
+
+def test_the_limit_of_a_reply_follows_from_its_expected_content() -> None:
+    small = prepare(settle(toys.toy()), toys.blobs())
+    large = prepare(settle(toys.toy(model={"name": "mlp", "hidden": (20000,)})), toys.blobs())
+    stage = Stage(1, 0, "train", (0, 1))
+    assert 1 << 16 < ReplyLimits(small).of(0, stage) < 1 << 18
+    model = Payload(params=large.world.initial(0)).nbytes
+    assert model < ReplyLimits(large).of(0, stage) < 3 * model
+    assert ReplyLimits(small).of(0, census_stage(small.world)) < 1 << 18
 
 
 def test_a_part_that_stands_in_an_array_many_times_counts_as_often() -> None:

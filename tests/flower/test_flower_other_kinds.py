@@ -90,7 +90,7 @@ def hospitals(
 
 
 def grid(sites: list[Site]) -> LoopbackGrid:
-    clerks = {site.client: Clerk(site) for site in sites}
+    clerks = {site.client: Clerk(site, shows_reasons=True) for site in sites}
     app = client_app(
         lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
     )

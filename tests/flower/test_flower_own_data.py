@@ -89,7 +89,7 @@ if toys.has("privacy"):
 
 def over(experiment: Experiment, there: Sequence[Site], out: Path) -> None:
     """The experiment with these sites on a loopback grid."""
-    clerks = {site.client: Clerk(site) for site in there}
+    clerks = {site.client: Clerk(site, shows_reasons=True) for site in there}
     app = client_app(
         lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
     )

@@ -132,7 +132,7 @@ def grid_of(experiment: Experiment, folder: Path) -> LoopbackGrid:
     simulated = prepare(
         settle(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs()
     )
-    clerks = {site.client: Clerk(site) for site in own_sites(simulated, folder)}
+    clerks = {site.client: Clerk(site, shows_reasons=True) for site in own_sites(simulated, folder)}
 
     def clerk_of(context: Any) -> tuple[int, Clerk]:
         client = int(context.node_config["partition-id"])

@@ -81,7 +81,7 @@ def folders(of: Experiment, place: Path) -> list[Site]:
 
 
 def grid(there: Sequence[Site]) -> LoopbackGrid:
-    clerks = {site.client: Clerk(site) for site in there}
+    clerks = {site.client: Clerk(site, shows_reasons=True) for site in there}
     app = client_app(
         lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
     )

@@ -51,7 +51,7 @@ def request_of(settings: Settings, client: int = 0, **changes: Any) -> Request:
 
 
 def clerk(tmp_path: Path, **site: Any) -> Clerk:
-    return Clerk(Site(0, tmp_path / "memory", **site), toys.blobs())
+    return Clerk(Site(0, tmp_path / "memory", **site), toys.blobs(), shows_reasons=True)
 
 
 def test_a_request_is_answered_and_the_same_one_again_from_the_kept_reply(tmp_path: Path) -> None:
@@ -83,11 +83,16 @@ def test_a_trial_reads_no_file_of_a_site_that_its_operator_has_not_listed(tmp_pa
     request = Request(
         fedstill.__version__, config, digest(config.encode()), "run1", 0, stage, payload=down
     )
-    answer = Clerk(Site(0, tmp_path / "memory"))(request)
+    answer = Clerk(Site(0, tmp_path / "memory"), shows_reasons=True)(request)
     assert "has this site read" in answer.failure
     assert "patients.csv" in answer.failure
     assert not answer.content
-    assert Clerk(Site(0, tmp_path / "memory", files=(str(private),)))(request).failure == ""
+    assert (
+        Clerk(Site(0, tmp_path / "memory", files=(str(private),)), shows_reasons=True)(
+            request
+        ).failure
+        == ""
+    )
 
 
 def test_fifty_thousand_columns_fit_a_request_and_the_server_names_what_does_not() -> None:
@@ -310,7 +315,7 @@ def test_on_its_own_data_a_site_gives_the_bits_of_the_simulation_and_keeps_its_l
     settings = on_sites()
     facts = Facts.known_by(prepare(settings, toys.blobs())).plain()
     request = request_of(settings, facts=facts)
-    answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)))(request)
+    answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)), shows_reasons=True)(request)
     assert answer.failure == ""
     assert answer.examples == simulated.examples
     assert all(
@@ -341,7 +346,7 @@ def test_at_a_site_a_left_over_example_joins_the_batch_before_it(tmp_path: Path)
     settings = on_sites(**changes)
     facts = Facts.known_by(prepare(settings, toys.blobs())).plain()
     site = Site(0, tmp_path / "memory", data=str(folder), imports=(model,))
-    answer = Clerk(site)(request_of(settings, facts=facts))
+    answer = Clerk(site, shows_reasons=True)(request_of(settings, facts=facts))
     assert answer.failure == ""
     assert answer.metrics["steps"] == size // 33
     simulated = clerk(tmp_path / "simulated", imports=(model,))(request_of(ready.settings))
@@ -361,7 +366,7 @@ def test_data_of_another_kind_are_refused(facts: dict[str, Any], line: str, tmp_
     folder = own_data(tmp_path / "own", prepare(settings_of(), toys.blobs()), 0, toys.blobs().test)
     settings = on_sites()
     known = {**Facts.known_by(prepare(settings, toys.blobs())).plain(), **facts}
-    answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)))(
+    answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)), shows_reasons=True)(
         request_of(settings, facts=known)
     )
     with pytest.raises(AssertionError, match=line):
@@ -376,8 +381,11 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
     stage = Stage(1, 0, "local", (0, 1, 2))
     request = request_of(settings, facts=facts, stage=stage, payload=Payload())
     site = Site(0, tmp_path / "memory", data=str(folder))
-    assert "set public" in Clerk(site)(request).failure
-    assert "is not the server's" in Clerk(replace(site, public=str(folder)))(request).failure
+    assert "set public" in Clerk(site, shows_reasons=True)(request).failure
+    assert (
+        "is not the server's"
+        in Clerk(replace(site, public=str(folder)), shows_reasons=True)(request).failure
+    )
     public = prepare(settings, toys.blobs()).sites.public
     assert public is not None
     right = tmp_path / "public"
@@ -390,7 +398,7 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
         test_images=images,
         test_labels=labels,
     )
-    assert Clerk(replace(site, public=str(right)))(request).failure == ""
+    assert Clerk(replace(site, public=str(right)), shows_reasons=True)(request).failure == ""
 
 
 def test_class_names_make_labels_the_same_at_all_sites() -> None:
@@ -596,6 +604,6 @@ def test_a_site_sees_for_itself_that_private_training_is_private(
     config = on_sites(method, topology=topology, privacy=PRIVATE).toml
     asked = request_of(on_sites(), facts=facts, stage=Stage(1, 0, stage, (0, 1, 2)))
     asked = replace(asked, config=config, sha=digest(config.encode()))
-    answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)))(asked)
+    answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)), shows_reasons=True)(asked)
     assert line in answer.failure
     assert not answer.content

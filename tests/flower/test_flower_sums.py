@@ -380,7 +380,10 @@ class Asked:
         asked = toys.toy(privacy=ON, measure=(), topology={"clients": 3}, data={"name": "blobs"})
         self.settings = settle(replace(asked, engine="flower"))
         self.world = prepare(self.settings, toys.blobs()).world
-        self.clerks = {c: Clerk(Site(c, folder / str(c)), toys.blobs()) for c in STAGE.clients}
+        self.clerks = {
+            c: Clerk(Site(c, folder / str(c)), toys.blobs(), shows_reasons=True)
+            for c in STAGE.clients
+        }
         self.model = Payload(params=self.world.initial(0))
 
     def ask(self, client: int, payload: Payload, stage: Stage = STAGE) -> SiteReply:

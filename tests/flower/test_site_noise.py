@@ -83,7 +83,7 @@ def asked(experiment: Experiment, stage: Stage = FIRST, **down: Any) -> Request:
 
 def at(site: Site, memory: Path) -> Clerk:
     """The site with an empty memory, as a process that has just started."""
-    return Clerk(replace(site, memory=memory))
+    return Clerk(replace(site, memory=memory), shows_reasons=True)
 
 
 def logits(answer: SiteReply) -> torch.Tensor:

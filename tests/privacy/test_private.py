@@ -62,6 +62,16 @@ def private(method: object = "fedavg", *, privacy: dict[str, object] = ON, **cha
     )
 
 
+@pytest.mark.parametrize("noise", [1.0, 20.0, 1000.0])
+@pytest.mark.parametrize("delta", [1e-5, 0.1, 0.9])
+@pytest.mark.parametrize("steps", [1, 100])
+def test_epsilon_is_never_negative(noise: float, delta: float, steps: int) -> None:
+    for rate in (1e-4, 0.1, 1.0):
+        epsilon = training_epsilon(noise, {rate: steps}, delta)
+        assert epsilon is not None
+        assert epsilon >= 0
+
+
 @pytest.mark.parametrize("class_weights", ["none", (0.1, 1.0, 0.0, 3.0, 0.5)])
 def test_a_step_is_that_of_the_algorithm_written_out(class_weights: Any) -> None:
     """Poisson draws, one weighted gradient an example, clipped, summed, noised, over the batch that

@@ -132,7 +132,9 @@ def _requests(place: Path) -> dict[str, Callable[[], str]]:
     }
 
     def refused(name: str) -> str:
-        answer = Clerk(Site(0, place / name.replace(" ", "-")), data)(asked[name])
+        answer = Clerk(Site(0, place / name.replace(" ", "-")), data, shows_reasons=True)(
+            asked[name]
+        )
         return (
             ""
             if answer.failure and not answer.content and not answer.examples

@@ -501,7 +501,8 @@ class FlowerTable(Table):
     poll: Positive = Field(default=1.0, description="The seconds between two requests for replies.")
     max_mb: Count = Field(
         default=1024,
-        description="The largest reply that the server accepts, in megabytes.",
+        description="The most megabytes of a reply. Usually, the expected size of the reply is a "
+        "smaller limit.",
     )
     vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = Field(
         default=None,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 TRACEBACK = "; see the traceback with --debug"
 """What an error says to who typed a command that showed no traceback."""
@@ -14,15 +15,45 @@ USER = "fedstill_user_"
 """How the names of modules made from users' files begin (``core.user_modules``)."""
 
 
+Topic = Literal[
+    "accept",
+    "app",
+    "budget",
+    "classes",
+    "columns",
+    "config",
+    "data",
+    "files",
+    "imports",
+    "limit",
+    "measure",
+    "noise",
+    "public",
+    "range",
+    "repeated",
+    "request",
+    "shape",
+    "state",
+    "stage",
+    "sum",
+    "tasks",
+    "tokenizer",
+    "version",
+    "work",
+]
+"""What an error at a site is about, for the server: a key of ``PUBLIC_REASONS``."""
+
+
 class FedstillError(Exception):
     """The base of all errors that fedstill raises on purpose; its text is one line a user can act
     on.
 
     ``in_shell``: the text that the command line shows, if ``text`` names an argument of a Python
-    function.
+    function. ``topic``: what the server learns if the error ends a request at a site.
     """
 
     exit_code = 1
+    topic: Topic = "work"
 
     def __init__(self, text: str = "", in_shell: str = "") -> None:
         super().__init__(text)
@@ -33,6 +64,7 @@ class ConfigError(FedstillError):
     """A configuration, command line or argument that cannot be run as it is written."""
 
     exit_code = 2
+    topic: Topic = "config"
 
 
 class UnknownName(ConfigError):
@@ -61,6 +93,8 @@ class RunsFailed(FedstillError):
 
 class DataError(ConfigError):
     """Data that are absent, damaged, or not what their name promises."""
+
+    topic: Topic = "data"
 
 
 class DataAbsent(DataError):
@@ -92,15 +126,77 @@ class RunBusy(ConfigError):
 class CorruptFile(FedstillError):
     """A file of a run that is damaged: truncated, altered, or not what its name says."""
 
+    topic: Topic = "state"
+
 
 class BadPayload(FedstillError):
     """A message whose bytes or groups are not a payload."""
 
+    topic: Topic = "request"
+
 
 class Refused(FedstillError):
-    """A request that a site does not serve: another version or configuration, or what its own
-    settings don't allow.
+    """A request that a site does not serve.
+
+    Its text is for the site's log, and may name folders, columns and values. ``topic``: what the
+    server learns; no text of it depends on the site (``PUBLIC_REASONS``).
     """
+
+    def __init__(self, text: str, topic: Topic = "request") -> None:
+        super().__init__(text)
+        self.topic = topic
+
+
+PUBLIC_REASONS: Mapping[Topic, str] = {
+    "accept": "the site has not accepted this configuration: its operator adds the SHA-256 to "
+    "accept in site.toml",
+    "app": "the app is not the one that fedstill writes",
+    "budget": "the request would exceed privacy.epsilon at the site",
+    "classes": "the site has a class that the run does not list; compare the classes",
+    "columns": "the site's columns are not those of the run; compare data.columns",
+    "config": "the configuration does not work at the site: install the same versions there",
+    "data": "the site's data do not fit the run, or the site has none",
+    "files": "the configuration has the site read files that its site.toml does not list under "
+    "files; or set flower.data = 'sites'",
+    "imports": "the configuration names code that the site's site.toml does not list under imports",
+    "limit": "the site has refused too many different requests and answers no new ones: its "
+    "operator may delete refused.json in its memory folder",
+    "measure": "the site takes part in no run with a measure or metric of this configuration",
+    "noise": "the site has answered this stage with noise, and answers no other request for it",
+    "public": "the site needs a copy of the run's public set: set public in its site.toml",
+    "range": "a change of the site's model has no room in the secure sum: raise "
+    "privacy.secure_range or lower plan.lr; or lower privacy.secure_bits",
+    "repeated": "the site has taken part in a secure sum of another run on the same data: its "
+    "operator may set repeat_sums in site.toml",
+    "request": "the request is malformed, or does not belong to this run",
+    "shape": "the site's examples do not have the run's kind, shape or vocabulary",
+    "state": "the site's state of this run is lost or damaged",
+    "stage": "the stage is not in the run's schedule, or the run does not need it",
+    "sum": "the request is not the next step of a secure sum that the site takes part in",
+    "tasks": "the site's tasks are not those of the run: see stream.kind, and tasks in its "
+    "site.toml",
+    "tokenizer": "the site needs a copy of the run's tokenizer file: set tokenizer in its "
+    "site.toml",
+    "version": "the site has another version of fedstill than the server: install the same",
+    "work": "the work failed at the site",
+}
+"""All reasons that leave a site. They are constants, because a reason with a value in it would
+reveal data: a class name, a count, a path.
+"""
+
+SEE_LOG = "; the site's log has the details"
+
+
+def public_reason(topic: Topic) -> str:
+    """The reason that leaves a site, for an error or a refusal about a topic."""
+    return PUBLIC_REASONS[topic] + SEE_LOG
+
+
+def topic_of(error: BaseException) -> Topic:
+    """What an error at a site is about."""
+    if isinstance(error, FedstillError):
+        return error.topic
+    return "work"
 
 
 class DeployFailed(FedstillError):
@@ -249,6 +345,13 @@ def cut_reason(text: str, most: int = MAX_REASON) -> str:
         tail = max(0, most - 3) // 3
         words = f"{words[: max(0, most - 3) - tail]} … {words[len(words) - tail :]}"[:most]
     return "".join(c if c.isprintable() else "?" for c in words)
+
+
+def error_text(error: BaseException) -> str:
+    """The text of an error of fedstill; of another error, its type and its text."""
+    if isinstance(error, FedstillError):
+        return str(error)
+    return on_one_line(error)
 
 
 def on_one_line(error: BaseException) -> str:

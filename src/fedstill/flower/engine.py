@@ -16,8 +16,7 @@ from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Payload, Reply, Stage
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.serial import Memory, SerialEngine, Version
-from fedstill.flower.fleet import RAISED
-from fedstill.flower.messages import Request, SiteReply, require_flower
+from fedstill.flower.messages import RAISED, Request, SiteReply, require_flower
 
 if TYPE_CHECKING:
     from flwr.app import Message
@@ -30,12 +29,14 @@ class Truth:
 
     ``train``: of the client. ``test``: of the common test set. ``public``: of the public set. None
     where the server does not know, as for real sites. ``tasks``: the number of the run's tasks.
+    ``may_be_idle``: whether a client may lack data, as real sites in a run with tasks.
     """
 
     train: Sequence[int] | None = None
     test: Sequence[int] | None = None
     public: Sequence[int] | None = None
     tasks: int = 0
+    may_be_idle: bool = False
 
 
 class Asks(Protocol):
@@ -136,6 +137,8 @@ class FlowerEngine:
             failure = self.measures.refuses(answer.metrics, stage, self.server_engine.world.classes)
             truth = self.truth(answer.client, stage.round)
             failure = failure or untrue(answer.examples, answer.metrics, truth)
+            if answer.idle and not truth.may_be_idle:
+                failure = "claims to have no data in this task, and the sites have no tasks"
         except Exception as error:
             failure = f"its report could not be checked: {on_one_line(error)}"
         return replace(reply, failure=failure)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fedstill.core.errors import BadPayload, cut_reason, on_one_line
 from fedstill.flower.messages import (
+    RAISED,
     STAGE,
     WHOAMI,
     Request,
@@ -44,8 +45,11 @@ BRIEFLY = 0.2
 LATEST = 3.0
 """The most seconds between two questions for a part of a reply that has not come."""
 
-AROUND = 16 << 20
-"""Bytes that Flower may write around a reply's arrays."""
+AROUND = 2 << 20
+"""Bytes of a reply beside its arrays: its header, and what Flower writes around them."""
+
+MAX_INTRODUCTION = 1 << 16
+"""The most bytes of the reply of a node that is asked which client it is."""
 
 MAX_PARTS = 100_000
 """The parts of a reply: Flower cuts arrays into pieces of 5 MB."""
@@ -65,25 +69,25 @@ class Arrived:
 
 @dataclass
 class Arrivals:
-    """The replies that come in over a grid; each of at most ``max_bytes``, and what Flower writes
-    around them.
-    """
+    """The replies that come in over a grid. Each has a size limit of its own."""
 
     grid: Grid
-    max_bytes: int
     # by the id of the message that is answered
     _fetched: dict[str, _Fetch] = field(default_factory=dict)
 
-    def pull(self, ids: Iterable[str]) -> dict[str, Arrived]:
-        """The replies, or reasons why there are none, by the ids of the messages that have one."""
-        ids = list(ids)
+    def pull(self, limits: Mapping[str, int]) -> dict[str, Arrived]:
+        """The replies, or reasons why there are none, by the ids of the messages that have one.
+
+        ``limits``: the most bytes of the arrays of each reply, by the id of the message.
+        """
+        ids = list(limits)
         if not ids:
             return {}
         # no server is between: replies are whole
         if getattr(type(self.grid), "_runtime_client", None) is None:
             messages = self.grid.pull_messages(ids)
             return {message.metadata.reply_to_message_id: Arrived(message) for message in messages}
-        self._start([i for i in ids if i not in self._fetched])
+        self._start({id: most for id, most in limits.items() if id not in self._fetched})
         fetched = {id: self._fetched[id] for id in ids if id in self._fetched}
         wait([fetch.future for fetch in fetched.values()], BRIEFLY)
         ready = [id for id, fetch in fetched.items() if fetch.future.done()]
@@ -95,17 +99,18 @@ class Arrivals:
             if id in self._fetched:
                 self._fetched.pop(id).stop.set()
 
-    def _start(self, ids: list[str]) -> None:
+    def _start(self, limits: Mapping[str, int]) -> None:
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
-        if not ids:
+        if not limits:
             return
         server: Any = self.grid
-        pulled = server._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=ids))
+        request = PullAppMessagesRequest(message_ids=list(limits))
+        pulled = server._runtime_client.PullMessages(request)
         for proto, tree in zip(pulled.messages_list, pulled.message_object_trees, strict=True):
             answered = proto.metadata.reply_to_message_id
-            if answered in ids and answered not in self._fetched:
-                fetch = _Fetch(server, proto.metadata.message_id, tree, self.max_bytes)
+            if answered in limits and answered not in self._fetched:
+                fetch = _Fetch(server, proto.metadata.message_id, tree, limits[answered])
                 self._fetched[answered] = fetch
                 threading.Thread(target=fetch, daemon=True).start()
 
@@ -228,9 +233,6 @@ def _ids(tree: Any) -> Iterator[str]:
         yield node.object_id
 
 
-RAISED = 2
-"""Flower's error code for a ClientApp that raised: asking again would raise again."""
-
 UNREADABLE = "answered with no answer"
 
 GRACE = 5.0
@@ -298,7 +300,7 @@ class Fleet:
     _arrivals: Arrivals = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._arrivals = Arrivals(self.grid, self.patience.max_bytes)
+        self._arrivals = Arrivals(self.grid)
 
     def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
         """One answer for each request, in their order; without a reply, a failure with a reason."""
@@ -355,7 +357,8 @@ class Fleet:
 
     def _read_introductions(self) -> None:
         """Note which clients the nodes are that have answered."""
-        for id, arrived in self._arrivals.pull(self._asked).items():
+        limits = dict.fromkeys(self._asked, MAX_INTRODUCTION)
+        for id, arrived in self._arrivals.pull(limits).items():
             node = self._asked.pop(id)
             message = arrived.message
             if message is None or not message.has_content():
@@ -406,7 +409,8 @@ class Fleet:
 
     def _collect(self, calls: dict[int, _Call]) -> None:
         under_way = {m: c for c in calls.values() for m in c.messages if c.answer is None}
-        for id, arrived in self._arrivals.pull(under_way).items():
+        limits = {id: self._limit(call.request) for id, call in under_way.items()}
+        for id, arrived in self._arrivals.pull(limits).items():
             call = under_way[id]
             call.messages.discard(id)
             message = arrived.message
@@ -423,12 +427,16 @@ class Fleet:
 
     def _read(self, request: Request, message: Message) -> SiteReply:
         try:
-            answer = SiteReply.of(*header_and_payload(message.content, self.patience.max_bytes))
+            answer = SiteReply.of(*header_and_payload(message.content, self._limit(request)))
         except Exception as error:  # an unreadable message is a failure of one client only
             return _failed(request, f"{UNREADABLE}: {_problem(error)}")
         if answer.client != request.client:
             return _failed(request, f"answered as client {answer.client}")
         return answer
+
+    def _limit(self, request: Request) -> int:
+        """The most bytes of the arrays in the reply to a request."""
+        return min(request.reply_limit or self.patience.max_bytes, self.patience.max_bytes)
 
     def _lose(self, call: _Call, reason: str) -> None:
         """Note a lost message; the request fails if it may not be sent again."""

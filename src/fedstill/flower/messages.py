@@ -43,7 +43,8 @@ class Request:
     SHA-256. ``run``: the run's identity. ``memory``: the version of the client's state that the
     server counts as current; None: it has none. ``named``: the files of states that the server's
     checkpoints name; the site keeps them, and the answer does not depend on them. ``facts``: what
-    all sites must agree on about data that only they see.
+    all sites must agree on about data that only they see. ``reply_limit``: the most bytes of the
+    reply, which the server alone knows; 0: no limit of its own.
     """
 
     version: str
@@ -56,9 +57,13 @@ class Request:
     named: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     payload: Payload = NOTHING
+    reply_limit: int = 0
 
     def header(self) -> str:
-        """Everything but the payload, as JSON; raises ConfigError where no site would read it."""
+        """Everything that is sent but the payload, as JSON.
+
+        Raises ConfigError where no site would read it.
+        """
         names = ("version", "config", "sha", "run", "client", "memory", "facts")
         values = {name: getattr(self, name) for name in names}
         if self.named:
@@ -293,6 +298,9 @@ STAGE = "train.stage"
 
 WHOAMI = "query.whoami"
 """The app's action that tells which client a node is."""
+
+RAISED = 2
+"""Flower's error code for a ClientApp that raised: asking again would raise again."""
 
 TOO_MANY_ENTRIES = "the message holds too many groups and tensors"
 

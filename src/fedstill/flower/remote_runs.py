@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ import torch
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, DeployFailed
 from fedstill.core.files import digest, in_shell
-from fedstill.core.records import Examples, Payload
+from fedstill.core.records import Examples, Group, Payload, Stage
+from fedstill.core.rounds import expected_reply
+from fedstill.core.screen import MAX_STRING
 from fedstill.data.dataset import Dataset
 from fedstill.engines.cores import cores
 from fedstill.engines.serial import Version
@@ -29,11 +31,13 @@ from fedstill.flower.site_settings import Site, code_in, files_in
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import StoredMemory
 from fedstill.running.driver import Driven, RunEngine
+from fedstill.running.extensions import run_extensions
 from fedstill.running.preparation import Prepared
 from fedstill.running.recording import Progress
 from fedstill.running.result import Result
 from fedstill.running.runs import JOURNAL
 from fedstill.running.same_run import name_for_clients
+from fedstill.running.standardisation import sums_stage, sums_work
 from fedstill.version import VERSION
 
 if TYPE_CHECKING:
@@ -235,8 +239,17 @@ def connect(
     config = settings.toml
     sha = digest(config.encode())
 
+    limits = ReplyLimits(prepared)
+
     def request(**fields: Any) -> Request:
-        return Request(version=VERSION, config=config, sha=sha, run=identity(), **fields)
+        return Request(
+            version=VERSION,
+            config=config,
+            sha=sha,
+            run=identity(),
+            reply_limit=limits.of(fields["client"], fields["stage"]),
+            **fields,
+        )
 
     return FlowerEngine(
         server_engine=prepared.engine(StoredMemory(folder / "memory")),
@@ -259,6 +272,61 @@ def informed(engine: FlowerEngine, prepared: Prepared) -> FlowerEngine:
     )
 
 
+BYTES_OF_NUMBER = 8
+"""The most bytes of a number in a reply: those of secure sums have 64 bits."""
+
+BYTES_AROUND_TENSOR = 1024
+"""For the name, shape and type of a tensor, and for what Flower and safetensors write around it."""
+
+BYTES_OF_SHARES = 1024
+"""For what a client sends about another one in a step of a secure sum."""
+
+REPLY_ALLOWANCE = 1 << 16
+"""Bytes that every reply may have beside its expected content."""
+
+
+@dataclass
+class ReplyLimits:
+    """The most bytes of each client's reply, computed from the form of a valid reply."""
+
+    prepared: Prepared
+    _by_stage: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def of(self, client: int, stage: Stage) -> int:
+        """The most bytes of the arrays in a client's reply to a stage; 0 if they are not known."""
+        key = (client, stage.name)
+        if key not in self._by_stage:
+            self._by_stage[key] = self._computed(client, stage)
+        return self._by_stage[key]
+
+    def _computed(self, client: int, stage: Stage) -> int:
+        prepared = self.prepared
+        if stage == sums_stage(prepared.world):
+            about = prepared.dataset.about
+            expected = sums_work(prepared.settings, about, prepared.dataset.input_shape).expected
+        else:
+            hooks = run_extensions(prepared).round_hooks
+            schedule = prepared.settings.schedule
+            try:
+                expected = expected_reply(client, stage, prepared.world, schedule, hooks)
+            except Exception:
+                # The screen calls the function again when the reply is here, and names the error.
+                return 0
+        content = sum(_most_bytes(group) for group in expected.values())
+        return REPLY_ALLOWANCE + content + BYTES_OF_SHARES * len(stage.clients)
+
+
+def _most_bytes(group: Group) -> int:
+    """The most bytes of a group of a reply that has the form of this one."""
+    if isinstance(group, torch.Tensor):
+        return BYTES_AROUND_TENSOR + max(group.nbytes, BYTES_OF_NUMBER * group.numel())
+    if isinstance(group, Mapping):
+        return BYTES_AROUND_TENSOR + sum(_most_bytes(tensor) for tensor in group.values())
+    if isinstance(group, str):
+        return BYTES_AROUND_TENSOR + 4 * MAX_STRING
+    return BYTES_AROUND_TENSOR
+
+
 def truth_of(prepared: Prepared) -> Callable[[int, int], Truth]:
     """What the server knows of each client's data in each round: all in a simulation, nothing of
     real sites.
@@ -266,7 +334,9 @@ def truth_of(prepared: Prepared) -> Callable[[int, int], Truth]:
     sites = prepared.sites
     classes = prepared.world.classes
     if prepared.settings.on_sites:
-        return lambda client, round: Truth(tasks=prepared.world.stream.tasks)
+        may_be_idle = prepared.settings.sites_have_tasks
+        tasks = prepared.world.stream.tasks
+        return lambda client, round: Truth(tasks=tasks, may_be_idle=may_be_idle)
 
     test = _counts_by_class(sites.common_test, classes)
     public = _counts_by_class(sites.public, classes)
@@ -306,6 +376,7 @@ def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> Clie
 
     def clerk_of(context: Any) -> tuple[int, Does]:
         client = int(context.node_config["partition-id"])
-        return client, Clerk(Site(client, folder, imports=imports, files=files), dataset, ready)
+        site = Site(client, folder, imports=imports, files=files)
+        return client, Clerk(site, dataset, ready, shows_reasons=True)
 
-    return client_app(clerk_of, settings.flower.max_mb << 20)
+    return client_app(clerk_of, settings.flower.max_mb << 20, shows_reasons=True)

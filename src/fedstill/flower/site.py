@@ -7,11 +7,13 @@ What a capability protects there is in its guards (``core.extensions.SiteGuard``
 from __future__ import annotations
 
 import json
+import logging
+import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from filelock import FileLock
 
@@ -25,8 +27,11 @@ from fedstill.core.errors import (
     CorruptFile,
     FedstillError,
     Refused,
+    Topic,
     cut_reason,
-    on_one_line,
+    error_text,
+    public_reason,
+    topic_of,
 )
 from fedstill.core.extensions import SiteGuard
 from fedstill.core.files import digest, make_folder, remove, sweep, write_secret
@@ -38,6 +43,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.engines.serial import Memory, Version
 from fedstill.flower.facts import Facts
 from fedstill.flower.messages import (
+    RAISED,
     STAGE,
     WHOAMI,
     Request,
@@ -54,8 +60,11 @@ from fedstill.running.standardisation import sums_stage, sums_work
 from fedstill.version import VERSION
 
 if TYPE_CHECKING:
-    from flwr.app import Context, Message
+    from flwr.app import Context, Message, RecordDict
     from flwr.clientapp import ClientApp
+
+
+log = logging.getLogger("fedstill.site")
 
 
 @dataclass
@@ -63,29 +72,48 @@ class Clerk:
     """Does stages for a site: checks a request, prepares the run, and works if the guards admit it.
 
     ``dataset``: data in memory, for a trial in the server's own process. ``ready``: runs that were
-    prepared for earlier requests.
+    prepared for earlier requests. ``shows_reasons``: whether the server learns why work failed, in
+    a simulation, where it has all data anyway.
     """
 
     site: Site
     dataset: Dataset | None = None
     ready: dict[str, Ready] = field(default_factory=dict)
+    shows_reasons: bool = False
 
     def __call__(self, request: Request) -> SiteReply:
         """The answer; an error is an answer too, with the reason in one line."""
         try:
             with process_settings():
-                return self._answer(request)
-        except FedstillError as error:
-            reason = str(error)
+                answer = self._answer(request)
         except Exception as error:
-            reason = on_one_line(error)
+            return self._failed(request, error_text(error), topic_of(error))
+        if answer.failure:
+            return self._failed(request, answer.failure, "work")
+        return answer
+
+    def _failed(self, request: Request, details: str, topic: Topic) -> SiteReply:
+        """The answer to a request that failed. Its details stay in the site's log."""
         stage = request.stage
-        return SiteReply(request.client, stage.round, stage.index, failure=cut_reason(reason))
+        reason = cut_reason(details)
+        if not self.shows_reasons:
+            log.warning("round %d, stage %s: %s", stage.round, cut_reason(stage.name), reason)
+            reason = public_reason(topic)
+        if self.site.data and topic in DATA_TOPICS:
+            self._refusals.add(request, topic)
+        return SiteReply(request.client, stage.round, stage.index, failure=reason)
+
+    @property
+    def _refusals(self) -> Refusals:
+        return Refusals(self.site.memory)
 
     def _answer(self, request: Request) -> SiteReply:
         """The answer to a request that this site accepts; raises Refused for others."""
         if request.client != self.site.client:
             raise Refused(f"this site is client {self.site.client}, not client {request.client}")
+        self._check(request)
+        if self.site.data:
+            self._refusals.check(request)
         ready = self._ready(request)
 
         desk = Desk(self.site.memory, request.run, request.client)
@@ -109,9 +137,7 @@ class Clerk:
         """The run of a request. It is prepared now unless it was for an earlier request, with the
         data of the same task.
         """
-        self._check(request)
-        facts_digest = digest(repr(sorted(request.facts.items())).encode())
-        key = f"{request.sha} {facts_digest}"
+        key = description_of_run(request)
         round = request.stage.round
 
         ready = self.ready.get(key)
@@ -127,14 +153,16 @@ class Clerk:
         if request.version != VERSION:
             raise Refused(
                 f"the server runs fedstill {request.version[:40]}, this site {VERSION}: install "
-                "the same"
+                "the same",
+                "version",
             )
         if digest(request.config.encode()) != request.sha:
             raise Refused("the configuration is not the one that its SHA-256 names")
         if self.site.accept is not None and request.sha not in self.site.accept:
             raise Refused(
                 f"this site has not accepted the configuration {request.sha}: its operator adds "
-                "that to accept in site.toml"
+                "that to accept in site.toml",
+                "accept",
             )
 
     def _settings(self, request: Request) -> Settings:
@@ -153,11 +181,15 @@ class Clerk:
             self._check_files(tree)
         if settings.toml != request.config:
             raise Refused(
-                "the configuration resolves to other values at this site: install the same versions"
+                "the configuration resolves to other values at this site: install the same "
+                "versions",
+                "config",
             )
         for name in (*settings.measure, *settings.metrics):
             if name in self.site.refuse:
-                raise Refused(f"this site takes part in no run with the measure {name!r}")
+                raise Refused(
+                    f"this site takes part in no run with the measure {name!r}", "measure"
+                )
         return settings
 
     def _check_code(self, tree: Mapping[str, Any]) -> None:
@@ -166,7 +198,8 @@ class Clerk:
             if name not in self.site.imports:
                 raise Refused(
                     f"the configuration names code, {name!r}, that this site does not list under "
-                    "imports"
+                    "imports",
+                    "imports",
                 )
 
     def _check_files(self, tree: Mapping[str, Any]) -> None:
@@ -176,7 +209,8 @@ class Clerk:
                 raise Refused(
                     f"the configuration has this site read {name!r}, which its site.toml does not "
                     "list under files: a trial is on data sets by their names; or set "
-                    "flower.data = 'sites'"
+                    "flower.data = 'sites'",
+                    "files",
                 )
 
     def _prepare(self, settings: Settings, facts: Facts, round: int) -> Ready:
@@ -184,16 +218,19 @@ class Clerk:
         site = self.site
         if not settings.on_sites:
             if site.data:
-                raise Refused("this site trains on its own data only: set flower.data = 'sites'")
+                raise Refused(
+                    "this site trains on its own data only: set flower.data = 'sites'", "data"
+                )
             return Ready(settings, prepare(settings, self.dataset))
         if not site.data:
-            raise Refused("this site has no data of its own: set data in its site.toml")
+            raise Refused("this site has no data of its own: set data in its site.toml", "data")
         if settings.sites_have_tasks:
             return on_own_tasks(settings, facts, site, round)
         if site.tasks:
             raise Refused(
                 "this site has a folder for each task, and this run has no tasks: set stream.kind "
-                "= 'sites'"
+                "= 'sites'",
+                "tasks",
             )
         return on_own_data(settings, facts, site)
 
@@ -264,25 +301,135 @@ def requested_work(prepared: Prepared, request: Request) -> ClientWork:
     settings = prepared.settings
     world = prepared.world
     if request.client not in stage.clients:
-        raise Refused(f"client {request.client} does not act in stage {stage.name!r}")
+        raise Refused(f"client {request.client} does not act in stage {stage.name!r}", "stage")
     if stage.name == CENSUS and not takes_census(settings.method, settings.plans):
         raise Refused(
             f"neither method {settings.named.method.label} nor class_weights need label counts, so "
-            "they stay here"
+            "they stay here",
+            "stage",
         )
     if stage == census_stage(world):
         return Census()
     if stage == sums_stage(world):
         if not prepared.scaler.awaits_sums:
-            raise Refused("the run is not standardised by sums that sites send, so they stay here")
+            raise Refused(
+                "the run is not standardised by sums that sites send, so they stay here", "stage"
+            )
         about = prepared.sites.inputs.about
         return sums_work(settings, about, prepared.dataset.input_shape)
     if prepared.scaler.awaits_sums:
-        raise Refused("the request has no mean and spread, which the sites' sums would give")
+        raise Refused(
+            "the request has no mean and spread, which the sites' sums would give", "stage"
+        )
     is_in_run = 1 <= stage.round <= settings.rounds
     if not is_in_run or stage not in settings.schedule(stage.round, world):
-        raise Refused(f"stage {stage.name!r} is not in the schedule of round {stage.round}")
+        raise Refused(
+            f"stage {stage.name!r} is not in the schedule of round {stage.round}", "stage"
+        )
     return settings.schedule.actor(stage).work(stage)
+
+
+# Refusals that depend on a site's data. Each tells the server a little about the data, if only that
+# they do not fit. So a site answers a limited number of different questions.
+
+
+DATA_TOPICS: frozenset[Topic] = frozenset(
+    {
+        "classes",
+        "columns",
+        "config",
+        "data",
+        "public",
+        "range",
+        "shape",
+        "state",
+        "tasks",
+        "tokenizer",
+        "work",
+    }
+)
+"""The topics of refusals and failures that may depend on a site's data."""
+
+WORK_TOPICS: frozenset[Topic] = frozenset({"range", "state", "work"})
+"""Those that depend on the whole request, not only on the config and the facts."""
+
+REFUSED = "refused.json"
+"""The file in a site's memory folder with the refusals."""
+
+MOST_REFUSALS = 10
+"""The most different requests that a site refuses in one run, or for one config."""
+
+MOST_REFUSALS_A_DAY = 50
+
+DAY = 86_400.0
+
+DAYS_KEPT = 30
+
+
+def description_of_run(request: Request) -> str:
+    """Identifies what a request says about the run's config and data: its config and its facts."""
+    facts_digest = digest(repr(sorted(request.facts.items())).encode())
+    return f"{request.sha} {facts_digest}"
+
+
+class RefusalNote(NamedTuple):
+    """One refusal: its time, the run and the config of the request, and what was asked."""
+
+    time: float
+    run: str
+    sha: str
+    question: str
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """The refusals of a site that depend on its data, in a file of its memory folder.
+
+    The same question counts once, because the same answer reveals nothing new.
+    """
+
+    folder: Path
+
+    def check(self, request: Request) -> None:
+        """Raise Refused for a new question if the site has refused too many others."""
+        notes = self._notes()
+        if any(note.question == description_of_run(request) for note in notes):
+            return
+        yesterday = time.time() - DAY
+        _check_number("of this run", [n for n in notes if n.run == request.run], MOST_REFUSALS)
+        _check_number("of this config", [n for n in notes if n.sha == request.sha], MOST_REFUSALS)
+        _check_number("in a day", [n for n in notes if n.time > yesterday], MOST_REFUSALS_A_DAY)
+
+    def add(self, request: Request, topic: Topic) -> None:
+        """Note a refusal before its reason leaves the site."""
+        note = RefusalNote(time.time(), request.run, request.sha, description_of_run(request))
+        if topic in WORK_TOPICS:
+            # Work may fail now and then in a long run: only the number in a day counts.
+            question = replace(request, run="run", memory=None).digest()
+            note = RefusalNote(note.time, run="", sha="", question=question)
+        make_folder(self.folder)
+        with FileLock(self.folder / ".refused.lock"):
+            oldest = note.time - DAYS_KEPT * DAY
+            notes = [other for other in self._notes() if other.time > oldest]
+            if not any(other[1:] == note[1:] for other in notes):
+                write_secret(self.folder / REFUSED, json.dumps([*notes, note]).encode())
+
+    def _notes(self) -> list[RefusalNote]:
+        path = self.folder / REFUSED
+        if not path.is_file():
+            return []
+        return [RefusalNote(*note) for note in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def _check_number(source: str, notes: Sequence[RefusalNote], most: int) -> None:
+    """Raise Refused if the notes have too many different questions."""
+    questions = {note.question for note in notes}
+    if len(questions) >= most:
+        raise Refused(
+            f"this site has refused {len(questions)} different requests {source}; to go on, "
+            f"delete {REFUSED} in its memory folder",
+            "limit",
+        )
 
 
 # A client's files at its site
@@ -415,25 +562,45 @@ Does = Callable[[Request], SiteReply]
 """Does a stage for one client; a refusal or a failure is its answer."""
 
 
-def client_app(clerk_of: Callable[[Context], tuple[int, Does]], max_bytes: int) -> ClientApp:
+def client_app(
+    clerk_of: Callable[[Context], tuple[int, Does]], max_bytes: int, *, shows_reasons: bool = False
+) -> ClientApp:
     """The app of a node; ``clerk_of`` gives the number of the client that the node is, and its
     clerk.
+
+    ``shows_reasons``: whether an error reply holds the text of the error, as in a simulation.
     """
     require_flower()
-    from flwr.app import ConfigRecord, Message, RecordDict
+    from flwr.app import ConfigRecord, Error, Message, RecordDict
     from flwr.clientapp import ClientApp
 
     app = ClientApp()
 
+    def answered(message: Message, answer: Callable[[], RecordDict]) -> Message:
+        try:
+            return Message(answer(), reply_to=message)
+        except Exception as error:
+            reason = error_text(error)
+            if not shows_reasons:
+                log.warning("%s", reason)
+                reason = public_reason(topic_of(error))
+            return Message(Error(RAISED, reason), reply_to=message)
+
     @app.train(STAGE.partition(".")[2])  # type: ignore[untyped-decorator]
     def stage(message: Message, context: Context) -> Message:
-        _, clerk = clerk_of(context)
-        request = Request.of(*header_and_payload(message.content, max_bytes, MOST_OF_A_REQUEST))
-        return Message(content(clerk(request)), reply_to=message)
+        def answer() -> RecordDict:
+            _, clerk = clerk_of(context)
+            request = Request.of(*header_and_payload(message.content, max_bytes, MOST_OF_A_REQUEST))
+            return content(clerk(request))
+
+        return answered(message, answer)
 
     @app.query(WHOAMI.partition(".")[2])  # type: ignore[untyped-decorator]
     def whoami(message: Message, context: Context) -> Message:
-        client, _ = clerk_of(context)
-        return Message(RecordDict({"whoami": ConfigRecord({"client": client})}), reply_to=message)
+        def answer() -> RecordDict:
+            client, _ = clerk_of(context)
+            return RecordDict({"whoami": ConfigRecord({"client": client})})
+
+        return answered(message, answer)
 
     return app

@@ -115,17 +115,20 @@ def _own_tokenizer(copy: str, facts: Facts) -> str:
     if not copy:
         raise Refused(
             "texts of this run need a tokenizer's file: set tokenizer, your copy of it, in this "
-            "site's site.toml"
+            "site's site.toml",
+            "tokenizer",
         )
     try:
         same = digest(Path(copy).read_bytes()) == facts.tokenizer
     except OSError as error:
         raise Refused(
-            f"this site's tokenizer cannot be read: {error.strerror}; correct it in site.toml"
+            f"this site's tokenizer cannot be read: {error.strerror}; correct it in site.toml",
+            "tokenizer",
         ) from error
     if not same:
         raise Refused(
-            "the tokenizer at this site is not the server's: copy the server's file again"
+            "the tokenizer at this site is not the server's: copy the server's file again",
+            "tokenizer",
         )
     return copy
 
@@ -135,15 +138,19 @@ def _check_form(own: Dataset, facts: Facts) -> None:
     if own.about.kind != facts.kind:
         raise Refused(
             f"this site has {own.many}, and the run is about {PLURALS[facts.kind]}; correct data "
-            "in its site.toml"
+            "in its site.toml",
+            "shape",
         )
     if own.vocabulary != facts.vocabulary:
         raise Refused(
-            f"texts at this site have {own.vocabulary:,} token ids, not {facts.vocabulary:,}"
+            f"texts at this site have {own.vocabulary:,} token ids, not {facts.vocabulary:,}",
+            "shape",
         )
     if facts.features and own.about.features != facts.features:
         absent = next(name for name in facts.features if name not in own.about.features)
-        raise Refused(f"tables at this site have no input {absent!r}; correct its columns")
+        raise Refused(
+            f"tables at this site have no input {absent!r}; correct its columns", "columns"
+        )
 
 
 def scaler_of(settings: Settings, own: Dataset, facts: Facts) -> Scaler:
@@ -188,7 +195,8 @@ def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
     if tuple(examples.values.shape[1:]) != facts.shape:
         raise Refused(
             f"{PLURALS[facts.kind]} at this site have shape {tuple(examples.values.shape[1:])}, "
-            f"not {facts.shape}"
+            f"not {facts.shape}",
+            "shape",
         )
     numbered = own.classes == tuple(str(i) for i in range(len(own.classes)))
     if numbered and len(own.classes) <= len(facts.classes):
@@ -196,7 +204,9 @@ def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
     listed = [nfc(name) for name in facts.classes]
     unknown = [name for name in own.classes if name not in listed]
     if unknown:
-        raise Refused(f"this site has a class {unknown[0]!r} that the server does not list")
+        raise Refused(
+            f"this site has a class {unknown[0]!r} that the server does not list", "classes"
+        )
     ids = torch.tensor([listed.index(name) for name in own.classes], dtype=torch.int64)
     return ids[examples.labels]
 
@@ -224,13 +234,15 @@ def public_of(
     public = public_copy(settings, copy, like)
     if public is None:
         raise Refused(
-            "the run has a public set: set public, your copy of it, in this site's site.toml"
+            "the run has a public set: set public, your copy of it, in this site's site.toml",
+            "public",
         )
     if settings.data.public_from != NOISE:
         public = scaler.transform(public)
     if examples_digest(public) != facts.public:
         raise Refused(
-            "the public set at this site is not the server's: copy the server's folder again"
+            "the public set at this site is not the server's: copy the server's folder again",
+            "public",
         )
     return public
 
@@ -283,7 +295,8 @@ class OwnTasks:
                     change = "has data now, and had none"
                 raise Refused(
                     f"task {task + 1} at this site {change} when this run first used it: put them "
-                    "back as they were, or start a new run"
+                    "back as they were, or start a new run",
+                    "tasks",
                 )
         text = "".join(f"{number} {noted[number]}\n" for number in sorted(noted, key=int))
         write_secret(path, text.encode())
@@ -298,7 +311,8 @@ def own_tasks(
     """
     if not (site.tasks or site.time_column):
         raise Refused(
-            "this run has tasks: set tasks = 'folders', or time_column, in this site's site.toml"
+            "this run has tasks: set tasks = 'folders', or time_column, in this site's site.toml",
+            "tasks",
         )
     if current < 0:
         return OwnTasks(stream, current, sums={}, train={}, tests={})
@@ -352,7 +366,8 @@ def task_folders(data: Path, tasks: int) -> dict[int, Path]:
     if not data.is_dir():
         raise Refused(
             f"tasks = 'folders' needs a folder, and {data} is none; correct data in this site's "
-            "site.toml"
+            "site.toml",
+            "tasks",
         )
     entries = {path.name: path for path in sorted(_visible(data))}
     numbers = {f"task{task + 1}": task for task in range(tasks)}
@@ -363,18 +378,21 @@ def task_folders(data: Path, tasks: int) -> dict[int, Path]:
             problem = "a task that this run does not have"
         raise Refused(
             f"{data / strange[0]} is {problem}: its tasks are task1 to task{tasks}; move it "
-            "elsewhere"
+            "elsewhere",
+            "tasks",
         )
     if not entries:
         raise Refused(
-            f"{data} has no folder task1, task2, …; correct data in this site's site.toml"
+            f"{data} has no folder task1, task2, …; correct data in this site's site.toml",
+            "tasks",
         )
     last = max(numbers[name] for name in entries)
     absent = [name for name, task in numbers.items() if task < last and name not in entries]
     if absent:
         raise Refused(
             f"{data} has task{last + 1}, and no {absent[0]}: make an empty folder {absent[0]} if "
-            "there is nothing in it"
+            "there is nothing in it",
+            "tasks",
         )
     places = {numbers[name]: path for name, path in entries.items()}
     return {task: path for task, path in places.items() if not path.is_dir() or _visible(path)}
@@ -394,14 +412,16 @@ def _cut(
     cuts = settings.named.stream.values["cuts"]
     if len(cuts) != settings.stream.tasks - 1:
         raise Refused(
-            "this site's data are cut by time_column, and the run's stream.cuts has no dates for it"
+            "this site's data are cut by time_column, and the run's stream.cuts has no dates for "
+            "it",
+            "tasks",
         )
     own = read_alike(settings, facts, data, form, owner=column, cuts=cuts)
     if own.train.owners is None or own.test.owners is None:
         raise Refused(
             f"{data} has no column {column!r}, as images in folders and arrays have none; set "
-            "tasks = 'folders', and "
-            "make a folder for each task"
+            "tasks = 'folders', and make a folder for each task",
+            "tasks",
         )
     tasks_of_values = torch.tensor(
         tasks_of_times(Path(data).name, column, own.about.owners, cuts), dtype=torch.int64

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstill.core.errors import FedstillError, Refused, on_one_line
+from fedstill.core.errors import Refused, error_text, public_reason, topic_of
 from fedstill.flower.deployment.control import OperatorKey
 from fedstill.flower.deployment.folder import client_of_key, require_own_app
-from fedstill.flower.fleet import RAISED, Pace, fetch_soon
-from fedstill.flower.messages import require_flower
+from fedstill.flower.fleet import Pace, fetch_soon
+from fedstill.flower.messages import RAISED, require_flower
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,13 +150,13 @@ def client_task(door: Door, kind: str, token: str, parent: int) -> None:
         details = ""
         try:
             if kind != CLIENT:
-                raise Refused(f"this site does no task of the kind {kind!r}")
+                raise Refused(f"this site does no task of the kind {kind!r}", "app")
             require_own_app(fab.content)
             reply = client_app(message=message, context=context)
         except Exception as error:
             status = SubStatus.FAILED
-            details = _reason(error)
-            print(f"fedstill: refused or failed: {details}", file=sys.stderr, flush=True)
+            details = public_reason(topic_of(error))
+            print(f"fedstill: refused or failed: {error_text(error)}", file=sys.stderr, flush=True)
             reply = Message(Error(RAISED, details), reply_to=message)
         push_message(client, reply, context)
         push_task_output(client, context, status, details)
@@ -197,7 +197,7 @@ def server_task(door: Door, kind: str, token: str, parent: int) -> None:
             server_app(grid=grid, context=context)
         except (Exception, KeyboardInterrupt) as error:
             status = SubStatus.FAILED
-            details = _reason(error)
+            details = error_text(error)
             print(f"fedstill: run {run.run_id}: {details}", file=sys.stderr, flush=True)
         output = PushTaskOutputRequest(
             context=context_to_proto(context), sub_status=status, details=details
@@ -233,12 +233,6 @@ def federation_grid(door: Door, token: str) -> Grid:
     if door.certificates is None:
         return OperatorGrid(door.address, True, None, token=token)
     return FederationGrid(door.address, False, door.certificates, token=token)
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, FedstillError):
-        return str(error)
-    return on_one_line(error)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fedstill.core.errors import Refused
+from fedstill.core.errors import BadPayload, Refused
 from fedstill.core.extensions import SiteGuard, SiteRequest
 from fedstill.core.files import make_folder, write_secret
 from fedstill.core.label_counts import CENSUS
@@ -144,7 +144,8 @@ class OneNoisedAnswer(SiteGuard):
         if self.notes.has(stage):
             raise Refused(
                 f"this site has answered round {stage.round}, stage {stage.name!r} with noise, and "
-                "answers no other request for it: two answers would show more than one"
+                "answers no other request for it: two answers would show more than one",
+                "noise",
             )
 
 
@@ -164,7 +165,8 @@ class UploadGuard(SiteGuard):
         if not self._privacy.allows(total):
             raise Refused(
                 f"{rows} more rows of logits would cost this site more than privacy.epsilon allows "
-                "it"
+                "it",
+                "budget",
             )
 
     def check(self, request: SiteRequest, work: ClientWork, reply: Reply) -> None:
@@ -173,7 +175,8 @@ class UploadGuard(SiteGuard):
         rows = rows_of(reply.content)
         if rows > expected:
             raise Refused(
-                f"the request asks for {rows} rows of logits, where the run has {expected}"
+                f"the request asks for {rows} rows of logits, where the run has {expected}",
+                "budget",
             )
 
     def leaving(self, request: SiteRequest, reply: Reply) -> None:
@@ -229,7 +232,8 @@ class TrainingGuard(SiteGuard):
         epsilon = training_epsilon(privacy.sigma, total, privacy.delta)
         if epsilon is None or epsilon > privacy.epsilon:
             raise Refused(
-                f"{steps} more steps would cost this site more than privacy.epsilon allows it"
+                f"{steps} more steps would cost this site more than privacy.epsilon allows it",
+                "budget",
             )
 
     def leaving(self, request: SiteRequest, reply: Reply) -> None:
@@ -352,7 +356,8 @@ class SiteSums(SiteGuard):
         if step not in STEPS or not word.isalnum():
             raise Refused(
                 "models of this run are summed in secret: this site answers only the steps of the "
-                "secure sum"
+                "secure sum",
+                "sum",
             )
         answer = self._answer(request, step, word)
         match step:
@@ -385,7 +390,9 @@ class SiteSums(SiteGuard):
             summand = Summand(sum, request.client)
             masked = ""
         else:
-            raise Refused("the secure sum of this step is not the one that this site takes part in")
+            raise Refused(
+                "the secure sum of this step is not the one that this site takes part in", "sum"
+            )
         return SumAnswer(
             masking=self.masking,
             notes=self.notes,
@@ -427,7 +434,8 @@ class SumAnswer:
         digest = self.request.with_payload(payload).digest()
         if self.masked not in ("", digest):
             raise Refused(
-                "this site has masked another answer in this sum: one mask hides one model only"
+                "this site has masked another answer in this sum: one mask hides one model only",
+                "sum",
             )
         received = as_bytes(self.request.payload.tensors(f"{PREFIX}sealed"), SEALED)
         unread = self.summand.unread(received)
@@ -437,7 +445,10 @@ class SumAnswer:
         reply = respond(payload)
         if reply.failure:
             return reply
-        vector = self.masking.vector(self.summand.sum, reply, payload)
+        try:
+            vector = self.masking.vector(self.summand.sum, reply, payload)
+        except BadPayload as error:
+            raise Refused(str(error), "range") from error
         masked = self.summand.masked(vector, received)
         self._note(digest)
         times = {name: value for name, value in reply.metrics.items() if name in TIMES}
@@ -451,7 +462,8 @@ class SumAnswer:
         if self.notes.left(stage) not in (None, left):
             raise Refused(
                 f"this site has revealed shares for round {stage.round}, stage {stage.name!r}, "
-                "with other clients left: two sums would show a single model"
+                "with other clients left: two sums would show a single model",
+                "sum",
             )
         shares = byte_tensors(self.summand.revealed(left))
         self.notes.note_left(stage, left)

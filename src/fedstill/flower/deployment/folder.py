@@ -365,14 +365,16 @@ def require_own_app(packed: bytes) -> None:
         Exception
     ) as error:  # a stranger's bytes: whatever reading them raises, they are not this app
         raise Refused(
-            f"the app is not fedstill's: it cannot be read ({type(error).__name__})"
+            f"the app is not fedstill's: it cannot be read ({type(error).__name__})", "app"
         ) from error
     other = sorted(name for name in names if name.endswith(".py") and name not in CODE)
     if other:
-        raise Refused(f"the app is not fedstill's: it brings code of its own, {other[0][:80]!r}")
+        raise Refused(
+            f"the app is not fedstill's: it brings code of its own, {other[0][:80]!r}", "app"
+        )
     if code != CODE or components != _components(PYPROJECT.encode()):
         raise Refused(
-            "the app is not fedstill's: its code is not what `fedstill deploy init` writes"
+            "the app is not fedstill's: its code is not what `fedstill deploy init` writes", "app"
         )
 
 

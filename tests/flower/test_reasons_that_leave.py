@@ -1,0 +1,285 @@
+"""Reasons that leave a site are constants: no class name, text, count or path of a site is in them.
+The number of refusals is limited.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pandas as pd
+import pytest
+
+import fedstill
+import toys
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.config.settings import Settings
+from fedstill.core.errors import (
+    PUBLIC_REASONS,
+    BadPayload,
+    ConfigError,
+    CorruptFile,
+    DataError,
+    FedstillError,
+    Refused,
+    Topic,
+    public_reason,
+)
+from fedstill.core.files import digest
+from fedstill.core.records import Payload, Stage
+from fedstill.flower import site as site_module
+from fedstill.flower.messages import Request, SiteReply
+from fedstill.flower.site import REFUSED, Clerk, client_app
+from fedstill.flower.site_settings import Site
+from flowers import needs_flower
+
+pytestmark = [needs_flower, pytest.mark.usefixtures("with_threads")]
+
+SECRET = "Ann_Abel_4711"
+STAGE = Stage(1, 0, "train", (0,))
+ALL_REASONS = {public_reason(topic) for topic in get_args(Topic)}
+
+
+def test_every_topic_has_a_public_reason() -> None:
+    assert set(PUBLIC_REASONS) == set(get_args(Topic))
+
+
+# Any error that a site can meet: its text never leaves.
+
+ERRORS: list[Exception] = [
+    *(Refused(SECRET, topic) for topic in get_args(Topic)),
+    *(kind(SECRET) for kind in (FedstillError, ConfigError, DataError, CorruptFile, BadPayload)),
+    *(kind(SECRET) for kind in (ValueError, KeyError, RuntimeError, MemoryError)),
+    OSError(2, SECRET, f"/home/{SECRET}/data.csv"),
+    UnicodeDecodeError("utf-8", SECRET.encode(), 0, 4, SECRET),
+    type(SECRET, (Exception,), {})(),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_no_text_of_an_error_leaves_a_site(
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(clerk: Clerk, request: Request) -> SiteReply:
+        raise error
+
+    monkeypatch.setattr(Clerk, "_answer", fail)
+    site = Site(0, tmp_path / SECRET, data=f"/data/{SECRET}")
+    with caplog.at_level(logging.WARNING, "fedstill.site"):
+        answer = Clerk(site)(Request("v", "c", "s", "run1", 0, STAGE))
+    assert answer.failure in ALL_REASONS
+    assert SECRET not in answer.header()
+    assert SECRET in caplog.text, "the site's log has the details"
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_no_text_of_an_error_leaves_a_node_that_has_no_clerk(error: Exception) -> None:
+    from flwr.app import ConfigRecord, Context, Message, RecordDict
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+
+    def fail(context: Any) -> Any:
+        raise error
+
+    app = client_app(fail, 1 << 20)
+    for kind in ("train.stage", "query.whoami"):
+        message = Message(RecordDict({"ask": ConfigRecord()}), 7, kind)
+        message.metadata.__dict__["_message_id"] = "1"
+        answer = app(message, Context(1, 7, {}, RecordDict(), {}))
+        assert answer.error.reason in ALL_REASONS
+
+
+def test_a_failure_that_the_work_reports_does_not_leave_a_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = SiteReply(0, 1, 0, failure=f"RuntimeError: {SECRET}")
+    monkeypatch.setattr(Clerk, "_answer", lambda clerk, request: failed)
+    answer = Clerk(Site(0, tmp_path))(Request("v", "c", "s", "run1", 0, STAGE))
+    assert answer.failure == public_reason("work")
+
+
+# A site's own data that do not fit the run: each problem names values in the site's log only.
+
+TABLE = {"name": "none", "columns": ["age", "chol"], "standardise": "own"}
+
+
+def patients(**changes: Any) -> pd.DataFrame:
+    rows = pd.DataFrame({"age": range(30, 70), "chol": range(180, 220)})
+    rows["label"] = ["ill" if age % 3 else "well" for age in rows["age"]]
+    return rows.assign(**changes)
+
+
+def settings_of(data: dict[str, Any], **changes: Any) -> Settings:
+    flower = {"data": "sites", "federation": "/federation", "classes": ["ill", "well"]}
+    flower |= changes.pop("flower", {})
+    asked = {
+        "engine": "flower",
+        "flower": flower,
+        "method": {"name": "fedavg"},
+        "model": {"name": "logistic"},
+        "topology": {"clients": 1},
+        "measure": (),
+        "rounds": 2,
+        "data": data,
+    }
+    return settle(Experiment(**{**asked, **changes}))
+
+
+def request_of(settings: Settings, **changes: Any) -> Request:
+    facts = {
+        "classes": ["ill", "well"],
+        "shape": [2],
+        "kind": "table",
+        "columns": ["age", "chol"],
+        "features": ["age", "chol"],
+        "origin": "own",
+    }
+    made = Request(
+        version=fedstill.__version__,
+        config=settings.toml,
+        sha=digest(settings.toml.encode()),
+        run="run1",
+        client=0,
+        stage=STAGE,
+        facts=facts,
+        payload=Payload(),
+    )
+    return replace(made, **changes)
+
+
+def site_with(folder: Path, rows: pd.DataFrame, **keys: Any) -> Site:
+    place = folder / SECRET
+    place.mkdir()
+    for split in ("train", "test"):
+        rows.to_csv(place / f"{split}.csv", index=False)
+    return Site(0, folder / "memory", **{"data": str(place), **keys})
+
+
+Case = tuple[Callable[[Path], Site], Callable[[], Request], Topic]
+
+
+def asked(**changes: Any) -> Callable[[], Request]:
+    return lambda: request_of(settings_of(TABLE), **changes)
+
+
+def has(**changes: Any) -> Callable[[Path], Site]:
+    return lambda folder: site_with(folder, patients(**changes))
+
+
+def folders_of_tasks(folder: Path) -> Site:
+    return replace(site_with(folder, patients()), data=str(folder), tasks="folders")
+
+
+TASKS = {"stream": {"kind": "sites", "tasks": 2, "order": [[0], [1]]}}
+
+CASES: dict[str, Case] = {
+    "a class": (has(label=SECRET), asked(), "classes"),
+    "a text among numbers": (has(age=[SECRET] * 40), asked(), "data"),
+    "a missing column": (
+        lambda folder: site_with(folder, patients().rename(columns={"chol": SECRET})),
+        asked(),
+        "data",
+    ),
+    "no folder": (
+        lambda folder: Site(0, folder / "memory", data=f"/data/{SECRET}"),
+        asked(),
+        "data",
+    ),
+    "a category": (
+        has(chol=[SECRET] * 40),
+        lambda: request_of(settings_of({**TABLE, "categorical": {"chol": ["low", "high"]}})),
+        "data",
+    ),
+    "tasks": (
+        folders_of_tasks,
+        lambda: request_of(settings_of(TABLE, **TASKS)),
+        "tasks",
+    ),
+    "no tasks": (
+        folders_of_tasks,
+        asked(),
+        "tasks",
+    ),
+    "a lost state": (
+        has(),
+        asked(memory=("client0-round1-stage0.safetensors", "a" * 64)),
+        "state",
+    ),
+    "a stage": (has(), asked(stage=replace(STAGE, name=SECRET)), "stage"),
+    "a config": (has(), asked(config=SECRET), "request"),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_no_value_of_a_sites_data_is_in_a_refusal(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    site, request, topic = CASES[what]
+    with caplog.at_level(logging.WARNING, "fedstill.site"):
+        answer = Clerk(site(tmp_path))(request())
+    assert answer.failure == public_reason(topic), caplog.text
+    assert SECRET not in answer.header()
+    assert str(tmp_path) not in answer.header()
+
+
+# A server that asks again and again.
+
+
+def test_a_server_cannot_list_a_sites_classes_by_its_refusals(tmp_path: Path) -> None:
+    """The attack: each request lists the classes that earlier refusals named."""
+    names = [f"Patient {number}" for number in range(40)]
+    clerk = Clerk(site_with(tmp_path, patients(label=names)))
+    settings = settings_of(TABLE)
+    facts = request_of(settings).facts
+    reasons = []
+    for number in range(31):
+        known = {**facts, "classes": names[:number] or ["x"]}
+        reasons.append(clerk(request_of(settings, facts=known, run=f"run{number}")).failure)
+    assert reasons[0] == public_reason("classes")
+    assert set(reasons) == {public_reason("classes"), public_reason("limit")}
+    assert reasons.count(public_reason("classes")) == site_module.MOST_REFUSALS
+    assert not any("Patient" in reason for reason in reasons)
+
+
+def test_the_same_question_counts_once_and_an_operator_can_lift_the_limit(tmp_path: Path) -> None:
+    site = site_with(tmp_path, patients(label=SECRET))
+    request = request_of(settings_of(TABLE))
+    for _ in range(2 * site_module.MOST_REFUSALS):
+        assert Clerk(site)(request).failure == public_reason("classes")
+
+    for number in range(2 * site_module.MOST_REFUSALS):
+        other = {**request.facts, "classes": [str(number), "x"]}
+        last = Clerk(site)(replace(request, facts=other)).failure
+    assert last == public_reason("limit")
+    assert Clerk(site)(request).failure == public_reason("classes"), "an old question"
+    (site.memory / REFUSED).unlink()
+    assert Clerk(site)(replace(request, facts=other)).failure == public_reason("classes")
+
+
+def test_refusals_of_different_configs_are_limited_by_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site_module, "MOST_REFUSALS_A_DAY", 5)
+    site = site_with(tmp_path, patients(label=SECRET))
+    reasons = [
+        Clerk(site)(request_of(settings_of(TABLE, seed=seed), run=f"run{seed}")).failure
+        for seed in range(8)
+    ]
+    assert reasons == [public_reason("classes")] * 5 + [public_reason("limit")] * 3
+    later = site_module.time.time() + 2 * site_module.DAY
+    monkeypatch.setattr(site_module.time, "time", lambda: later)
+    request = request_of(settings_of(TABLE, seed=9), run="run9")
+    assert Clerk(site)(request).failure == public_reason("classes")
+
+
+def test_a_simulation_shows_its_reasons(tmp_path: Path) -> None:
+    clerk = Clerk(Site(0, tmp_path), toys.blobs(), shows_reasons=True)
+    assert "fedstill 0" in clerk(request_of(settings_of(TABLE), version="0")).failure
