@@ -27,7 +27,7 @@ from fedstill.flower.site_settings import Site
 from fedstill.measures.base import Measure
 from fedstill.metrics.classification import METRICS, Predictions, RunMetrics
 from fedstill.metrics.score_histograms import as_histograms, auc_error, joined
-from fedstill.running.evaluation import SiteTests
+from fedstill.running.client_evaluation import SiteTests
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.result import Result

@@ -27,8 +27,8 @@ from fedstill.report.page import write_page
 from fedstill.report.summary import best_first, order_note
 from fedstill.report.table_files import results_table
 from fedstill.report.terminal import comparison_table
+from fedstill.running.client_evaluation import ClientTests
 from fedstill.running.compare import Outcome, Variant
-from fedstill.running.evaluation import OwnTests
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runs import find, groups
 from fedstill.running.setting_warnings import log_once
@@ -249,7 +249,7 @@ def test_models_of_clients_are_tested_on_their_own_tests(tmp_path: Path, engine:
 def test_a_predictor_for_each_client_is_tested_on_that_clients_examples() -> None:
     sites = prepared().sites
     perfect = {f"client {c}": lambda x: torch.stack([-x.sum(1), x.sum(1)], 1) for c in range(3)}
-    measured = OwnTests(sites, frozenset(), RunMetrics(("auc",), 1)).round_fields(
+    measured = ClientTests(sites, frozenset(), RunMetrics(("auc",), 1)).round_fields(
         RoundResult(1, (), {}, perfect), {}
     )
     for client in (0, 1):

@@ -24,7 +24,7 @@ from fedstill.data.partition.column import column
 from fedstill.report.data_split import class_by_client, splits
 from fedstill.report.figures import short_name
 from fedstill.report.page import write_page
-from fedstill.running.evaluation import OwnTests
+from fedstill.running.client_evaluation import ClientTests
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runs import groups
 from pages import as_plotly
@@ -209,19 +209,19 @@ def test_the_answer_of_each_client_counts_where_it_has_one() -> None:
 
         return predict
 
-    def fields(tests: OwnTests, predictors: dict[str, Any]) -> dict[str, Any]:
+    def fields(tests: ClientTests, predictors: dict[str, Any]) -> dict[str, Any]:
         return tests.round_fields(RoundResult(1, (), {}, predictors), {})
 
-    told = fields(OwnTests(sites, frozenset()), {f"client {c}": of(c) for c in range(3)})
+    told = fields(ClientTests(sites, frozenset()), {f"client {c}": of(c) for c in range(3)})
     assert told["own_test_by_client"] == {"0": 1.0, "1": 0.5, "2": 0.0}
-    tests = OwnTests(sites, frozenset({"train"}))
+    tests = ClientTests(sites, frozenset({"train"}))
     for event in (
         {"event": "client", "name": "train", "client": 1, "site_accuracy": 0.75},
         {"event": "client", "name": "else", "client": 0, "site_accuracy": 1},
     ):
         tests.on_event(event)
     assert fields(tests, {})["own_test_by_client"] == {"1": 0.75}
-    without = OwnTests(replace(sites, own_tests={}), frozenset())
+    without = ClientTests(replace(sites, own_tests={}), frozenset())
     assert fields(without, {"global": of(0)}) == {}
 
 

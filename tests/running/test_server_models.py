@@ -34,7 +34,7 @@ from fedstill.export.loading import load_model
 from fedstill.report.blocks import Table
 from fedstill.report.clients import clients
 from fedstill.report.page import Report, page
-from fedstill.running.evaluation import OwnTests
+from fedstill.running.client_evaluation import ClientTests
 from fedstill.running.explain import run_estimate
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
@@ -222,7 +222,7 @@ def test_own_test_sets_are_tested_by_the_clients_model() -> None:
         predictors={"cluster 0": always(0), "cluster 1": always(1)},
         client_predictors={0: "cluster 1", 1: "cluster 0"},
     )
-    fields = OwnTests(own, frozenset()).round_fields(result, {})
+    fields = ClientTests(own, frozenset()).round_fields(result, {})
     share = {label: float((test.labels == label).double().mean()) for label in (0, 1)}
     assert fields["own_test_by_client"] == {"0": share[1], "1": share[0]}
 

@@ -19,7 +19,7 @@ from fedstill.measures.base import Measure
 from fedstill.measures.context import EvaluationContext
 from fedstill.metrics.shapley import MOST_EXACT
 from fedstill.report.table_files import TextTable
-from fedstill.running.evaluation import evaluated, evaluated_answers
+from fedstill.running.evaluation import answering_models, evaluated
 from fedstill.running.journal import Look
 from fedstill.running.observers import look
 from fedstill.running.preparation import Prepared
@@ -107,7 +107,7 @@ ClassAccuracies = Sequence[float | None]
 
 def class_accuracies(prepared: Prepared, state: State) -> ClassAccuracies:
     """The global model's class accuracies in a state."""
-    predictors = evaluated_answers(prepared.settings.method, state, prepared.world)
+    predictors = answering_models(prepared.settings.method, state, prepared.world)
     numbers = evaluated(predictors, prepared.sites, prepared.world.classes)
     accuracies: ClassAccuracies = numbers["class_accuracy"]
     return accuracies

@@ -6,7 +6,6 @@ in log space, run under ``torch.func.vmap``, keep the student's dtype, and leave
 keep gradients out of teachers.
 """
 
-from fedstill.losses.classification import adjusted_cross_entropy, cross_entropy, minority_kd
 from fedstill.losses.distillation import (
     confidence_weights,
     entropy_weights,
@@ -14,6 +13,7 @@ from fedstill.losses.distillation import (
     logit_error,
     masked_ce,
     masked_kl,
+    minority_kd,
     multi_kd,
     multi_nckd,
     multi_tckd,
@@ -26,7 +26,13 @@ from fedstill.losses.distillation import (
     target_kl,
     tckd,
 )
-from fedstill.losses.penalties import model_contrast, proximal, quadratic
+from fedstill.losses.without_teacher import (
+    adjusted_cross_entropy,
+    cross_entropy,
+    model_contrast,
+    proximal,
+    quadratic,
+)
 
 __all__ = [
     "adjusted_cross_entropy",

@@ -154,6 +154,47 @@ def nckd_slice(
     return temperature**2 * (p.exp() * (p - q)).sum(-1)
 
 
+def minority_kd(
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    majority: Tensor,
+    temperature: float | Tensor = 1.0,
+) -> Tensor:
+    """Distillation of the classes that a client has little of, one value per example: tau² times a
+    KL.
+
+    The teacher's part is its softmax over the classes that are neither the label nor of the
+    majority; the student's is its softmax over all C-1 classes other than the label. So the student
+    is pushed down on majority classes too. student, teacher: (B, C) float logits, C >= 2; labels:
+    (B,) int64 in [0, C); majority: (C,) or (B, C) bool; temperature tau > 0. Gives (B,) of the
+    student's dtype, in nats, >= 0 up to rounding; 0 where no class is left for the teacher. Without
+    a majority it is ``nckd``. The label's logit has exactly no influence and no gradient. Equal
+    logits of the teacher are a uniform target.
+
+    Source: Lu et al., "Federated Learning with Label-Masking Distillation" (FedLMD).
+    Reading: the code subtracts 1000 from masked logits, which is removal, unless the label is the
+    only minority class: then every class is masked and the loss is about 1000 times the teacher's
+    probability of the label. Here it is 0.
+
+    >>> minority_kd(
+    ...     torch.zeros(1, 3),
+    ...     torch.zeros(1, 3),
+    ...     torch.tensor([0]),
+    ...     torch.tensor([False, True, False]),
+    ... )
+    tensor([0.6931])
+    """
+    minority = other_logits((~majority).expand(student.shape), labels)  # (B, C-1) bool
+    # Without a minority class nothing is masked: a softmax over no class is NaN.
+    masked = ~minority & minority.any(-1, keepdim=True)
+    q = torch.log_softmax(other_logits(student, labels) / temperature, dim=-1)
+    t = other_logits(teacher.to(student.dtype), labels) / temperature
+    p = torch.log_softmax(t.masked_fill(masked, -torch.inf), dim=-1)
+    divergence = p.exp().masked_fill(~minority, 0.0) * (p.masked_fill(~minority, 0.0) - q)
+    return temperature**2 * divergence.sum(-1)
+
+
 def _zero_label(logits: Tensor, labels: Tensor) -> Tensor:
     is_label = torch.arange(logits.shape[-1], device=logits.device) == labels.unsqueeze(-1)
     return torch.where(is_label, torch.zeros_like(logits), logits)

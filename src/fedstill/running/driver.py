@@ -24,7 +24,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.engines.cores import torch_threads
 from fedstill.engines.serial import Memory, SerialEngine, Version
 from fedstill.running.checkpoint import Checkpoints, Restored, StoredMemory
-from fedstill.running.evaluation import Evaluation, client_predictors_of, evaluated_answers
+from fedstill.running.evaluation import Evaluation, answering_models, client_predictors_of
 from fedstill.running.extensions import run_context, run_extensions
 from fedstill.running.journal import CONFIG_SEAL, START, Journal, read_journal
 from fedstill.running.observers import seconds_by_measure
@@ -373,7 +373,7 @@ class Driver:
         method, world = self.context.method, self.context.world
         where = f"after round {number}" if number else "before round 1"
         with in_hook(method, "predictors", where):
-            answers = evaluated_answers(method, state, world)
+            answers = answering_models(method, state, world)
         hook = "client_predictors" if method.has_client_predictors else "predictors"
         with in_hook(method, hook, where):
             client_predictors = client_predictors_of(method, answers, state, world)

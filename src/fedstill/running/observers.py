@@ -41,7 +41,7 @@ from fedstill.measures.base import Measure, Numbers, RoundReports
 from fedstill.measures.choice import looks_last, measures
 from fedstill.measures.context import EvaluationContext
 from fedstill.metrics import consistency, forgetting
-from fedstill.running.evaluation import Evaluation, Predict, Row, mean_row, tests_by_class
+from fedstill.running.evaluation import Evaluation, Predict, tests_by_class
 from fedstill.running.preparation import Prepared
 
 log = logging.getLogger("fedstill.measuring")
@@ -357,7 +357,7 @@ class TaskEnds(Observer):
 
     prepared: Prepared
     evaluation: Evaluation
-    _site_rows: dict[int, Row] = field(default_factory=dict)
+    _site_rows: dict[int, SiteRow] = field(default_factory=dict)
     """What each real site said of its accuracy on every task, in the task under way."""
 
     def __post_init__(self) -> None:
@@ -495,7 +495,7 @@ class TaskEnds(Observer):
         if task < 0:
             return {}
         return {
-            "row": mean_row(rows.values(), self.prepared.world.stream.tasks),
+            "row": mean_over_sites(rows.values(), self.prepared.world.stream.tasks),
             "clients": {str(client): list(row) for client, row in rows.items()},
         }
 
@@ -595,6 +595,27 @@ class TaskEnds(Observer):
                 weighed[answered] = _weighed(of_task, counts)[answered]
             by_task.append(weighed)
         return by_task
+
+
+SiteRow = Sequence[float | None]
+"""A model's accuracy on each task (T,), on a site's own test set; None without test examples."""
+
+
+def mean_over_sites(rows: Collection[SiteRow], tasks: int) -> list[float | None]:
+    """The mean over sites of the accuracy on each task (T,); None for a task that no site tested.
+
+    >>> mean_over_sites([[1.0, None], [0.5, None]], 2)
+    [0.75, None]
+    """
+    means: list[float | None] = []
+    for task in range(tasks):
+        accuracies = [row[task] for row in rows]
+        tested = [accuracy for accuracy in accuracies if accuracy is not None]
+        mean = None
+        if tested:
+            mean = sum(tested) / len(tested)
+        means.append(mean)
+    return means
 
 
 def _weighed(accuracy: Tensor, counts: Tensor) -> Tensor:

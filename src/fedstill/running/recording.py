@@ -21,7 +21,8 @@ from fedstill.core.reports import event_fields
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.serial import Memory
 from fedstill.running.checkpoint import Checkpoints
-from fedstill.running.evaluation import Evaluation, OwnAnswers, OwnTests, SiteTests, tests_by_class
+from fedstill.running.client_evaluation import ClientAnswers, ClientTests, SiteTests
+from fedstill.running.evaluation import Evaluation, tests_by_class
 from fedstill.running.extensions import Extensions
 from fedstill.running.journal import Journal
 from fedstill.running.observers import Forgetting, Measures, TaskEnds, Traffic
@@ -156,8 +157,8 @@ def run_observers(
     return (
         Forgetting(),
         *extensions.observers,
-        OwnAnswers(personal, label_counts, tests_by_class(sites, world.classes)),
-        OwnTests(sites, personal, prepared.metrics),
+        ClientAnswers(personal, label_counts, tests_by_class(sites, world.classes)),
+        ClientTests(sites, personal, prepared.metrics),
         SiteTests(prepared.metrics, personal),
         TaskEnds(prepared, evaluation),
         Traffic(world, Need.SAME_SHAPES in settings.method.requires()),
