@@ -62,8 +62,8 @@ def domain_stream(
     transform: Change | None = None,
     share: Literal["own", "all"] = "own",
 ) -> Cut:
-    """The same classes in every task, from another place or in another form: a column's values, or
-    changed images.
+    """The same classes in every task, but from another source or in another form: values of a
+    column, or transformed images.
 
     Task 1 shows images as they are. Changes use whole numbers only, so that every machine makes the
     same bytes.
@@ -166,8 +166,8 @@ Path = Literal["line", "jump", "return"]
 def drift_stream(
     labels: NDArray[np.int64], tasks: int, seed: int, classes: int, path: Path = "line"
 ) -> Cut:
-    """Clients' label mixes move from one split to another: both are drawn by the run's partition,
-    with two seeds.
+    """The clients' class proportions move from one split to another; the run's partition draws
+    both, with two seeds.
 
     Each example of a task goes to its client of the second split with the task's probability, else
     of the first. A client may be without examples in a task.
@@ -193,8 +193,8 @@ def drift_stream(
 def site_stream(
     tasks: int, classes: int, order: tuple[tuple[int, ...], ...] = (), cuts: tuple[str, ...] = ()
 ) -> Cut:
-    """Tasks of real sites, which have data of their own: a folder for each, or a time column that
-    is cut.
+    """Tasks of real sites with data of their own: a folder for each task, or dates that divide a
+    time column.
 
     order: The classes of each task, by number, where tasks differ in these; empty: all classes in
     each.
@@ -211,7 +211,7 @@ def site_stream(
 
 @register("stream", "none")
 def one_task(labels: NDArray[np.int64], classes: int) -> Cut:
-    """One task for the whole run: nothing comes and nothing goes."""
+    """One task for the whole run: classes and data do not change."""
     return Cut(np.zeros(len(labels), dtype=np.int64), (tuple(range(classes)),))
 
 
@@ -227,7 +227,7 @@ def class_stream(
     order: Order | tuple[tuple[int, ...], ...] = "shuffled",
     first: CountOrZero = 0,
 ) -> Cut:
-    """New classes in every task: an ordered division of all classes.
+    """New classes in every task: all classes are divided in a given or random order.
 
     Where the number of classes cannot be divided, the first tasks have one more. ``legacy`` is
     NumPy's old permutation, the order of TARGET's and LANDER's codes, so that their class orders

@@ -92,7 +92,7 @@ class _Sampled:
 @register("topology", "parallel")
 @dataclass(frozen=True)
 class Parallel(_Sampled):
-    """All sampled clients train side by side; the server aggregates their replies."""
+    """All sampled clients train in parallel; the server aggregates their replies."""
 
     server: str = ""
     """A stage of this name follows, in which the server works on public data (FedDF)."""
@@ -129,8 +129,8 @@ class Parallel(_Sampled):
 @register("topology", "sequential")
 @dataclass(frozen=True)
 class Sequential(_Sampled):
-    """Sampled clients train one after another, in the order drawn: each goes on from the model of
-    the one before.
+    """Sampled clients train one after another, in random order; each starts from the model of the
+    previous client.
     """
 
     order: Literal["drawn", "fixed"] = "drawn"
@@ -162,8 +162,8 @@ class Sequential(_Sampled):
 @register("topology", "public_logits")
 @dataclass(frozen=True)
 class PublicLogits(_Sampled):
-    """Clients train on their own data and send logits on public data, from which the server and
-    then they learn.
+    """Clients train on their own data and send logits on public data; the server and the clients
+    learn from these logits.
     """
 
     first: str = ""
@@ -198,8 +198,8 @@ class PublicLogits(_Sampled):
 @register("topology", "peer_to_peer")
 @dataclass(frozen=True)
 class PeerToPeer:
-    """In each round every client fits its own model; students then learn from their peers' models,
-    and refine.
+    """In each round, every client trains its own model; then clients learn from their peers'
+    models, and refine.
     """
 
     students: tuple[int, ...] = ()

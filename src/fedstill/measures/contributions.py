@@ -352,7 +352,7 @@ DIGITS = 6
 
 @register("measure", "contributions")
 class Contributions(Measure):
-    """Who made the model forget: each class's change in a round by local training, by averaging,
+    """Causes of forgetting: the change of each class in a round by local training, by averaging,
     and by client.
 
     With clients side by side, the changes by local training and by averaging add up to the whole

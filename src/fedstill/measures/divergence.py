@@ -30,8 +30,8 @@ from fedstill.models.functional import SHARD
 
 @register("measure", "divergence")
 class Divergence(Measure):
-    """Distance of local weights from the received ones, L1 and L2, and of a client's labels from
-    what the model knows.
+    """Distance of local weights from the received ones (L1 and L2), and of a client's labels from
+    the model's predictions.
 
     Source: FedNTD, section 5.2 and figure 8.
     Reading: w in ``||w - w_k||`` and A_G are the global model that the client received, not the
@@ -67,7 +67,7 @@ class Divergence(Measure):
 
 @register("measure", "diversity")
 class Diversity(Measure):
-    """Gradient diversity of the clients at the received model, and the same of the updates that
+    """Gradient diversity of the clients at the received model, and diversity of the updates that
     they sent.
 
     "gradients": of the mean cross-entropy on each client's own training data, in evaluation mode,
@@ -119,8 +119,8 @@ def _gradient(context: EvaluationContext, params: Tensors, data: Examples) -> Te
 
 @register("measure", "alignment")
 class Alignment(Measure):
-    """Share of units with the same class as in the received global model, in local models and in
-    the new global one.
+    """Share of hidden units that keep the preferred class of the received global model, in local
+    models and in the new global model.
 
     By layer: "features", the last hidden one, and "classifier". Source: FedNTD, section 5.1 and
     table 2.
@@ -179,8 +179,8 @@ MODELS = 10
 
 @register("measure", "units")
 class Units(Measure):
-    """The preferred class of each unit of the last hidden layer, in the received, the local and the
-    new global model.
+    """The preferred class of each unit of the last hidden layer, in the received, local and new
+    global models.
 
     At most ten local models, at the end of the run. Source: FedNTD, figure 17.
     """

@@ -31,7 +31,7 @@ BINS = 72
 
 @register("measure", "sphere")
 class Sphere(Measure):
-    """Directions of test examples' features by class, for the received, three local and the new
+    """Directions of test features by class, for the received model, three local models and the new
     global model.
 
     Needs features of two numbers, as ``sphere_cnn`` has them. At the end of the run; counts in 72
@@ -84,8 +84,8 @@ PERPLEXITY = 30.0
 
 @register("measure", "tsne")
 class JointTSNE(Measure):
-    """One joint t-SNE of 200 test examples' features under the received, at most ten local, and the
-    new global model.
+    """One joint t-SNE of the features of 200 test examples under the received, the new and at most
+    ten local models.
 
     At the end of the run; scikit-learn's, seeded, on one thread: its result depends on their
     number. The features are kept beside the journal, so that runs which started from one model can
@@ -150,8 +150,8 @@ died.
 
 @register("measure", "boundaries")
 class Boundaries(Measure):
-    """Features of the first client that asked on their two principal axes, and which class each
-    place has there.
+    """Features of the first client that queries, on two principal axes, and the predicted class at
+    each point of this plane.
 
     After each stage in which it trained: images of the classes that it asked for or has, at most
     200 of the test set.

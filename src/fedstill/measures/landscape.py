@@ -183,8 +183,8 @@ DIGITS = 5
 
 @register("measure", "landscape")
 class Landscape(Measure):
-    """Test loss in two planes and under noise, around the new global model and around one local
-    model.
+    """Test loss in two planes and under noise on the weights, around the new global model and one
+    local model.
 
     At the end of the run, on 200 test examples, in evaluation mode. "random": two random
     directions, normalised filter by filter, from -1 to 1. "hessian": the two directions in which

@@ -32,8 +32,8 @@ from fedstill.metrics.local_models import (
 
 @register("measure", "local")
 class Local(Measure):
-    """In- and out-local accuracy of local models; each client evaluates its own on the common test
-    set.
+    """In-local and out-local accuracy of local models; each client evaluates its model on the
+    common test set.
 
     The numbers come with the clients' replies, so that they exist where no server sees a local
     model; the formulas are in ``metrics/local_models.py``, and the means stand in the event of the
@@ -72,8 +72,8 @@ class Local(Measure):
 
 @register("measure", "personal")
 class Personal(Measure):
-    """Accuracy of local models on their client's training data, and on test examples in its
-    proportions of classes.
+    """Accuracy of local models on their client's training data, and on test examples in its class
+    proportions.
 
     After every stage on a client's own data. The numbers come with the clients' replies, so that
     they exist where no server sees a local model; the means over clients stand in the event of the
@@ -144,8 +144,8 @@ class Personal(Measure):
 
 @register("measure", "private_public")
 class PrivatePublic(Measure):
-    """Accuracy of each client's own model on its held-out examples and on the public images; the
-    server's on these.
+    """Accuracy of each client's own model on its held-out examples and on public images, and of the
+    server's model on public images.
 
     Before and after every stage on public data, after every other. Held out is what
     ``plan.validation`` says. The numbers come with the clients' replies; the formulas are in
@@ -194,7 +194,8 @@ class PrivatePublic(Measure):
 
 @register("measure", "epochs")
 class Epochs(Measure):
-    """In- and out-local accuracy of local models as received and after every local epoch.
+    """In-local and out-local accuracy of the received model and of local models after every local
+    epoch.
 
     Each client copies its model when an epoch ends and evaluates the copies on the common test set
     when it has trained, in the stages in which it trains on its own data; training is the same to
@@ -251,8 +252,8 @@ class Epochs(Measure):
 
 @register("measure", "chain")
 class Chain(Measure):
-    """Accuracy of each class after every client of a chain, and drift: how well the last client's
-    own data stay known.
+    """Accuracy by class after every client of a chain, and the accuracy of its model on the
+    previous client's data.
 
     Of a client that goes on from another's model: the accuracy on that other client's training data
     of the model it left (``handed_over``) and of the model after this one (``kept``), of the task

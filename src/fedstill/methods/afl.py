@@ -60,8 +60,8 @@ SUMS = ("gram", "cross")
 @method("afl")
 @dataclass(frozen=True)
 class AFL(Method):
-    """The last layer on frozen features by ridge regression, the same however the data are
-    split.
+    """Solves for the last layer on frozen features by ridge regression; the result does not depend
+    on how the data are split.
     """
 
     needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES | Need.HEAD

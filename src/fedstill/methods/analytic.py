@@ -75,8 +75,8 @@ SUM_UP = "sums"
 @method("analytic")
 @dataclass(frozen=True)
 class Analytic(FedAvg):
-    """FedAvg in the first task; after each task a last layer that is exact for all tasks so far;
-    needs [stream].
+    """FedAvg in the first task; after each task, it solves for a last layer that equals that of
+    training on all tasks so far; needs [stream].
     """
 
     schedule: ClassVar[Mapping[str, Any]] = {"task_end": SUM_UP}

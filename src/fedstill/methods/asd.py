@@ -34,7 +34,7 @@ from fedstill.methods.fedntd import FromGlobal, no_other_classes
 @method("fedavg_asd", about="FedAvg with adaptive self-distillation of all classes.", classes="all")
 @method(
     "fedntd_asd",
-    about="FedNTD with adaptive self-distillation: of the not-true classes.",
+    about="FedNTD with adaptive self-distillation of the not-true classes.",
     classes="not_true",
 )
 @dataclass(frozen=True)

@@ -70,7 +70,9 @@ MOMENTS = ("counts", "sums", "products")
 @method("ccvr")
 @dataclass(frozen=True)
 class CCVR(FedAvg):
-    """FedAvg, and in the end a head that is trained on features drawn by class, as many of each."""
+    """FedAvg, then the server retrains the head on features sampled from a Gaussian for each class,
+    equally many per class.
+    """
 
     schedule: ClassVar[Mapping[str, Any]] = {"last": STATISTICS, "closing": CALIBRATE}
     stages: ClassVar[frozenset[str]] = frozenset({"train", STATISTICS, CALIBRATE})

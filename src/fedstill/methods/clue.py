@@ -73,8 +73,8 @@ from fedstill.models.ensemble import Joined, WeightedVote
 @method("clue")
 @dataclass(frozen=True)
 class CLUE(LocalOnly):
-    """An approximation of CLUE: parameters of the peer that knows a class best, and a vote of the
-    model with itself.
+    """An approximation of CLUE: copies parameters from the peer that knows a class best, and lets
+    both models vote.
     """
 
     schedule: ClassVar[Mapping[str, Any]] = {"refine": False}

@@ -59,8 +59,8 @@ from fedstill.models.contract import trainable_entries
 @method("cwc")
 @dataclass(frozen=True)
 class CWC(FedSeq):
-    """Sequential training with a consolidation penalty whose importance is handed on and decays by
-    rounds.
+    """Sequential training with a consolidation penalty; the importance of each parameter is passed
+    on and decays by round.
     """
 
     weight: NonNegative = 0.01

@@ -53,8 +53,8 @@ PERSONAL = "personal"
 @method("ditto")
 @dataclass(frozen=True)
 class Ditto(FedAvg):
-    """FedAvg, and at each client a model of its own with (lambda/2) ||v - w_global||^2 added to its
-    loss.
+    """FedAvg; each client also trains a personal model with (lambda/2) ||v - w_global||^2 added to
+    its loss.
     """
 
     schedule: ClassVar[Mapping[str, Any]] = {"before": PERSONAL}

@@ -35,7 +35,9 @@ DSFL_PLAN = Plan(epochs=5, batch=100, lr=0.1)
 @method("dsfl")
 @dataclass(frozen=True)
 class DSFL(LogitExchange):
-    """Learn from the sharpened mean of the clients' probabilities on public images."""
+    """Clients and server learn from the sharpened mean of the clients' probabilities on public
+    images.
+    """
 
     plans: ClassVar[dict[str, Plan]] = {LOCAL: DSFL_PLAN, TEACH: DSFL_PLAN, DISTIL: DSFL_PLAN}
 

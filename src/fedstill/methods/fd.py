@@ -52,7 +52,7 @@ from fedstill.methods.class_values import ClassValues, TowardsValues, client_gro
 @method("fd")
 @dataclass(frozen=True)
 class FD(ClassValues):
-    """Clients distil from the others' mean logits for each class; networks may differ."""
+    """Clients distil from the other clients' mean logits of each class; networks may differ."""
 
     average_weights: bool = False
     """Whether models are sent and averaged, too (FedDistill+); all networks must then be one."""

@@ -75,8 +75,8 @@ TCKD: dict[str, Loss] = {"target": target_kl, "binary": tckd}
 @method("feddkd")
 @dataclass(frozen=True)
 class FedDKD(FedAvg):
-    """FedAvg with true-class and not-true-class distillation from the round's global model, the
-    same on all clients.
+    """FedAvg with true-class and not-true-class distillation from the global model, with the same
+    weights on all clients.
     """
 
     alpha: NonNegative = 1.0
@@ -101,7 +101,7 @@ class FedDKD(FedAvg):
 @method("feddkd_groups")
 @dataclass(frozen=True)
 class FedDKDOfGroups(FedDKD):
-    """FedDKD in which the first clients have a true-class weight of their own.
+    """FedDKD in which the first clients have another true-class weight than the others.
 
     Source: FedADKD's paper, section II.B and figure 4.
     """
@@ -159,7 +159,7 @@ class OfGroups(Decoupled):
 @method("fedadkd")
 @dataclass(frozen=True)
 class FedADKD(FedDKD):
-    """FedDKD whose true-class weight follows each client's label heterogeneity."""
+    """FedDKD with a true-class weight that adapts to each client's label heterogeneity."""
 
     # the server keeps each client's Gini index
     permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE

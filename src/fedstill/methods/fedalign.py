@@ -39,7 +39,9 @@ from fedstill.models.resnet import run_slim
 @method("fedalign")
 @dataclass(frozen=True)
 class FedAlign(FedAvg):
-    """FedAvg whose clients align the Lipschitz constants of the slim and the full last stage."""
+    """FedAvg whose clients align the Lipschitz constants of the last stage of the network at
+    reduced and full width.
+    """
 
     # its penalty is of a whole batch
     permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING

@@ -38,7 +38,7 @@ Suspected = Annotated[float, Interval(gt=0, lt=0.5)]
 @method("fedavg")
 @dataclass(frozen=True)
 class FedAvg(Method):
-    """Average the models that clients trained on their own data."""
+    """Averages the models that clients train on their own data."""
 
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN}
     permits: ClassVar[Permit] = (

@@ -29,9 +29,7 @@ from fedstill.models.contract import trainable_entries
 @method("fedavgm")
 @dataclass(frozen=True)
 class FedAvgM(FedAvg):
-    """FedAvg whose server moves by a running sum of changes: v = beta v + (w - mean), w = w - eta
-    v.
-    """
+    """FedAvg with momentum at the server: v = beta v + (w - mean), w = w - eta v."""
 
     momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.9
     """What the running sum of changes is multiplied by in every round (beta)."""

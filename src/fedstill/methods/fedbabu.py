@@ -42,8 +42,8 @@ from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
 @method("fedbabu")
 @dataclass(frozen=True)
 class FedBABU(PartlyShared):
-    """Average bodies trained under one fixed random head, and in the end fine-tune the whole at
-    every client.
+    """Averages bodies that are trained under a fixed random head; at the end, every client
+    fine-tunes the whole network.
     """
 
     schedule: ClassVar[Mapping[str, Any]] = {"last": LAST}

@@ -64,8 +64,8 @@ from fedstill.models.contract import joins_last_example, trainable_entries
 @method("fedbe")
 @dataclass(frozen=True)
 class FedBE(FedDF):
-    """FedDF with the average and drawn models in the ensemble, and with the server's weights
-    averaged on the way.
+    """FedDF whose ensemble also contains the average and sampled models; the server averages its
+    weights during distillation.
     """
 
     plans: ClassVar[Mapping[str, Plan]] = {

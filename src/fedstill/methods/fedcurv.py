@@ -57,8 +57,8 @@ SUMS = ("fisher", "fisher_params")
 @method("fedcurv")
 @dataclass(frozen=True)
 class FedCurv(FedAvg):
-    """FedAvg with a quadratic pull towards the other clients' models, weighed by Fisher
-    information.
+    """FedAvg with a quadratic penalty on the distance to the other clients' models, weighted by
+    Fisher information.
     """
 
     # Fisher information would need a noise of its own

@@ -58,8 +58,8 @@ MEANS = "means"
 @method("feddbe")
 @dataclass(frozen=True)
 class FedDBE(PartlyShared):
-    """FedAvg with a shift of the features at each client, which leaves it to the body to agree on
-    their mean.
+    """FedAvg with a personal shift of the features at each client, and a penalty that aligns the
+    mean features of the clients.
     """
 
     schedule: ClassVar[Mapping[str, Any]] = {"first": MEANS}

@@ -59,8 +59,8 @@ from fedstill.models.contract import trainable_entries
 @method("feddc")
 @dataclass(frozen=True)
 class FedDC(FedAvg):
-    """Train around each client's drift from the global model, with corrected gradients, and add the
-    mean drift.
+    """Clients train with a penalty on their drift from the global model and with corrected
+    gradients; the server adds the mean drift.
     """
 
     needs: ClassVar[Need] = Need.SAME_SHAPES | Need.LABEL_COUNTS

@@ -54,7 +54,7 @@ TEACH_SERVER = "teach_server"
 @method("feddf")
 @dataclass(frozen=True)
 class FedDF(FedAvg):
-    """FedAvg, then the server distils the mean of the clients' logits into the average, on
+    """FedAvg; the server then distils the mean of the clients' logits into the average, on
     unlabelled public data.
     """
 

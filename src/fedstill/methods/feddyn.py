@@ -47,8 +47,8 @@ from fedstill.models.contract import trainable_entries
 @method("feddyn")
 @dataclass(frozen=True)
 class FedDyn(FedAvg):
-    """Dynamic regularisation: -<g_i, w> + (alpha/2) ||w - w_global||^2 on each client, h on the
-    server.
+    """Dynamic regularisation: -<g_i, w> + (alpha/2) ||w - w_global||^2 on each client, and a
+    correction h on the server.
     """
 
     aggregation: Aggregation = "uniform"

@@ -34,7 +34,7 @@ from fedstill.methods.fedavg import FedAvg
 @method("fedetf")
 @dataclass(frozen=True)
 class FedETF(FedAvg):
-    """FedAvg of networks whose last layer is a fixed simplex, with balanced softmax."""
+    """FedAvg with a fixed simplex as the last layer, and balanced softmax."""
 
     # its objective has label counts
     permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING

@@ -65,8 +65,8 @@ IMPORTANCE = "importance"
 @method("fedewc")
 @dataclass(frozen=True)
 class FedEWC(FedAvg):
-    """FedAvg with a pull to the last task's model, as firm as earlier tasks need each parameter;
-    needs [stream].
+    """FedAvg with a penalty on changes since the last task, weighted by each parameter's importance
+    for earlier tasks; needs [stream].
     """
 
     schedule: ClassVar[Mapping[str, Any]] = {"task_end": IMPORTANCE}

@@ -77,8 +77,8 @@ LEAST_DECAY = 1e-5
 @method("fedgen")
 @dataclass(frozen=True)
 class FedGen(FedAvg):
-    """FedAvg whose clients also learn from features of a generator that the server trains on their
-    heads.
+    """FedAvg whose clients also learn from features of a generator, which the server trains on the
+    clients' heads.
     """
 
     schedule: ClassVar[Mapping[str, Any]] = {"server": GENERATE}

@@ -105,8 +105,8 @@ class FedGKD(FedAvg):
 @method("fedgkd_vote")
 @dataclass(frozen=True)
 class FedGKDVote(FedGKD):
-    """FedGKD from each of the last models apart, weighed by the server's losses on labelled public
-    data.
+    """FedGKD with one distillation term for each of the last models, weighted by the server's
+    losses on labelled public data.
     """
 
     schedule: ClassVar[Mapping[str, Any]] = {"server": WEIGH}

@@ -39,7 +39,7 @@ ABSENT = 100.0
 @method("fedlc")
 @dataclass(frozen=True)
 class FedLC(FedAvg):
-    """FedAvg with logits lowered by a margin for classes that a client has few examples of."""
+    """FedAvg with calibrated logits: the fewer examples of a class, the larger its margin."""
 
     # its objective has label counts
     permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING

@@ -34,7 +34,7 @@ from fedstill.methods.fedntd import no_other_classes
 @method("fedlmd")
 @dataclass(frozen=True)
 class FedLMD(FedAvg):
-    """FedAvg with distillation of the minority classes from the round's global model."""
+    """FedAvg with distillation of the minority classes from the global model."""
 
     # its objective has label counts
     permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING
@@ -54,7 +54,7 @@ class FedLMD(FedAvg):
 @method("fedlmd_tf")
 @dataclass(frozen=True)
 class FedLMDTeacherFree(FedLMD):
-    """FedLMD without a teacher: its target is uniform over the minority classes."""
+    """FedLMD without a teacher: the target is uniform over the minority classes."""
 
     def work(self, stage: Stage) -> ClientWork:
         return MaskedUniform(self)

@@ -35,8 +35,8 @@ from fedstill.methods.fedavg import FedAvg
 @method("fedlwf")
 @dataclass(frozen=True)
 class FedLwF(FedAvg):
-    """FedAvg with distillation of earlier tasks' classes from the model of the last task's end;
-    needs [stream].
+    """FedAvg with distillation of earlier tasks' classes from the model at the end of the last
+    task; needs [stream].
     """
 
     weight: NonNegative = 0.75

@@ -73,8 +73,8 @@ OWN = Plan(epochs=4, batch=5, optimiser="adam", lr=0.001)
 @method("fedmd")
 @dataclass(frozen=True)
 class FedMD(LogitExchange):
-    """Learn from the mean of the clients' logits on public images, after pre-training on these with
-    their labels.
+    """Clients learn from the mean of the clients' logits on public images, after they pre-train on
+    these images with labels.
     """
 
     schedule: ClassVar[Mapping[str, Any]] = {"first": PRETRAIN, "start": TRANSFER, "last": REVISIT}

@@ -39,8 +39,8 @@ from fedstill.models.layer_chain import run_from_level, run_to_levels
 @method("fedmlb")
 @dataclass(frozen=True)
 class FedMLB(FedAvg):
-    """FedAvg with branches into the frozen global model: their losses, and their divergence from
-    the local answers.
+    """FedAvg with branches from local layers into the frozen global model: their losses, and their
+    divergence from the local predictions.
     """
 
     needs: ClassVar[Need] = Need.SAME_SHAPES | Need.LEVELS

@@ -53,7 +53,7 @@ from fedstill.models.contract import trainable_entries
 @method("fednova")
 @dataclass(frozen=True)
 class FedNova(FedAvg):
-    """FedAvg with changes normalised by effective steps."""
+    """FedAvg that divides each client's change by its effective number of steps."""
 
     # each client's change is divided by its own steps
     permits: ClassVar[Permit] = Permit.NOTHING

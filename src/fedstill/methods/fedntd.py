@@ -32,7 +32,7 @@ from fedstill.methods.fedavg import FedAvg
 @method("fedntd")
 @dataclass(frozen=True)
 class FedNTD(FedAvg):
-    """FedAvg with not-true distillation from the round's global model."""
+    """FedAvg with not-true distillation from the global model."""
 
     beta: NonNegative = 1.0
     """Weight of the not-true distillation."""
@@ -49,7 +49,7 @@ class FedNTD(FedAvg):
 @method("fedntd_mse")
 @dataclass(frozen=True)
 class FedNTDSquared(FedAvg):
-    """FedNTD with squared error between the not-true logits instead of the divergence."""
+    """FedNTD with the squared error between not-true logits instead of the divergence."""
 
     beta: NonNegative = 0.01
     """Weight of the squared error of the not-true logits."""
@@ -61,12 +61,10 @@ class FedNTDSquared(FedAvg):
 
 
 @method("kd_ntd")
-@method(
-    "kd", about="Distillation of all classes from the round's global model: the mix at 0.", mix=0.0
-)
+@method("kd", about="FedAvg with distillation of all classes from the global model.", mix=0.0)
 @dataclass(frozen=True)
 class KDToNTD(FedAvg):
-    """Distillation that goes from all classes (mix 0) to the not-true classes (mix 1)."""
+    """A mix of the distillation of all classes (mix 0) and of the not-true classes (mix 1)."""
 
     mix: Share = 0.5
     """Share of the not-true distillation; the rest is that of all classes (lambda)."""

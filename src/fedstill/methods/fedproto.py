@@ -73,7 +73,7 @@ class WithPrototypes(ClassValues):
 @method("fedproto")
 @dataclass(frozen=True)
 class FedProto(WithPrototypes):
-    """Clients draw their features to the mean features of each class; networks may differ."""
+    """Clients pull their features towards the mean features of each class; networks may differ."""
 
     aggregation: Weighting = "uniform"
     """How clients that have a class are weighed: by their examples of it, or all alike."""

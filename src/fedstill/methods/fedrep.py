@@ -37,7 +37,7 @@ HEAD_PLAN = replace(FEDNTD_PLAN, epochs=10, norm="frozen")
 @method("fedrep")
 @dataclass(frozen=True)
 class FedRep(PartlyShared):
-    """Clients train a head of their own, then the common body under it; bodies are averaged."""
+    """Clients train a personal head, then the shared body; the server averages the bodies."""
 
     schedule: ClassVar[Mapping[str, Any]] = {"before": HEAD, "last": LAST}
     stages: ClassVar[frozenset[str]] = frozenset({HEAD, "train", LAST})

@@ -54,8 +54,8 @@ from fedstill.models.parameters import ADDED, own_logits, with_both_heads
 @method("fedrod")
 @dataclass(frozen=True)
 class FedROD(PartlyShared):
-    """FedAvg with balanced softmax, and a second head at each client that turns its answers to the
-    client's classes.
+    """FedAvg with balanced softmax; each client also trains a second head for its own class
+    proportions.
     """
 
     needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES | Need.HEAD

@@ -35,8 +35,8 @@ from fedstill.methods.fedavg import FedAvg
 @method("fedrs")
 @dataclass(frozen=True)
 class FedRS(FedAvg):
-    """FedAvg whose clients scale down, in training, the logits of classes they have no examples
-    of.
+    """FedAvg with restricted softmax: in training, clients scale down the logits of classes that
+    they lack.
     """
 
     # its objective has label counts

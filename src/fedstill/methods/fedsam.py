@@ -30,7 +30,9 @@ from fedstill.methods.fedavg import FedAvg
 @method("fedsam")
 @dataclass(frozen=True)
 class FedSAM(FedAvg):
-    """FedAvg with gradients taken a distance rho further up the client's own loss."""
+    """FedAvg with sharpness-aware minimisation: gradients at parameters moved by rho along the
+    gradient of the client's loss.
+    """
 
     # its first pass has no noise
     permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING

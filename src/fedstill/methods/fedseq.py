@@ -28,7 +28,7 @@ FEDSEQ_PLAN = Plan(epochs=5, batch=64, lr=0.01, weight_decay=1e-4)
 @method("fedseq")
 @dataclass(frozen=True)
 class FedSeq(Method):
-    """Plain training along a chain: the last client's model is the round's."""
+    """Plain training along a chain: the last client's model is the result of the round."""
 
     topology: ClassVar[str] = "sequential"
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDSEQ_PLAN}

@@ -41,7 +41,9 @@ from fedstill.methods.partly_shared import in_head
 @method("fedsol")
 @dataclass(frozen=True)
 class FedSOL(FedAvg):
-    """FedAvg with gradients taken a step further away from what the global model says."""
+    """FedAvg with gradients at parameters moved in the direction that increases the divergence from
+    the global model.
+    """
 
     # its first pass has no noise
     permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING

@@ -65,8 +65,8 @@ PROTOTYPES = "prototypes"
 @method("fedtgp")
 @dataclass(frozen=True)
 class FedTGP(WithPrototypes):
-    """Clients draw their features to prototypes that the server trains to lie apart; networks may
-    differ.
+    """Clients pull their features towards prototypes, which the server trains to be far apart;
+    networks may differ.
     """
 
     schedule: ClassVar[Mapping[str, Any]] = {"server": PROTOTYPES}

@@ -273,7 +273,7 @@ PARALLEL = replace(FITTING, epochs=2, validation=0.0, patience=0, keep="last")
 @method("ft_fedavg")
 @dataclass(frozen=True)
 class FTFedAvg(FedAvg):
-    """FedAvg, and in the end every client fine-tunes the global model on its own data."""
+    """FedAvg; at the end, every client fine-tunes the global model on its own data."""
 
     schedule: ClassVar[Mapping[str, Any]] = {"last": LAST}
     stages: ClassVar[frozenset[str]] = frozenset({"train", LAST})

@@ -46,8 +46,8 @@ from fedstill.models.functional import run_part
 @method("fml")
 @dataclass(frozen=True)
 class FML(PartlyShared):
-    """Networks of the clients' own, of any architecture, and a shared one learn from each other at
-    every client.
+    """At every client, a personal network of any architecture and the shared network learn from
+    each other.
     """
 
     needs: ClassVar[Need] = Need.PAIR

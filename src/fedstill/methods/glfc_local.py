@@ -44,8 +44,8 @@ from fedstill.methods.replay import REMEMBER, Rehearse, Replay
 @method("glfc_local")
 @dataclass(frozen=True)
 class GLFCLocal(Replay):
-    """Kept examples, sigmoid losses weighed by class, and the last task's model as a teacher; needs
-    [stream].
+    """The client part of GLFC: stored examples, class-balanced losses, and the last task's model as
+    a teacher; needs [stream].
     """
 
     size: CountOrZero = 2000

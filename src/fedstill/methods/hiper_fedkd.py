@@ -62,25 +62,27 @@ PUBLIC = Plan(epochs=5, batch=64, lr=0.01, validation=0.2, shuffle=False)
 
 @method(
     "hiper_baseline",
-    about="HiPer-FedKD without its parts: raw logits, temperature 1.",
+    about="HiPer-FedKD without its improvements: raw logits, temperature 1.",
     temperatures="off",
     z_score=False,
 )
 @method(
     "hiper_temperature",
-    about="Improvement 1: linear personal temperatures.",
+    about="HiPer-FedKD's improvement 1: linear personal temperatures.",
     temperatures="linear",
     z_score=False,
 )
 @method(
     "hiper_standardised",
-    about="Improvement 2: linear temperatures, standardised logits.",
+    about="HiPer-FedKD's improvement 2: linear personal temperatures and standardised logits.",
     temperatures="linear",
 )
 @method("hiper_fedkd")
 @dataclass(frozen=True)
 class HiPerFedKD(LogitExchange):
-    """Learn from the mean of standardised logits, after local training at personal temperatures."""
+    """Clients and server learn from the mean of standardised logits, after local training at
+    personal temperatures.
+    """
 
     plans: ClassVar[dict[str, Plan]] = {
         LOCAL: HIPER_PLAN,

@@ -75,7 +75,7 @@ class LocalOnly(Method):
 @method("fedavg_once")
 @dataclass(frozen=True)
 class FedAvgOnce(LocalOnly):
-    """The mean, once, of models that clients trained alone."""
+    """Averages, once, the models that clients trained alone."""
 
     needs: ClassVar[Need] = Need.SAME_SHAPES
     permits: ClassVar[Permit] = (
@@ -114,7 +114,7 @@ class FedAvgOnce(LocalOnly):
 @method("ensemble")
 @dataclass(frozen=True)
 class Ensemble(LocalOnly):
-    """The mean of all local models' probabilities."""
+    """Averages the predicted probabilities of all local models."""
 
     personal: ClassVar[frozenset[str]] = frozenset()
 

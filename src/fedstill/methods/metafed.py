@@ -64,8 +64,8 @@ momentum.
 @method("metafed")
 @dataclass(frozen=True)
 class MetaFed(Method):
-    """Clients in a ring have models of their own: taken over from the previous client at first, and
-    later drawn to its features.
+    """Clients in a ring train personal models: each starts from the previous client's model, and
+    later aligns its features with it.
     """
 
     topology: ClassVar[str] = "sequential"

@@ -42,7 +42,9 @@ from fedstill.methods.public_logits import own_model
 @method("moon")
 @dataclass(frozen=True)
 class Moon(FedAvg):
-    """FedAvg with a contrast between the global and the client's previous model, on features."""
+    """FedAvg with a contrastive loss on features: towards the global model, away from the client's
+    previous model.
+    """
 
     needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES
 

@@ -56,7 +56,7 @@ TRANSFERRING = replace(FITTING, epochs=25, validation=0.0, patience=0, keep="las
 @method("naive_kd")
 @dataclass(frozen=True)
 class NaiveKD(LocalOnly):
-    """Distil all peers' models, all classes alike, into the client's own."""
+    """Each client distils all classes from all peers' models into its own model."""
 
     schedule: ClassVar[Mapping[str, Any]] = {"refine": False}
     stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER})

@@ -138,7 +138,7 @@ def in_head(name: str) -> bool:
 @method("lg_fedavg")
 @dataclass(frozen=True)
 class LGFedAvg(PartlyShared):
-    """Clients keep their lower layers; the top layers are averaged."""
+    """Clients keep their lower layers; the server averages the upper layers."""
 
     layers: CountOrZero = 1
     """How many layers are averaged, from the top; 0: none, clients train alone."""

@@ -66,7 +66,7 @@ from fedstill.methods.naive_kd import TRANSFER
 @method("pfnm")
 @dataclass(frozen=True)
 class PFNM(FedAvgOnce):
-    """One model of all local ones, their hidden units matched; of residual networks
+    """Combines all local models into one by matching their hidden units; for residual networks
     approximately.
     """
 

@@ -85,8 +85,8 @@ IndexedLoss = Callable[[Tensor, Tensor], Tensor]
 @method("qkt")
 @dataclass(frozen=True)
 class QKT(NaiveKD):
-    """Learn the classes asked for from peers that know them, then refine the old head on the new
-    features.
+    """A client learns the queried classes from peers that know them, then refines its old head on
+    the new features.
     """
 
     schedule: ClassVar[Mapping[str, Any]] = {}
@@ -347,7 +347,7 @@ def head_of(params: Tensors) -> dict[str, Tensor]:
 @method("qkt_var_e")
 @dataclass(frozen=True)
 class QKTVarE(QKT):
-    """QKT in which a validation set tells each client when to end each phase."""
+    """QKT with early stopping: a validation set determines when each client ends each phase."""
 
     needs: ClassVar[Need] = QKT.needs | Need.PUBLIC_DATA
     labelled: ClassVar[frozenset[str]] = frozenset({TRANSFER, REFINE})

@@ -56,14 +56,12 @@ TRANSFER_SERVER = "transfer_server"
 @method("qkt_light")
 @method(
     "qkt_light_volunteer",
-    about="QKT Light whose phase 1 one client does for all.",
+    about="QKT Light in which one client runs phase 1 for all clients.",
     phase1="volunteer",
 )
 @dataclass(frozen=True)
 class QKTLight(QKT):
-    """Naive KD of all classes alike, then QKT's refinement of the head for the classes asked
-    for.
-    """
+    """Naive KD of all classes, then QKT's refinement of the head for the queried classes."""
 
     plans: ClassVar[Mapping[str, Plan]] = {
         **QKT.plans,
@@ -127,7 +125,7 @@ class QKTLight(QKT):
 @method("qkt_light_server")
 @dataclass(frozen=True)
 class QKTLightServer(QKTLight):
-    """QKT Light whose phase 1 the server does for all, on unlabelled public data."""
+    """QKT Light in which the server runs phase 1 for all clients, on unlabelled public data."""
 
     schedule: ClassVar[Mapping[str, Any]] = {"server": TRANSFER_SERVER, "transfer": False}
     stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER_SERVER, REFINE})

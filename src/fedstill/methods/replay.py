@@ -183,7 +183,7 @@ REMEMBER = "remember"
 @method("replay")
 @dataclass(frozen=True)
 class Replay(FedAvg):
-    """FedAvg whose clients train again on a few kept examples of earlier tasks; needs [stream]."""
+    """FedAvg whose clients also train on a few stored examples of earlier tasks; needs [stream]."""
 
     schedule: ClassVar[Mapping[str, Any]] = {"task_end": REMEMBER}
     stages: ClassVar[frozenset[str]] = frozenset({"train", REMEMBER})

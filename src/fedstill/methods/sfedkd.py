@@ -153,8 +153,8 @@ class TaughtByLastRound(FedSeq):
 @method("sfedkd")
 @dataclass(frozen=True)
 class SFedKD(TaughtByLastRound):
-    """Sequential training with complementary teachers of the last round, weighed by how far their
-    labels are.
+    """Sequential training with several complementary teachers from the last round, weighted by
+    label discrepancy.
     """
 
     gamma: NonNegative = 1.0

@@ -60,7 +60,7 @@ class Averaged(TaughtByLastRound):
 @method("aver")
 @dataclass(frozen=True)
 class AVER(Averaged):
-    """Sequential training with the mean of the divergences from the last round's models."""
+    """Sequential training that distils several models of the last round, with equal weights."""
 
     def weights(self, teachers: Tensor, labels: Tensor) -> Tensor:
         return torch.full_like(teachers[..., 0], 1 / len(teachers))
@@ -69,8 +69,8 @@ class AVER(Averaged):
 @method("ebkd")
 @dataclass(frozen=True)
 class EBKD(Averaged):
-    """Sequential training with several teachers, on each example the more certain ones before the
-    others.
+    """Sequential training that distils several models; for each example, more certain models have
+    larger weights.
     """
 
     def weights(self, teachers: Tensor, labels: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ class EBKD(Averaged):
 @method("camkd")
 @dataclass(frozen=True)
 class CAMKD(Averaged):
-    """Sequential training with several teachers, on each example those that know its label before
-    the others.
+    """Sequential training that distils several models; for each example, models that predict its
+    label well have larger weights.
     """
 
     feature_weight: NonNegative = 0.0

@@ -128,7 +128,7 @@ def lifted(
     width: Count = 1250,
     vocabulary: int = 0,
 ) -> nn.Module:
-    """A network with a wide layer of fixed random weights and a ReLU under its head.
+    """A network with a wide layer of fixed random weights and a ReLU before its head.
 
     of: The network's name, or an import path; it has a body and a linear head, which is replaced.
     arguments: Its fields.
@@ -199,7 +199,7 @@ def low_rank(
     layers: tuple[str, ...] = ("body.",),
     vocabulary: int = 0,
 ) -> nn.Module:
-    """A network with a low-rank change beside its linear layers (LoRA), to train that alone.
+    """A network with trainable low-rank changes of its linear layers (LoRA).
 
     of: The network's name, or an import path.
     arguments: Its fields.

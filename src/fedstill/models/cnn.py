@@ -134,7 +134,7 @@ def fedseq_cnn(input_shape: ImageShape, classes: int) -> Network:
 
 @register("model", "qkt_cnn")
 def qkt_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """QKT's small CNN: two 5 x 5 convolutions (32, 64) and the head, nothing between; 94,666
+    """QKT's small CNN: two 5 x 5 convolutions (32, 64) and the head, no hidden layer; 94,666
     parameters on CIFAR-10.
 
     Source: QKT, appendix A.6.3.
@@ -154,8 +154,8 @@ def qkt_cnn(input_shape: ImageShape, classes: int) -> Network:
 def qkt_cnn_pooled(
     input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0
 ) -> Network:
-    """QKT's small CNN, pooled: three normalised 3 x 3 convolutions (32 to 128), means; 94,762
-    parameters on CIFAR-10.
+    """QKT's small CNN with pooling: three normalised 3 x 3 convolutions (32 to 128), average
+    pooling; 94,762 parameters on CIFAR-10.
 
     norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with
     ("batch") running statistics, as in QKT's ResNet-18.
@@ -216,8 +216,8 @@ def tiny_cnn(input_shape: ImageShape, classes: int) -> Network:
 
 @register("model", "sphere_cnn")
 def sphere_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """FedNTD's CNN whose features are points on a circle: 512 hidden, two numbers of norm 1, and no
-    bias in the head.
+    """FedNTD's CNN with features on a circle: 512 hidden, two features of norm 1, and a head
+    without bias.
 
     Source: FedNTD, appendix N, figure 18.
     Reading: the paper does not say how its two-dimensional features are made; here a linear layer
@@ -229,9 +229,7 @@ def sphere_cnn(input_shape: ImageShape, classes: int) -> Network:
 
 @register("model", "sphere_digits_cnn")
 def sphere_digits_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """The small CNN for 8 x 8 images whose features are points on a circle, as in
-    ``sphere_cnn``.
-    """
+    """The small CNN for 8 x 8 images with features on a circle, as in sphere_cnn."""
     blocks = [_block(input_shape[0], 16, 3, 1), _block(16, 32, 3, 1)]
     return _build("sphere_digits_cnn", input_shape, classes, blocks, [64], circle=True)
 

@@ -113,8 +113,8 @@ def pair(
     shared_arguments: dict[str, Any] | None = None,
     vocabulary: int = 0,
 ) -> nn.Module:
-    """Two networks in one: each client's own, and the one that all share, which is what the
-    server's model gives.
+    """Two networks in one: a personal one at each client, and a shared one, which is the server's
+    model.
 
     own: The name of the client's own network, or an import path; clients.models can give each
     client another pair.

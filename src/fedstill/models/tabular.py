@@ -26,7 +26,7 @@ from fedstill.models.network import (
 @register(
     "model",
     "logistic",
-    about="Multinomial logistic regression: one linear layer on all its numbers.",
+    about="Multinomial logistic regression: one linear layer on all numbers of an example.",
     hidden=(),
 )
 def mlp(
@@ -35,7 +35,7 @@ def mlp(
     hidden: tuple[Count, ...] = (200, 200),
     projection: CountOrZero = 0,
 ) -> Network:
-    """A fully connected network on all of an example's numbers, with ReLU between; by default
+    """A fully connected network with ReLU on all numbers of an example; the defaults are those of
     FedAvg's 2NN.
 
     hidden: The sizes of the hidden layers; CWC's MLP is ``(1024,)``.
@@ -53,8 +53,7 @@ def mlp(
 def sphere_mlp(
     input_shape: InputShape, classes: int, hidden: tuple[Count, ...] = (200, 200)
 ) -> Network:
-    """A fully connected network whose features are points on a circle, as in ``sphere_cnn``: for
-    all numbers.
+    """A fully connected network with features on a circle, as in sphere_cnn.
 
     hidden: The sizes of the hidden layers.
 
@@ -92,7 +91,7 @@ class DenseResidual(nn.Module):
 def table_resnet(
     input_shape: InputShape, classes: int, width: Count = 128, blocks: Count = 2
 ) -> Network:
-    """A residual network of linear layers on all of an example's numbers.
+    """A residual network of linear layers on all numbers of an example.
 
     width: The number of features.
     blocks: How many residual blocks of two linear layers there are.
@@ -131,8 +130,7 @@ class ColumnAttention(nn.Module):
 def ft_transformer(
     input_shape: RowShape, classes: int, width: Count = 64, heads: Count = 4, blocks: Count = 2
 ) -> Network:
-    """A transformer on the columns of a row: each number becomes a token, and tokens look at each
-    other.
+    """A transformer on the columns of a row (FT-Transformer): each column is a token.
 
     width: The numbers of a token, a multiple of ``heads``.
     heads: How many heads the attention of a block has.

@@ -33,7 +33,7 @@ class TokenMean(nn.Module):
 def bag(
     vocabulary: int, classes: int, width: Count = 64, hidden: tuple[Count, ...] = ()
 ) -> Network:
-    """A bag of words: the mean of the embeddings of a text's tokens, whatever their order.
+    """A bag of words: the mean of the embeddings of a text's tokens, independent of their order.
 
     width: The numbers of an embedding.
     hidden: The sizes of hidden layers after the mean, with ReLU between.
@@ -77,8 +77,8 @@ class TokenConvolutions(nn.Module):
 
 @register("model", "text_cnn")
 def text_cnn(vocabulary: int, classes: int, width: Count = 64) -> Network:
-    """Two convolutions over the embeddings of tokens (kernel 5), each with max-pooling by 2, and
-    the largest of all.
+    """Two convolutions over token embeddings (kernel 5), each with max-pooling by 2, then max-
+    pooling over all positions.
 
     For bytes, or tokens whose order counts.
 
@@ -118,8 +118,8 @@ def tiny_transformer(
     heads: Count = 4,
     blocks: Count = 2,
 ) -> Network:
-    """A small transformer: embeddings of tokens and of their places, blocks of attention, and the
-    mean of the tokens.
+    """A small transformer: embeddings of tokens and positions, attention blocks, and the mean over
+    tokens.
 
     No dropout, so it can be stacked and draws nothing.
 

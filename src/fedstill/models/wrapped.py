@@ -32,8 +32,8 @@ def wrapped(
     mask: bool = False,
     vocabulary: int = 0,
 ) -> Network:
-    """Any module by import path, its last layer replaced by one for the run's classes; the rest is
-    the body.
+    """Any module by import path, with its last layer replaced by one for the run's classes; the
+    remainder is the body.
 
     Its weights are new: it is built as ``of`` says, and nothing is downloaded.
 

@@ -32,8 +32,8 @@ MOST = 2000
 
 @register("measure", "leakage")
 class Leakage(Measure):
-    """How well a server can tell which examples a client trained on, from what it sends and from
-    the global model.
+    """Membership inference: how well the server can recognise training examples from uploads and
+    from the global model.
 
     Members are clients' training examples, 2,000 at most; the others are as many test examples of
     the same classes. So the classes that a client has give nothing away, which alone would name

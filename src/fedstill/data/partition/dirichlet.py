@@ -129,8 +129,8 @@ def dirichlet(
     max_tries: Count = 20_000,
     stream: Stream = "official",
 ) -> Parts:
-    """Share every class over the clients by p ~ Dir(alpha), redrawn until all hold ``min_size``
-    examples.
+    """Splits every class over the clients by p ~ Dir(alpha), and redraws until all clients have
+    min_size examples.
 
     Every example is used. Raises InfeasiblePartition after ``max_tries`` draws, or at once where
     there are too few examples.
@@ -259,8 +259,8 @@ def extended_dirichlet(
     allocations: Count = 5,
     lower_min_size: bool = False,
 ) -> Parts:
-    """Give every client ``classes_per_client`` classes, then share each class among its clients by
-    Dir(alpha).
+    """Assigns classes_per_client classes to every client, then splits each class over its clients
+    by Dir(alpha).
 
     Every example is used. A class allocation that ``max_tries`` draws of shares could not fill is
     drawn again, ``allocations`` times in all; then InfeasiblePartition, or with ``lower_min_size``
@@ -430,8 +430,8 @@ def hybrid(
     max_tries: Count = 20_000,
     hybrid_share: Literal["proportional", "equal_per_client"] = "proportional",
 ) -> Parts:
-    """The first ``iid_share`` of the clients get stratified equal parts, the others split the rest
-    by Dir(alpha).
+    """Gives stratified equal parts to the first iid_share of the clients, and splits the rest over
+    the others by Dir(alpha).
 
     Every example is used.
 
@@ -573,8 +573,8 @@ def public_split(examples: int, public: int, seed: int = 42) -> PublicSplit:
 
 @partition("hiper")
 def hiper(labels: Labels, clients: Count, alpha: Positive, seed: Seed = 42) -> Parts:
-    """Share the pool by one matrix of Dir(alpha) rows, a row a class; the last client takes what
-    rounding leaves.
+    """Splits the data by one matrix of Dir(alpha) with a row for each class; the last client gets
+    the remainder of rounding.
 
     No minimum size, no balance rule; classes are cut in order, then each client's examples are
     shuffled with seed + client. The notebooks hold out the last 20 % of each part:

@@ -26,8 +26,8 @@ def flower_datasets(
     partitioner: str = "IidPartitioner",
     options: dict[str, bool | int | float | str] | None = None,
 ) -> Parts:
-    """A partitioner of Flower Datasets, e.g. DirichletPartitioner with options alpha = 0.3; it sees
-    only the labels.
+    """Uses a partitioner of Flower Datasets, e.g. DirichletPartitioner with options alpha = 0.3; it
+    sees only the labels.
 
     Raises UnknownName for an unknown class, ConfigError for what it refuses, or if it is not
     installed.

@@ -28,7 +28,8 @@ from fedstill.data.partition.rules import (
 
 @partition("iid")
 def iid(labels: Labels, clients: Count, seed: Seed) -> Parts:
-    """Equal parts of a random permutation; sizes differ by one at most, the larger ones first.
+    """Splits a random permutation into equal parts; sizes differ by at most one, and larger parts
+    come first.
 
     Every example is used. Raises InfeasiblePartition for more clients than examples.
 
@@ -48,8 +49,7 @@ def iid(labels: Labels, clients: Count, seed: Seed) -> Parts:
 
 @partition("sharding")
 def sharding(labels: Labels, clients: Count, shards: Count, seed: Seed) -> Parts:
-    """Cut every class into the same number of blocks and give each client ``shards`` of them at
-    random.
+    """Cuts every class into the same number of shards, and assigns shards to clients at random.
 
     Every example is used; with balanced classes all clients are equally large. Raises
     InfeasiblePartition where shards × clients is no multiple of the classes, or a class has fewer
@@ -131,8 +131,8 @@ def pathological(
     *,
     max_tries: Count = 10_000,
 ) -> Parts:
-    """Give every client ``classes_per_client`` classes and cut each class among its owners at
-    random sizes.
+    """Assigns classes_per_client classes to every client, and cuts each class at random positions
+    among its clients.
 
     Every example is used. With a = examples of a class / its owners, all owners but the last get a
     uniform whole number in [a/10, a), at least 1, the last the rest. Raises InfeasiblePartition

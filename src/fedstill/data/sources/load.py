@@ -342,7 +342,7 @@ def read_digits() -> Decoded:
 
 @register("dataset", "digits")
 def digits(folder: Folder = None) -> Dataset:
-    """1,797 handwritten digits, 8×8 grey, that ship with scikit-learn; a fifth is held out for the
+    """1,797 handwritten digits, 8×8 grey, included in scikit-learn; a fifth is held out for the
     test.
     """
     entry = catalog.DIGITS
@@ -380,7 +380,7 @@ def cifar100(folder: Folder = None) -> Dataset:
 
 @register("dataset", "cinic10")
 def cinic10(folder: Folder = None) -> Dataset:
-    """CINIC-10: 270,000 photographs, 32×32 RGB, CIFAR-10's classes, a third each for train,
+    """CINIC-10: 270,000 photographs, 32×32 RGB, the classes of CIFAR-10; a third each for train,
     validation and test.
     """
     return load_known(catalog.CINIC10, folder)
@@ -388,8 +388,8 @@ def cinic10(folder: Folder = None) -> Dataset:
 
 @register("dataset", "ham10000")
 def ham10000(folder: Folder = None, size: Count = 32) -> Dataset:
-    """HAM10000: 10,015 skin lesions, resized to size×size RGB, 7 very uneven classes; a fifth held
-    out for the test.
+    """HAM10000: 10,015 skin lesions, resized to size×size RGB, 7 very unevenly sized classes; a
+    fifth is held out for the test.
 
     size: Height and width of an image.
 
