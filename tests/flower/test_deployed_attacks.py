@@ -124,7 +124,7 @@ STRANGERS: dict[str, tuple[Any, ...]] = {
         "/v1/fleet/push-object",
         {"content_length": str(1 << 40)},
         413,
-        "at most 67108864 bytes",
+        "at most 16777216 bytes",
     ),
 }
 

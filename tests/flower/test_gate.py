@@ -2,74 +2,61 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
+import datetime
 import logging
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedstill.core.errors import ConfigError
-from fedstill.flower.deployment import folder, programs
-from fedstill.flower.deployment.gate import KEY_HEADER, MAX_BODY, SITES_PATHS, Gate, check_paths
+from fedstill.flower.deployment import folder, gate, programs
+from fedstill.flower.deployment.gate import (
+    KEY_HEADER,
+    MAX_BODIES,
+    MAX_BODY,
+    SITES,
+    SITES_PATHS,
+    Gate,
+    check_paths,
+)
 from flowers import needs_flower
+from gate_requests import Inside, SiteKey, SiteSession, asked, instruction, reply, tree_of
+
+pytestmark = needs_flower
 
 KEY = b"k" * 43
 PULL = "/v1/fleet/pull-messages"
+PUSH_PART = "/v1/fleet/push-object"
+SITE_KEYS = (SiteKey(), SiteKey())
+NODES = (2**63 + 5, 12)
 
 
-class Inside:
-    """What is behind the gate: it notes who came through, and answers with a status."""
-
-    def __init__(self, status: int = 200) -> None:
-        self.status, self.came = status, list[str]()
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        self.came.append(str(scope.get("path", scope["type"])))
-        if scope["type"] == "http":
-            await send({"type": "http.response.start", "status": self.status, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
+def guarding(inside: Any, listed: bool = True) -> Gate:
+    """A gate that knows two sites."""
+    nodes = {key.public: node for key, node in zip(SITE_KEYS, NODES, strict=True)}
+    return Gate(inside, KEY, nodes.get, listed)
 
 
-def asked(
-    gate: Gate, path: str, method: str = "POST", kind: str = "http", **headers: str | bytes
-) -> dict[str, Any]:
-    """The first message of the answer; a header's name is written with _ for -."""
-    sent: list[dict[str, Any]] = []
+def own_pull(site: int = 0) -> bytes:
+    from flwr.proto.fleet_pb2 import PullMessagesRequest
+    from flwr.proto.node_pb2 import Node
 
-    async def send(message: MutableMapping[str, Any]) -> None:
-        sent.append(dict(message))
-
-    async def receive() -> MutableMapping[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    given = {"content_length": "0", **headers}
-    pairs = [
-        (k.replace("_", "-").encode(), v if isinstance(v, bytes) else v.encode())
-        for k, v in given.items()
-        if v != ""
-    ]
-    scope = {
-        "type": kind,
-        "method": method,
-        "path": path,
-        "headers": pairs,
-        "client": ("203.0.113.7", 5),
-    }
-    asyncio.run(gate(scope, receive, send))
-    return sent[0] if sent else {}
+    request: bytes = PullMessagesRequest(node=Node(node_id=NODES[site])).SerializeToString()
+    return request
 
 
-def test_sites_pass_on_their_own_paths_and_on_no_other() -> None:
-    inside = Inside()
-    gate = Gate(inside, KEY)
-    for path in sorted(SITES_PATHS):
-        assert asked(gate, path)["status"] == 200
-    assert inside.came == sorted(SITES_PATHS)
+def sessions(inside: Inside) -> tuple[SiteSession, SiteSession]:
+    """Two sites at one gate."""
+    one_gate = guarding(inside)
+    first, second = zip(SITE_KEYS, NODES, strict=True)
+    return SiteSession(one_gate, *first), SiteSession(one_gate, *second)
+
+
+# Who is let in
 
 
 @pytest.mark.parametrize(
@@ -99,18 +86,20 @@ def test_every_other_path_is_the_operators(
     path: str, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     inside = Inside()
-    gate = Gate(inside, KEY)
     with caplog.at_level(logging.WARNING):
-        assert asked(gate, path, method)["status"] == 403
+        answer = asked(guarding(inside), path, method, **SITE_KEYS[0].headers())
+    assert answer["status"] == 403
     assert inside.came == []
     assert "203.0.113.7" in caplog.text
     assert "\x00" not in caplog.text
-    assert asked(gate, path, method, **{KEY_HEADER.replace("-", "_"): KEY})["status"] == 200
+    operator = {KEY_HEADER.replace("-", "_"): KEY}
+    assert asked(guarding(inside), path, method, **operator)["status"] == 200
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD", "OPTIONS"])
 def test_a_sites_path_by_another_method_is_refused(method: str) -> None:
-    assert asked(Gate(Inside(), KEY), PULL, method)["status"] == 403
+    answer = asked(guarding(Inside()), PULL, method, body=own_pull(), **SITE_KEYS[0].headers())
+    assert answer["status"] == 403
 
 
 @pytest.mark.parametrize(
@@ -125,17 +114,113 @@ def test_a_sites_path_by_another_method_is_refused(method: str) -> None:
     ],
 )
 def test_no_header_but_the_key_makes_an_operator(headers: dict[str, Any]) -> None:
-    assert asked(Gate(Inside(), KEY), "/v1/control/start-run", **headers)["status"] == 403
+    assert asked(guarding(Inside()), "/v1/control/start-run", **headers)["status"] == 403
 
 
 def test_a_web_socket_is_closed_and_the_start_passes() -> None:
     inside = Inside()
-    assert (
-        asked(Gate(inside, KEY), "/v1/fleet/pull-messages", kind="websocket")["type"]
-        == "websocket.close"
-    )
-    asked(Gate(inside, KEY), "", kind="lifespan")
+    assert asked(guarding(inside), PULL, kind="websocket")["type"] == "websocket.close"
+    asked(guarding(inside), "", kind="lifespan")
     assert inside.came == [""]
+
+
+def test_a_signed_request_counts_once() -> None:
+    inside = Inside()
+    one_gate = guarding(inside)
+    headers = SITE_KEYS[0].headers()
+    assert asked(one_gate, PULL, body=own_pull(), **headers)["status"] == 200
+    assert asked(one_gate, PULL, body=own_pull(), **headers)["status"] == 401
+    # of one signature another can be made that is valid, too
+    again = SITE_KEYS[0].headers(headers["flwr_timestamp"])
+    assert again["flwr_signature"] != headers["flwr_signature"]
+    assert asked(one_gate, PULL, body=own_pull(), **again)["status"] == 401
+    assert asked(one_gate, PULL, body=own_pull(), **SITE_KEYS[0].headers())["status"] == 200
+    assert asked(one_gate, PULL, body=own_pull(1), **SITE_KEYS[1].headers())["status"] == 200
+    assert inside.came == [PULL] * 3
+
+
+def never_read() -> Any:
+    raise AssertionError("the body was read")
+
+
+def forged(change: Callable[[dict[str, str]], object]) -> dict[str, str]:
+    headers = SITE_KEYS[0].headers()
+    change(headers)
+    return headers
+
+
+def at(seconds: float) -> str:
+    moment = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=seconds)
+    return moment.isoformat()
+
+
+@pytest.mark.parametrize(
+    "headers_of",
+    [
+        dict,
+        lambda: forged(lambda h: h.pop("flwr_signature")),
+        lambda: forged(lambda h: h.pop("flwr_timestamp")),
+        lambda: forged(lambda h: h.update(flwr_signature="c2ln")),
+        lambda: forged(lambda h: h.update(flwr_signature="*")),
+        lambda: forged(lambda h: h.update(flwr_public_key="bm8=")),
+        lambda: forged(
+            lambda h: h.update(flwr_public_key=SITE_KEYS[1].headers()["flwr_public_key"])
+        ),
+        lambda: forged(lambda h: h.update(flwr_timestamp=at(1))),
+        lambda: forged(lambda h: h.update(flwr_public_key="k" * 4000)),
+        lambda: forged(lambda h: h.update(flwr_timestamp="1" * 4000)),
+        lambda: SiteKey().headers(),
+        lambda: SITE_KEYS[0].headers(at(-400)),
+        lambda: SITE_KEYS[0].headers(at(60)),
+        lambda: SITE_KEYS[0].headers("2026-01-01T00:00:00"),
+        lambda: SITE_KEYS[0].headers("yesterday"),
+    ],
+)
+def test_nothing_is_read_of_a_request_without_a_listed_key_that_signed_it_now(
+    headers_of: Callable[[], dict[str, str]],
+) -> None:
+    inside = Inside()
+    one_gate = guarding(inside)
+    long = {"content_length": str(MAX_BODIES[PUSH_PART]), **headers_of()}
+    assert asked(one_gate, PUSH_PART, receive=never_read, **long)["status"] == 401
+    assert (inside.came, one_gate._used) == ([], {})
+
+
+def test_an_unknown_key_may_only_ask_to_become_active() -> None:
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
+
+    inside = Inside()
+    stranger = SiteSession(guarding(inside), SiteKey(), 99)
+    own = ActivateNodeRequest(public_key=stranger.key.public)
+    assert stranger.asks("activate-node", own)[0] == 200
+    other = ActivateNodeRequest(public_key=SITE_KEYS[0].public)
+    assert stranger.asks("activate-node", other)[0] == 403
+    assert stranger.asks("deactivate-node", DeactivateNodeRequest(node_id=NODES[0]))[0] == 401
+    assert stranger.gate._used == {}
+
+
+def test_the_operator_alone_registers_sites_that_have_listed_keys() -> None:
+    from flwr.proto.fleet_pb2 import RegisterNodeFleetRequest, UnregisterNodeFleetRequest
+
+    for name, request in (
+        ("register-node", RegisterNodeFleetRequest(public_key=SITE_KEYS[0].public)),
+        ("unregister-node", UnregisterNodeFleetRequest(node_id=NODES[0])),
+    ):
+        for listed, status in ((True, 403), (False, 200)):
+            session = SiteSession(guarding(Inside(), listed), SITE_KEYS[0], NODES[0])
+            assert session.asks(name, request)[0] == status
+
+
+def test_old_signatures_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_gate, now = guarding(Inside()), 1000.0
+    monkeypatch.setattr("fedstill.flower.deployment.gate.time.monotonic", lambda: now)
+    for second in range(0, 4000, 100):
+        now = 1000.0 + second
+        assert asked(one_gate, PULL, body=own_pull(), **SITE_KEYS[0].headers())["status"] == 200
+    assert len(one_gate._used) == 4
+
+
+# Sizes and times
 
 
 @pytest.mark.parametrize(
@@ -153,105 +238,233 @@ def test_a_web_socket_is_closed_and_the_start_passes() -> None:
     ],
 )
 def test_a_request_of_a_site_has_a_length_that_is_not_too_large(headers: dict[str, Any]) -> None:
-    inside = Inside()
-    assert asked(Gate(inside, KEY), PULL, **headers)["status"] == 413
-    assert inside.came == []
-
-
-def signed(
-    key: bytes = b"public", when: str = "2026-01-01T00:00:00.123456+00:00"
-) -> dict[str, str]:
-    return {
-        "flwr_public_key": base64.b64encode(key).decode(),
-        "flwr_timestamp": when,
-        "flwr_signature": "c2ln",
-    }
-
-
-def test_a_signed_request_counts_once() -> None:
-    inside = Inside()
-    gate = Gate(inside, KEY)
-    assert asked(gate, PULL, **signed())["status"] == 200
-    assert asked(gate, PULL, **signed())["status"] == 401
-    # of one signature another can be made that is valid, too
-    other_text = signed() | {"flwr_signature": "b3RoZXI="}
-    assert asked(gate, "/v1/fleet/push-messages", **other_text)["status"] == 401
-    assert asked(gate, PULL, **signed(when="2026-01-01T00:00:00.123457+00:00"))["status"] == 200
-    assert asked(gate, PULL, **signed(key=b"another"))["status"] == 200
-    assert len(inside.came) == 3
+    signed = SITE_KEYS[0].headers()
+    answer = asked(guarding(Inside()), PULL, receive=never_read, **signed, **headers)
+    assert answer["status"] == 413
 
 
 def test_a_body_is_cut_off_where_it_is_too_large_whatever_length_was_said() -> None:
-    came: list[str] = []
-
-    async def reads(scope: Any, receive: Any, send: Any) -> None:
-        while (message := await receive())["type"] == "http.request":
-            came.append(message["type"])
-        came.append(message["type"])
+    inside, count = Inside(), 0
 
     async def receive() -> dict[str, Any]:
+        nonlocal count
+        count += 1
         return {"type": "http.request", "body": bytes(MAX_BODY // 4), "more_body": True}
 
-    async def send(message: Any) -> None:
-        raise AssertionError(message)
-
-    scope = {"type": "http", "method": "POST", "path": PULL, "headers": [(b"content-length", b"0")]}
-    asyncio.run(Gate(reads, KEY)(scope, receive, send))
-    assert came == ["http.request"] * 4 + ["http.disconnect"]
+    answer = asked(guarding(inside), PULL, receive=receive, **SITE_KEYS[0].headers())
+    assert (answer["status"], inside.came, count) == (413, [], 5)
 
 
-@pytest.mark.parametrize(
-    "headers", [{}, {"flwr_public_key": "bm8="}, {"flwr_public_key": "*", "flwr_timestamp": "1"}]
-)
-def test_where_sites_have_listed_keys_nothing_is_read_of_a_request_that_is_not_signed(
-    headers: dict[str, str],
-) -> None:
+def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    monkeypatch.setattr(gate, "BODY_SECONDS", 0.05)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.02)
+        return {"type": "http.request", "body": b"", "more_body": True}
+
+    answer = asked(guarding(Inside()), PULL, receive=receive, **SITE_KEYS[0].headers())
+    assert answer["status"] == 408
+
+
+def test_a_connection_that_ends_within_a_body_is_no_request() -> None:
     inside = Inside()
-    assert asked(Gate(inside, KEY, listed=True), PULL, **headers)["status"] == 401
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    assert asked(guarding(inside), PULL, receive=receive, **SITE_KEYS[0].headers()) == {}
     assert inside.came == []
-    assert asked(Gate(inside, KEY, listed=True), PULL, **signed())["status"] == 200
 
 
-@needs_flower
-def test_a_sites_own_key_is_short_enough(tmp_path: Path) -> None:
-    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-
-    federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
-    private: Any = load_ssh_private_key((federation.client(0) / "client.key").read_bytes(), None)
-    own = signed(key=public_key_to_bytes(private.public_key()))
-    assert asked(Gate(Inside(), KEY, listed=True), PULL, **own)["status"] == 200
+@pytest.mark.parametrize(("status", "passed"), [(500, 503), (404, 404), (200, 200)])
+def test_a_failure_of_flowers_server_is_one_to_ask_again_after(status: int, passed: int) -> None:
+    one_gate = guarding(Inside(status))
+    assert asked(one_gate, PULL, body=own_pull(), **SITE_KEYS[0].headers())["status"] == passed
+    operator = {KEY_HEADER.replace("-", "_"): KEY}
+    assert asked(one_gate, "/v1/runtime/push-messages", **operator)["status"] == passed
 
 
-def test_long_headers_are_no_signature() -> None:
-    gate = Gate(Inside(), KEY, listed=True)
-    for long in (signed(key=b"k" * 4000), signed(when="1" * 4000)):
-        assert asked(gate, PULL, **long)["status"] == 401
-    assert gate._signed == {}
+def test_a_request_with_a_valid_key_makes_its_connection_trusted() -> None:
+    trusted: list[Any] = []
+    one_gate = guarding(Inside())
+    one_gate.on_trusted = trusted.append
+    asked(one_gate, PULL, body=own_pull(), **SiteKey().headers())
+    asked(one_gate, "/docs")
+    assert trusted == []
+    asked(one_gate, PULL, body=own_pull(), **SITE_KEYS[0].headers())
+    asked(one_gate, "/docs", **{KEY_HEADER.replace("-", "_"): KEY})
+    assert trusted == [("203.0.113.7", 5)] * 2
 
 
-@pytest.mark.parametrize("status", [400, 401, 413, 415, 422])
-def test_a_stranger_cannot_use_up_a_sites_time_nor_memory(status: int) -> None:
-    inside = Inside(status)
-    gate = Gate(inside, KEY)
-    assert asked(gate, PULL, **signed())["status"] == status
-    assert gate._signed == {}
-    inside.status = 200
-    assert asked(gate, PULL, **signed())["status"] == 200
+# What a site may ask for: the attacks of a site with a listed key
 
 
-def test_old_signatures_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, now = Gate(Inside(), KEY), 1000.0
-    monkeypatch.setattr("fedstill.flower.deployment.gate.time.monotonic", lambda: now)
-    for second in range(400):
-        now = 1000.0 + second
-        asked(gate, PULL, **signed(when=str(second)))
-    assert len(gate._signed) < 340
+def test_a_site_fetches_and_answers_its_own_instructions() -> None:
+    from flwr.proto.fab_pb2 import GetFabRequest
+    from flwr.proto.message_pb2 import (
+        ConfirmMessageReceivedRequest,
+        PullObjectRequest,
+        PushObjectRequest,
+    )
+    from flwr.proto.node_pb2 import Node
+    from flwr.proto.run_pb2 import GetRunRequest
+
+    inside = Inside()
+    site, _ = sessions(inside)
+    node = Node(node_id=site.node)
+    assert site.pulls(inside, instruction("i1", site.node))[0] == 200
+    part = PullObjectRequest(node=node, run_id=7, object_id="part of i1")
+    received = ConfirmMessageReceivedRequest(node=node, run_id=7, message_object_id="i1")
+    upload = PushObjectRequest(node=node, run_id=7, object_id="part of r1")
+    assert site.asks("get-run", GetRunRequest(node=node, run_id=7))[0] == 200
+    assert site.asks("get-fab", GetFabRequest(node=node, run_id=7))[0] == 200
+    assert site.asks("pull-object", part)[0] == 200
+    assert site.asks("confirm-message-received", received)[0] == 200
+    assert site.pushes(reply("r1", site.node, to="i1"))[0] == 200
+    # as Flower does where nothing came back
+    assert site.pushes(reply("r1", site.node, to="i1"))[0] == 200
+    assert site.asks("push-object", upload)[0] == 200
+    assert len(inside.came) == 8
+
+
+def other(session: SiteSession) -> int:
+    return next(node for node in NODES if node != session.node)
+
+
+FORGED_MESSAGES: dict[str, Callable[[SiteSession], Any]] = {
+    "an instruction as the server": lambda s: instruction("x", other(s)),
+    "an instruction as itself": lambda s: instruction("x", other(s), src_node_id=s.node),
+    "an instruction to itself": lambda s: instruction("x", s.node),
+    "the other's answer": lambda s: reply("x", other(s), to="theirs"),
+    "its answer to the other's": lambda s: reply("x", s.node, to="theirs"),
+    "an answer to nothing": lambda s: reply("x", s.node, to="unknown"),
+    "an answer to the other": lambda s: reply("x", s.node, to="own", dst_node_id=other(s)),
+    "an answer in another run": lambda s: reply("x", s.node, to="own", run_id=8),
+    "an answer of another kind": lambda s: reply("x", s.node, to="own", message_type="train"),
+    "an answer in the place of the instruction": lambda s: reply("own", s.node, to="own"),
+    "a second answer": lambda s: reply("x", s.node, to="answered"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED_MESSAGES)
+def test_a_site_sends_nothing_but_its_answers(what: str) -> None:
+    inside = Inside()
+    site, victim = sessions(inside)
+    site.pulls(inside, instruction("own", site.node))
+    site.pulls(inside, instruction("answered", site.node))
+    victim.pulls(inside, instruction("theirs", victim.node))
+    assert site.pushes(reply("r", site.node, to="answered"))[0] == 200
+    came = len(inside.came)
+    status, text = site.pushes(FORGED_MESSAGES[what](site))
+    assert (status, len(inside.came)) == (403, came), text
+
+
+def test_a_site_sends_one_message_with_its_own_parts_at_a_time() -> None:
+    from flwr.proto.fleet_pb2 import PushMessagesRequest
+    from flwr.proto.message_pb2 import ObjectTree
+    from flwr.proto.node_pb2 import Node
+
+    inside = Inside()
+    site, _ = sessions(inside)
+    site.pulls(inside, instruction("own", site.node))
+    answer = reply("r", site.node, to="own")
+    assert site.pushes(answer, answer)[0] == 403
+    assert site.pushes()[0] == 403
+    assert site.pushes(answer, tree=ObjectTree(object_id="another"))[0] == 403
+    late = PushMessagesRequest(
+        node=Node(node_id=site.node),
+        messages_list=[answer],
+        message_object_trees=[tree_of(answer)],
+        clientapp_runtime_list=[float("nan")],
+    )
+    assert site.asks("push-messages", late)[0] == 403
+    assert inside.came == [PULL]
+
+
+def test_a_message_of_too_many_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = Inside()
+    site, _ = sessions(inside)
+    site.pulls(inside, instruction("own", site.node))
+    monkeypatch.setattr(gate, "MAX_PARTS", 1)
+    assert site.pushes(reply("r", site.node, to="own"))[0] == 413
+
+
+def test_a_site_reaches_no_other_sites_runs_and_parts() -> None:
+    from flwr.proto.fab_pb2 import GetFabRequest
+    from flwr.proto.message_pb2 import (
+        ConfirmMessageReceivedRequest,
+        PullObjectRequest,
+        PushObjectRequest,
+    )
+    from flwr.proto.node_pb2 import Node
+    from flwr.proto.run_pb2 import GetRunRequest
+
+    inside = Inside()
+    site, victim = sessions(inside)
+    site.pulls(inside, instruction("own", site.node))
+    victim.pulls(inside, instruction("theirs", victim.node, run_id=8))
+    assert victim.pushes(reply("r", victim.node, to="theirs", run_id=8))[0] == 200
+    came, node = len(inside.came), Node(node_id=site.node)
+    for name, request in (
+        ("get-run", GetRunRequest(node=node, run_id=8)),
+        ("get-fab", GetFabRequest(node=node, run_id=8)),
+        ("pull-object", PullObjectRequest(node=node, run_id=8, object_id="part of theirs")),
+        ("pull-object", PullObjectRequest(node=node, run_id=7, object_id="part of theirs")),
+        ("pull-object", PullObjectRequest(node=node, run_id=8, object_id="part of own")),
+        ("push-object", PushObjectRequest(node=node, run_id=8, object_id="part of r")),
+        ("push-object", PushObjectRequest(node=node, run_id=7, object_id="unannounced")),
+        (
+            "confirm-message-received",
+            ConfirmMessageReceivedRequest(node=node, run_id=8, message_object_id="theirs"),
+        ),
+        (
+            "confirm-message-received",
+            ConfirmMessageReceivedRequest(node=node, run_id=7, message_object_id="r"),
+        ),
+    ):
+        assert site.asks(name, request)[0] == 403, name
+    assert len(inside.came) == came
+
+
+def test_a_site_speaks_for_no_other_site() -> None:
+    from flwr.proto.fleet_pb2 import DeactivateNodeRequest, PullMessagesRequest
+    from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+    from flwr.proto.node_pb2 import Node
+
+    inside = Inside()
+    site, _ = sessions(inside)
+    node = Node(node_id=other(site))
+    for name, request in (
+        ("deactivate-node", DeactivateNodeRequest(node_id=other(site))),
+        ("send-node-heartbeat", SendNodeHeartbeatRequest(node=node, heartbeat_interval=30)),
+        ("pull-messages", PullMessagesRequest(node=node)),
+        ("pull-messages", PullMessagesRequest()),
+    ):
+        assert site.asks(name, request)[0] == 403, name
+    unreadable = asked(site.gate, PULL, body=b"\xff\xff", **site.key.headers())
+    assert unreadable["status"] == 400
+    assert inside.came == []
+
+
+def test_instructions_are_forgotten_when_they_have_expired() -> None:
+    inside = Inside()
+    site, _ = sessions(inside)
+    site.pulls(inside, instruction("old", site.node, created_at=1000.0))
+    assert site.pushes(reply("r", site.node, to="old"))[0] == 403
+    for number in range(gate.MAX_INSTRUCTIONS + 5):
+        site.pulls(inside, instruction(f"i{number}", site.node))
+    traffic = site.gate.exchange._of(site.node)
+    assert len(traffic.instructions) == gate.MAX_INSTRUCTIONS
+
+
+# Flower's server inside the gate
 
 
 def test_a_short_key_opens_nothing() -> None:
     with pytest.raises(ConfigError, match="shorter than 32 bytes"):
-        Gate(Inside(), b"")
+        Gate(Inside(), b"", lambda key: None)
 
 
 def test_other_paths_than_those_known_are_refused() -> None:
@@ -261,7 +474,6 @@ def test_other_paths_than_those_known_are_refused() -> None:
             check_paths(paths)
 
 
-@needs_flower
 # Flower's database, SQLAlchemy's and Alembic's
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_installed_flower_is_served_inside_the_gate(
@@ -277,19 +489,48 @@ def test_the_installed_flower_is_served_inside_the_gate(
     assert command[:3] == [sys.executable, "-m", "fedstill.flower.deployment.superlink"]
     monkeypatch.setenv("FLWR_INTERNAL_GRPC_CONTROL_API", "1")
     monkeypatch.setattr(sys, "argv", command[2:])
-    gate, config = superlink.gated()
+    installed, config = superlink.gated()
     assert "FLWR_INTERNAL_GRPC_CONTROL_API" not in os.environ
-    assert (gate.key, config.enable_supernode_auth) == (federation.key.read_bytes(), True)
+    assert (installed.key, config.enable_supernode_auth) == (federation.key.read_bytes(), True)
     for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/docs"):
-        assert asked(gate, path)["status"] == 403
-    assert asked(gate, PULL)["status"] not in (403, 404)
+        assert asked(installed, path)["status"] == 403
+
+    known = certificate_key(federation.client(0))
+    protobuf = {"content_type": "application/protobuf"}
+    assert asked(installed, PULL, **known.headers(), **protobuf)["status"] == 401
+    state = installed.app.state.linkstate_factory.state()  # type: ignore[attr-defined]
+    node = state.create_node("", "client0", known.public, 0)
+    session = SiteSession(installed, known, node)
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest
+    from flwr.proto.node_pb2 import Node
+
+    activate = ActivateNodeRequest(public_key=known.public, heartbeat_interval=30)
+    for name, request in (
+        ("activate-node", activate),
+        ("pull-messages", PullMessagesRequest(node=Node(node_id=node))),
+    ):
+        headers = known.headers() | protobuf
+        body = request.SerializeToString()
+        assert asked(installed, SITES + name, body=body, **headers)["status"] == 200, name
+    assert session.pushes(instruction("x", node))[0] == 403
     without = [a for a in command[2:] if a not in ("--isolation", "process")]
     monkeypatch.setattr(sys, "argv", without)
     with pytest.raises(ConfigError, match="let it run the code of an app"):
         superlink.gated()
 
 
-@needs_flower
+def certificate_key(client: Path) -> SiteKey:
+    """The key in a client's folder."""
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+    key = SiteKey()
+    private: Any = load_ssh_private_key((client / "client.key").read_bytes(), None)
+    key.private = private
+    key.public = public_key_to_bytes(private.public_key())
+    return key
+
+
 # Flower's database, SQLAlchemy's and Alembic's
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_flower_that_changed_does_not_start(
@@ -303,10 +544,7 @@ def test_a_flower_that_changed_does_not_start(
     monkeypatch.setattr(sys, "argv", programs.superlink(federation, insecure=False)[2:])
     monkeypatch.setattr("fedstill.flower.deployment.gate.SITES_PATHS", SITES_PATHS - {PULL})
     assert superlink.serve() == 1
-    assert (
-        "other paths for sites than fedstill knows (/v1/fleet/pull-messages)"
-        in capsys.readouterr().err
-    )
+    assert "/v1/fleet/pull-messages" in capsys.readouterr().err
     monkeypatch.delattr(flwr.superlink.main, "create_app")
     assert superlink.serve() == 1
-    assert "starts its server otherwise than fedstill knows" in capsys.readouterr().err
+    assert "create_app" in capsys.readouterr().err

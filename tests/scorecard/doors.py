@@ -4,13 +4,11 @@ on loopback.
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import socket
 import ssl
 import threading
-from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 
 from fedstill.core.errors import FedstillError
 from fedstill.flower.deployment import certificates, folder, programs
-from fedstill.flower.deployment.gate import KEY_HEADER, MAX_BODY, Gate
+from fedstill.flower.deployment.gate import KEY_HEADER, MAX_BODY, PULL, Gate
 from fedstill.version import VERSION
 from scorecard.trials import Trials, scratch
 
@@ -104,49 +102,38 @@ def _certified(place: Path, host: str, days: int) -> str:
     return _met(federation, federation)
 
 
-def _at_the_gate(
-    path: str, wanted: int, headers: Mapping[str, str], times: int = 1
-) -> Callable[[Path], str]:
-    """What comes of a request that is sent so often: its last answer must be refused, and not get
-    through.
-    """
+def _at_the_gate(path: str, wanted: int, headers: Mapping[str, str]) -> Callable[[Path], str]:
+    """What comes of a stranger's request: it must be refused, and not get through."""
 
     def ask(place: Path) -> str:
-        came, answers = list[str](), list[int]()
+        from gate_requests import Inside, asked
 
-        async def inside(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-            came.append(scope["path"])
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-
-        async def send(message: MutableMapping[str, Any]) -> None:
-            answers.extend([message["status"]] if "status" in message else [])
-
-        async def receive() -> MutableMapping[str, Any]:
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        gate = Gate(inside, b"k" * 43)
-        given = {"content-length": "0", **headers}
-        pairs = [(k.encode(), v.encode()) for k, v in given.items()]
-        for _ in range(times):
-            scope = {
-                "type": "http",
-                "method": "POST",
-                "path": path,
-                "headers": pairs,
-                "client": ("203.0.113.7", 5),
-            }
-            asyncio.run(gate(scope, receive, send))
-        good = answers[-1] == wanted and len(came) == times - 1
-        return "" if good else f"answered {answers}, and {len(came)} got through"
+        inside = Inside()
+        gate = Gate(inside, b"k" * 43, lambda key: None)
+        named: dict[str, Any] = {k.replace("-", "_"): v for k, v in headers.items()}
+        answer = asked(gate, path, **named)
+        good = answer["status"] == wanted and not inside.came
+        return "" if good else f"answered {answer['status']}, and {len(inside.came)} got through"
 
     return ask
 
 
-SIGNED = {
-    "flwr-public-key": b64encode(b"public").decode(),
-    "flwr-timestamp": "2026-01-01T00:00:00.123456+00:00",
-    "flwr-signature": "c2ln",
-}
+def _repeated(place: Path) -> str:
+    """What comes of a site's request that is sent again: it must get through once."""
+    from flwr.proto.fleet_pb2 import PullMessagesRequest
+    from flwr.proto.node_pb2 import Node
+
+    from gate_requests import Inside, SiteKey, asked
+
+    inside, key = Inside(), SiteKey()
+    gate = Gate(inside, b"k" * 43, {key.public: 5}.get)
+    body = PullMessagesRequest(node=Node(node_id=5)).SerializeToString()
+    headers = key.headers()
+    answers = [asked(gate, PULL, body=body, **headers)["status"] for _ in range(2)]
+    good = answers == [200, 401] and len(inside.came) == 1
+    return "" if good else f"answered {answers}, and {len(inside.came)} got through"
+
+
 DOORS: Mapping[str, Callable[[Path], str]] = {
     "a server without a certificate": _bare("server.crt"),
     "a server without a list of keys": _bare("allowed/client0.pub"),
@@ -161,12 +148,8 @@ DOORS: Mapping[str, Callable[[Path], str]] = {
     "an operator with a wrong key": _at_the_gate(
         "/v1/control/start-run", 403, {KEY_HEADER: "x" * 43}
     ),
-    "a signed request that comes again": _at_the_gate(
-        "/v1/fleet/pull-messages", 401, SIGNED, times=2
-    ),
-    "a request that is too large": _at_the_gate(
-        "/v1/fleet/push-object", 413, {"content-length": str(MAX_BODY + 1)}
-    ),
+    "a signed request that comes again": _repeated,
+    "a request that is too large": _at_the_gate(PULL, 413, {"content-length": str(MAX_BODY + 1)}),
 }
 """Eleven ways in that must be closed: real certificates and sockets, the gate as the server has
 it.

@@ -39,6 +39,9 @@ POLL = 0.5
 AGAIN = 2.0
 """Seconds after which one is asked again that did not answer."""
 
+OUTAGE_SECONDS = 900.0
+"""How long a run waits for a server that fails, or that cannot be reached."""
+
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 
 
@@ -61,6 +64,8 @@ class Door:
         from flwr.supercore.retry import make_simple_http_retry_invoker
         from flwr.supercore.runtime import RuntimeHttpClient
 
+        retry = make_simple_http_retry_invoker()
+        retry.max_time = OUTAGE_SECONDS
         return RuntimeHttpClient.from_server_address(
             self.address,
             self.certificates is None,
@@ -70,7 +75,7 @@ class Door:
                 OperatorKey(self.key),
                 *interceptors,
             ],
-            retry_invoker=make_simple_http_retry_invoker(),
+            retry_invoker=retry,
         )
 
     def tasks(self) -> RuntimeHttpClient:

@@ -5,16 +5,23 @@ Flower serves three interfaces on one port. One is for sites, each of which sign
 other two start and stop runs and hand out their work; Flower asks for no password there. So the
 gate asks for the operator's key, a secret in a header, for every path that is not one of the
 sites'. A path that nobody thought of is the operator's too.
+
+Flower lets a site with a listed key send messages in the name of the server or of another site, and
+fetch or delete what is not its own. So the gate reads each request of a site, and passes on only
+what concerns this site: see ``Exchange``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import binascii
+import datetime
 import hmac
 import logging
+import math
 import time
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,22 +53,43 @@ SITES_PATHS = frozenset(
         "confirm-message-received",
     )
 )
-"""All that Flower has for sites; with listed keys it refuses the first and the fourth itself."""
+"""All that Flower has for sites."""
+
+REGISTER, UNREGISTER = SITES + "register-node", SITES + "unregister-node"
+ACTIVATE = SITES + "activate-node"
+PULL, PUSH = SITES + "pull-messages", SITES + "push-messages"
+PULL_PART, PUSH_PART = SITES + "pull-object", SITES + "push-object"
+CONFIRM = SITES + "confirm-message-received"
+OF_RUNS = (SITES + "get-run", SITES + "get-fab")
+
+MAX_BODY = 64 << 10
+MAX_BODIES = {PUSH: 16 << 20, PUSH_PART: 16 << 20}
+"""Bytes of one request of a site. A message names its parts; Flower cuts arrays into parts of
+5 MB.
+"""
+
+BODY_SECONDS = 120.0
+"""How long the body of a site's request may take."""
 
 SIGNER = b"flwr-public-key"
 SIGNED_TIME = b"flwr-timestamp"
-"""The headers that a site signs with its request."""
-
-MAX_BODY = 64 << 20
-"""Bytes of one request; Flower cuts arrays into pieces of 5 MB."""
+SIGNATURE = b"flwr-signature"
+"""The headers by which a site signs its request."""
 
 MAX_SIGNER = 1000
-"""Bytes of a public key, and of a time, as they stand in a header; those of a site have 288
-and 32.
-"""
+"""Bytes of each of these headers; those of a site have 288, 32 and 140."""
 
-SIGNED_SECONDS = 330.0
-"""Longer than Flower takes a signed time for now."""
+SIGNED_SECONDS = 305.0
+"""How old a signed time may be; Flower has the same limit."""
+
+EARLY_SECONDS = 5.0
+"""How far a signed time may be ahead of this machine's clock."""
+
+MAX_PARTS = 100_000
+"""The parts of one message."""
+
+MAX_INSTRUCTIONS = 256
+"""Instructions to one site that are remembered at a time."""
 
 log = logging.getLogger("fedstill.gate")
 
@@ -77,23 +105,38 @@ def check_paths(paths: Iterable[str]) -> None:
         )
 
 
+class Forbidden(Exception):
+    """A request that the gate refuses; its text is the reason.
+
+    ``status``: of the answer, as HTTP has it.
+    """
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
 @dataclass
 class Gate:
     """An ASGI application that passes on to ``app`` what sites and the operator may ask, and
     nothing else.
 
-    ``key``: the operator's. Whoever asks is known by it alone: not by an address, and by no header
-    that a proxy sets.
-    ``listed``: whether sites have listed keys; then a request that is not signed is refused before
-    its body is read.
+    ``key``: the operator's. Whoever asks is known by a key alone: not by an address, and by no
+    header that a proxy sets. ``node_of``: finds the node that is registered with a public key; None
+    for an unknown key. ``listed``: whether only the operator registers nodes. ``on_trusted``: is
+    called with the address and port of a connection whose request has a valid key.
     """
 
     app: Asgi
     key: bytes
-    listed: bool = False
-    _signed: dict[tuple[bytes, bytes], float] = field(default_factory=dict, repr=False)
+    node_of: Callable[[bytes], int | None]
+    listed: bool = True
+    on_trusted: Callable[[Any], None] = lambda peer: None
+    exchange: Exchange = field(init=False, repr=False)
+    _used: dict[tuple[bytes, bytes], float] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        self.exchange = Exchange()
         if len(self.key) < 32:
             raise ConfigError(
                 "the operator's key is shorter than 32 bytes: delete it, and a new one is made"
@@ -106,83 +149,133 @@ class Gate:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
         if hmac.compare_digest(_header(scope, KEY_HEADER.encode()), self.key):
-            return await self.app(scope, receive, send)
-        if scope["method"] != "POST" or scope["path"] not in SITES_PATHS:
-            return await _refuse(scope, send, 403, "this path is the operator's")
-        await self._site(scope, receive, send)
+            self.on_trusted(scope.get("client"))
+            return await self.app(scope, receive, _retryable(send))
+        try:
+            await self._site(scope, receive, send)
+        except Forbidden as error:
+            await _refuse(scope, send, error.status, str(error))
 
     async def _site(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A site's request: never twice with the same key and time, and of limited size."""
-        signed = _signed_by(scope)
-        if not _is_sized(scope):
-            return await _refuse(
-                scope, send, 413, f"a site's request says its length, at most {MAX_BODY} bytes"
-            )
-        if signed is None and self.listed:
-            return await _refuse(scope, send, 401, "this request is not signed")
-        if signed is not None and self._is_known(signed):
-            return await _refuse(scope, send, 401, "this request was made before")
-        if signed is not None:
-            self._signed[signed] = time.monotonic() + SIGNED_SECONDS
+        """Pass on a site's request; raises Forbidden, before the body is read if that is possible.
+
+        Only then is the body read, and the application gets it in one piece.
+        """
+        path = scope["path"]
+        if scope["method"] != "POST" or path not in SITES_PATHS:
+            raise Forbidden(403, "this path is the operator's")
+        if self.listed and path in (REGISTER, UNREGISTER):
+            raise Forbidden(403, "the operator registers sites")
+        limit = MAX_BODIES.get(path, MAX_BODY)
+        _check_size(scope, limit)
+        site = await self._signer(scope)
+        body = await _body(receive, limit)
+        if body is None:
+            return None
+        self.exchange.check(path, body, site)
+
+        answer = bytearray()
 
         async def watched(message: MutableMapping[str, Any]) -> None:
-            is_start = message["type"] == "http.response.start"
-            if is_start and 400 <= message["status"] < 500 and signed is not None:
-                # Flower refused it, so the owner of the key may not have sent it.
-                self._signed.pop(signed, None)
+            answer.extend(message.get("body", b""))
+            if path == PULL and message["type"] == "http.response.body":
+                self._note(site, answer, message)
             await send(message)
 
-        await self.app(scope, _counted(receive), watched)
+        await self.app(scope, _in_one_piece(body, receive), _retryable(watched))
 
-    def _is_known(self, signed: tuple[bytes, bytes]) -> bool:
+    def _note(self, site: Site, answer: bytearray, message: Mapping[str, Any]) -> None:
+        """Note the instructions in an answer to a site once it is complete."""
+        if not message.get("more_body", False) and site.node is not None:
+            self.exchange.note_instructions(site.node, bytes(answer))
+
+    async def _signer(self, scope: Scope) -> Site:
+        """The site whose key has signed a request just now; raises Forbidden for any other request.
+
+        An unknown key may only ask to become active, which tells its owner that it is not listed.
+        """
+        signed = signed_by(scope)
+        if signed is None:
+            raise Forbidden(401, "this request is not signed")
+        node = await asyncio.to_thread(self.node_of, signed.key)
+        if node is None and scope["path"] not in (ACTIVATE, REGISTER):
+            raise Forbidden(401, "this key is not listed")
+        if not signed.is_valid(datetime.datetime.now(datetime.UTC)):
+            raise Forbidden(401, "this request has no valid signature of the present time")
+        if node is not None:
+            self._use(signed)
+            self.on_trusted(scope.get("client"))
+        return Site(signed.key, node)
+
+    def _use(self, signed: Signed) -> None:
+        """Note a signature; raises Forbidden for one that was used before."""
         time_now = time.monotonic()
-        while self._signed and next(iter(self._signed.values())) < time_now:
-            del self._signed[next(iter(self._signed))]
-        return signed in self._signed
+        while self._used and next(iter(self._used.values())) < time_now:
+            del self._used[next(iter(self._used))]
+        used = (signed.key, signed.time)
+        if used in self._used:
+            raise Forbidden(401, "this request was made before")
+        self._used[used] = time_now + SIGNED_SECONDS + EARLY_SECONDS
 
 
-def _is_sized(scope: Scope) -> bool:
-    """Whether a request has a length that is not too large; the web server sees that it is the true
-    one.
+def _check_size(scope: Scope, limit: int) -> None:
+    """Raises Forbidden for a request without a length, or with one over the limit; the web server
+    sees that it is the true one.
     """
     length = _header(scope, b"content-length")
     # no zeros before it
-    plain = length.isdigit() and length == str(int(length[: len(str(MAX_BODY))])).encode()
-    return not _header(scope, b"transfer-encoding") and plain and int(length) <= MAX_BODY
+    plain = length.isdigit() and length == str(int(length[: len(str(limit))])).encode()
+    if _header(scope, b"transfer-encoding") or not plain or int(length) > limit:
+        raise Forbidden(413, f"a site's request says its length, here at most {limit} bytes")
 
 
-def _counted(receive: Receive) -> Receive:
-    """The same body, cut off where it is larger than any may be, whatever length it was said to
-    have.
+async def _body(receive: Receive, limit: int) -> bytes | None:
+    """The body of a request; None if the connection ends before.
+
+    Raises Forbidden for a body over the limit, whatever length it was said to have, and for one
+    that does not come in time.
     """
-    remaining = MAX_BODY
-
-    async def counted() -> MutableMapping[str, Any]:
-        nonlocal remaining
-        message = await receive()
-        remaining -= len(message.get("body", b""))
-        if remaining < 0:
-            return {"type": "http.disconnect"}
-        return message
-
-    return counted
-
-
-def _signed_by(scope: Scope) -> tuple[bytes, bytes] | None:
-    """The key and the time that a request claims to be signed by and at; None if Flower will refuse
-    it for having none.
-
-    The key's bytes, not its text: a text can be written in more than one way.
-    """
-    text = _header(scope, SIGNER)
-    signed_time = _header(scope, SIGNED_TIME)
+    body = bytearray()
     try:
-        key = b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        return None
-    if not key or not signed_time or max(len(text), len(signed_time)) > MAX_SIGNER:
-        return None
-    return key, signed_time
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return None
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise Forbidden(413, f"the body is longer than {limit} bytes")
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise Forbidden(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+
+
+def _in_one_piece(body: bytes, receive: Receive) -> Receive:
+    """Gives a body that was read already, and then what the connection gives."""
+    is_read = False
+
+    async def received() -> MutableMapping[str, Any]:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return received
+
+
+def _retryable(send: Send) -> Send:
+    """Tells Flower's programs to ask again where Flower's server failed, as it does without free
+    files or memory: they give up after the status 500, and a run would end.
+    """
+
+    async def send_retryable(message: MutableMapping[str, Any]) -> None:
+        if message.get("status") == 500:
+            message["status"] = 503
+        await send(message)
+
+    return send_retryable
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
@@ -197,3 +290,247 @@ async def _refuse(scope: Scope, send: Send, status: int, reason: str) -> None:
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": f"fedstill: {reason}\n".encode()})
+
+
+# Who has signed a request
+
+
+@dataclass(frozen=True)
+class Signed:
+    """A public key, as Flower stores it, with the time and the signature in a request's headers.
+
+    The key's bytes, not the text of the header: a text can be written in more than one way.
+    """
+
+    key: bytes
+    time: bytes
+    signature: bytes
+
+    def is_valid(self, time_now: datetime.datetime) -> bool:
+        """Whether the owner of the key signed the time, and the time is the present."""
+        try:
+            signed_at = datetime.datetime.fromisoformat(self.time.decode("ascii"))
+            age = (time_now - signed_at).total_seconds()
+        except (ValueError, TypeError):
+            return False
+        return -EARLY_SECONDS < age < SIGNED_SECONDS and self._is_signed()
+
+    def _is_signed(self) -> bool:
+        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+        try:
+            key = load_pem_public_key(self.key)
+            if not isinstance(key, ec.EllipticCurvePublicKey):
+                return False
+            key.verify(self.signature, self.time, ec.ECDSA(hashes.SHA256()))
+        except (ValueError, InvalidSignature, UnsupportedAlgorithm):
+            return False
+        return True
+
+
+def signed_by(scope: Scope) -> Signed | None:
+    """What a request claims to be signed with; None for a request that is not signed."""
+    texts = [_header(scope, name) for name in (SIGNER, SIGNED_TIME, SIGNATURE)]
+    if not all(texts) or max(len(text) for text in texts) > MAX_SIGNER:
+        return None
+    try:
+        key = b64decode(texts[0], validate=True)
+        signature = b64decode(texts[2], validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    return Signed(key, texts[1], signature)
+
+
+# What a site may ask
+
+
+@dataclass(frozen=True)
+class Site:
+    """Who asks: the owner of a public key.
+
+    ``node``: the number that Flower gave it; None for a key that is not registered.
+    """
+
+    key: bytes
+    node: int | None
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A message of the server that a site has fetched.
+
+    ``parts``: the ids of all objects that it consists of. ``until``: the time at which it expires.
+    """
+
+    run: int
+    kind: str
+    parts: frozenset[str]
+    until: float
+
+
+@dataclass
+class Traffic:
+    """What went between the server and one site.
+
+    ``instructions``, ``answers``: by the id of an instruction; the answer is the id of the reply.
+    ``uploads``: the run of each object that the site has announced.
+    """
+
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+    answers: dict[str, str] = field(default_factory=dict)
+    uploads: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def forget(self, time_now: float) -> None:
+        """Forget instructions that have expired, and the oldest of too many."""
+        ids = [id for id, instruction in self.instructions.items() if instruction.until < time_now]
+        ids += list(self.instructions)[:-MAX_INSTRUCTIONS]
+        for id in ids:
+            self.instructions.pop(id, None)
+            self.answers.pop(id, None)
+            self.uploads.pop(id, None)
+
+
+@dataclass
+class Exchange:
+    """The rules for sites: each acts for its own node only, and in the runs that have asked it.
+
+    A site answers each instruction once, and only one that it was sent. It fetches parts of its own
+    instructions, and sends parts of its own answers. The notes are in memory: a server that starts
+    again has ended its runs, and resumed runs send their instructions again.
+    """
+
+    clock: Callable[[], float] = time.time
+    _traffic: dict[int, Traffic] = field(default_factory=dict, repr=False)
+
+    def check(self, path: str, body: bytes, site: Site) -> None:
+        """Raises Forbidden for a request that this site may not make."""
+        request = _parsed(path, body)
+        if path in (REGISTER, ACTIVATE):
+            if request.public_key != site.key:
+                raise Forbidden(403, "the request names another key than the one that signed it")
+            return
+        named_node = request.node_id if hasattr(request, "node_id") else request.node.node_id
+        if site.node is None or named_node != site.node:
+            raise Forbidden(403, "the request names another site than the one that signed it")
+
+        traffic = self._of(site.node)
+        if path == PUSH:
+            self._check_answer(request, site.node, traffic)
+        elif path in OF_RUNS:
+            _check_run(request.run_id, traffic)
+        elif path == CONFIRM:
+            _check_instruction(request.message_object_id, request.run_id, traffic)
+        elif path == PULL_PART:
+            _check_download(request, traffic)
+        elif path == PUSH_PART:
+            _check_upload(request, traffic)
+
+    def note_instructions(self, node: int, answer: bytes) -> None:
+        """Note the instructions that a site has fetched, from Flower's answer to it."""
+        from flwr.proto.fleet_pb2 import PullMessagesResponse
+        from google.protobuf.message import DecodeError
+
+        try:
+            pulled = PullMessagesResponse.FromString(answer)
+        except DecodeError:
+            return  # an error, which Flower writes as JSON
+        traffic = self._of(node)
+        trees = zip(pulled.messages_list, pulled.message_object_trees, strict=True)
+        for message, tree in trees:
+            about = message.metadata
+            traffic.instructions[about.message_id] = Instruction(
+                run=about.run_id,
+                kind=about.message_type,
+                parts=frozenset(_parts(tree)),
+                until=about.created_at + about.ttl,
+            )
+
+    def _of(self, node: int) -> Traffic:
+        traffic = self._traffic.setdefault(node, Traffic())
+        traffic.forget(self.clock())
+        return traffic
+
+    def _check_answer(self, request: Any, node: int, traffic: Traffic) -> None:
+        """Raises Forbidden unless a request brings one answer of this node to an instruction."""
+        from flwr.common.constant import SUPERLINK_NODE_ID
+
+        if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
+            raise Forbidden(403, "a site sends one message at a time")
+        about = request.messages_list[0].metadata
+        if about.src_node_id != node:
+            raise Forbidden(403, "the message names another sender than this site")
+        if about.dst_node_id != SUPERLINK_NODE_ID:
+            raise Forbidden(403, "the message is not for the server")
+        instruction = _check_instruction(about.reply_to_message_id, about.run_id, traffic)
+        if about.message_type != instruction.kind:
+            raise Forbidden(403, "the message is of another kind than the one it answers")
+        if any(not 0 <= seconds < math.inf for seconds in request.clientapp_runtime_list):
+            raise Forbidden(403, "the time that the answer took is no number of seconds")
+
+        tree = request.message_object_trees[0]
+        if about.message_id in traffic.instructions or tree.object_id != about.message_id:
+            raise Forbidden(403, "the message has another id than its parts")
+        # Flower sends an answer again if nothing came back for it.
+        first = traffic.answers.setdefault(about.reply_to_message_id, about.message_id)
+        if first != about.message_id:
+            raise Forbidden(403, "the instruction has been answered")
+        announced = traffic.uploads.setdefault(about.reply_to_message_id, {})
+        for part in _parts(tree):
+            announced[part] = about.run_id
+
+
+def _check_instruction(id: str, run: int, traffic: Traffic) -> Instruction:
+    """A site's instruction; raises Forbidden for a message that this site was not sent."""
+    instruction = traffic.instructions.get(id)
+    if instruction is None or instruction.run != run:
+        raise Forbidden(403, "the request names a message that this site was not sent")
+    return instruction
+
+
+def _check_run(run: int, traffic: Traffic) -> None:
+    """Raises Forbidden for a run that has sent the site nothing."""
+    if all(instruction.run != run for instruction in traffic.instructions.values()):
+        raise Forbidden(403, "the request names a run that has sent this site nothing")
+
+
+def _check_download(request: Any, traffic: Traffic) -> None:
+    """Raises Forbidden for a part of a message that was not sent to the site."""
+    parts = [i.parts for i in traffic.instructions.values() if i.run == request.run_id]
+    if not any(request.object_id in of_one for of_one in parts):
+        raise Forbidden(403, "the request names a part of no message to this site")
+
+
+def _check_upload(request: Any, traffic: Traffic) -> None:
+    """Raises Forbidden for a part that no answer of the site has announced."""
+    announced = traffic.uploads.values()
+    if not any(parts.get(request.object_id) == request.run_id for parts in announced):
+        raise Forbidden(403, "the request brings a part of no answer of this site")
+
+
+def _parts(tree: Any) -> Iterator[str]:
+    """The ids of all objects in a tree; raises Forbidden for too many."""
+    waiting = [tree]
+    count = 0
+    while waiting:
+        part = waiting.pop()
+        count += 1
+        if count > MAX_PARTS:
+            raise Forbidden(413, f"a message has at most {MAX_PARTS} parts")
+        waiting.extend(part.children)
+        yield part.object_id
+
+
+def _parsed(path: str, body: bytes) -> Any:
+    """A request as Flower will read it; raises Forbidden for bytes that are none."""
+    from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
+    from google.protobuf.message import DecodeError
+
+    request = PROTOBUF_REQUEST_TYPES["POST", path]()
+    try:
+        request.ParseFromString(body)
+    except DecodeError as error:
+        raise Forbidden(400, "the request cannot be read") from error
+    return request

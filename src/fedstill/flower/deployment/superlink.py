@@ -3,26 +3,34 @@ with Flower's own options.
 
 Flower's application is made by Flower's own function, and served here, inside the gate. It starts
 none of the programs that would run an app's code: those who ask for work must know the operator's
-key, and ours do what is installed.
+key, and ours do what is installed. The web server is uvicorn, with limits of its connections.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
+import socket
 import sys
+from collections import Counter
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedstill.core.errors import ConfigError, FedstillError
 from fedstill.flower.deployment.gate import Gate, check_paths
 from fedstill.flower.deployment.processes import end_with_parent
 from fedstill.flower.messages import require_flower
 
+if TYPE_CHECKING:
+    import uvicorn
+
 OTHER_PORTS = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API")
 """Settings by which Flower would open ports that have no gate."""
 
 
-def gated() -> tuple[Gate, Any]:
+def gated(on_trusted: Callable[[Any], None] = lambda peer: None) -> tuple[Gate, Any]:
     """Flower's application behind the gate, and what its options came to.
 
     Raises ConfigError if Flower's paths are not as the gate knows them, or the options would leave
@@ -41,38 +49,277 @@ def gated() -> tuple[Gate, Any]:
         config = flower._parse_superlink_lifespan_config()
         app = create_app(config, flower.SuperLinkLifespan)
         check_paths(str(route.path) for route in iter_route_contexts(app.routes))
+        state = app.state.linkstate_factory.state()
+        node_of = state.get_node_id_by_public_key
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"this version of Flower starts its server otherwise than fedstill knows: {error}"
         ) from error
     if config.isolation != ISOLATION_MODE_PROCESS or config.simulation:
         raise ConfigError("the server does not start: its options let it run the code of an app")
-    return Gate(
-        app, config.superexec_auth_secret or b"", listed=config.enable_supernode_auth
-    ), config
+    gate = Gate(
+        app=app,
+        key=config.superexec_auth_secret or b"",
+        node_of=node_of,
+        listed=config.enable_supernode_auth,
+        on_trusted=on_trusted,
+    )
+    return gate, config
+
+
+# Limits of connections, so that strangers cannot use up the server's files
+
+
+HANDSHAKE_SECONDS = 10.0
+"""How long a connection may take until both sides have agreed on keys."""
+
+HEAD_SECONDS = 10.0
+"""How long the head of a request may take, from the connection or from its first byte."""
+
+MAX_CONNECTIONS = 4096
+"""Open connections at a time, if the limit of open files permits."""
+
+RESERVED_FILES = 256
+"""Open files that connections leave for Flower's database and all else."""
+
+MAX_EVICTIONS = 64
+"""Connections that were ended to make room and are not closed yet."""
+
+Peer = tuple[str, int]
+"""The address and port of the other side of a connection."""
+
+
+class Connections:
+    """The open connections of a server, at most ``limit``, and half as many with one address.
+
+    At a limit, the oldest connection without a trusted request ends for the new one. A connection
+    is trusted once a request with a valid key came over it. Connections of strangers thus push out
+    each other, and neither a site nor the operator.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.per_address = max(1, limit // 2)
+        self._untrusted: dict[Peer, Connection] = {}  # the oldest first
+        self._trusted: set[Peer] = set()
+        self._of_address: Counter[str] = Counter()
+        self._evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._untrusted) + len(self._trusted)
+
+    def admit(self, connection: Connection) -> bool:
+        """Whether a new connection may stay."""
+        address, _ = connection.peer
+        if self._of_address[address] >= self.per_address:
+            has_room = self._evict(address)
+        elif len(self) >= self.limit:
+            has_room = self._evict("")
+        else:
+            has_room = True
+        if not has_room:
+            return False
+        self._untrusted[connection.peer] = connection
+        self._of_address[address] += 1
+        return True
+
+    def trust(self, peer: Any) -> None:
+        """A request with a valid key came over a connection."""
+        if self._untrusted.pop(tuple(peer or ()), None) is not None:
+            self._trusted.add(tuple(peer))
+
+    def closed(self, connection: Connection) -> None:
+        """A connection has been closed."""
+        if connection.is_evicted:
+            self._evicted -= 1
+        elif self._untrusted.get(connection.peer) is connection or connection.peer in self._trusted:
+            self._remove(connection.peer)
+
+    def _evict(self, address: str) -> bool:
+        """End the oldest connection that is not trusted, of an address if one is given; whether
+        there was one.
+        """
+        oldest = next((peer for peer in self._untrusted if address in ("", peer[0])), None)
+        if oldest is None or self._evicted >= MAX_EVICTIONS:
+            return False
+        connection = self._untrusted[oldest]
+        self._remove(oldest)
+        self._evicted += 1
+        connection.evict()
+        return True
+
+    def _remove(self, peer: Peer) -> None:
+        self._untrusted.pop(peer, None)
+        self._trusted.discard(peer)
+        self._of_address[peer[0]] -= 1
+        if not self._of_address[peer[0]]:
+            del self._of_address[peer[0]]
+
+
+class Connection(socket.socket):
+    """An accepted connection, which tells ``connections`` when it is closed."""
+
+    def __init__(self, descriptor: int, peer: Peer, connections: Connections) -> None:
+        super().__init__(fileno=descriptor)
+        self.peer = peer
+        self.is_evicted = False
+        self._connections: Connections | None = connections
+
+    def close(self) -> None:
+        """Close the connection."""
+        super().close()
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            connections.closed(self)
+
+    def evict(self) -> None:
+        """End the connection for both sides; its owner then closes it."""
+        self.is_evicted = True
+        try:
+            self.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # the other side has ended it already
+
+
+class Listener(socket.socket):
+    """A listening socket whose connections are limited."""
+
+    connections: Connections
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """The next connection; raises ConnectionAbortedError for one over the limits."""
+        accepted, peer = super().accept()
+        other_side = (str(peer[0]), int(peer[1]))
+        connection = Connection(accepted.detach(), other_side, self.connections)
+        if not self.connections.admit(connection):
+            connection.close()
+            raise ConnectionAbortedError("too many connections")
+        return connection, peer
+
+
+def listener(host: str, port: int, connections: Connections) -> Listener:
+    """A socket that listens on an address and port; raises OSError if that is not possible."""
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = infos[0]
+    listening = Listener(family, kind, protocol)
+    listening.connections = connections
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind(address)
+    return listening
+
+
+def allowed_connections() -> int:
+    """How many connections this process may have open; raises the limit of open files as far as it
+    may.
+
+    Raises ConfigError where hardly any are left.
+    """
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = MAX_CONNECTIONS + RESERVED_FILES
+    if files < needed:
+        if most != resource.RLIM_INFINITY:
+            needed = min(needed, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+        files = needed
+    connections = min(MAX_CONNECTIONS, files - RESERVED_FILES)
+    if connections < 64:
+        raise ConfigError(
+            f"the server may open {files} files only, and needs {64 + RESERVED_FILES}: raise the "
+            "limit, as with ulimit -n 4096"
+        )
+    return connections
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """asyncio's loop, with a time limit for handshakes: uvicorn has no setting for it."""
+
+    async def create_server(self, *args: Any, **options: Any) -> asyncio.Server:
+        """A server, as asyncio makes it."""
+        if options.get("ssl") is not None:
+            options = {"ssl_handshake_timeout": HANDSHAKE_SECONDS, **options}
+            options = {"ssl_shutdown_timeout": HANDSHAKE_SECONDS, **options}
+        return await super().create_server(*args, **options)
+
+
+def timed_protocol() -> Any:
+    """uvicorn's HTTP protocol, with a time limit for the head of a request.
+
+    It is the one on h11, which limits the size of heads, too.
+    """
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class TimedProtocol(H11Protocol):
+        """Ends a connection whose next request does not come to the end of its head in time."""
+
+        _limit: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            """A connection was opened."""
+            super().connection_made(transport)
+            self._watch_head()
+
+        def data_received(self, data: bytes) -> None:
+            """More bytes of a request have come."""
+            super().data_received(data)
+            self._watch_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            """A connection was closed."""
+            self._stop_watching()
+            super().connection_lost(exc)
+
+        def _watch_head(self) -> None:
+            if self.conn.their_state is not h11.IDLE:
+                self._stop_watching()
+            elif self._limit is None:
+                self._limit = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+        def _stop_watching(self) -> None:
+            if self._limit is not None:
+                self._limit.cancel()
+                self._limit = None
+
+    return TimedProtocol
+
+
+def web_server(app: Any, config: Any) -> uvicorn.Server:
+    """uvicorn for an application, with the options of Flower's server."""
+    import uvicorn
+    from flwr.supercore.http_logging import get_uvicorn_log_config
+    from flwr.supercore.logger import console_handler
+
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=timed_protocol(),
+            ws="none",
+            interface="asgi3",
+            log_config=get_uvicorn_log_config(console_handler.level),
+            access_log=False,
+            proxy_headers=False,
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile=config.ssl_keyfile,
+        )
+    )
 
 
 def serve() -> int:
     """Serve until a signal ends it; the exit status."""
     try:
-        gate, config = gated()
+        connections = Connections(allowed_connections())
+        gate, config = gated(connections.trust)
     except FedstillError as error:
         print(f"fedstill: {error}", file=sys.stderr)
         return 1
-    import uvicorn
-    from flwr.supercore.http_logging import get_uvicorn_log_config
-    from flwr.supercore.logger import console_handler
-
-    uvicorn.run(
-        gate,
-        host=config.host,
-        port=config.port,
-        log_config=get_uvicorn_log_config(console_handler.level),
-        access_log=False,
-        proxy_headers=False,
-        ssl_certfile=config.ssl_certfile,
-        ssl_keyfile=config.ssl_keyfile,
-    )
+    try:
+        listening = listener(config.host, config.port, connections)
+    except OSError as error:
+        print(f"fedstill: {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
+        return 1
+    server = web_server(gate, config)
+    with listening, asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(server.serve(sockets=[listening]))
     return 0
 
 

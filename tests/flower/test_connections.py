@@ -1,0 +1,219 @@
+"""The limits of a server's connections: strangers cannot use up its files, nor push out a site."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedstill.core.errors import ConfigError
+from fedstill.flower.deployment import folder, superlink
+from fedstill.flower.deployment.superlink import Connections
+from flowers import needs_flower
+
+pytestmark = needs_flower
+
+HEADERS = [(b"content-length", b"0")]
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+class Web:
+    """The web server of a federation around a small application, in a thread."""
+
+    def __init__(self, federation: folder.Federation, connections: Connections) -> None:
+        self.federation = federation
+        self.connections = connections
+        certificates = federation.server
+        config = SimpleNamespace(
+            ssl_certfile=str(certificates / "server.crt"),
+            ssl_keyfile=str(certificates / "server.key"),
+        )
+        self.listening = superlink.listener("127.0.0.1", 0, connections)
+        self.port = self.listening.getsockname()[1]
+        self.server = superlink.web_server(self.app, config)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        end = time.monotonic() + 30
+        while not self.server.started:
+            assert time.monotonic() < end, "the web server did not start"
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(30)
+        self.listening.close()
+
+    def _run(self) -> None:
+        import asyncio
+
+        with asyncio.Runner(loop_factory=superlink.Loop) as runner:
+            runner.run(self.server.serve(sockets=[self.listening]))
+
+    async def app(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            while True:
+                event = (await receive())["type"]
+                await send({"type": f"{event}.complete"})
+                if event == "lifespan.shutdown":
+                    return
+        self.connections.trust(scope["client"])
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.body", "body": b""})
+
+    def plain(self) -> socket.socket:
+        """A connection without a handshake."""
+        return socket.create_connection(("127.0.0.1", self.port), 30)
+
+    def encrypted(self) -> ssl.SSLSocket:
+        """A connection after its handshake."""
+        authority = self.federation.server / "ca.crt"
+        context = ssl.create_default_context(cafile=str(authority))
+        return context.wrap_socket(self.plain(), server_hostname="127.0.0.1")
+
+    def until_open(self, count: int) -> None:
+        """Wait until so many connections are open."""
+        end = time.monotonic() + 30
+        while len(self.connections) != count:
+            assert time.monotonic() < end, f"{len(self.connections)} connections, not {count}"
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[Web]:
+    federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    started = Web(federation, Connections(16))
+    yield started
+    started.close()
+
+
+def is_answered(connection: socket.socket) -> bool:
+    connection.settimeout(30)
+    try:
+        connection.sendall(REQUEST)
+        answer = b""
+        while not answer.endswith(b"\r\n\r\n"):
+            part = connection.recv(1000)
+            if not part:
+                return False
+            answer += part
+        return answer.startswith(b"HTTP/1.1 200")
+    except OSError:
+        return False
+
+
+def is_ended(connection: socket.socket, seconds: float = 30.0) -> bool:
+    connection.settimeout(seconds)
+    try:
+        while connection.recv(100):
+            continue  # the rest of an answer
+        return True
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: x\r\n"])
+def test_a_connection_without_a_whole_head_ends(
+    sent: bytes, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(superlink, "HEAD_SECONDS", 0.2)
+    with web.encrypted() as connection:
+        connection.sendall(sent)
+        assert is_ended(connection)
+    web.until_open(0)
+
+
+def test_a_second_request_has_a_time_limit_too(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(superlink, "HEAD_SECONDS", 0.2)
+    with web.encrypted() as connection:
+        assert is_answered(connection)
+        connection.sendall(b"G")
+        assert is_ended(connection, 4.0)
+
+
+def test_a_connection_without_a_handshake_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(superlink, "HANDSHAKE_SECONDS", 0.2)
+    federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    web = Web(federation, Connections(16))
+    with web.plain() as connection:
+        assert is_ended(connection)
+    web.until_open(0)
+    web.close()
+
+
+def test_a_head_that_is_too_long_is_refused(web: Web) -> None:
+    with web.encrypted() as connection, contextlib.suppress(OSError):
+        connection.sendall(b"GET / HTTP/1.1\r\nx: " + b"y" * 200_000)
+        assert not connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_connections_of_strangers_push_out_each_other_and_no_site(web: Web) -> None:
+    with contextlib.ExitStack() as stack:
+        site = stack.enter_context(web.encrypted())
+        assert is_answered(site)
+        strangers = [stack.enter_context(web.plain()) for _ in range(40)]
+        web.until_open(8)
+        assert is_ended(strangers[0])
+        assert is_answered(site)
+        newcomer = stack.enter_context(web.encrypted())
+        assert is_answered(newcomer)
+        assert len(web.connections) == 8
+
+
+def test_where_all_connections_are_trusted_a_new_one_is_refused(web: Web) -> None:
+    with contextlib.ExitStack() as stack:
+        sites = [stack.enter_context(web.encrypted()) for _ in range(8)]
+        assert all(is_answered(site) for site in sites)
+        with web.plain() as one_more:
+            assert is_ended(one_more)
+        assert all(is_answered(site) for site in sites)
+
+
+def test_an_address_has_half_of_the_connections() -> None:
+    connections = Connections(4)
+    pairs = [socket.socketpair() for _ in range(6)]
+    addresses = ["a", "a", "b", "b", "c", "a"]
+    made = [
+        superlink.Connection(one.detach(), (address, port), connections)
+        for port, ((one, _), address) in enumerate(zip(pairs, addresses, strict=True))
+    ]
+    assert all(connections.admit(one) for one in made[:4])
+    for peer in (("a", 0), ("b", 2), ("b", 3)):
+        connections.trust(peer)
+    assert connections.admit(made[4]), "the one of address a that is not trusted makes room"
+    assert made[1].is_evicted
+    assert connections.admit(made[5])
+    assert made[4].is_evicted
+    assert len(connections) == 4
+    for one in made:
+        one.close()
+    assert (len(connections), connections._of_address, connections._evicted) == (0, {}, 0)
+    for _, far in pairs:
+        far.close()
+
+
+def test_too_few_files_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"soft": 1024, "hard": 1024}
+    monkeypatch.setattr(
+        superlink.resource, "getrlimit", lambda what: (limits["soft"], limits["hard"])
+    )
+    raised: list[Any] = []
+    monkeypatch.setattr(superlink.resource, "setrlimit", lambda what, to: raised.append(to))
+    assert superlink.allowed_connections() == 1024 - superlink.RESERVED_FILES
+    limits["hard"] = 100_000
+    assert superlink.allowed_connections() == superlink.MAX_CONNECTIONS
+    assert raised[-1] == (superlink.MAX_CONNECTIONS + superlink.RESERVED_FILES, 100_000)
+    limits.update(soft=256, hard=256)
+    with pytest.raises(ConfigError, match="ulimit -n"):
+        superlink.allowed_connections()
