@@ -58,13 +58,13 @@ def method_table(entries: Sequence[Entry]) -> list[str]:
         f"| `{entry.name}` | `{entry.build().topology}` | {cell(entry.summary)} |"
         for entry in entries
     ]
-    return ["| method | topology | what it is |", "|---|---|---|", *rows]
+    return ["| method | topology | description |", "|---|---|---|", *rows]
 
 
 def table(entries: Sequence[Entry]) -> list[str]:
     """Names and sentences of other things."""
     rows = [f"| `{entry.name}` | {cell(entry.summary)} |" for entry in entries]
-    return ["| name | what it is |", "|---|---|", *rows]
+    return ["| name | description |", "|---|---|", *rows]
 
 
 def cell(text: str) -> str:

@@ -67,7 +67,7 @@ def _about(model: type) -> str:
 def _written(section: Section) -> str:
     sentence = section.sentence[:1].upper() + section.sentence[1:]
     lines = [f"### {section.heading}", "", sentence, ""]
-    lines += ["| key | type | default | what |", "|---|---|---|---|"]
+    lines += ["| key | type | default | description |", "|---|---|---|---|"]
     for name, field in section.model.model_fields.items():
         key = field.alias or name
         what = section.descriptions[key].replace("|", "\\|")

@@ -41,53 +41,53 @@ SITES = "sites"
 
 
 class StreamTable(Table):
-    """``[stream]``: the tasks of a run and their rounds, the clients in each, and what a change of
-    task leaves behind. The kind that it names cuts the data.
+    """``[stream]``: the tasks of a run, such as their rounds, their clients, and what remains of
+    earlier tasks. The key ``kind`` selects how the data are divided.
     """
 
-    tasks: Count = Field(default=5, description="The number of tasks, one after another.")
+    tasks: Count = Field(default=5, description="The number of tasks.")
     rounds: tuple[Count, ...] = Field(
         default=(),
-        description="The rounds of each task; empty: equal shares of the run's rounds.",
+        description="The number of rounds of each task. Empty: equal shares of the run's rounds.",
     )
     compose: Literal["tasks_first", "clients_first"] = Field(
         default="tasks_first",
-        description="Whether the partition splits the data of each task, or all data once, so "
-        "that each client's part is cut by task.",
+        description="Whether the partition splits the data of each task, or splits all data once "
+        "before each client's part is divided by task.",
     )
     past: Literal["gone", "kept"] = Field(
         default="gone",
-        description="Whether clients lose the data of earlier tasks, or keep them (an upper "
+        description="Whether clients lose the data of earlier tasks, or keep them (the upper "
         "bound).",
     )
     head: Head = Field(
         default="all",
-        description="The outputs that are trained: all, those of the classes seen so far, or "
-        "those of the task's classes.",
+        description="The outputs that are trained: all, those of all classes so far, or those of "
+        "the task's classes.",
     )
     lr: Literal["restart", "go_on"] = Field(
         default="restart",
-        description="Whether the schedule of the learning rate restarts with each task, or goes "
-        "on over the run.",
+        description="Whether the learning-rate schedule restarts with each task, or continues "
+        "over the run.",
     )
     lag: CountOrZero = Field(
         default=0,
-        description="The largest number of rounds by which a client comes late to a task, drawn "
-        "for each client; 0: none does.",
+        description="The largest delay of a client at the start of a task, in rounds; delays are "
+        "drawn for each client. 0: no delay.",
     )
     join: PositiveShare = Field(
         default=1.0,
-        description="The share of clients that take part from the start; the others enter evenly "
-        "over the tasks, in a drawn order.",
+        description="The share of clients that take part from the start. The others join evenly "
+        "over the tasks, in random order.",
     )
     stay: Share = Field(
         default=0.0,
-        description="The share of clients that stay with their task at a change, drawn for each "
-        "change.",
+        description="The share of clients that keep their old task at a change of task, drawn for "
+        "each change.",
     )
     seed: Seed | None = Field(
         default=None,
-        description="The seed of tasks, lags, entries and stays; unset: the run's seed.",
+        description="The seed of tasks, lag, join and stay. Unset: the run's seed.",
     )
 
     def starts(self, rounds: int) -> tuple[int, ...]:
@@ -144,57 +144,56 @@ class TopKeys:
     """
 
     seed: Seed = 0
-    """The seed from which every random draw of the run comes."""
+    """The seed of all random numbers of the run."""
     rounds: Count = 20
     """The number of rounds."""
     engine: Engine = "pooled"
-    """How the clients of a stage are trained: in threads, one after another, stacked, or over
-    Flower.
+    """How the clients of a stage are trained: in parallel threads, one after another, stacked, or
+    over Flower.
     """
     threads: tuple[Count, Count] | Count | Literal["auto"] = "auto"
-    """Torch threads of each client in a stage of several, and of a client alone, a stack and the
-    server; auto: one.
+    """The number of torch threads of each client in a stage with several clients, and of a single
+    client, a stack and the server; auto: one.
     """
     device: Literal["cpu", "cuda", "auto"] = "cpu"
-    """Where networks are trained; auto: on a CUDA card if there is one."""
+    """The device on which networks are trained; auto: a CUDA card if there is one."""
     precision: Precision = "fp32"
-    """The number format of training; weights, the optimiser and all evaluation stay float32."""
+    """The number format of training. Weights, the optimiser and evaluation use float32."""
     reuse: bool = True
-    """Whether models that clients train alone are taken from the cache if they would be the same.
+    """Whether fedstill takes models that clients train alone from a cache, if training would give
+    the same bits.
     """
     start_from: str = ""
     """The directory of a run, or a model file, whose weights the run starts from."""
     start_from_partial: bool = False
-    """Whether a model of another network is accepted: entries that fit are taken, and the others
-    are initialised.
+    """Whether start_from may name a model of another network: matching entries are loaded, and the
+    others are initialised.
     """
     train_only: tuple[str, ...] = ()
-    """The entries of the network that are trained and sent; all others stay as in start_from;
-    empty: all are trained.
+    """The entries of the network that are trained and sent. All others keep their values from
+    start_from. Empty: all are trained.
     """
     measure: tuple[str, ...] = ("local",)
-    """The measures that are taken besides those of the global model."""
+    """The measures of the run, in addition to accuracy and forgetting."""
     measure_every: Count = 10
-    """The number of rounds between two measurements; the last round, and the last one of each task,
-    are measured too.
+    """The number of rounds between two measurements. The last round of the run, and of each task,
+    is also measured.
     """
     keep_checkpoints_every: Count | None = None
-    """The number of rounds between two checkpoints that are kept to the end, for `fedstill why`;
-    unset: the last three stages are kept.
+    """The number of rounds between two checkpoints that are kept until the end, for `fedstill
+    why`. Unset: only those of the last three stages are kept.
     """
     keep_updates: bool = False
-    """Whether every accepted reply is kept, under updates/ in the directory of the run."""
+    """Whether every accepted reply is stored, in updates/ of the run directory."""
     metrics: tuple[str, ...] = ()
-    """Metrics of models on test sets beside accuracy, such as auc or f1."""
+    """Metrics on test sets in addition to accuracy, such as auc or f1."""
     rank_by: str = ACCURACY
-    """The metric by which comparisons are ordered, the best round is chosen and fields are
-    tuned.
-    """
+    """The metric that orders comparisons, selects the best round, and is optimised in tuning."""
     positive_class: str = ""
-    """With two classes, the name of the positive one; empty: the last."""
+    """The name of the positive class, with two classes. Empty: the last class."""
     select_on: SelectionData | None = None
-    """The data on which the best round is selected, and by which [stop] ends a run. Unset: with
-    [stop], held_out if clients hold data out, or else public. Unset without [stop]: no round is
+    """The data on which rounds are compared, to select the best round and for [stop]. Unset: with
+    [stop], held_out if clients hold out data, else public. Unset without [stop]: no round is
     selected.
     """
 
@@ -206,36 +205,36 @@ class DataTable(Table):
 
     name: str = Field(
         default="digits",
-        description="The data set: a registered name, a folder, a file of yours, or owner/name on "
-        "the Hugging Face hub.",
+        description="The data set: a registered name, a folder, a file, or owner/name on the "
+        "Hugging Face hub.",
     )
     folder: str = Field(
         default="",
-        description="The folder that holds the folders of data sets; empty: the one in the "
+        description="The folder that contains the folders of data sets. Empty: the value of the "
         "environment variable FEDSTILL_DATA.",
     )
     image_column: str = Field(
         default="",
-        description="The column of images; empty: the only one that holds images.",
+        description="The column of images. Empty: the only column with images.",
     )
     label_column: str = Field(
         default="",
-        description="The column of labels; empty: label, or a column with declared classes.",
+        description="The column of labels. Empty: label, or a column that declares classes.",
     )
     size: Side | None = Field(
         default=None,
-        description="The pixels per side to which images are resized; unset: they keep their "
-        "size, which must be the same for all.",
+        description="The number of pixels per side to which images are resized. Unset: images are "
+        "not resized, and must have the same size.",
     )
     mode: Mode | None = Field(
         default=None,
-        description="The mode to which images are converted, grey or rgb; unset: they keep their "
-        "mode, which must be the same for all.",
+        description="The mode to which images are converted, grey or rgb. Unset: images are not "
+        "converted, and must have the same mode.",
     )
     broken: Broken | None = Field(
         default=None,
-        description="What to do about images that cannot be decoded: refuse the data (unset), or "
-        "skip them.",
+        description="How to treat images that cannot be decoded. Unset: they are an error; skip: "
+        "they are left out.",
     )
     augment: tuple[Change, ...] = Field(
         default=(), description="The augmentations of training images."
@@ -250,8 +249,8 @@ class DataTable(Table):
     )
     public: CountOrZero = Field(
         default=0,
-        description="The number of public images: of the training set, which clients then lack, "
-        "or of another source (0: all).",
+        description="The number of public images. They are removed from the training set, or come "
+        "from another source (0: all of them).",
     )
     public_from: str = Field(
         default="train",
@@ -260,8 +259,8 @@ class DataTable(Table):
     )
     public_labels: bool = Field(
         default=True,
-        description="Whether the labels of public images are used, by measures and by stages that "
-        "need them (FedMD, FedGKD-VOTE).",
+        description="Whether measures and the stages that need them (FedMD, FedGKD-VOTE) may use "
+        "the labels of public images.",
     )
     public_resize: bool = Field(
         default=False,
@@ -270,101 +269,101 @@ class DataTable(Table):
     )
     mean: Annotated[tuple[float, ...], Len(1, 100_000)] | None = Field(
         default=None,
-        description="The numbers that are subtracted from inputs: of images (pixels in [0, 1]) "
-        "one per channel or one for all, else one per column or channel.",
+        description="The numbers that are subtracted from inputs: for images (pixels in [0, 1]) "
+        "one per channel or one for all, otherwise one per column or channel.",
     )
     std: Annotated[tuple[Positive, ...], Len(1, 100_000)] | None = Field(
         default=None,
-        description="The numbers by which inputs are divided after that; unset: the spread of the "
-        "data set, or the one that standardise gives.",
+        description="The numbers by which inputs are then divided. Unset: the standard deviation "
+        "of the data set, or the one that standardise computes.",
     )
     held_out: Literal["last"] | None = Field(
         default=None,
-        description="The examples that a client holds out for validation: the last ones in the "
-        "order of the split; unset: drawn by seed.",
+        description="The examples that a client holds out for validation. last: the last ones in "
+        "the order of the split; unset: random ones.",
     )
     test_from: Literal["held_out"] | None = Field(
         default=None,
-        description="The examples on which models are tested: training examples that clients then "
-        "lack, to choose fields by; unset: the test set.",
+        description="The examples on which models are tested. held_out: training examples that "
+        "are taken from the clients, for tuning; unset: the test set.",
     )
     kind: Kind | None = Field(
         default=None,
-        description="The kind of examples: image, table, vector, series or text; unset: found "
+        description="The kind of examples: image, table, vector, series or text. Unset: inferred "
         "from the columns.",
     )
     columns: Annotated[tuple[str, ...], Len(1, 100_000)] | None = Field(
         default=None,
-        description="The columns of a table; unset: all columns of numbers except the label and "
-        "the owner.",
+        description="The input columns of a table. Unset: all columns of numbers except the label "
+        "and the owner.",
     )
     categorical: Mapping[str, tuple[Value, ...]] | tuple[str, ...] | None = Field(
         default=None,
-        description="The columns whose values are names, each of which becomes a column of 0 and "
-        "1; with a table, also the names.",
+        description="The columns whose values are categories; each category becomes a column of 0 "
+        "and 1. A table also lists the categories.",
     )
     input_column: str | None = Field(
         default=None,
-        description="The column of texts, vectors or series; unset: the only one that fits.",
+        description="The column of texts, vectors or series. Unset: the only suitable column.",
     )
     missing: Missing | None = Field(
         default=None,
-        description="What to do about missing numbers: refuse the data (unset), drop the row, or "
-        "take the mean.",
+        description="How to treat missing values. Unset: they are an error; drop: the row is left "
+        "out; mean: they are replaced by the mean.",
     )
     missing_marks: bool | None = Field(
         default=None,
-        description="Whether a column of 0 and 1 is added for each column with missing numbers, "
-        "to mark them.",
+        description="Whether a column of 0 and 1 is added for each column with missing values, to "
+        "mark them.",
     )
     missing_values: Annotated[tuple[str | int | float, ...], Len(1, 1000)] | None = Field(
         default=None,
-        description="The texts and numbers that mean missing; they replace those of CSV files "
-        "(NA, None, …) except the empty field.",
+        description="The texts and numbers that mark missing values. They replace the usual marks "
+        "in CSV files (NA, None, …), except the empty field.",
     )
     unlabelled: Literal["refuse", "drop"] | None = Field(
         default=None,
-        description="What to do about examples without a label: refuse the data (unset), or drop "
-        "them.",
+        description="How to treat examples without a label. Unset: they are an error; drop: they "
+        "are left out.",
     )
     split_column: str | None = Field(
         default=None,
-        description="The column of a table that has the split of each row: train, validation or "
-        "test.",
+        description="The column of a table that contains the split of each row: train, validation "
+        "or test.",
     )
     decimal: Literal[".", ","] | None = Field(
         default=None,
-        description="The decimal mark of numbers in CSV files; unset: a point.",
+        description="The decimal mark of numbers in CSV files. Unset: a point.",
     )
     standardise: Literal["declared", "pooled", "summed", "server", "own", "none"] | None = Field(
         default=None,
-        description="The source of the mean and spread that standardise a table or series; unset: "
-        "declared, or else pooled over all clients.",
+        description="The source of the mean and standard deviation that standardise tables and "
+        "series. Unset: declared values if there are any, else pooled over all clients.",
     )
     limits: Mapping[str, tuple[float, float]] | None = Field(
         default=None,
-        description="The numbers between which values are clipped in sums with noise, for each "
-        "column: column = [low, high].",
+        description="The limits to which values are clipped in sums with noise, for each column: "
+        "column = [low, high].",
     )
     tokenizer: str | None = Field(
         default=None,
-        description="The tokenizer of texts: words (unset), bytes, or a tokenizer.json of Hugging "
-        "Face's tokenizers.",
+        description="The tokenizer of texts: words (the default), bytes, or a tokenizer.json of "
+        "Hugging Face's tokenizers.",
     )
     vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = Field(
         default=None,
-        description="The number of token ids for words; unset: 8,192.",
+        description="The number of token ids of the tokenizer words. Unset: 8,192.",
     )
     length: Count | None = Field(
         default=None,
-        description="The number of tokens of a text, or of steps of a series, that are read; "
-        "unset: 64 tokens, and all steps.",
+        description="The number of tokens of a text, or of steps of a series, that fedstill "
+        "reads. Unset: 64 tokens, and all steps.",
     )
 
     features_of: Mapping[str, Any] | None = Field(
         default=None,
-        description="A pretrained network (name, file and its fields), whose features are the "
-        "examples, so that only a head is trained.",
+        description="A pretrained network (name, file and its fields) that replaces the examples "
+        "by its features, so that only a head is trained.",
     )
 
     @property
@@ -412,43 +411,43 @@ there.
 
 
 class ClientsTable(Table):
-    """``[clients]``: the replies that the server accepts, how many it needs, clients that fail or
-    attack, and their networks.
+    """``[clients]``: which replies the server accepts, how many it needs, clients that fail or
+    attack, and the clients' networks.
     """
 
     quorum: PositiveShare = Field(
         default=0.5,
-        description="The share of a stage's clients whose replies must be accepted; with fewer, "
+        description="The share of a stage's clients whose replies must be accepted. With fewer, "
         "the run stops.",
     )
     norm_limit: Positive = Field(
         default=10.0,
-        description="A reply is refused if the norm of its parameters is more than this many "
-        "times that of the model that was sent.",
+        description="The server refuses a reply if the norm of its parameters exceeds the norm of "
+        "the sent model by more than this factor.",
     )
     models: tuple[str | dict[str, Any], ...] | dict[str, Any] = Field(
         default=(),
-        description="The networks of clients that have another one than the server: in turn, by "
+        description="The networks of clients that differ from the server's: assigned in turn, by "
         "share, or by client.",
     )
 
     max_examples: MostExamples = Field(
         default=MAX_EXAMPLES,
-        description="A reply that claims more examples than this is refused.",
+        description="The server refuses a reply that claims more examples than this.",
     )
     failures: Failures | None = Field(
         default=None,
-        description="Whether a failing client stops the run or is tolerated; unset: it stops the "
-        "run, but not in a federation of machines.",
+        description="Whether a failing client stops the run or is tolerated. Unset: it is "
+        "tolerated only in a deployment.",
     )
     attack: Attack | None = Field(
         default=None,
-        description="What hostile clients of a simulation do: flip the sign of what they send, "
-        "scale it, or flip labels.",
+        description="The attack of hostile clients in a simulation: they flip the sign of their "
+        "change, scale it, or flip labels.",
     )
     attackers: Annotated[float, Interval(gt=0, lt=1)] | None = Field(
         default=None,
-        description="The share of hostile clients, drawn with the seed; unset: a tenth.",
+        description="The share of hostile clients, which are drawn with the seed. Unset: a tenth.",
     )
 
     @property
@@ -458,32 +457,32 @@ class ClientsTable(Table):
 
 
 class FlowerTable(Table):
-    """``[flower]``: with ``engine = "flower"``, the places of clients, the data they train on, and
-    how long to wait for them.
+    """``[flower]``: settings of ``engine = "flower"``, such as where clients run, their data, and
+    timeouts.
     """
 
     federation: str = Field(
         default="",
-        description="The folder that `fedstill deploy init` created; empty: the clients are in "
-        "this process.",
+        description="The folder that `fedstill deploy init` created. Empty: clients run in this "
+        "process.",
     )
     grid: Literal["loopback", "ray"] = Field(
         default="loopback",
-        description="What carries messages without a federation: a loop in this process, or Ray.",
+        description="The transport of messages without a federation: a loop in this process, or "
+        "Ray.",
     )
     data: Literal["partition", "sites"] = Field(
         default="partition",
-        description="The data that clients train on: parts of the run's data set, or the data of "
-        "their sites.",
+        description="The data of clients: parts of the run's data set, or the data of their sites.",
     )
     classes: tuple[str, ...] = Field(
         default=(),
-        description="The names of the classes, for data of the sites.",
+        description="The names of the classes, if sites have data of their own.",
     )
     shape: Annotated[tuple[Count, ...], Len(0, 3)] = Field(
         default=(),
-        description="The shape of an example, for data of the sites: an image's channels, height "
-        "and width, or one or two numbers.",
+        description="The shape of an example, if sites have data of their own: an image's "
+        "channels, height and width, or one or two numbers.",
     )
     deadline: Positive = Field(
         default=600.0,
@@ -491,43 +490,42 @@ class FlowerTable(Table):
     )
     ttl: NonNegative = Field(
         default=0.0,
-        description="The seconds that a message stays valid; 0: as long as the deadline.",
+        description="The seconds for which a message is valid. 0: as long as the deadline.",
     )
     retries: CountOrZero = Field(
         default=1,
-        description="The number of times that a message is sent again if it is lost or not "
-        "answered in time.",
+        description="How often the server repeats a message that is lost or not answered in time.",
     )
     poll: Positive = Field(default=1.0, description="The seconds between two requests for replies.")
     max_mb: Count = Field(
         default=1024,
-        description="The most megabytes of a reply. Usually, the expected size of the reply is a "
-        "smaller limit.",
+        description="The maximum size of a reply, in megabytes. Usually, the expected size of the "
+        "reply is a smaller limit.",
     )
     vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = Field(
         default=None,
-        description="The number of token ids of a tokenizer's file, for data of the sites; unset: "
-        "the one of data.tokenizer.",
+        description="The number of token ids of a tokenizer file, if sites have data of their "
+        "own. Unset: that of data.tokenizer.",
     )
 
 
 class StopTable(Table):
-    """``[stop]``: when a run ends before its last round, by the metric ``rank_by`` on the data of
+    """``[stop]``: when a run stops early, by the metric ``rank_by`` on the data of
     ``select_on``.
     """
 
     patience: CountOrZero = Field(
         default=0,
-        description="The number of rounds in a row without a better one after which the run "
-        "stops; 0: it does not stop for this.",
+        description="The number of successive rounds without improvement after which the run "
+        "stops. 0: this rule is disabled.",
     )
     min_delta: NonNegative = Field(
         default=0.0,
-        description="By how much a round must be better to count as better for patience.",
+        description="Only an improvement larger than this counts for patience.",
     )
     target: float | None = Field(
         default=None,
-        description="The value at which the run stops; unset: there is none.",
+        description="The value of the metric at which the run stops. Unset: no target.",
     )
 
     @property

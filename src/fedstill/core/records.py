@@ -174,8 +174,8 @@ def as_pairs(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a stage trains: length, batches and optimiser. A config overrides it by
-    ``[plan.STAGE]``.
+    """How a stage trains: length, batches and optimiser. ``[plan.STAGE]`` sets the values of one
+    stage.
 
     0 epochs and 0 steps train nothing. ``norm`` "frozen" keeps normalisation layers in evaluation
     mode. ``patience`` and ``keep = "best"`` need the examples of ``validation``, on which
@@ -183,57 +183,55 @@ class Plan:
     """
 
     epochs: CountOrZero = 5
-    """Passes over the client's data."""
+    """The number of passes over the client's data."""
     steps: CountOrZero = 0
-    """How many batches a visit has; 0: as many as the epochs need."""
+    """The number of batches in a stage. 0: as many as the epochs contain."""
     batch: Count = 50
-    """Examples in a batch."""
+    """The number of examples in a batch."""
     shuffle: bool = True
-    """Whether the order of the examples is drawn again in every epoch."""
+    """Whether examples are shuffled in every epoch."""
     optimiser: Literal["sgd", "adam"] = "sgd"
-    """Which optimiser takes the steps."""
+    """The optimiser."""
     lr: Positive = 0.01
-    """Learning rate of the first round."""
+    """The learning rate of the first round."""
     lr_decay: PositiveShare = 1.0
-    """What the learning rate is multiplied by after every round."""
+    """The factor by which the learning rate is multiplied after every round."""
     momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0
-    """Momentum of SGD."""
+    """The momentum of SGD."""
     weight_decay: NonNegative = 0.0
-    """Weight of the L2 penalty on the parameters."""
+    """The weight of the L2 penalty on the parameters."""
     clip_norm: NonNegative = 0.0
-    """The largest norm of a gradient; larger ones are scaled down; 0: none are."""
+    """The norm to which gradients are clipped. 0: no clipping."""
     norm: Literal["batch", "frozen"] = "batch"
-    """Whether normalisation layers use the statistics of the batch, or stay as they were
-    received.
+    """Whether normalisation layers use the statistics of the batch, or keep the received
+    statistics.
     """
     validation: Annotated[float, Interval(ge=0, lt=1)] = 0.0
-    """The share of the client's data that is held out to score models in training."""
+    """The share of a client's data that is held out for validation."""
     patience: CountOrZero = 0
-    """Epochs without a better score after which training stops; 0: it never stops early."""
+    """The number of epochs without improvement after which a client stops. 0: no early stopping."""
     keep: Literal["last", "best"] = "last"
-    """Which model a visit ends with: that of the last epoch, or of the best score. The server, and
-    clients with too few examples to hold one out, end with the last.
+    """Which model a client returns: that of the last epoch, or of the best epoch on held-out
+    examples. The server, and clients with too few examples to hold one out, return the last.
     """
     lr_schedule: Literal["constant", "step", "cosine"] = "constant"
-    """How the learning rate changes from round to round: only by lr_decay, by it in steps, or as
+    """The schedule of the learning rate over rounds: lr_decay in every round, lr_decay in steps, or
     half a cosine.
     """
     lr_step: Count = 1
-    """After how many rounds each lr_decay comes, with lr_schedule = "step"."""
+    """The number of rounds between two multiplications by lr_decay, with lr_schedule = "step"."""
     lr_end: Share = 0.0
-    """The share of lr that the cosine comes down to when its rounds are over."""
+    """The share of lr at which the cosine ends."""
     lr_warmup: CountOrZero = 0
-    """Rounds in which the learning rate rises in equal steps, before the first one with lr
-    itself.
-    """
+    """The number of warm-up rounds, in which the learning rate rises in equal steps up to lr."""
     lr_rounds: CountOrZero = 0
-    """Rounds after which the cosine, its warm-up included, has come down; 0: those of the run."""
+    """The number of rounds of the cosine, including its warm-up. 0: all rounds of the run."""
     class_weights: (
         Literal["none", "balanced", "balanced_overall"]
         | Annotated[tuple[NonNegative, ...], Len(2, 1_000_000)]
     ) = "none"
-    """How much the losses of labels count by class: all alike, balanced by the labels of each
-    client or of all clients, or one weight per class.
+    """The weights of classes in losses on labels: equal, balanced by the labels of each client or
+    of all clients, or one weight per class.
     """
 
     def __post_init__(self) -> None:

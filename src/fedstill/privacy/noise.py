@@ -62,55 +62,56 @@ PROTECTED = (GROUP, SUMS_GROUP)
 
 
 class Privacy(PackageTable):
-    """``[privacy]``: protection of logits (``clip``), private training
-    (``gradient_clip``), secure sums (``secure_sum``).
+    """``[privacy]``: noise on logits (``clip``), private training (``gradient_clip``), secure sums
+    (``secure_sum``).
     """
 
     clip: NonNegative = Field(
         default=0.0,
-        description="The largest norm of one example's logits; 0: logits are sent as they are.",
+        description="The norm to which the logits of each example are clipped. 0: logits are sent "
+        "unchanged.",
     )
     noise: NonNegative = Field(
         default=0.0,
-        description="Standard deviation of the noise on every number, in units of the largest "
-        "norm.",
+        description="The standard deviation of the noise on every number, in units of clip.",
     )
     delta: Annotated[float, Interval(gt=0, lt=1)] = Field(
         default=1e-5,
-        description="At which delta each client's epsilon is computed.",
+        description="The delta for which each client's epsilon is computed.",
     )
     epsilon: Positive | None = Field(
         default=None,
-        description="The most that any client may spend; the run stops before an upload that "
-        "would cost more; unset: no end.",
+        description="The largest epsilon that any client may spend. The run stops before an "
+        "upload that would exceed it. Unset: no limit.",
     )
     gradient_clip: Positive | None = Field(
         default=None,
-        description="Private training (DP-SGD): the largest norm of one example's gradient; "
-        "unset: training is as ever.",
+        description="Private training (DP-SGD): the norm to which the gradient of each example is "
+        "clipped. Unset: ordinary training.",
     )
     gradient_noise: NonNegative | None = Field(
         default=None,
-        description="Standard deviation of the noise on each step's sum of gradients, in units of "
-        "gradient_clip; unset: 1.",
+        description="The standard deviation of the noise on each step's sum of gradients, in "
+        "units of gradient_clip. Unset: 1.",
     )
     secure_sum: bool | None = Field(
         default=None,
-        description="Whether the server learns the sum of the clients' models only; unset: it "
-        "sees each one's.",
+        description="Whether the server learns only the sum of the clients' models. Unset: it "
+        "sees every model.",
     )
     secure_range: Positive | None = Field(
         default=None,
-        description="The largest change of an entry in a stage that a sum has room for; unset: 16.",
+        description="The largest change of a parameter in a stage that a secure sum can "
+        "represent. Unset: 16.",
     )
     secure_bits: Annotated[int, Interval(ge=8, le=48)] | None = Field(
         default=None,
-        description="To how many bits changes are rounded there; unset: 32.",
+        description="The number of bits to which changes are rounded in a secure sum. Unset: 32.",
     )
     secure_threshold: Annotated[float, Interval(ge=0.5, lt=1)] | None = Field(
         default=None,
-        description="The share of a stage's clients more than which must stay to the end of a "
-        "sum; unset: 0.5.",
+        description="More than this share of a stage's clients must complete a secure sum. Unset: "
+        "0.5.",
     )
 
     @model_validator(mode="after")

@@ -295,53 +295,57 @@ def _measured(client: int, standing: Standing) -> list[tuple[int, int]]:
 
 
 class QueryTable(PackageTable):
-    """``[query]``: which classes clients ask for: drawn, or written in ``[query.classes]``,
+    """``[query]``: the classes that clients query: drawn, or listed in ``[query.classes]`` as
     ``client = [classes]``.
     """
 
     draw: Literal["none", "single", "multi", "all"] = Field(
         default="none",
-        description="Whether clients ask for classes, and for how many of those they have reason "
-        "to: none, one, several, or all.",
+        description="How many of the eligible classes a client queries: none, one, several, or "
+        "all.",
     )
     fewer_than: Count = Field(
         default=50,
-        description="A client lacks a class of which it has fewer examples than this.",
+        description="A client lacks a class if it has fewer examples of it than this.",
     )
-    least: Count = Field(default=2, description="The fewest classes in a query of several.")
-    most: Count = Field(default=3, description="The most classes in a query of several.")
+    least: Count = Field(
+        default=2, description="The smallest number of classes in a query for several."
+    )
+    most: Count = Field(
+        default=3, description="The largest number of classes in a query for several."
+    )
     seed: Seed | None = Field(
         default=None,
-        description="What the queries are drawn from; unset: the run's seed.",
+        description="The seed of the queries. Unset: the run's seed.",
     )
     classes: Mapping[str, tuple[CountOrZero, ...]] = Field(
         default_factory=dict,
-        description="The queries written out: the classes that each client asks for.",
+        description="The classes that each client queries.",
     )
     by: tuple[Trigger, ...] | None = Field(
         default=None,
-        description="What is reason to ask for a class: that the client lacks it (unset), its "
-        "model's accuracy on it, or a need.",
+        description="Why a class is eligible: the client lacks it (the default), its model is not "
+        "accurate on it, or it needs the class.",
     )
     accuracy_under: PositiveShare | None = Field(
         default=None,
-        description="By accuracy: a client asks for classes on which its local model is less "
-        "accurate, on its held-out examples.",
+        description="With by = accuracy: a class is eligible if the accuracy of the local model "
+        "on held-out examples is lower than this.",
     )
     needs: Mapping[str, tuple[CountOrZero, ...]] | None = Field(
         default=None,
-        description="By need: the classes that each client says it will need, whatever it has of "
-        "them.",
+        description="With by = need: the classes that each client will need, regardless of its "
+        "data.",
     )
     again: Order | None = Field(
         default=None,
-        description="In what order new data come with which clients ask again in every round; "
-        "unset: they ask once, with all data.",
+        description="The order in which new data arrive, if clients query in every round. Unset: "
+        "clients query once, with all data.",
     )
     data_at_first: PositiveShare | None = Field(
         default=None,
-        description="The share of its data with which a client asks first; the rest comes in "
-        "equal parts; unset: 1 / rounds.",
+        description="The share of its data that a client has at the first query. The remainder "
+        "arrives in equal parts. Unset: 1 / rounds.",
     )
 
     @property
