@@ -283,3 +283,73 @@ def test_a_pack_that_is_too_large_or_damaged_is_refused(
             evidence.readable(runs)
     with pytest.raises(ConfigError, match="nothing"):
         evidence.unpack(tmp_path / f"nothing{evidence.SUFFIX}")
+
+
+def xz(path: Path, *blocks: bytes) -> Path:
+    """A pack of these blocks, and the end of an archive."""
+    path.write_bytes(lzma.compress(b"".join(blocks) + bytes(1024), preset=0))
+    return path
+
+
+def header(name: str, size: int = 0, kind: bytes = tarfile.REGTYPE) -> bytes:
+    entry = tarfile.TarInfo(name)
+    entry.size = size
+    entry.type = kind
+    return entry.tobuf(tarfile.GNU_FORMAT)
+
+
+def pax(**fields: str) -> bytes:
+    """A header with these fields for the next file."""
+    entry = tarfile.TarInfo("a/config.toml")
+    entry.pax_headers = fields
+    return entry.tobuf(tarfile.PAX_FORMAT)
+
+
+ATTACKS = {
+    "a negative size": [header("a/config.toml", -512)],
+    "a negative size in a long header": [pax(size="-1024")],
+    "a huge size": [header("a/config.toml", 1 << 60)],
+    "a huge header": [header("a/config.toml", 3 << 30, tarfile.XHDTYPE)],
+    "a chain of headers": [header("a", 512, tarfile.XHDTYPE), bytes(512)] * 2,
+    "a sparse file": [pax(**{"GNU.sparse.major": "1", "GNU.sparse.minor": "0"})],
+    "a file inside a file": [header("config.toml"), header("config.toml/journal.jsonl")],
+    "a file twice": [header("config.toml"), header("config.toml")],
+    "a name without end": [header("a/" * 5000 + "config.toml")],
+    "a device": [header("a/config.toml", 0, tarfile.CHRTYPE)],
+    "a global header": [header("a", 512, tarfile.XGLTYPE), bytes(512)],
+    "nothing behind a header": [header("a/config.toml", 5000)],
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_strangers_pack_cannot_exhaust_or_leave_the_folder(attack: str, tmp_path: Path) -> None:
+    packed = xz(tmp_path / f"runs{evidence.SUFFIX}", *ATTACKS[attack])
+    with pytest.raises(CorruptFile, match=packed.name):
+        evidence.unpack(packed)
+    assert list(tmp_path.iterdir()) == [packed]
+
+
+def test_a_pack_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the number of files, the time, the memory and what unpacks after the last file."""
+    packed = xz(tmp_path / f"runs{evidence.SUFFIX}", header("config.toml"), header("a/config.toml"))
+    for limit, value in (("MAX_MEMBERS", 1), ("MAX_SECONDS", 0.0), ("MAX_DECODER_BYTES", 1000)):
+        with monkeypatch.context() as patch:
+            patch.setattr(evidence, limit, value)
+            with pytest.raises(CorruptFile, match=packed.name):
+                evidence.unpack(packed)
+    assert evidence.unpack(packed).is_dir()
+    bomb = xz(tmp_path / f"bomb{evidence.SUFFIX}", header("config.toml"), bytes(5 << 20))
+    monkeypatch.setattr(evidence, "MAX_UNPACKED_BYTES", 1 << 20)
+    with pytest.raises(CorruptFile, match=bomb.name):
+        evidence.unpack(bomb)
+
+
+def test_links_are_not_packed(runs: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("the user's own")
+    journal = runs / "fedavg/seed1/journal.jsonl"
+    journal.unlink()
+    journal.symlink_to(secret)
+    with pytest.raises(ConfigError, match=r"journal\.jsonl"):
+        evidence.pack(runs)
+    assert not evidence.pack_of(runs).exists()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -282,3 +283,31 @@ def test_many_sizes_are_counted_in_ranges() -> None:
     assert sum(bars["y"]) == 1000
     assert len(bars["x"]) == len(bars["y"]) == BINS
     assert bars["x"][0] == "0–25"
+
+
+HUGE = 2**33
+"""A label or an end of this size would need a table of hundreds of gigabytes."""
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "a huge label": lambda arrays: {"labels": np.where(arrays["labels"] == 4, HUGE, 0)},
+    "a negative label": lambda arrays: {"labels": arrays["labels"].astype(np.int64) - 1},
+    "an end that is huge": lambda arrays: {"ends": arrays["ends"].astype(np.int64) * HUGE},
+    "ends that fall": lambda arrays: {"ends": arrays["ends"][::-1].copy()},
+    "a label too many": lambda arrays: {"labels": np.append(arrays["labels"], arrays["labels"][0])},
+    "fractions": lambda arrays: {"labels": arrays["labels"].astype(np.float32)},
+    "a table": lambda arrays: {"positions": arrays["positions"][None]},
+    "networks that nobody named": lambda arrays: {"networks": np.zeros_like(arrays["ends"])},
+}
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_a_strangers_split_is_checked_before_anything_is_made_of_it(
+    attack: str, whole: Path, tmp_path: Path
+) -> None:
+    arrays = safetensors.numpy.load_file(whole / SPLIT)
+    path = tmp_path / SPLIT
+    safetensors.numpy.save_file(arrays | HOSTILE[attack](arrays), path)
+    start = start_of(whole)
+    sealed = {**start, "split": {**start["split"], "sha256": digest(path.read_bytes())}}
+    with pytest.raises(CorruptFile, match=r"split\.safetensors"):
+        read_split(tmp_path, sealed)

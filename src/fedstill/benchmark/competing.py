@@ -41,7 +41,7 @@ from fedstill.config.named_tables import resolved_name
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, CorruptFile, DataError, FedstillError
-from fedstill.core.files import read_toml
+from fedstill.core.files import read_file, read_toml
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Stage
 from fedstill.running.compare import Variant
@@ -265,7 +265,7 @@ def _check_rehearsed_settings(suite: Suite, row: str, variant: Variant) -> None:
     without_row = replace(suite, recipe=replace(suite.recipe, rows=rows), choices_from=None)
     stand_in_suite = without_row.with_row(row, "fedavg", [{}], suite.added_topology(row))
     stand_in = _rehearsal(stand_in_suite, row, {"rounds": variant.settings.rounds}, Path())
-    config = with_relative_paths((variant.folder / "config.toml").read_text(encoding="utf-8"))
+    config = with_relative_paths(read_file(variant.folder / "config.toml").decode())
     try:
         check_settings_of_new_method(config, stand_in, Path(file).name, {})
     except CorruptFile as error:

@@ -38,7 +38,7 @@ from fedstill.benchmark.suites import (
 )
 from fedstill.config.overrides import flat
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, RunExists, on_one_line
-from fedstill.core.files import digest, make_folder, parse_toml, read_toml, write_whole
+from fedstill.core.files import digest, make_folder, parse_toml, read_file, read_toml, write_whole
 from fedstill.core.registry import names as registered_names
 from fedstill.running.compare import Variant
 from fedstill.running.directory import readable
@@ -98,7 +98,7 @@ class Entry:
         """The beginning of the SHA-256 of entry.toml, which distinguishes entries of the same
         row.
         """
-        return digest((self.folder / ENTRY_FILE).read_bytes())[:16]
+        return digest(read_file(self.folder / ENTRY_FILE))[:16]
 
     @property
     def table(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def planned_rounds(folder: Path) -> int:
     """The number of rounds in a run's config, of an entry. Raises CorruptFile."""
     path = folder / "config.toml"
     try:
-        return _rounds_in(path.read_bytes())
+        return _rounds_in(read_file(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptFile(f"cannot read {path}: {error}") from error
 
@@ -179,7 +179,7 @@ def write_entry(
     topology: Mapping[str, Any] = {}
     if method_file is not None:
         method = file_name = method_file.name
-        files[file_name] = method_file.read_bytes()
+        files[file_name] = read_file(method_file)
         topology = suite.added_topology(row)
     tries: Sequence[Try] = ()
     if row in suite.tries:
@@ -214,13 +214,13 @@ def _write_files(folder: Path, files: Mapping[str, bytes], entry: Entry) -> None
 
 def _run_files(folder: Path) -> Iterator[tuple[str, bytes]]:
     """The name and contents of each file of a run, as an entry keeps them."""
-    config = (folder / "config.toml").read_bytes()
+    config = read_file(folder / "config.toml")
     entered_config = with_relative_paths(config.decode()).encode()
     yield "config.toml", entered_config
-    yield SPLIT, (folder / SPLIT).read_bytes()
+    yield SPLIT, read_file(folder / SPLIT)
 
     # The journal names the digest of its config.
-    journal = (folder / "journal.jsonl").read_bytes()
+    journal = read_file(folder / "journal.jsonl")
     journal = journal.replace(digest(config).encode(), digest(entered_config).encode(), 1)
     lines = []
     for line in journal.split(b"\n")[:-1]:
@@ -230,7 +230,7 @@ def _run_files(folder: Path) -> Iterator[tuple[str, bytes]]:
 
     summary = folder / "summary.json"
     if summary.is_file():
-        numbers = without_wall_times(json.loads(summary.read_bytes()))
+        numbers = without_wall_times(json.loads(read_file(summary)))
         yield "summary.json", json.dumps(numbers, indent=1).encode()
 
 
@@ -424,7 +424,7 @@ def _check_files(entry: Entry, suite: Suite) -> None:
     expected = _expected_files(entry, suite)
     paths = [path for path in entry.folder.rglob("*") if path.is_file()]
     names = [path.relative_to(entry.folder).as_posix() for path in paths if path.name != ENTRY_FILE]
-    digests = {name: digest((entry.folder / name).read_bytes()) for name in names}
+    digests = {name: digest(read_file(entry.folder / name)) for name in names}
     missing = sorted(expected - digests.keys())
     if missing:
         raise CorruptFile(f"{missing[0]} is missing ({len(missing)} files in all)")
@@ -473,18 +473,18 @@ def _check_run(entry: Entry, run: Variant) -> None:
     """Check a run's settings, its journal, its split, and that its summary follows from these."""
     path = path_of(run)
     folder = entry.folder / path
-    _check_settings(entry, run, (folder / "config.toml").read_text(encoding="utf-8"))
+    _check_settings(entry, run, read_file(folder / "config.toml").decode())
 
     events = read_events(folder / "journal.jsonl")
     _check_journal(events, run.settings.rounds, diverged=path in entry.diverged)
     score = score_of(folder, run.settings.rounds)
     if not (0 <= score.accuracy <= 1 and 0 <= score.learned <= 1):
         raise CorruptFile(f"journal.jsonl: accuracy {score.accuracy}, learned {score.learned}")
-    if events[0]["split"]["sha256"] != digest((folder / SPLIT).read_bytes()):
+    if events[0]["split"]["sha256"] != digest(read_file(folder / SPLIT)):
         raise CorruptFile(f"{SPLIT} is not the split that journal.jsonl names")
 
     if path not in entry.diverged:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads(read_file(folder / "summary.json").decode())
         _check_summary(summary, summary_from_journal(events))
 
 

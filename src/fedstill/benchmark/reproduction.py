@@ -14,6 +14,7 @@ from rich.text import Text
 
 from fedstill.benchmark.recipes import Cell, Recipe
 from fedstill.core.errors import ConfigError
+from fedstill.core.files import read_file
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.report import terminal
@@ -104,7 +105,7 @@ class RecipeRuns:
 
 
 def _read_summary(folder: Path) -> Summary:
-    summary: Summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    summary: Summary = json.loads(read_file(folder / "summary.json").decode())
     return summary
 
 

@@ -36,7 +36,7 @@ from fedstill.config.validation import NOT_A_NAME, NOT_A_TABLE, Problem, WrongCo
 from fedstill.core import registry
 from fedstill.core.errors import USER, ConfigError
 from fedstill.core.fields import as_table, of_kind, plain_value, shown
-from fedstill.core.files import digest, named_path, parse_toml
+from fedstill.core.files import digest, named_path, parse_toml, read_file
 from fedstill.core.method import Method
 
 Values = Mapping[str, Any]
@@ -158,7 +158,7 @@ def load(file: Path | str | None, overrides: tuple[str, ...] = ()) -> Experiment
         return Experiment().with_values(parse_overrides(overrides), COMMAND_LINE)
     path = named_path(file)
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
     try:

@@ -1,5 +1,7 @@
-"""Files that are written whole or not at all, checks before one is overwritten, TOML files, and
-paths as people name them.
+"""Reading, writing and deleting files, checks before one is overwritten, TOML files, and paths.
+
+All other modules write and delete through these functions. They never follow a link that somebody
+planted in a folder: a new file gets a random name, must not exist, and then replaces the old entry.
 """
 
 from __future__ import annotations
@@ -11,7 +13,11 @@ import hashlib
 import os
 import platform
 import re
+import secrets
 import shlex
+import shutil
+import stat
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +28,58 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedstill.core.errors import ConfigError, DiskFull
+
+# Opening files.
+
+
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file, or of one that a link leads to.
+
+    Raises OSError if it cannot be read, and for a pipe or a device, which might never end.
+    """
+    with open_to_read(path) as file:
+        return file.read()
+
+
+def open_to_read(path: Path) -> IO[bytes]:
+    """Open a regular file; raises OSError as ``read_file``."""
+    return open(path, "rb", opener=_open_regular)
+
+
+def create_file(path: Path, mode: int = 0o666) -> IO[bytes]:
+    """Create a file and open it for writing, unbuffered.
+
+    Raises FileExistsError if the name is taken, also by a link.
+    """
+    return open(path, "xb", 0, opener=partial(_open_regular, mode=mode))
+
+
+def open_to_append(path: Path, mode: int = 0o666) -> IO[bytes]:
+    """Open a file for appending, unbuffered; raises OSError for a link, a pipe or a device."""
+    return open(path, "ab", 0, opener=partial(_open_regular, mode=mode))
+
+
+def _open_regular(path: str, flags: int, mode: int = 0o666) -> int:
+    """Open a regular file; to write, only one that is no link."""
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        flags |= _NO_FOLLOW
+    try:
+        # Without O_NONBLOCK, opening a pipe waits for a process at its other end.
+        handle = os.open(path, flags | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link", path) from error
+        raise
+    kind = os.fstat(handle).st_mode
+    # Python itself refuses a directory.
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return handle
+
 
 # Files that are written whole or not at all.
 
@@ -34,11 +92,21 @@ TOGETHER = 32
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write to another name, fsync, rename, fsync the folder; raises DiskFull if it cannot be done.
+    """Write a file under a temporary name, make it durable, and rename it.
 
-    ``mode``: who may read and write it, less what the process takes away from all files.
+    A link of this name is replaced; the file that it leads to does not change.
+
+    ``mode``: the permissions, before the process's umask. Raises DiskFull if it cannot be written.
     """
     write_together([(path, data)], mode)
+
+
+def write_note(path: Path, data: bytes) -> None:
+    """Write a small file that may be lost or torn in a crash; raises OSError or DiskFull."""
+    if os.path.lexists(path):
+        remove(path)
+    with create_file(path) as file:
+        _write_all(file, data)
 
 
 def write_together(
@@ -91,13 +159,49 @@ def _write_temporary(
     with contextlib.ExitStack() as open_files:
         syncs: list[Callable[[], object]] = []
         for path, data in files:
-            temporary[path] = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
+            temporary[path] = _temporary_name(path)
             with _disk_errors(path):
-                opener = partial(os.open, mode=mode)
-                file = open_files.enter_context(open(temporary[path], "wb", 0, opener=opener))
+                file = open_files.enter_context(create_file(temporary[path], mode))
                 _write_all(file, data)
             syncs.append(partial(_sync_content, path, file))
         _side_by_side([*waits, *syncs])
+
+
+def _temporary_name(path: Path) -> Path:
+    """Return a name beside a file that nobody can guess, and that ``is_leftover`` recognises."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}{_PART}")
+
+
+@contextlib.contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Yield a new empty file beside ``path``, which replaces ``path`` at the end.
+
+    For libraries that write to a file by its name. An error leaves ``path`` as it is. Raises
+    OSError if the file cannot be created or renamed.
+    """
+    temporary = _temporary_name(path)
+    create_file(temporary).close()
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new empty folder beside ``folder``, which gets its name at the end.
+
+    A folder of this name is deleted before; nothing is deleted if there is a link. An error leaves
+    everything as it is. Raises OSError if the new folder cannot be created or renamed.
+    """
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        yield temporary
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_all(file: IO[bytes], data: bytes) -> None:
@@ -150,9 +254,7 @@ def write_secret(path: Path, data: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents, each with a durable name; raises DiskFull if it cannot be
-    made.
-    """
+    """Create a folder and its parents, with durable names; raises DiskFull if this fails."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -173,20 +275,18 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether a file is what a killed process was writing, before it was renamed."""
+    """Whether a file is a temporary one that a killed process left behind."""
     return path.name.startswith(".") and path.name.endswith(_PART)
 
 
 def sweep(folder: Path) -> None:
-    """Delete what killed processes left half written, in a folder that no other process writes."""
+    """Delete temporary files of killed processes, in a folder that no other process writes."""
     for path in folder.rglob(f".*{_PART}"):
         remove(path)
 
 
 def remove(path: Path) -> None:
-    """Delete a file that is no longer needed, if it is there; raises DiskFull if it cannot be
-    deleted.
-    """
+    """Delete a file if it exists; a link is deleted itself. Raises DiskFull if this fails."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -280,7 +380,7 @@ QUOTED_WINDOWS_PATH = re.compile(r'"([A-Za-z]:\\[^"]*)"')
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file; raises OSError if it cannot be read, and as ``parse_toml``."""
-    return parse_toml(path.read_bytes())
+    return parse_toml(read_file(path))
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
@@ -366,7 +466,7 @@ def check_other_kind(path: Path | None, kind: Kind) -> None:
         if not path.stat().st_size:
             return
         try:
-            held = path.read_bytes()
+            held = read_file(path)
         except OSError as error:
             raise ConfigError(
                 f"cannot read {path}, which would be written over: {error.strerror}"

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from fedstill.core.errors import USER, ConfigError, FedstillError, UnknownName
-from fedstill.core.files import check_windows_path, digest
+from fedstill.core.files import check_windows_path, digest, read_file
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,14 @@ def source_digest(target: Any) -> str:
         return ""
     try:
         paths = files_of(Path(inspect.getfile(target)))
-        return digest(b"".join(path.read_bytes() for path in paths))
+        return digest(b"".join(read_file(path) for path in paths))
     except (TypeError, OSError):
         return ""
 
 
 def _module_name(path: Path) -> str:
     # By path and content: a file that was mended, in a notebook say, is another module.
-    sha = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()
+    sha = hashlib.sha256(str(path).encode() + read_file(path)).hexdigest()
     return f"{USER}{path.stem}_{sha[:8]}"
 
 
@@ -166,7 +166,7 @@ def _note_neighbour(name: str, folder: Path) -> None:
 
 def _sha(path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(read_file(path)).hexdigest()
     except OSError:
         return ""
 

@@ -8,8 +8,6 @@ import json
 import math
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from platformdirs import user_cache_dir
 
-from fedstill.core.errors import ConfigError
+from fedstill.core.errors import ConfigError, DiskFull
+from fedstill.core.files import replaced_folder, write_whole
 from fedstill.data.dataset import DatasetInfo, Decoded, Split
 
 # The cache folder holds decoded data, slow partitions and replies of clients.
@@ -98,7 +97,7 @@ def _write_and_map(folder: Path, fresh: Decoded) -> Decoded:
     """Decoded data, which are written and read back so that their arrays are memory-mapped."""
     try:
         _write(folder, fresh)
-    except OSError:
+    except (OSError, DiskFull):
         return fresh
     return _read(folder) or fresh
 
@@ -142,21 +141,16 @@ def _read_numbers(folder: Path, split: str, name: str, count: int) -> NDArray[np
 
 
 def _write(folder: Path, data: Decoded) -> None:
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    try:
+    entry = {
+        "classes": data.classes,
+        "splits": {name: list(split.values.shape) for name, split in data.splits.items()},
+        "owned": [name for name, split in data.splits.items() if split.owners is not None],
+        "about": data.about.to_json(),
+    }
+    with replaced_folder(folder) as temporary:
         for name, split in data.splits.items():
             np.save(temporary / f"{name}-values.npy", split.values, allow_pickle=False)
             np.save(temporary / f"{name}-labels.npy", split.labels, allow_pickle=False)
             if split.owners is not None:
                 np.save(temporary / f"{name}-owners.npy", split.owners, allow_pickle=False)
-        entry = {
-            "classes": data.classes,
-            "splits": {name: list(split.values.shape) for name, split in data.splits.items()},
-            "owned": [name for name, split in data.splits.items() if split.owners is not None],
-            "about": data.about.to_json(),
-        }
-        (temporary / "about.json").write_text(json.dumps(entry, indent=1), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        write_whole(temporary / "about.json", json.dumps(entry, indent=1).encode())

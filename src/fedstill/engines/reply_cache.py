@@ -29,7 +29,7 @@ from filelock import FileLock
 from fedstill.core import registry
 from fedstill.core.codec import OWN_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, DiskFull
-from fedstill.core.files import digest, write_whole
+from fedstill.core.files import digest, read_file, remove, write_whole
 from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import card_named
 from fedstill.core.records import Examples, ModelSpec, Payload, Plan, Reply, Stage, View
@@ -107,8 +107,8 @@ class StoredReplies:
         for file in sorted(files):
             if total <= self.max_bytes:
                 return
-            with contextlib.suppress(OSError):
-                file.path.unlink()
+            with contextlib.suppress(DiskFull):
+                remove(file.path)
             total -= file.size
 
 
@@ -235,7 +235,7 @@ def _device_identity(device: torch.device) -> str:
 def _library_digest() -> str:
     """The SHA-256 of the library's source."""
     root = Path(__file__).parents[1]
-    lines = [f"{path.relative_to(root)} {digest(path.read_bytes())}\n" for path in _sources(root)]
+    lines = [f"{path.relative_to(root)} {digest(read_file(path))}\n" for path in _sources(root)]
     return digest("".join(lines).encode())
 
 
@@ -257,7 +257,7 @@ def _serialised(reply: Reply) -> bytes:
 def _load(path: Path) -> Reply | None:
     """The reply in a file; None if there is none, or if it is damaged."""
     try:
-        serialised = path.read_bytes()
+        serialised = read_file(path)
     except OSError:
         return None
     try:

@@ -18,7 +18,7 @@ from fedstill.core.checks import in_hook
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.extensions import of_some_clients
 from fedstill.core.fields import plain_value
-from fedstill.core.files import digest, in_shell, named_path
+from fedstill.core.files import digest, in_shell, named_path, read_file
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import NOTHING, SERVER, Payload, State
 from fedstill.core.reports import json_value
@@ -282,7 +282,7 @@ def _last_checkpoint(folder: Path) -> _Checkpoint:
 
 def _checkpoints(folder: Path) -> Checkpoints:
     """The checkpoints of a run, without the clients' states, which may be on other machines."""
-    return Checkpoints(folder / "checkpoints", digest((folder / "config.toml").read_bytes()))
+    return Checkpoints(folder / "checkpoints", digest(read_file(folder / "config.toml")))
 
 
 def _best_round(folder: Path, events: Sequence[journals.Event]) -> int:

@@ -34,7 +34,7 @@ from fedstill.core.errors import (
     topic_of,
 )
 from fedstill.core.extensions import SiteGuard
-from fedstill.core.files import digest, make_folder, remove, sweep, write_secret
+from fedstill.core.files import digest, make_folder, read_file, remove, sweep, write_secret
 from fedstill.core.label_counts import CENSUS, Census, census_stage
 from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import process_settings
@@ -469,7 +469,7 @@ class Desk:
             return NOTHING
         path = self.place / version[0]
         try:
-            data = path.read_bytes()
+            data = read_file(path)
             if digest(data) != version[1]:
                 raise BadPayload("its SHA-256 is not the one that counts")
             return decode(data, entries=OWN_ENTRIES)
@@ -482,7 +482,7 @@ class Desk:
         """The answer already given to the same request, if it is still here and whole."""
         path = self.place / _reply(request.stage)
         try:
-            stored = decode(path.read_bytes(), entries=OWN_ENTRIES)
+            stored = decode(read_file(path), entries=OWN_ENTRIES)
             note = json.loads(str(stored["note"]))
             if note["request"] != request.digest():
                 return None

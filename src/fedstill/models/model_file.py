@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError, CorruptFile
-from fedstill.core.files import digest, write_whole
+from fedstill.core.files import digest, read_file, write_whole
 from fedstill.core.records import ModelSpec, Tensors, matches
 from fedstill.models import contract
 from fedstill.models.parameters import held_entries, hold, sha256_of
@@ -32,9 +32,9 @@ def read_final(path: Path) -> bytes:
     Raises OSError for a file that cannot be read. A model without a summary beside it is taken as
     it is.
     """
-    data = path.read_bytes()
+    data = read_file(path)
     try:
-        noted = json.loads((path.parent / "summary.json").read_bytes()).get(MODEL_SEAL)
+        noted = json.loads(read_file(path.parent / "summary.json")).get(MODEL_SEAL)
     except (OSError, ValueError, AttributeError, RecursionError):
         return data
     if path.name == FINAL and noted not in (None, digest(data)):

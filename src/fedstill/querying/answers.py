@@ -18,7 +18,7 @@ from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import as_table
-from fedstill.core.files import digest, in_shell
+from fedstill.core.files import digest, in_shell, read_file
 from fedstill.core.method import Method
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Examples, ModelSpec, Payload, Stage, State, Tensors, many
@@ -214,7 +214,7 @@ def _local_models(folder: Path) -> tuple[dict[int, Tensors], dict[str, Any]]:
         raise ConfigError(
             f"{folder} is not finished; `fedstill resume {in_shell(folder)}`, then ask"
         )
-    config = digest((folder / "config.toml").read_bytes())
+    config = digest(read_file(folder / "config.toml"))
     restored = Checkpoints(folder / "checkpoints", config, folder / "memory").latest()
     models: dict[int, Tensors] = {}
     if restored is not None:

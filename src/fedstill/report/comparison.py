@@ -19,7 +19,7 @@ from rich.console import Console
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError, CorruptFile, Interrupted, RunsFailed
 from fedstill.core.fields import plain_value
-from fedstill.core.files import named_path
+from fedstill.core.files import named_path, read_file
 from fedstill.core.process_settings import process_settings
 from fedstill.report import terminal
 from fedstill.report.page import write_page
@@ -263,7 +263,7 @@ def _failed_at_once(outcome: Outcome) -> bool:
     if not outcome.problem or not config.is_file():
         return False
     try:
-        own = config.read_text(encoding="utf-8") == outcome.variant.settings.toml
+        own = read_file(config).decode() == outcome.variant.settings.toml
         return own and not read_run(outcome.variant.folder).rounds
     except (CorruptFile, OSError, UnicodeDecodeError):  # which is the problem that is said
         return False

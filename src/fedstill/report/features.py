@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedstill.core.errors import CorruptFile
+from fedstill.core.files import read_file
 from fedstill.data.dataset import stratified_positions
 from fedstill.measures.context import MEASURES_FOLDER
 from fedstill.measures.features import embedded
@@ -225,7 +226,7 @@ def _stored_features(look: Look) -> StoredFeatures | None:
     if not name or not path.is_file():
         return None
     try:
-        features = safetensors.torch.load(path.read_bytes())
+        features = safetensors.torch.load(read_file(path))
     except (OSError, ValueError, SafetensorError) as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
     if not _are_features(features, len(labels)):

@@ -21,7 +21,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.codec import OWN_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, ConfigError, CorruptFile
 from fedstill.core.extensions import Event, Fields, StageKeeper, StageResult
-from fedstill.core.files import digest, make_folder, remove, write_together
+from fedstill.core.files import digest, make_folder, read_file, remove, write_together
 from fedstill.core.records import NOTHING, SERVER, ModelSpec, Payload, Stage, State
 from fedstill.engines.serial import Memory, Version
 from fedstill.running.journal import JournalMark, read_journal
@@ -132,7 +132,7 @@ class Checkpoints:
         """
         names = sorted((p.name for p in self.folder.glob("*.json")), reverse=True)
         try:
-            newest = (self.folder / "LATEST").read_text(encoding="utf-8").strip()
+            newest = read_file(self.folder / "LATEST").decode().strip()
         except (OSError, UnicodeDecodeError):
             return names
         return [n for n in names if n <= newest] or names
@@ -218,7 +218,7 @@ class Checkpoints:
     def _manifest(self, name: str) -> dict[str, Any]:
         path = self.folder / name
         try:
-            whole = json.loads(path.read_bytes())
+            whole = json.loads(read_file(path))
             manifest: dict[str, Any] = whole["manifest"]
             if digest(json.dumps(manifest).encode()) != whole["sha256"]:
                 raise ValueError("its SHA-256 is not the one noted")
@@ -285,7 +285,7 @@ def _position(name: str) -> Position:
 def read_sealed(path: Path, sha: str) -> bytes:
     """The bytes of a file; raises CorruptFile if it does not have this SHA-256."""
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except OSError as error:
         raise CorruptFile(f"{path} is damaged: {error.strerror}") from error
     if digest(data) != sha:
@@ -318,7 +318,7 @@ class StoredMemory(Memory):
         name, sha = self.index[client]
         path = self.folder / name
         try:
-            data = path.read_bytes()
+            data = read_file(path)
             if digest(data) != sha:
                 raise BadPayload("its SHA-256 is not the one noted")
             return decode(data, entries=OWN_ENTRIES)

@@ -35,7 +35,7 @@ from fedstill.config.stages import read_method
 from fedstill.config.validation import keys_of
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, Interrupted, RunExists
-from fedstill.core.files import digest
+from fedstill.core.files import digest, open_to_read
 from fedstill.data.dataset import Dataset, examples_digest
 from fedstill.engines.cores import WORKERS, cores
 from fedstill.engines.precision import check_machine
@@ -509,7 +509,7 @@ class Outcome:
         if size < self._read:
             # A run that is resumed first cuts its journal.
             self._read = 0
-        with path.open("rb") as journal:
+        with open_to_read(path) as journal:
             journal.seek(self._read)
             lines, newline, _ = journal.read().rpartition(b"\n")
         self._read += len(lines) + len(newline)

@@ -6,8 +6,11 @@ accept it in place of the folder.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import hashlib
 import io
+import itertools
 import json
 import logging
 import lzma
@@ -22,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from filelock import FileLock, Timeout
 
@@ -30,15 +33,18 @@ from fedstill.config.experiment import OBJECT_TABLES, bind, from_tree
 from fedstill.config.named_tables import NAME_KEYS
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
-from fedstill.core.errors import ConfigError, CorruptFile, NoRun, RunBusy, RunExists
+from fedstill.core.errors import ConfigError, CorruptFile, DiskFull, NoRun, RunBusy, RunExists
 from fedstill.core.files import (
     RUN_TABLE,
-    digest,
+    create_file,
     in_shell,
     is_leftover,
     make_folder,
+    open_to_read,
+    read_file,
     read_toml,
     remove,
+    write_note,
     write_whole,
 )
 from fedstill.core.method import Method
@@ -149,6 +155,9 @@ LOCK_FILE = "lock"
 HOLDER_FILE = "holder.json"
 """The file that names the process that holds the lock; deleted when the lock is released."""
 
+FOLDERS_OF_TABLES = ("tables",)
+"""Folders that fedstill writes in the folder of a comparison, besides its runs."""
+
 IN_USE = (LOCK_FILE, HOLDER_FILE)
 """Files that are in use while a directory is cleared."""
 
@@ -241,7 +250,7 @@ def _is_run_file(entry: DirectoryEntry, is_run: bool) -> bool:
     if is_leftover(path) or entry.name in IN_USE:
         return True
     # A user may have saved a page of their own under this name.
-    if entry.name == "report.html" and b"Made by fedstill" not in path.read_bytes():
+    if entry.name == "report.html" and b"Made by fedstill" not in read_file(path):
         return False
     return is_run and RUN_FILES.fullmatch(entry.name) is not None
 
@@ -250,7 +259,7 @@ def _is_exported_table(path: Path) -> bool:
     """Whether ``fedstill export`` wrote this file: such tables contain a mark of fedstill."""
     if path.is_symlink() or path.name not in EXPORTED_TABLES or not path.is_file():
         return False
-    return RUN_TABLE.mark.search(path.read_bytes()) is not None
+    return RUN_TABLE.mark.search(read_file(path)) is not None
 
 
 def holds_run(folder: Path) -> bool:
@@ -259,7 +268,7 @@ def holds_run(folder: Path) -> bool:
     Its journal shows this or, if the run has not written its journal yet, a complete config.toml.
     """
     try:
-        with (folder / "journal.jsonl").open("rb") as journal:
+        with open_to_read(folder / "journal.jsonl") as journal:
             if journal.readline().startswith(b'{"event":"start"'):
                 return True
     except OSError:
@@ -362,6 +371,31 @@ def check_used(folder: Path) -> None:
     )
 
 
+def check_no_links(folder: Path) -> None:
+    """Raise ConfigError for a link, a pipe or a device among the files that fedstill writes.
+
+    A stranger may have put a link there, so that fedstill would write or delete files elsewhere.
+    The directory itself may be a link.
+    """
+    for entry in _written_entries(folder, folder):
+        if entry.path.is_symlink() or not (entry.path.is_file() or entry.path.is_dir()):
+            raise ConfigError(
+                f"{entry.path} is a link, a pipe or a device, so nothing is written in {folder}; "
+                "replace it by a real file or folder"
+            )
+
+
+def _written_entries(folder: Path, top: Path) -> Iterator[DirectoryEntry]:
+    """Yield the entries below a folder that have the names of files or folders of fedstill."""
+    for path in folder.iterdir():
+        name = path.relative_to(top).as_posix()
+        is_written = RUN_FILES.fullmatch(name) is not None or name in FOLDERS_OF_TABLES
+        if is_written or is_leftover(path):
+            yield DirectoryEntry(name, path)
+            if path.is_dir() and not path.is_symlink():
+                yield from _written_entries(path, top)
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Lock a run's directory against other processes.
@@ -369,10 +403,11 @@ def locked(folder: Path) -> Iterator[None]:
     The operating system releases the lock if this process is killed.
 
     Raises NoRun if there is no such directory, RunBusy if another process has locked it,
-    ConfigError if it cannot be written.
+    ConfigError if it cannot be written, or if it has a link where fedstill writes.
     """
     if not folder.is_dir():
         raise NoRun(f"there is no directory {folder}")
+    check_no_links(folder)
     lock = FileLock(folder / LOCK_FILE, timeout=0)
     try:
         lock.acquire()
@@ -387,12 +422,12 @@ def locked(folder: Path) -> Iterator[None]:
         ) from error
     try:
         # The lock holds without this file, which only makes the message of RunBusy clearer.
-        with contextlib.suppress(OSError):
-            (folder / HOLDER_FILE).write_text(json.dumps(_this_process()), encoding="utf-8")
+        with contextlib.suppress(OSError, DiskFull):
+            write_note(folder / HOLDER_FILE, json.dumps(_this_process()).encode())
         yield
     finally:
-        with contextlib.suppress(OSError):
-            (folder / HOLDER_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(DiskFull):
+            remove(folder / HOLDER_FILE)
         lock.release()
 
 
@@ -425,7 +460,7 @@ def _this_process() -> dict[str, str | int]:
 def _holder_text(folder: Path) -> str:
     """Describe the process that locked a folder; empty if the file that names it is missing."""
     try:
-        holder = json.loads((folder / HOLDER_FILE).read_text(encoding="utf-8"))
+        holder = json.loads(read_file(folder / HOLDER_FILE))
         process = int(holder["process"])
         # Shortened, since a file of another program may have this name.
         host = str(holder["host"])[:100]
@@ -450,6 +485,18 @@ SUFFIX = ".runs.tar.xz"
 
 MAX_UNPACKED_BYTES = 2 << 30
 """A pack whose files have more bytes than this is not unpacked: a small file can expand to many."""
+
+MAX_MEMBERS = 100_000
+"""The most files in a pack; a run has at most five."""
+
+MAX_HEADER_BYTES = 16 << 10
+"""The most bytes of a header with a long name, which is read before its file."""
+
+MAX_DECODER_BYTES = 256 << 20
+"""The most memory for decompressing; the packs that fedstill writes need 65 MB."""
+
+MAX_SECONDS = 600.0
+"""The most time that reading a pack may take."""
 
 
 def pack(folder: Path) -> Path:
@@ -485,7 +532,7 @@ def _archive(folder: Path, files: Sequence[Path]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for path in files:
-            data = path.read_bytes()
+            data = read_file(path)
             # Of a file's properties only these are stored: owner and mode depend on the machine.
             entry = tarfile.TarInfo(path.relative_to(folder).as_posix())
             entry.size = len(data)
@@ -546,7 +593,8 @@ def readable(path: Path) -> Path:
 
 def _cached(packed: Path) -> Path:
     """Return the folder of a pack's files in the cache; they are unpacked once."""
-    key = digest(packed.read_bytes())[:20]
+    with packed.open("rb") as file:
+        key = hashlib.file_digest(file, "sha256").hexdigest()[:20]
     return _unpack_to(packed, cache_folder() / "evidence" / key)
 
 
@@ -585,7 +633,7 @@ def unpack(packed: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         unpacked = _unpack_to(packed, Path(temporary) / "runs")
         _check_no_overlap(packed, folder, unpacked)
-        shutil.copytree(folder, unpacked, dirs_exist_ok=True)
+        shutil.copytree(folder, unpacked, symlinks=True, dirs_exist_ok=True)
         folder.rename(Path(temporary) / "before")
         unpacked.rename(folder)
     return folder
@@ -621,12 +669,9 @@ def _unpack_to(packed: Path, folder: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         unpacked = Path(temporary) / "runs"
         unpacked.mkdir()
-        try:
-            with tarfile.open(packed, mode="r:xz") as archive:
-                _check_members(packed, archive.getmembers())
-                archive.extractall(unpacked, filter="data")
-        except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
-            raise CorruptFile(f"{packed} cannot be unpacked: {error}") from error
+        with _pack_errors(packed):
+            for member in _members(packed):
+                _write_member(member, unpacked / member.name)
         try:
             unpacked.rename(folder)
         except OSError:
@@ -636,33 +681,158 @@ def _unpack_to(packed: Path, folder: Path) -> Path:
     return folder
 
 
-def _check_members(packed: Path, members: Sequence[tarfile.TarInfo]) -> None:
-    """Raise CorruptFile if a member is not a file of evidence, or if all are too large together."""
-    for member in members:
-        if not member.isfile() or not _stays_inside(PurePosixPath(member.name)):
-            raise CorruptFile(f"{packed} is no pack of runs: it holds {member.name[:80]!r}")
-    if sum(member.size for member in members) > MAX_UNPACKED_BYTES:
-        raise CorruptFile(
-            f"{packed} says that it unpacks to more than {MAX_UNPACKED_BYTES >> 30} GB"
-        )
+@contextmanager
+def _pack_errors(packed: Path) -> Iterator[None]:
+    """Turn what a damaged or hostile pack raises into CorruptFile."""
+    try:
+        yield
+    except (tarfile.TarError, lzma.LZMAError, EOFError, OSError, ValueError) as error:
+        raise CorruptFile(f"{packed} is no pack of runs, or is damaged: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A file in a pack."""
+
+    name: str
+    modified: float
+    """The time of its last change, in seconds since 1970."""
+    content: Iterator[bytes]
+    """Its content, in parts that are decompressed when they are needed."""
+
+
+def _write_member(member: _Member, path: Path) -> None:
+    """Write a file of a pack, with the time of its last change."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with create_file(path) as file:
+        for part in member.content:
+            file.write(part)
+    os.utime(path, (member.modified, member.modified))
+
+
+def _members(packed: Path) -> Iterator[_Member]:
+    """Yield the files in a pack, which may come from a stranger.
+
+    It is read as a stream, so that nothing is stored before its size has been checked. Raises
+    ValueError if the pack has anything but evidence of runs, or exceeds a limit.
+    """
+    end = time.monotonic() + MAX_SECONDS
+    with open_to_read(packed) as file:
+        stream = _Decompressed(file)
+        for count in itertools.count(1):
+            header = _read_header(stream)
+            if header is None:
+                stream.skip_rest()
+                return
+            if count > MAX_MEMBERS:
+                raise ValueError(f"it has more than {MAX_MEMBERS:,} files")
+            if time.monotonic() > end:
+                raise ValueError(f"reading it takes more than {MAX_SECONDS:.0f} seconds")
+            if not header.isreg() or not _stays_inside(PurePosixPath(header.name)):
+                raise ValueError(f"it holds {header.name[:80]!r}")
+            content = stream.parts(header.size)
+            yield _Member(header.name, header.mtime, content)
+            # What was not read is skipped, and so are the zeros that fill the last block.
+            collections.deque(content, maxlen=0)
+            stream.read(-header.size % tarfile.BLOCKSIZE)
+
+
+def _read_header(stream: _Decompressed) -> tarfile.TarInfo | None:
+    """Read the header of the next file, or None at the end of the archive.
+
+    A long name is in a header of its own, which stands before the file's.
+    """
+    block = stream.read(tarfile.BLOCKSIZE)
+    if not block.strip(b"\0"):
+        return None
+    header = _parse_header(block)
+    if header.type != tarfile.XHDTYPE:
+        return header
+    if header.size > MAX_HEADER_BYTES:
+        raise ValueError(f"it has a header of more than {MAX_HEADER_BYTES:,} bytes")
+    long_name = stream.read(header.size + -header.size % tarfile.BLOCKSIZE)
+    return _parse_header(block + long_name + stream.read(tarfile.BLOCKSIZE))
+
+
+def _parse_header(blocks: bytes) -> tarfile.TarInfo:
+    """Parse a header of one block, or one with a long name before it."""
+    if len(blocks) == tarfile.BLOCKSIZE:
+        header: tarfile.TarInfo | None = tarfile.TarInfo.frombuf(blocks, "utf-8", "surrogateescape")
+    else:
+        with tarfile.open(fileobj=io.BytesIO(blocks), mode="r:") as archive:
+            header = archive.next()
+    if header is None or not 0 <= header.size <= MAX_UNPACKED_BYTES:
+        raise ValueError("it has a file of an impossible size")
+    return header
+
+
+class _Decompressed:
+    """The decompressed content of a pack, of which at most ``MAX_UNPACKED_BYTES`` are read."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MAX_DECODER_BYTES)
+        self._count = 0
+
+    def read(self, size: int) -> bytes:
+        """Return the next ``size`` bytes; raises EOFError if there are fewer."""
+        return b"".join(self.parts(size))
+
+    def parts(self, size: int) -> Iterator[bytes]:
+        """Yield the next ``size`` bytes in parts; raises EOFError if there are fewer."""
+        while size > 0:
+            part = self._next_part(min(size, _READ_BYTES))
+            size -= len(part)
+            yield part
+
+    def skip_rest(self) -> None:
+        """Read to the end, where a checksum is; raises LZMAError if it does not match."""
+        while not self._decoder.eof:
+            self._next_part(_READ_BYTES)
+
+    def _next_part(self, most: int) -> bytes:
+        """Return some of the next bytes, at most ``most``."""
+        compressed = b""
+        if self._decoder.needs_input:
+            compressed = self._file.read(_READ_BYTES)
+            if not compressed:
+                raise EOFError("it is cut off")
+        part = self._decoder.decompress(compressed, most)
+        self._count += len(part)
+        if self._count > MAX_UNPACKED_BYTES:
+            raise ValueError(f"it unpacks to more than {MAX_UNPACKED_BYTES:,} bytes")
+        return part
+
+
+_READ_BYTES = 1 << 20
+"""How many bytes are read or decompressed at once."""
 
 
 def _stays_inside(path: PurePosixPath) -> bool:
     """Whether a path in a pack is a file of evidence that would be written inside the folder."""
-    return path.name in EVIDENCE and not path.is_absolute() and ".." not in path.parts
+    is_evidence = path.name in EVIDENCE and len(str(path)) <= MAX_NAME_LENGTH
+    return is_evidence and not path.is_absolute() and ".." not in path.parts
+
+
+MAX_NAME_LENGTH = 1000
+"""The most characters of a path in a pack."""
 
 
 def _names_in(packed: Path) -> set[str]:
     """Return the paths of the files in a pack; raises CorruptFile if it cannot be read."""
-    try:
-        with tarfile.open(packed, mode="r:xz") as archive:
-            return set(archive.getnames())
-    except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
-        raise CorruptFile(f"{packed} cannot be read: {error}") from error
+    with _pack_errors(packed):
+        return {member.name for member in _members(packed)}
 
 
 def _evidence_below(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder that are packed."""
+    """Yield the files below a folder that are packed.
+
+    Raises ConfigError for a link: a pack must not contain a file from elsewhere.
+    """
     for path in folder.rglob("*"):
-        if path.name in EVIDENCE and path.is_file():
+        if path.name not in EVIDENCE:
+            continue
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a link; replace it by the file that it leads to")
+        if path.is_file():
             yield path

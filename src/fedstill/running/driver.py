@@ -16,7 +16,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.checks import as_hook, in_hook, returned
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import Engine, Event, Fields, RoundResult, StageResult
-from fedstill.core.files import digest, write_whole
+from fedstill.core.files import digest, read_file, write_whole
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.records import SERVER, Payload, State
 from fedstill.core.rounds import RunContext, run_round
@@ -171,7 +171,7 @@ def identity_of(folder: Path) -> str:
     path = folder / NAME_BEFORE_START
     if not path.is_file():
         write_whole(path, secrets.token_hex(8).encode())
-    return path.read_text(encoding="utf-8")
+    return read_file(path).decode()
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Driver:
             self.engine = replace(self.engine, stops_on_failure=stops)
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
-            digest((self.folder / "config.toml").read_bytes()),
+            digest(read_file(self.folder / "config.toml")),
             # Over Flower, client states are on the clients' disks.
             self.folder / "memory" if is_local else None,
             self.prepared.settings.keep_checkpoints_every or 0,

@@ -21,7 +21,15 @@ from typing import Any, NamedTuple
 import pydantic_core
 
 from fedstill.core.errors import CorruptFile, UnknownName
-from fedstill.core.files import as_named, digest, sync_folder, write_whole
+from fedstill.core.files import (
+    as_named,
+    digest,
+    open_to_append,
+    open_to_read,
+    read_file,
+    sync_folder,
+    write_whole,
+)
 from fedstill.core.reports import json_value
 from fedstill.data.dataset import nfc
 from fedstill.running.journal_schema import Event as Event
@@ -79,9 +87,9 @@ class Journal:
         self._listener = listener
         try:
             # Unbuffered, so that a killed process loses at most the line that it was writing.
-            self._file = path.open("ab", buffering=0)
+            self._file = open_to_append(path)
             sync_folder(path.parent)
-            self._sum = hashlib.sha256(path.read_bytes())
+            self._sum = hashlib.sha256(read_file(path))
         except OSError as error:
             raise as_named(error, path) from error
 
@@ -131,7 +139,7 @@ class Journal:
         bytes before the mark have changed.
         """
         length = mark.length
-        data = self.path.read_bytes()[:length]
+        data = read_file(self.path)[:length]
         if len(data) < length:
             raise CorruptFile(
                 f"{self.path} is shorter than the {length} bytes its checkpoint knows; restore the "
@@ -195,7 +203,7 @@ def without_garbage_collection() -> Iterator[None]:
 def _read_lines(path: Path, limit: int | None = None) -> list[bytes]:
     """Return the lines of a file, at most ``limit``."""
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             return list(itertools.islice(file, limit))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptFile(

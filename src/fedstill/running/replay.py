@@ -14,7 +14,7 @@ from pathlib import Path
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import ClientHook, Recorder
-from fedstill.core.files import digest
+from fedstill.core.files import digest, read_file
 from fedstill.core.process_settings import process_settings, steady
 from fedstill.core.records import Stage, State, World
 from fedstill.core.rounds import extended_world, run_round
@@ -170,7 +170,7 @@ class Replay:
 
 def checkpoints_of(folder: Path) -> Checkpoints:
     """The checkpoints of a run's directory, to read."""
-    config = digest((folder / "config.toml").read_bytes())
+    config = digest(read_file(folder / "config.toml"))
     return Checkpoints(folder / "checkpoints", config, folder / "memory")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedstill.config.settings import Settings
 from fedstill.core.errors import CorruptFile
-from fedstill.core.files import digest, in_shell, named_path, write_whole
+from fedstill.core.files import digest, in_shell, named_path, read_file, write_whole
 from fedstill.core.records import SERVER, State
 from fedstill.core.registry import short_name
 from fedstill.core.reports import json_value
@@ -275,7 +275,7 @@ def _read_summary(folder: Path) -> dict[str, Any]:
     """The summary of a finished run; raises CorruptFile if it is none."""
     path = folder / SUMMARY
     try:
-        summary = json.loads(path.read_bytes())
+        summary = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
     if not isinstance(summary, dict) or not summary.keys() >= {"accuracy", "forgetting"}:

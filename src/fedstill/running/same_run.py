@@ -36,7 +36,7 @@ from fedstill.config.overrides import flat
 from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, CorruptFile
-from fedstill.core.files import digest, in_shell
+from fedstill.core.files import digest, in_shell, open_to_read, read_file
 from fedstill.core.process_settings import card_named
 from fedstill.core.records import State
 from fedstill.core.registry import LIVE
@@ -116,7 +116,7 @@ def code_digests(settings: Settings, *, modules: bool = True) -> dict[str, str]:
     paths = {Path(name.partition(":")[0]) for name in names if ".py" in name}
     if modules:
         paths = {path for file in paths for path in files_of(file)}
-    digests = {str(path): digest(path.read_bytes()) for path in sorted(paths, key=str)}
+    digests = {str(path): digest(read_file(path)) for path in sorted(paths, key=str)}
     for thing in (named.method, named.model, named.partition):
         if thing.name in settings.live_names:
             digests[thing.name] = fingerprint(thing.kind, thing.name)
@@ -244,7 +244,7 @@ def name_for_clients(folder: Path) -> str:
 
     It is a digest of the journal's first line, which has the time at which the run began.
     """
-    with (folder / "journal.jsonl").open("rb") as journal:
+    with open_to_read(folder / "journal.jsonl") as journal:
         return digest(journal.readline())[:16]
 
 
@@ -409,7 +409,7 @@ def settings_but_seed(settings: Mapping[str, Any], start: Mapping[str, Any]) -> 
 def start_of_journal(folder: Path) -> Mapping[str, Any]:
     """The event ``start`` of the run in a folder; empty where it has not begun, or is damaged."""
     try:
-        with (folder / "journal.jsonl").open("rb") as journal:
+        with open_to_read(folder / "journal.jsonl") as journal:
             start = json.loads(journal.readline())
     except (OSError, ValueError, RecursionError):
         return {}
@@ -463,7 +463,7 @@ def check_config(folder: Path) -> None:
     path = folder / "config.toml"
     try:
         noted = _noted_config(folder)
-        same = not noted or noted == digest(path.read_bytes())
+        same = not noted or noted == digest(read_file(path))
     except (OSError, ValueError, KeyError, TypeError, RecursionError, CorruptFile):
         return  # it has not begun, or is damaged, which whoever reads it will say
     if not same:
@@ -504,13 +504,13 @@ def check_journal(folder: Path, events: Sequence[Event]) -> None:
         return
     path = folder / "summary.json"
     try:
-        summary = dict(json.loads(path.read_bytes()))
+        summary = dict(json.loads(read_file(path)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CorruptFile(
             f"{path} is damaged: {error}; delete it, then `fedstill resume` the run"
         ) from error
     journal = folder / "journal.jsonl"
-    data = journal.read_bytes()
+    data = read_file(journal)
     problem = _gap(events) or _problem_of_end(events, summary)
     if not problem and not data.endswith(b"\n"):
         problem = "it ends in half a line"
@@ -565,7 +565,7 @@ def _change_before_checkpoint(folder: Path, data: bytes) -> str:
     if newest is None:
         return ""
     try:
-        manifest = json.loads(newest.read_bytes())["manifest"]
+        manifest = json.loads(read_file(newest))["manifest"]
         length, sha = manifest["journal"]
         number = manifest["round"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from fedstill.core.errors import CorruptFile
-from fedstill.core.files import digest, write_whole
+from fedstill.core.files import digest, read_file, write_whole
 from fedstill.data.client_split import ClientSplit, LabelCounts
 from fedstill.running.journal import read_journal
 
@@ -154,7 +154,7 @@ def read_split(folder: Path, start: Mapping[str, Any]) -> StoredSplit | None:
         return None
     path = folder / SPLIT
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except OSError as error:
         raise CorruptFile(
             f"{path}, the split of the run, cannot be read: {error.strerror}; {REMEDY}"
@@ -166,15 +166,40 @@ def read_split(folder: Path, start: Mapping[str, Any]) -> StoredSplit | None:
         )
     try:
         arrays = safetensors.numpy.load(data)
-        clients = ClientSplit(arrays["positions"].astype(np.int64), arrays["ends"].astype(np.int64))
-        return StoredSplit(
-            clients=clients,
-            labels=arrays["labels"].astype(np.int64),
+        split = StoredSplit(
+            clients=ClientSplit(_integers(arrays, "positions"), _integers(arrays, "ends")),
+            labels=_integers(arrays, "labels"),
             network_names=tuple(str(name) for name in start["split"].get("networks", ())),
-            networks=arrays.get("networks", _none()),
+            networks=_integers(arrays, "networks") if "networks" in arrays else _none(),
         )
-    except (SafetensorError, KeyError) as error:
+        _check_ranges(split, len(start.get("classes", ())))
+    except (SafetensorError, KeyError, ValueError) as error:
         raise CorruptFile(f"{path} is no split of a run: {error}; {REMEDY}") from error
+    return split
+
+
+def _integers(arrays: Mapping[str, NDArray[Any]], name: str) -> NDArray[np.int64]:
+    """Return an array of the file; raises ValueError if it is no list of numbers from 0."""
+    array = arrays[name]
+    if array.ndim != 1 or array.dtype.type not in STORED_TYPES or (array < 0).any():
+        raise ValueError(f"{name} must be a list of whole numbers from 0")
+    return array.astype(np.int64)
+
+
+def _check_ranges(split: StoredSplit, classes: int) -> None:
+    """Raise ValueError if the arrays do not fit together, or name classes that the run lacks.
+
+    The file may come from a stranger: a huge label would need a table of terabytes.
+    """
+    ends = split.clients.ends
+    examples = len(split.clients.positions)
+    if (np.diff(ends) < 0).any() or ends[-1:].sum() != examples or len(split.labels) != examples:
+        raise ValueError("its arrays do not fit together")
+    if (split.labels >= classes).any():
+        raise ValueError(f"it has a label above {classes - 1}")
+    clients = len(ends) if split.network_names else 0
+    if len(split.networks) != clients or (split.networks >= len(split.network_names)).any():
+        raise ValueError("its networks do not fit its clients")
 
 
 def read_label_counts(folder: Path, start: Mapping[str, Any]) -> LabelCounts:

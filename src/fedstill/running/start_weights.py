@@ -7,8 +7,6 @@ import hashlib
 import json
 import logging
 import math
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from fedstill.config.settings import Settings
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, CorruptFile, IncompatibleMethod, on_one_line
-from fedstill.core.files import digest
+from fedstill.core.files import digest, read_file, replaced_file
 from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.data.cache import cache_folder
 from fedstill.data.dataset import Dataset, DatasetInfo, examples_digest
@@ -135,7 +133,7 @@ def start_of(
 
 def seal(place: str) -> str:
     """The SHA-256 of the model file, by which a resume checks that it is the same file."""
-    return digest(file_of(place).read_bytes())
+    return digest(read_file(file_of(place)))
 
 
 def _stored(path: Path) -> dict[str, Tensor]:
@@ -372,10 +370,5 @@ def _computed(passes: ModelPasses, params: Mapping[str, Tensor], examples: Examp
 
 def _write(path: Path, features: Tensor) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    os.close(handle)
-    try:
-        safetensors.torch.save_file({"features": features}, aside)
-        Path(aside).replace(path)
-    finally:
-        Path(aside).unlink(missing_ok=True)
+    with replaced_file(path) as temporary:
+        safetensors.torch.save_file({"features": features}, temporary)

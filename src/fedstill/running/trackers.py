@@ -21,7 +21,7 @@ import numpy as np
 from fedstill.config.overrides import flat
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, Interrupted, UnknownName, cut_reason
-from fedstill.core.files import in_shell, write_whole
+from fedstill.core.files import in_shell, read_file, write_whole
 from fedstill.core.process_settings import set_environment
 from fedstill.running.journal import VERSIONS, Event, read_journal
 from fedstill.running.numbers import OF_ROUND, LearningRates, Numbers, numbers_of
@@ -565,7 +565,7 @@ def _read(path: Path) -> dict[str, Any]:
     again.
     """
     try:
-        memos = json.loads(path.read_bytes())
+        memos = json.loads(read_file(path))
         return {
             str(n): {"round": int(m["round"]), "memo": dict(m["memo"]), "how": m.get("how")}
             for n, m in memos.items()

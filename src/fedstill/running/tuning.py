@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fedstill.config.experiment import Experiment
 from fedstill.config.overrides import parse_grid
 from fedstill.core.errors import ConfigError
+from fedstill.core.files import read_file
 from fedstill.metrics.classification import ACCURACY, METRICS, larger_is_better
 from fedstill.running.compare import Outcome, Variant, seeded
 
@@ -244,7 +245,7 @@ class Tuning:
         return [seeded(label, chosen, seed, self.out / f"trial{number:03d}") for seed in self.seeds]
 
     def _score(self, folder: Path) -> float:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads(read_file(folder / "summary.json").decode())
         goals = [goal for goal in GOALS if summary.get(goal) is not None]
         self.goal = self.goal or next(iter(goals), "")
         if self.goal in METRICS and self.goal not in goals:

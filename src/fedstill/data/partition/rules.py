@@ -9,8 +9,6 @@ import functools
 import hashlib
 import inspect
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition
 from fedstill.core.fields import problem
+from fedstill.core.files import replaced_file
 from fedstill.core.registry import register
 from fedstill.core.user_modules import files_of
 from fedstill.data.cache import cache_folder
@@ -221,10 +220,5 @@ def _read_split(path: Path, examples: int) -> ClientSplit | None:
 def _write_split(path: Path, parts: Parts) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     split = ClientSplit.of_parts(parts)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    os.close(handle)
-    try:
+    with replaced_file(path) as temporary:
         save_file({"order": split.positions, "ends": split.ends}, temporary)
-        Path(temporary).replace(path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
