@@ -65,6 +65,10 @@ def test_numbers_of_numpy_and_torch_are_numbers_of_the_journal(tmp_path: Path) -
             "Mine.look gives 'round', which is a field of the run",
         ),
         (
+            "def look(self, seen, context):\n    return {'client': [1, 2]}",
+            "Mine.look gives client = [1, 2]",
+        ),
+        (
             "def look(self, seen, context):\n    return {'a': {1, 2}}",
             "Mine.look gives a set as 'a', and not numbers",
         ),

@@ -13,6 +13,7 @@ import pytest
 import changed_journals
 import fedstill
 from fedstill.core.errors import CorruptFile
+from fedstill.report.page import write_page
 from fedstill.running.journal import read_journal
 
 CHANGES = 3
@@ -63,7 +64,7 @@ WRONG: dict[str, dict[str, Any]] = {
         "by_epoch": {"train": [1.0]},
     },
     "client": {"client": -2, "stage": None, "name": 3},
-    "measure": {"measure": 3, "round": 1.5},
+    "measure": {"measure": 3, "round": 1.5, "client": [1, 2]},
 }
 """Fields of events with values that no version wrote."""
 
@@ -115,6 +116,21 @@ def test_further_fields_and_events_are_read_as_they_are(journal: Path) -> None:
     events.insert(2, {"event": "of a package", "anything": [1, "two"]})
     write(journal, events)
     assert read_journal(journal) == events
+
+
+@pytest.mark.parametrize("field", ["before", "after"])
+@pytest.mark.parametrize("value", [[0.5], [[0.5]] * 5, "0.5", None])
+def test_a_look_at_contributions_has_an_accuracy_for_each_class(
+    field: str, value: Any, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs["contributions"], folder)
+    events = events_of(folder / "journal.jsonl")
+    number = [event["event"] for event in events].index("measure")
+    events[number][field] = value
+    write(folder / "journal.jsonl", events)
+    with pytest.raises(CorruptFile, match=rf"journal\.jsonl, line {number + 1}: .*{field}"):
+        write_page([folder], tmp_path / "report.html")
 
 
 def test_what_is_not_json_is_named(journal: Path) -> None:

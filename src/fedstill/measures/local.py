@@ -75,9 +75,12 @@ class Personal(Measure):
     """Accuracy of local models on their client's training data, and on test examples in its class
     proportions.
 
-    After every stage on a client's own data. The numbers come with the clients' replies, so that
-    they exist where no server sees a local model; the means over clients stand in the event of the
-    round.
+    It is measured after every stage on a client's own data. Each client sends its counts with its
+    reply, so no server needs to see a local model. The means over clients are fields of the round's
+    event: ``local_train_accuracy`` and ``personalised_accuracy``. The latter is not
+    ``personal_accuracy`` (measure ``local``), which is that of the model that answers for the
+    client at the end of the round.
+
     Source: FedNTD, appendices H and I, figures 11 and 12 ("local train", "personalised").
     Reading: the code measures training data as augmented for training; here they are as they are.
     """
@@ -147,10 +150,12 @@ class PrivatePublic(Measure):
     """Accuracy of each client's own model on its held-out examples and on public images, and of the
     server's model on public images.
 
-    Before and after every stage on public data, after every other. Held out is what
-    ``plan.validation`` says. The numbers come with the clients' replies; the formulas are in
-    ``metrics/local_models.py``, and the accuracies by client stand in the event of the round.
-    Source:     HiPer-FedKD, table 1 and its notebooks.
+    *Private* are the examples that the client holds out (``plan.validation``), which only the
+    client has. It is measured before and after every stage on public data, and after every other
+    stage. Clients send counts with their replies; the formulas are in ``metrics/local_models.py``.
+    The accuracies by client are fields of the round's event.
+
+    Source: HiPer-FedKD, table 1 and its notebooks.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"held_out"})

@@ -246,24 +246,28 @@ class ClientOfStage(TypedDict, total=False):
 
 
 class Look(TypedDict, total=False):
-    """What a measure saw after a stage."""
+    """What a measure saw after a stage; of one client's model, if the measure names a client."""
 
     event: Required[Literal["measure"]]
     measure: Required[str]
     round: Required[RoundNumber]
     stage: Required[Index]
+    client: Client
     seconds: Seconds | None
 
 
 class Contributions(Look, total=False):
     """What the measure ``contributions`` saw: a change of each class, and what clients gave to it.
 
-    ``parts``: changes by class, by part of the round. ``values``: by class of ``classes``, the
+    ``before``, ``after``: accuracies by class. ``parts``: changes by class, by part of the round.
+    ``values``: by class of ``classes``, the
     contribution of each client; ``gap``: their error, of all clients or of each; ``nobody``: the
     change without clients. ``had``: each client's examples by class in its task.
     """
 
     clients: Required[list[Client]]
+    before: Required[Shares]
+    after: Required[Shares]
     parts: Required[dict[str, list[float | None]]]
     classes: list[Index]
     values: list[list[float]]
@@ -468,6 +472,8 @@ class JournalChecker:
             "values": divided,
             "gap": divided,
             "nobody": divided,
+            "before": self.classes,
+            "after": self.classes,
             "drawn": self.classes,
             "tasks": clients,
             "had": clients,

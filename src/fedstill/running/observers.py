@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedstill.continual.task_test import TASK_TEST
+from fedstill.core.checks import bad_return
 from fedstill.core.errors import FedstillError
 from fedstill.core.extensions import (
     Event,
@@ -272,11 +273,25 @@ def look(
                     "measure %s looks once, in %s, and there was nothing to see", name, place
                 )
             return None
-        return journal_fields(measure.look, numbers, WHERE)
+        fields = journal_fields(measure.look, numbers, WHERE)
+        _check_client(measure, fields)
+        return fields
     except FedstillError:
         raise
     except Exception as error:
         raise FedstillError(f"{place}: measure {name} failed: {reason(error, measure)}") from error
+
+
+def _check_client(measure: Measure, fields: Numbers) -> None:
+    """Raise BadReturn for a field ``client`` that is not a client's id.
+
+    Readers of the journal take this field as the client that the other numbers belong to.
+    """
+    client = fields.get("client", SERVER)
+    if type(client) is not int or client < SERVER:
+        raise bad_return(
+            measure.look, f"gives client = {client!r:.40}; give a client's id, or another name"
+        )
 
 
 def _guard(result: StageResult) -> MutationGuard:
