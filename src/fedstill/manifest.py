@@ -70,8 +70,8 @@ class OuterPackage:
     (``running.extensions.Extensions``).
     ``client_extensions``: ``(settings, world, is_real_site)``, which return the hooks of a run's
     clients (``core.extensions.ClientHook``).
-    ``site_guards``: ``(prepared, folder)``, which return what protects a site
-    (``core.extensions.SiteGuard``); ``folder`` is for the notes of the run's client.
+    ``site_guards``: ``(prepared, notebook)``, which return what protects a site
+    (``core.extensions.SiteGuard``); a ``SiteNotebook`` says where to keep notes.
     ``engines``: for runs with this ``engine``, subclasses of ``running.driver.RemoteEngine``.
     """
 

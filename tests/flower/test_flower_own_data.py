@@ -5,7 +5,8 @@ kind of method.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from fedstill.flower.site_settings import Site
 from fedstill.measures.base import Measure
 from fedstill.metrics.classification import METRICS, Predictions, RunMetrics
 from fedstill.metrics.score_histograms import as_histograms, auc_error, joined
+from fedstill.privacy import site_guards
 from fedstill.running.client_evaluation import SiteTests
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.result import Result
-from fedstill.running.runner import run
+from fedstill.running.runner import resume, run
 from flowers import needs_flower, own_sites
 
 pytestmark = needs_flower
@@ -78,28 +80,45 @@ if toys.has("querying"):
             toys.asking_again(), topology={"clients": CLIENTS}, measure=()
         ),
     }
+SUMMED: dict[str, Experiment] = {}
 if toys.has("privacy"):
-    RUNS |= {
+    SUMMED = {
         "secure sums": experiment("moon", privacy={"secure_sum": True}, measure=(), rounds=2),
         "secure sums, beside label counts": experiment(
-            "fedlc", privacy={"secure_sum": True}, measure=()
+            "fedlc", privacy={"secure_sum": True}, measure=(), rounds=2
         ),
     }
 
 
-def over(experiment: Experiment, there: Sequence[Site], out: Path) -> None:
-    """The experiment with these sites on a loopback grid."""
+def grid_of(there: Sequence[Site]) -> LoopbackGrid:
     clerks = {site.client: Clerk(site, shows_reasons=True) for site in there}
     app = client_app(
         lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
     )
+    return LoopbackGrid(app, range(CLIENTS))
+
+
+def over(
+    experiment: Experiment,
+    there: Sequence[Site],
+    out: Path,
+    overwrite: bool = False,
+    on_round: Callable[[Any], None] | None = None,
+) -> None:
+    """The experiment with these sites on a loopback grid."""
     flower = {"deadline": 30, "poll": 1, "data": "sites", "federation": "/federation"}
     run(
         replace(experiment, engine="flower", flower=flower),
         out,
         toys.blobs(),
-        grid=LoopbackGrid(app, range(CLIENTS)),
+        grid=grid_of(there),
+        overwrite=overwrite,
+        on_round=on_round,
     )
+
+
+def stop(event: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def simulated(experiment: Experiment) -> Prepared:
@@ -124,6 +143,71 @@ def test_sites_with_their_own_data_give_the_bits_of_the_simulation(
     assert not any("label_counts" in e or "correct_by_class" in e for e in events), (
         "they stay at the site"
     )
+
+
+def model(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def is_repeated(failure: str) -> bool:
+    return "repeat_sums" in failure
+
+
+@pytest.mark.uses("privacy")
+@pytest.mark.parametrize("what", SUMMED)
+def test_under_secure_sums_a_sites_training_depends_on_a_number_that_it_keeps(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another number gives other bits, and a resume with the same number the same bits."""
+    asked = SUMMED[what]
+    run(replace(asked, engine="serial"), tmp_path / "serial", toys.blobs())
+    numbers: list[int] = []
+
+    def drawn(size: int) -> bytes:
+        if size != site_guards.NONCE_BYTES:
+            return os.urandom(size)
+        numbers.append(size)
+        return bytes([seed[0]]) * size
+
+    seed = [1]
+    monkeypatch.setattr(site_guards.secrets, "token_bytes", drawn)
+    over(asked, own_sites(simulated(asked), tmp_path / "sites"), tmp_path / "whole")
+    assert len(numbers) == CLIENTS, "one number for each site, whatever the number of rounds"
+    assert model(tmp_path / "whole") != model(tmp_path / "serial")
+
+    there = own_sites(simulated(asked), tmp_path / "again")
+    with pytest.raises(KeyboardInterrupt):
+        over(asked, there, tmp_path / "stopped", on_round=stop)
+    resume(tmp_path / "stopped", toys.blobs(), grid=grid_of(there))
+    assert model(tmp_path / "stopped") == model(tmp_path / "whole")
+
+    seed[0] = 2
+    over(asked, own_sites(simulated(asked), tmp_path / "others"), tmp_path / "other")
+    assert model(tmp_path / "other") != model(tmp_path / "whole")
+
+
+@pytest.mark.uses("privacy")
+def test_a_site_is_in_the_secure_sums_of_one_run_on_its_data_unless_its_operator_allows_more(
+    tmp_path: Path,
+) -> None:
+    """The attack: the same run twice, once without a client, whose model is the difference."""
+    asked = SUMMED["secure sums"]
+    there = own_sites(simulated(asked), tmp_path / "sites")
+    over(asked, there, tmp_path / "first")
+    for changes in ({}, {"seed": 7}, {"rounds": 1}):
+        with pytest.raises(TooFewReplies) as raised:
+            over(replace(asked, **changes), there, tmp_path / f"second{len(changes)}", True)
+        assert is_repeated(str(raised.value))
+    assert json.loads((there[0].memory / site_guards.RUNS_WITH_SUMS).read_text())
+
+    allowed = [replace(site, repeat_sums=True) for site in there]
+    over(asked, allowed, tmp_path / "third")
+    assert model(tmp_path / "third") != model(tmp_path / "first"), "other random numbers"
+
+    other = simulated(replace(asked, seed=asked.seed + 1))
+    changed = own_sites(other, tmp_path / "new")
+    moved = [replace(site, memory=old.memory) for site, old in zip(changed, there, strict=True)]
+    over(asked, moved, tmp_path / "fourth")
 
 
 @pytest.mark.uses("querying")

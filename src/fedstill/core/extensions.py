@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -331,6 +332,21 @@ class SiteRequest(Protocol):
         """Identifies the whole request: the same request has the same answer."""
 
 
+@dataclass(frozen=True)
+class SiteNotebook:
+    """Where the guards of a site keep notes, and what its operator allows.
+
+    ``folder``: of the client in this run. ``memory``: of the site, for all runs. ``run``: the run's
+    identity. ``repeat_sums``: whether the site takes part in secure sums of several runs on the
+    same data.
+    """
+
+    folder: Path
+    memory: Path
+    run: str
+    repeat_sums: bool = False
+
+
 class SiteGuard:
     """Protects a site: its data, its budget, and the config that it accepted.
 
@@ -348,6 +364,10 @@ class SiteGuard:
 
     def admit(self, request: SiteRequest, work: ClientWork) -> None:
         """Raises Refused for work that the site must not do; called before new work."""
+
+    def work_seed(self, seed: int) -> int:
+        """The seed of new work; ``seed``: that of the run."""
+        return seed
 
     def check(self, request: SiteRequest, work: ClientWork, reply: Reply) -> None:
         """Raises Refused for a reply that must not leave; called before it is kept."""

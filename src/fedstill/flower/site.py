@@ -33,7 +33,7 @@ from fedstill.core.errors import (
     public_reason,
     topic_of,
 )
-from fedstill.core.extensions import SiteGuard
+from fedstill.core.extensions import SiteGuard, SiteNotebook
 from fedstill.core.files import digest, make_folder, read_file, remove, sweep, write_secret
 from fedstill.core.label_counts import CENSUS, Census, census_stage
 from fedstill.core.method import ClientWork
@@ -129,9 +129,18 @@ class Clerk:
                 prepared=prepared,
                 desk=desk,
                 work=requested_work(prepared, request),
-                guards=site_guards(prepared, desk.place),
+                guards=site_guards(prepared, self._notebook(desk)),
             )
             return visit.answer(request)
+
+    def _notebook(self, desk: Desk) -> SiteNotebook:
+        """Where the guards keep their notes of a run."""
+        return SiteNotebook(
+            folder=desk.place,
+            memory=self.site.memory,
+            run=desk.run,
+            repeat_sums=self.site.repeat_sums,
+        )
 
     def _ready(self, request: Request) -> Ready:
         """The run of a request. It is prepared now unless it was for an earlier request, with the
@@ -283,6 +292,8 @@ class Visit:
         memory = Memory({client: self.desk.remembered(request.memory)})
         engine = self.prepared.engine(memory, site=True)
         seed = self.prepared.settings.seed
+        for guard in self.guards:
+            seed = guard.work_seed(seed)
         (reply,) = engine.run(self.work, request.stage, {client: request.payload}, seed)
         answer = SiteReply.from_reply(reply, memory=None)
         if reply.failure:

@@ -37,6 +37,7 @@ class Site:
     ``files``: files and folders that the configuration of a trial may have it read, as they are
     written there.
     ``refuse``: measures that it takes part in no run with.
+    ``repeat_sums``: whether it takes part in secure sums of several runs on the same data.
     """
 
     client: CountOrZero
@@ -50,6 +51,7 @@ class Site:
     imports: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     refuse: tuple[str, ...] = ()
+    repeat_sums: bool = False
 
 
 def load_site(path: Path) -> Site:

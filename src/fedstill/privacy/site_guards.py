@@ -7,7 +7,9 @@ refuses work that would cost more than the epsilon of the config that it accepte
 
 from __future__ import annotations
 
+import hashlib
 import json
+import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from fedstill.core.errors import BadPayload, Refused
-from fedstill.core.extensions import SiteGuard, SiteRequest
+from fedstill.core.extensions import SiteGuard, SiteNotebook, SiteRequest
 from fedstill.core.files import make_folder, write_secret
 from fedstill.core.label_counts import CENSUS
 from fedstill.core.method import ClientWork
-from fedstill.core.records import Payload, Plan, Reply, Stage, World
+from fedstill.core.records import Examples, Payload, Plan, Reply, Stage, World
+from fedstill.data.dataset import examples_digest
 from fedstill.privacy.masking import TIMES, Masking
 from fedstill.privacy.noise import Privacy, rows_of
 from fedstill.privacy.private_training import rate_and_steps, training_epsilon
@@ -49,13 +53,10 @@ NOISED = "noised"
 """The file in a client's folder that names the stages which were answered with noise."""
 
 
-def noise_guards(prepared: Prepared, folder: Path) -> tuple[SiteGuard, ...]:
-    """The guards of a site's privacy, for the config that it accepted.
-
-    ``folder``: the client's folder of the run, where the guards keep their notes.
-    """
+def noise_guards(prepared: Prepared, notebook: SiteNotebook) -> tuple[SiteGuard, ...]:
+    """The guards of a site's privacy, for the config that it accepted."""
     privacy = prepared.settings.table(Privacy)
-    notes = NoiseNotes(folder)
+    notes = NoiseNotes(notebook.folder)
     # A stage that has noise stays answered, even if the server now sends a config without noise.
     guards: list[SiteGuard] = [OneNoisedAnswer(notes)]
     if privacy.protects_logits:
@@ -267,16 +268,78 @@ REVEALED = "secure-sums"
 """The file in a client's folder with the clients left in each sum of which shares were revealed."""
 
 
-def sum_guards(prepared: Prepared, folder: Path) -> tuple[SiteGuard, ...]:
-    """The guard of a site's model, if the config that it accepted asks for secure sums.
+NONCE = "nonce"
+"""The file in a client's folder with the random number that its training depends on."""
 
-    ``folder``: the client's folder of the run, where the guard keeps its notes.
-    """
+NONCE_BYTES = 32
+
+RUNS_WITH_SUMS = "runs-with-sums.json"
+"""The file in a site's memory folder: by run, the SHA-256 of the data whose model was summed."""
+
+
+def sum_guards(prepared: Prepared, notebook: SiteNotebook) -> tuple[SiteGuard, ...]:
+    """The guard of a site's model, if the config that it accepted asks for secure sums."""
     settings = prepared.settings
     masking = Masking.of(settings.table(Privacy), settings.method)
     if masking is None:
         return ()
-    return (SiteSums(masking, prepared.world, SumNotes(folder)),)
+    runs = None
+    if settings.on_sites:
+        runs = RunsWithSums(notebook, prepared.dataset.train)
+    return (SiteSums(masking, prepared.world, SumNotes(notebook.folder), runs),)
+
+
+@dataclass(frozen=True)
+class RunsWithSums:
+    """The runs in which the model of a real site was a part of secure sums.
+
+    The difference of the sums of two runs, with and without a client, reveals that client's model.
+    So a site takes part in one run on the same data, unless its operator allows more. And its
+    training depends on a random number of its own, so that no other run repeats its model.
+    """
+
+    notebook: SiteNotebook
+    train: Examples
+
+    def check(self) -> None:
+        """Raise Refused if a model of the same data was summed in another run."""
+        runs = self._runs()
+        if self.notebook.run in runs or self.notebook.repeat_sums:
+            return
+        if examples_digest(self.train) in runs.values():
+            raise Refused(
+                "this site has taken part in a secure sum of another run on the same data: the "
+                "difference of two sums could be its model; to take part again, set repeat_sums = "
+                "true in its site.toml",
+                "repeated",
+            )
+
+    def enter(self) -> None:
+        """Note this run before a model leaves; raises as ``check``."""
+        memory = self.notebook.memory
+        make_folder(memory)
+        with FileLock(memory / f".{RUNS_WITH_SUMS}.lock"):
+            self.check()
+            runs = self._runs()
+            if self.notebook.run not in runs:
+                runs[self.notebook.run] = examples_digest(self.train)
+                write_secret(memory / RUNS_WITH_SUMS, json.dumps(runs).encode())
+
+    def nonce(self) -> bytes:
+        """The site's random number in this run. It is kept, so that a resumed run has the same
+        bits.
+        """
+        path = self.notebook.folder / NONCE
+        if not path.is_file():
+            make_folder(self.notebook.folder)
+            write_secret(path, secrets.token_bytes(NONCE_BYTES))
+        return path.read_bytes()
+
+    def _runs(self) -> dict[str, str]:
+        path = self.notebook.memory / RUNS_WITH_SUMS
+        if not path.is_file():
+            return {}
+        return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)
@@ -341,11 +404,22 @@ def _entry_name(stage: Stage) -> str:
 
 @dataclass(frozen=True)
 class SiteSums(SiteGuard):
-    """Answers the steps of secure sums, and no other request for a model."""
+    """Answers the steps of secure sums, and no other request for a model.
+
+    ``runs``: the runs with sums of a real site; None in a trial.
+    """
 
     masking: Masking
     world: World
     notes: SumNotes
+    runs: RunsWithSums | None = None
+
+    def work_seed(self, seed: int) -> int:
+        """A seed that also depends on the site's random number; in a trial, the seed itself."""
+        if self.runs is None:
+            return seed
+        drawn = hashlib.sha256(self.runs.nonce() + str(seed).encode()).digest()
+        return int.from_bytes(drawn[:8], "big") >> 1
 
     def answer(self, request: SiteRequest, respond: Callable[[Payload], Reply]) -> Reply:
         """The answer of a step. Raises Refused for a request that is no step."""
@@ -359,6 +433,8 @@ class SiteSums(SiteGuard):
                 "secure sum",
                 "sum",
             )
+        if self.runs is not None:
+            self.runs.check()
         answer = self._answer(request, step, word)
         match step:
             case "keys":
@@ -366,6 +442,8 @@ class SiteSums(SiteGuard):
             case "shares":
                 return answer.shares()
             case "vector":
+                if self.runs is not None:
+                    self.runs.enter()
                 return answer.vector(respond)
             case _:
                 return answer.revealed()

@@ -26,6 +26,7 @@ from fedstill.core.extensions import (
     Recorder,
     RoundHook,
     SiteGuard,
+    SiteNotebook,
     StageKeeper,
 )
 from fedstill.core.keys import generator, seed_for
@@ -132,11 +133,11 @@ def _histogram_stages(settings: Settings, is_real_site: bool) -> tuple[str, ...]
     return tuple(sorted(settings.method.personal or TEST_STAGES))
 
 
-def site_guards(prepared: PreparedRun, folder: Path) -> tuple[SiteGuard, ...]:
-    """What protects a site. ``folder``: of the client in this run, where guards keep notes."""
+def site_guards(prepared: PreparedRun, notebook: SiteNotebook) -> tuple[SiteGuard, ...]:
+    """What protects a site. ``notebook``: where guards keep notes."""
     guards: list[SiteGuard] = []
     for part in manifest.site_guards():
-        guards += part.load()(prepared, folder)
+        guards += part.load()(prepared, notebook)
     return tuple(guards)
 
 
