@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,10 +58,12 @@ A signed 64-bit integer has at most 19 digits.
 """
 
 _DIGITS_TO_ZEROS = bytes.maketrans(b"123456789", b"000000000")
-_LONG_INTEGER = b"0" * MAX_DIGITS
+_MANY_DIGITS = b"0" * MAX_DIGITS
 """A line may contain an integer that is too long only if it contains this, once its digits are
-replaced by zeros.
+replaced by zeros. Small fractions contain it, too.
 """
+_LONG_INTEGER = re.compile(rb"(?<![.\d])(?:-\d{%d}|\d{%d})" % (MAX_DIGITS, MAX_DIGITS + 1))
+"""An integer that is too long: no point comes before its digits."""
 
 
 class JournalMark(NamedTuple):
@@ -218,14 +221,21 @@ def _parse_lines(path: Path, lines: Sequence[bytes]) -> list[Any]:
     events = []
     for number, line in enumerate(lines, 1):
         try:
-            if _LONG_INTEGER not in line.translate(_DIGITS_TO_ZEROS):
+            if _has_long_integer(line):
+                events.append(json.loads(line, parse_int=_integer))
+            else:
                 # Four times as fast as the standard library, but without ``parse_int``.
                 events.append(pydantic_core.from_json(line, allow_inf_nan=False))
-            else:
-                events.append(json.loads(line, parse_int=_integer))
         except (ValueError, RecursionError) as error:
             raise CorruptFile(f"{path}, line {number}, is not JSON: {error}") from error
     return events
+
+
+def _has_long_integer(line: bytes) -> bool:
+    # The first test is far faster than the second, and few lines pass it.
+    if _MANY_DIGITS not in line.translate(_DIGITS_TO_ZEROS):
+        return False
+    return _LONG_INTEGER.search(line) is not None
 
 
 def _integer(digits: str) -> int | None:

@@ -381,13 +381,24 @@ def _of_events(
         fields = {metric.partition("/")[0] for metric in metrics}
         events = [event for event in events if not fields.isdisjoint(event)]
     for keys, alike in _by_place(events).items():
-        about = {key: np.array([event[key] for event in alike], np.int64) for key in keys}
-        names = dict.fromkeys(chain.from_iterable(alike))
-        for name in names:
+        cells_by_field = _transposed(alike)
+        about = {key: np.array(cells_by_field[key], np.int64) for key in keys}
+        for name, cells in cells_by_field.items():
             if name in NOT_NUMBERS or (fields is not None and name not in fields):
                 continue
             metric = f"{prefix}/{name}" if prefix else name
-            yield from reader.numbers(metric, [event.get(name) for event in alike], about)
+            yield from reader.numbers(metric, cells, about)
+
+
+def _transposed(events: Sequence[Event]) -> dict[str, Sequence[Any]]:
+    """By field, what each event has in it; None where an event lacks it."""
+    fields = tuple(events[0]) if events else ()
+    if all(tuple(event) == fields for event in events):
+        # Most events of a kind have the same fields in the same order.
+        columns = zip(*(event.values() for event in events), strict=True)
+        return dict(zip(fields, columns, strict=True))
+    names = dict.fromkeys(chain.from_iterable(events))
+    return {name: [event.get(name) for event in events] for name in names}
 
 
 def _of_measures(events: Iterable[Event], classes: int) -> Iterator[Numbers]:
@@ -537,12 +548,16 @@ def _with_confusion(event: Event) -> Event:
 def _mean_losses(clients: Sequence[Event]) -> Iterator[Numbers]:
     """By term and round, the mean over the accepted clients, weighted by their examples."""
     trained = [event for event in clients if "loss" in event and not event.get("refused")]
-    for term in dict.fromkeys(chain.from_iterable(event["loss"] for event in trained)):
-        measured = [event for event in trained if event["loss"].get(term) is not None]
-        rounds = np.array([event["round"] for event in measured], np.int64)
-        losses = np.array([event["loss"][term] for event in measured], np.float64)
-        examples = np.array([event.get("examples") or 0 for event in measured], np.float64)
-        yield _mean_by_round(f"loss/{term}", rounds, losses, examples)
+    rounds = np.array([event["round"] for event in trained], np.int64)
+    examples = np.array([event.get("examples") or 0 for event in trained], np.float64)
+    losses_by_term = _transposed([event["loss"] for event in trained])
+    for term, losses in losses_by_term.items():
+        # None becomes NaN, which no event has: JSON has no such number.
+        values = np.array(losses, np.float64)
+        is_measured = ~np.isnan(values)
+        yield _mean_by_round(
+            f"loss/{term}", rounds[is_measured], values[is_measured], examples[is_measured]
+        )
 
 
 def _mean_by_round(metric: str, rounds: Indices, values: Values, weights: Values) -> Numbers:
