@@ -49,13 +49,15 @@ def test_secrets_are_their_owners_alone_and_leave_with_nobody_else(tmp_path: Pat
     federation = made(tmp_path / "fed")
     secrets = [
         federation.folder / "ca.key",
+        federation.signing_key,
         federation.server / "server.key",
         *federation.folder.glob("*/client.key"),
     ]
-    assert len(secrets) == 4
+    assert len(secrets) == 5
     assert {stat.S_IMODE(p.stat().st_mode) for p in secrets} == {0o600}
     theirs = sorted(p.name for p in federation.client(0).iterdir())
-    assert theirs == ["ca.crt", "client.key", "client.key.pub", "client.toml", "site.toml"]
+    files = ["ca.crt", "client.key", "client.key.pub", "client.toml", "server.pub", "site.toml"]
+    assert theirs == files
 
 
 def test_only_the_operator_reads_the_folders_with_secrets(tmp_path: Path) -> None:
@@ -67,13 +69,15 @@ def test_only_the_operator_reads_the_folders_with_secrets(tmp_path: Path) -> Non
     assert made(tmp_path / "other").key.read_bytes() != federation.key.read_bytes()
 
 
-def test_a_federation_of_an_earlier_version_gets_a_key_and_keeps_it(tmp_path: Path) -> None:
+def test_a_federation_of_an_earlier_version_gets_keys_and_keeps_them(tmp_path: Path) -> None:
     federation = made(tmp_path / "fed")
     federation.key.unlink()
-    folder.ensure_key(federation)
-    key = federation.key.read_bytes()
-    folder.ensure_key(federation)
-    assert (len(key), federation.key.read_bytes()) == (43, key)
+    federation.signing_key.unlink()
+    folder.ensure_keys(federation)
+    keys = [path.read_bytes() for path in (federation.key, federation.signing_key)]
+    folder.ensure_keys(federation)
+    assert [path.read_bytes() for path in (federation.key, federation.signing_key)] == keys
+    assert len(keys[0]) == 43
 
 
 def test_a_client_gets_a_new_key_and_keeps_its_settings(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from fedstill.flower.deployment.folder import write_app
 from fedstill.flower.deployment.gate import KEY_HEADER
 from fedstill.flower.deployment.processes import running, wait_for_port
 from flowers import needs_flower
+from gate_requests import instruction, reply, tree_of
 from processes import (
     Deployment,
     beside_us,
@@ -195,6 +196,30 @@ def test_a_sites_key_opens_its_own_messages_only_and_a_request_once(
     print(f"\nreplayed: {again[1].strip()}")
 
 
+def test_a_sites_key_sends_no_instruction_and_no_answer_of_another(three: Deployment) -> None:
+    from flwr.proto.fleet_pb2 import PushMessagesRequest
+    from flwr.proto.node_pb2 import Node
+    from flwr.supercore.date import now
+
+    key = three.federation.client(0) / "client.key"
+    node, victim = node_of(three, 0), node_of(three, 1)
+    forged = {
+        "an instruction of the server": instruction("x", victim),
+        "another site's answer": reply("x", victim, to="y"),
+        "an answer to nothing": reply("x", node, to="y"),
+    }
+    for what, message in forged.items():
+        body = PushMessagesRequest(
+            node=Node(node_id=node),
+            messages_list=[message],
+            message_object_trees=[tree_of(message)],
+        ).SerializeToString()
+        path = "/v1/fleet/push-messages"
+        status, text = asked(three, "POST", path, body, **signed(key, now().isoformat()))
+        print(f"\n{what}: {status} {text.strip()}")
+        assert status == 403
+
+
 def test_a_task_at_a_site_is_handed_out_to_its_own_program_only(three: Deployment) -> None:
     member = folder.membership(three.federation.client(0))
     three.until(lambda: "SuperNode ID" in three.log("client0"), "client 0 to be there")
@@ -280,9 +305,9 @@ def main(grid, context):
 """
 
 
-def test_a_site_runs_no_foreign_app_for_a_hostile_server(tmp_path: Path) -> None:
-    """The server runs the app's server half; the site refuses the client half by name, and none of
-    its code runs.
+def test_a_site_does_nothing_for_a_hostile_server_without_the_signing_key(tmp_path: Path) -> None:
+    """The server runs the app's server half, and has the federation's certificates. The site
+    refuses its messages, and runs none of the app's code.
     """
     site = tmp_path / "site"
     with hostile(tmp_path, tmp_path / "hostile/client0") as (control, federation):
@@ -306,7 +331,7 @@ def test_a_site_runs_no_foreign_app_for_a_hostile_server(tmp_path: Path) -> None
     said = (tmp_path / "said").read_text()
     print("\n" + said)
     assert (tmp_path / "server-ran-it").exists(), "the hostile server ran its own half"
-    assert said.count(public_reason("app")) == 3
+    assert said.count(public_reason("signature")) == 3
     assert not (tmp_path / "site-ran-it").exists()
     assert "refused or failed" in (tmp_path / "site.log").read_text()
 

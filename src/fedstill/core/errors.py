@@ -33,6 +33,7 @@ Topic = Literal[
     "repeated",
     "request",
     "shape",
+    "signature",
     "state",
     "stage",
     "sum",
@@ -170,6 +171,8 @@ PUBLIC_REASONS: Mapping[Topic, str] = {
     "operator may set repeat_sums in site.toml",
     "request": "the request is malformed, or does not belong to this run",
     "shape": "the site's examples do not have the run's kind, shape or vocabulary",
+    "signature": "the message is no new instruction to this site by the server whose key it has: "
+    "its operator may compare server.pub with the server's signing.pub, and the clocks",
     "state": "the site's state of this run is lost or damaged",
     "stage": "the stage is not in the run's schedule, or the run does not need it",
     "sum": "the request is not the next step of a secure sum that the site takes part in",

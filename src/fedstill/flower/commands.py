@@ -77,7 +77,7 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
     federation = folder.load_federation(directory)
     with processes.alone(federation.server, "a server"):
         processes.demand_free(federation)
-        folder.ensure_key(federation)
+        folder.ensure_keys(federation)
         command = programs.superlink(federation, insecure_for_testing)
         programs.write_link(federation, insecure_for_testing)
         env = programs.environment(federation.server / "flwr")

@@ -1,5 +1,5 @@
 """Requests and answers as the content of Flower messages: one header, and one array of bytes for
-each group.
+each group. A federation's server signs its requests.
 """
 
 from __future__ import annotations
@@ -7,20 +7,24 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedstill.core.codec import MAX_ENTRIES, decode, encode
-from fedstill.core.errors import BadPayload, ConfigError, cut_reason, on_one_line
-from fedstill.core.files import digest
+from fedstill.core.errors import BadPayload, ConfigError, Refused, cut_reason, on_one_line
+from fedstill.core.files import digest, make_folder, sync_folder
 from fedstill.core.process_settings import set_environment
 from fedstill.core.records import NOTHING, Payload, Reply, Stage
 from fedstill.core.reports import is_count, json_value, wrong_report
 from fedstill.engines.serial import Version
 
 if TYPE_CHECKING:
-    from flwr.app import RecordDict
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from flwr.app import Message, RecordDict
 
 
 # Requests of the server and answers of clients: a JSON header beside a payload
@@ -374,3 +378,130 @@ def _entries(group: object) -> int:
     if isinstance(group, Mapping):
         return len(group)
     return 1
+
+
+# Instructions: messages that a federation's server signs, so that a site acts for nobody else
+
+
+SIGNED = "signed"
+"""The record of a message that holds the server's signature."""
+
+PURPOSE = "fedstill instruction"
+"""Stands in each signed statement: the key signs nothing else."""
+
+CLOCK_SECONDS = 300.0
+"""By how much the clocks of server and site may differ."""
+
+KEPT_SECONDS = 86_400.0
+"""How long a site remembers an instruction after it has expired."""
+
+USED_NAME = re.compile(r"(\d{1,12})-[0-9a-f]{32}")
+"""The file that stands for a used instruction: when it expires, and its number."""
+
+
+def sign(message: Message, run: int, key: Ed25519PrivateKey) -> None:
+    """Add the server's signature to a message for a site.
+
+    It covers the run, the site's node, the kind and all content of the message, and the time at
+    which it expires. A random number makes it usable once. run: its number in Flower.
+    """
+    from flwr.app import ConfigRecord
+
+    about = message.metadata
+    message.content.pop(SIGNED, None)
+    statement = {
+        "purpose": PURPOSE,
+        "run": run,
+        "node": about.dst_node_id,
+        "kind": about.message_type,
+        "content": content_digest(message.content),
+        "until": round(time.time() + about.ttl, 3),
+        "number": secrets.token_hex(16),
+    }
+    text = json.dumps(statement, sort_keys=True)
+    signature = ConfigRecord({"statement": text, "signature": key.sign(text.encode())})
+    message.content[SIGNED] = signature
+
+
+def content_digest(records: RecordDict) -> str:
+    """SHA-256 of all that a message says: its configs and arrays, with their names and forms."""
+    configs = [[name, sorted(config.items())] for name, config in records.config_records.items()]
+    arrays = [
+        [name, key, array.dtype, list(array.shape), array.stype, digest(array.data)]
+        for name, group in records.array_records.items()
+        for key, array in group.items()
+    ]
+    return digest(json.dumps([sorted(configs), sorted(arrays)], default=bytes.hex).encode())
+
+
+@dataclass(frozen=True)
+class InstructionCheck:
+    """Finds out at a site whether a message is an instruction of the federation's server.
+
+    ``server_key``: the file with the server's public key, as the site got it with its own key.
+    ``used``: a folder with an empty file for each instruction that the site has carried out.
+    """
+
+    server_key: Path
+    used: Path
+
+    def __call__(self, message: Message, node: int) -> None:
+        """Take the signature out of a message; raises Refused unless it is the server's.
+
+        It must be for this site, run, kind and content, not expired, and not used before. node: the
+        number that this site has in Flower.
+        """
+        if not message.has_content():
+            raise Refused("the message has no content", "signature")
+        statement = self._signed_statement(message.content.pop(SIGNED, None))
+        about = message.metadata
+        expected = {
+            "purpose": PURPOSE,
+            "run": about.run_id,
+            "node": node,
+            "kind": about.message_type,
+            "content": content_digest(message.content),
+        }
+        for name, value in expected.items():
+            if statement.get(name) != value:
+                raise Refused(f"the server has signed another {name} of the message", "signature")
+        if about.dst_node_id != node or len(message.content.metric_records):
+            raise Refused("the message is for another site, or holds metrics", "signature")
+        if time.time() > statement["until"] + CLOCK_SECONDS:
+            raise Refused("the instruction has expired, or a clock is wrong", "signature")
+        self._use(float(statement["until"]), str(statement["number"]))
+
+    def _signed_statement(self, signature: Any) -> dict[str, Any]:
+        """The statement that the server has signed; raises Refused for any other."""
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+        try:
+            key = load_pem_public_key(self.server_key.read_bytes())
+        except (OSError, ValueError) as error:
+            raise Refused(f"{self.server_key} is no public key: {error}", "signature") from error
+        if not isinstance(key, Ed25519PublicKey) or not isinstance(signature, Mapping):
+            raise Refused("the message has no signature of the server", "signature")
+        try:
+            text = str(signature["statement"])
+            key.verify(signature["signature"], text.encode())
+        except (KeyError, TypeError, InvalidSignature) as error:
+            raise Refused(
+                "the signature of the message is not the server's", "signature"
+            ) from error
+        statement: dict[str, Any] = json.loads(text)
+        return statement
+
+    def _use(self, until: float, number: str) -> None:
+        """Note that an instruction is carried out; raises Refused for one that was before."""
+        make_folder(self.used)
+        for path in self.used.iterdir():
+            note = USED_NAME.fullmatch(path.name)
+            if note is not None and int(note[1]) < time.time() - KEPT_SECONDS:
+                path.unlink(missing_ok=True)
+        try:
+            (self.used / f"{until:.0f}-{number}").touch(exist_ok=False)
+        except FileExistsError:
+            raise Refused("the instruction was carried out before", "signature") from None
+        sync_folder(self.used)

@@ -1,4 +1,4 @@
-"""The two sides as Flower's tasks: ``python -m fedstill.flower.tasks SIDE ADDRESS KEY``."""
+"""The two sides as Flower's tasks: ``python -m fedstill.flower.tasks SIDE ADDRESS KEYS``."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstill.core.errors import Refused, error_text, public_reason, topic_of
+from fedstill.flower.deployment import certificates
 from fedstill.flower.deployment.control import OperatorKey
 from fedstill.flower.deployment.folder import client_of_key, require_own_app
 from fedstill.flower.fleet import Pace, fetch_soon
-from fedstill.flower.messages import RAISED, require_flower
+from fedstill.flower.messages import RAISED, InstructionCheck, require_flower, sign
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from flwr.app import Message
     from flwr.serverapp import Grid
     from flwr.supercore.runtime import RuntimeHttpClient
 
@@ -124,7 +127,7 @@ def execute(
 
 
 # The two sides of fedstill as Flower's tasks: ``python -m fedstill.flower.tasks SIDE
-# ADDRESS KEY [CA]``.
+# ADDRESS KEY OTHER_KEY [CA]``.
 #
 # A task brings an app. Its code is not run: if it is not the app that fedstill writes, the task is
 # refused; if it is, what is installed here does the work.
@@ -138,8 +141,10 @@ messages would wait for ever.
 """
 
 
-def client_task(door: Door, kind: str, token: str, parent: int) -> None:
-    """Answer a message at a site; a refusal is an answer."""
+def client_task(door: Door, kind: str, token: str, parent: int, check: InstructionCheck) -> None:
+    """Answer a message at a site; a refusal is an answer. Nothing is done for a message that the
+    server has not signed.
+    """
     from flwr.app import Error, Message
     from flwr.common.constant import SubStatus
     from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
@@ -154,6 +159,7 @@ def client_task(door: Door, kind: str, token: str, parent: int) -> None:
         status = SubStatus.COMPLETED
         details = ""
         try:
+            check(message, context.node_id)
             if kind != CLIENT:
                 raise Refused(f"this site does no task of the kind {kind!r}", "app")
             require_own_app(fab.content)
@@ -167,7 +173,7 @@ def client_task(door: Door, kind: str, token: str, parent: int) -> None:
         push_task_output(client, context, status, details)
 
 
-def server_task(door: Door, kind: str, token: str, parent: int) -> None:
+def server_task(door: Door, kind: str, token: str, parent: int, signing_key: Path) -> None:
     """Do a run at the server."""
     from flwr.common.config import get_fused_config_from_fab
     from flwr.common.constant import SubStatus
@@ -183,7 +189,7 @@ def server_task(door: Door, kind: str, token: str, parent: int) -> None:
     from fedstill.flower.apps import server_app
 
     fetch_soon()
-    grid = federation_grid(door, token)
+    grid = federation_grid(door, token, signing_key)
     client = grid._runtime_client
     with _alive(client, parent):
         task = client.PullTaskInput(PullTaskInputRequest())
@@ -210,19 +216,28 @@ def server_task(door: Door, kind: str, token: str, parent: int) -> None:
         client.PushTaskOutput(output)
 
 
-def federation_grid(door: Door, token: str) -> Grid:
+def federation_grid(door: Door, token: str, signing_key: Path) -> Grid:
     """Flower's grid over a federation's server, which knows clients by the keys that they are
-    registered with.
+    registered with, and signs what it sends to them.
     """
     require_flower()
+    key = certificates.signing_key(signing_key)
     from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
     from flwr.superlink.grid import HttpGrid
 
     class OperatorGrid(HttpGrid):  # type: ignore[misc]
-        """Flower's grid, with the operator's key in its requests."""
+        """Flower's grid, with the operator's key in its requests, and signed messages."""
 
         def _connect(self) -> None:
             self._client = door.client("flwr-serverapp", RuntimeTokenHttpInterceptor(token))
+
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            """Sign messages, and send them."""
+            instructions = list(messages)
+            for message in instructions:
+                sign(message, self.run.run_id, key)
+            ids: Iterable[str] = super().push_messages(instructions)
+            return ids
 
     class FederationGrid(OperatorGrid):
         """The same, where nodes have listed keys."""
@@ -259,23 +274,26 @@ def _alive(client: RuntimeHttpClient, parent: int) -> Iterator[None]:
         client.close()
 
 
-SIDES: Mapping[str, tuple[tuple[str, ...], Callable[..., None]]] = {
-    "client": ((CLIENT, AGENT), client_task),
-    "server": ((SERVER,), server_task),
-}
-
-
 WARM = ("fedstill.flower.warm",)
 """What the process has imported from which all tasks are forked."""
 
 
-def side_of_flower(side: str, address: str, key: str, certificates: str = "") -> None:
-    """Do a side's tasks until the process that started this one has ended."""
+def side_of_flower(side: str, address: str, key: str, other_key: str, authority: str = "") -> None:
+    """Do a side's tasks until the process that started this one has ended.
+
+    key: the file with the secret for tasks. other_key: the file with the key by which the server
+    signs instructions; at a client, with its public half. authority: a file with certificates.
+    """
     door = Door(address, Path(key).read_bytes())
-    if certificates:
-        door = replace(door, certificates=Path(certificates).read_bytes())
-    kinds, does = SIDES[side]
-    execute(door, kinds, does, os.getppid(), WARM)
+    if authority:
+        door = replace(door, certificates=Path(authority).read_bytes())
+    if side == "client":
+        server_key = Path(other_key)
+        check = InstructionCheck(server_key, server_key.with_name("instructions"))
+        execute(door, (CLIENT, AGENT), partial(client_task, check=check), os.getppid(), WARM)
+    else:
+        does = partial(server_task, signing_key=Path(other_key))
+        execute(door, (SERVER,), does, os.getppid(), WARM)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Certificates and keys of a federation: its own certificate authority, the server's certificate, a
-key per client.
+"""Certificates and keys of a federation: its own certificate authority, the server's certificate,
+the key by which it signs instructions, a key per client.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fedstill.core.files import write_secret, write_whole
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 DAYS, AUTHORITY_DAYS = 825, 3650
 """How long a server's certificate is valid, and the authority's, in days."""
@@ -122,6 +123,34 @@ def make_client(path: Path) -> None:
     write_whole(path.with_name(path.name + ".pub"), public + b"\n")
 
 
+def make_signing_key(path: Path) -> None:
+    """Write the private key by which a server signs instructions, and its public half beside it as
+    ``.pub``.
+    """
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.generate()
+    pem = serialization.Encoding.PEM
+    public = key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
+    write_secret(path, _private(key))
+    write_whole(path.with_suffix(".pub"), public)
+
+
+def signing_key(path: Path) -> Ed25519PrivateKey:
+    """The key in a file of ``make_signing_key``; raises ConfigError if it holds none."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        key = load_pem_private_key(path.read_bytes(), None)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no private key: {error}") from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError(f"{path} is no Ed25519 key")
+    return key
+
+
 def authority_of(folder: Path) -> Authority:
     """The authority whose certificate and key are in a folder, to sign the next certificate.
 
@@ -184,7 +213,7 @@ def _pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _private(key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey) -> bytes:
     from cryptography.hazmat.primitives import serialization
 
     kinds = (

@@ -79,6 +79,11 @@ class Federation:
         return self.server / "operator.key"
 
     @property
+    def signing_key(self) -> Path:
+        """The key by which the server signs its instructions; sites know the public half."""
+        return self.server / "signing.key"
+
+    @property
     def local(self) -> str:
         """Host and port as programs on the server's own machine reach it."""
         return _joined(WILDCARDS.get(self.listen, self.listen), self.port)
@@ -112,6 +117,7 @@ def init(
     authority = certificates.make_authority(f"fedstill {hosts[0]}")
     certificates.write_authority(federation.folder, authority)
     write_secret(federation.key, new_key())
+    certificates.make_signing_key(federation.signing_key)
     _certify(federation, authority)
     for client in range(clients):
         _make_client(federation, client)
@@ -182,6 +188,11 @@ class Membership:
         return self.folder / "client.key"
 
     @property
+    def server_key(self) -> Path:
+        """The public key of the server, by which the client knows its instructions."""
+        return self.folder / "server.pub"
+
+    @property
     def door(self) -> Path:
         """The secret between Flower's program here and ours; made anew at each start."""
         return self.folder / "executor.key"
@@ -204,13 +215,15 @@ def client_of_key(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def ensure_key(federation: Federation) -> None:
-    """Make the operator's key if there is none: a federation made by an earlier version has
-    none.
+def ensure_keys(federation: Federation) -> None:
+    """Make the operator's key and the one for instructions where there is none: a federation made
+    by an earlier version has none.
     """
     federation.server.chmod(0o700)
     if not federation.key.is_file():
         write_secret(federation.key, new_key())
+    if not federation.signing_key.is_file():
+        certificates.make_signing_key(federation.signing_key)
 
 
 def new_key() -> bytes:
@@ -247,6 +260,7 @@ def _write(federation: Federation) -> None:
 
 
 def _make_client(federation: Federation, client: int) -> None:
+    ensure_keys(federation)
     folder = federation.client(client)
     make_folder(folder)
     folder.chmod(0o700)
@@ -254,6 +268,7 @@ def _make_client(federation: Federation, client: int) -> None:
     values = {"client": client, "address": federation.address, "port": NODE_PORT + client}
     files = {
         "ca.crt": (federation.server / "ca.crt").read_bytes(),
+        "server.pub": federation.signing_key.with_suffix(".pub").read_bytes(),
         "site.toml": SITE.format(client=client).encode(),
         "client.toml": tomli_w.dumps(values).encode(),
     }

@@ -122,6 +122,11 @@ def supernode(member: Membership, insecure: bool) -> list[str]:
     ]
     command += ["--port", str(member.port), "--node-config", " ".join(node)]
     command += ["--isolation", "process", "--superexec-auth-secret-file", str(member.door)]
+    if not member.server_key.is_file():
+        raise ConfigError(
+            f"{member.server_key} is missing: copy server/signing.pub from the federation's folder "
+            "on the server to this place"
+        )
     if insecure:
         _check_loopback(member.address.rpartition(":")[0])
         return [*command, "--insecure"]
@@ -147,7 +152,8 @@ def _check_loopback(host: str) -> None:
 
 def tasks_of_server(federation: Federation, insecure: bool) -> list[str]:
     """The command that starts what does the server's tasks, beside the server."""
-    command = [*TASKS, "server", federation.local, str(federation.key)]
+    keys = [str(federation.key), str(federation.signing_key)]
+    command = [*TASKS, "server", federation.local, *keys]
     if insecure:
         return command
     return [*command, str(federation.server / "ca.crt")]
@@ -155,7 +161,7 @@ def tasks_of_server(federation: Federation, insecure: bool) -> list[str]:
 
 def tasks_of_client(member: Membership) -> list[str]:
     """The command that starts what does a client's tasks, beside the client."""
-    return [*TASKS, "client", f"127.0.0.1:{member.port}", str(member.door)]
+    return [*TASKS, "client", f"127.0.0.1:{member.port}", str(member.door), str(member.server_key)]
 
 
 def listed(federation: Federation) -> dict[str, bytes]:

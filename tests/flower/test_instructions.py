@@ -1,0 +1,256 @@
+"""Instructions that the server signs: a site does nothing for a message that another has made,
+changed, redirected or sent again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedstill.core.errors import PUBLIC_REASONS, ConfigError, Refused
+from fedstill.core.records import Payload, Stage
+from fedstill.flower import tasks
+from fedstill.flower.deployment import certificates, folder, programs
+from fedstill.flower.engine import parsed, serialised
+from fedstill.flower.messages import (
+    SIGNED,
+    InstructionCheck,
+    Request,
+    content,
+    header_and_payload,
+    sign,
+)
+from flowers import needs_flower
+
+pytestmark = needs_flower
+
+NODE, OTHER_NODE, RUN = 2**63 + 7, 11, 5
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> folder.Federation:
+    return folder.init(tmp_path / "fed", 2, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+
+
+@pytest.fixture
+def check(federation: folder.Federation, tmp_path: Path) -> InstructionCheck:
+    """The check of the first client, with the key that it got with its folder."""
+    member = folder.membership(federation.client(0))
+    return InstructionCheck(member.server_key, tmp_path / "used")
+
+
+def request(client: int = 0) -> Request:
+    payload = Payload({"model": {"w": torch.arange(6.0).reshape(2, 3)}, "round": 1})
+    return Request(
+        "1.0",
+        "rounds = 1\n",
+        "0" * 64,
+        "abc",
+        client,
+        Stage(1, 0, "train", (0, 1)),
+        payload=payload,
+    )
+
+
+def message(node: int = NODE, run: int = RUN, ttl: float = 60.0, kind: str = "train.stage") -> Any:
+    from flwr.app import Message
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+    made = Message(content(request()), node, kind, ttl=ttl)
+    made.metadata.__dict__["_run_id"] = run
+    made.metadata.__dict__["_message_id"] = "m"
+    return made
+
+
+def instruction(federation: folder.Federation, **changes: Any) -> Any:
+    """A message that the server has signed, as it arrives at a site."""
+    made = message(**changes)
+    sign(made, made.metadata.run_id, certificates.signing_key(federation.signing_key))
+    return parsed(serialised(made))
+
+
+def test_a_site_takes_an_instruction_of_its_server_once(
+    federation: folder.Federation, check: InstructionCheck
+) -> None:
+    arrived = instruction(federation)
+    check(arrived, NODE)
+    header, payload = header_and_payload(arrived.content, 1 << 20)
+    assert Request.of(header, payload).digest() == request().digest()
+    again = instruction(federation)
+    check(again, NODE)
+    assert len(list(check.used.iterdir())) == 2
+
+
+def test_an_instruction_that_comes_again_is_refused_also_after_a_restart(
+    federation: folder.Federation, check: InstructionCheck
+) -> None:
+    arrived = instruction(federation)
+    data = serialised(arrived)
+    check(arrived, NODE)
+    restarted = InstructionCheck(check.server_key, check.used)
+    with pytest.raises(Refused, match="before"):
+        restarted(parsed(data), NODE)
+
+
+def change_header(arrived: Any) -> None:
+    header = arrived.content.config_records["header"]
+    header["json"] = header["json"].replace("rounds = 1", "rounds = 9")
+
+
+def change_array(arrived: Any) -> None:
+    groups = arrived.content.array_records["groups"]
+    name = next(iter(groups))
+    data = bytearray(groups[name].data)
+    data[-1] ^= 1
+    groups[name].data = bytes(data)
+
+
+def rename_array(arrived: Any) -> None:
+    groups = arrived.content.array_records["groups"]
+    groups["000007"] = groups.pop("000000")
+
+
+def add_record(arrived: Any) -> None:
+    from flwr.app import MetricRecord
+
+    arrived.content["more"] = MetricRecord({"rounds": 9})
+
+
+def statement(arrived: Any, **changes: Any) -> None:
+    signed = arrived.content[SIGNED]
+    signed["statement"] = json.dumps({**json.loads(signed["statement"]), **changes})
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "no signature": lambda m: m.content.pop(SIGNED),
+    "another header": change_header,
+    "another array": change_array,
+    "an array with another name": rename_array,
+    "one more record": add_record,
+    "another kind": lambda m: m.metadata.__dict__.update(_message_type="query.whoami"),
+    "another run": lambda m: m.metadata.__dict__.update(_run_id=RUN + 1),
+    "another node": lambda m: m.metadata.__dict__.update(_dst_node_id=OTHER_NODE),
+    "another time": lambda m: statement(m, until=time.time() + 1e6),
+    "another number": lambda m: statement(m, number="0" * 32),
+    "another signature": lambda m: m.content[SIGNED].update(signature=b"0" * 64),
+    "a signature of another form": lambda m: m.content[SIGNED].update(signature="text"),
+    "a signature without a statement": lambda m: m.content[SIGNED].pop("statement"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_site_does_nothing_for_a_message_that_was_changed(
+    what: str, federation: folder.Federation, check: InstructionCheck
+) -> None:
+    arrived = instruction(federation)
+    CHANGES[what](arrived)
+    with pytest.raises(Refused) as refusal:
+        check(arrived, NODE)
+    assert refusal.value.topic == "signature"
+    assert not check.used.exists()
+
+
+def test_a_site_does_nothing_for_an_instruction_to_another_site(
+    federation: folder.Federation, check: InstructionCheck
+) -> None:
+    redirected = instruction(federation, node=OTHER_NODE)
+    redirected.metadata.__dict__["_dst_node_id"] = NODE
+    for arrived in (instruction(federation, node=OTHER_NODE), redirected):
+        with pytest.raises(Refused, match="node"):
+            check(arrived, NODE)
+
+
+def test_a_site_does_nothing_for_the_key_of_another_server(
+    federation: folder.Federation, check: InstructionCheck, tmp_path: Path
+) -> None:
+    other = folder.init(tmp_path / "other", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    with pytest.raises(Refused, match="signature"):
+        check(instruction(other), NODE)
+
+
+def test_an_instruction_expires_and_is_forgotten_later(
+    federation: folder.Federation, check: InstructionCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.time()
+    late = instruction(federation)
+    check(instruction(federation), NODE)
+    monkeypatch.setattr("fedstill.flower.messages.time.time", lambda: began + 60 + 400)
+    with pytest.raises(Refused, match="expired"):
+        check(late, NODE)
+    monkeypatch.setattr("fedstill.flower.messages.time.time", lambda: began + 3 * 86_400)
+    (check.used / "a file of somebody").touch()
+    check(instruction(federation), NODE)
+    assert len(list(check.used.iterdir())) == 2
+
+
+def test_each_client_gets_the_servers_key_with_its_own(federation: folder.Federation) -> None:
+    public = federation.signing_key.with_suffix(".pub").read_bytes()
+    for client in range(2):
+        member = folder.membership(federation.client(client))
+        assert member.server_key.read_bytes() == public
+    member.server_key.unlink()
+    with pytest.raises(ConfigError, match=r"server\.pub"):
+        programs.supernode(member, insecure=False)
+
+
+class Door:
+    """The program of Flower at a site, as a task sees it: it hands out a message, and takes the
+    answer.
+    """
+
+    def client(self, component: str, *interceptors: Any) -> Door:
+        return self
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+# Flower's own, in packing an app
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
+def test_a_task_at_a_site_does_only_what_the_server_has_signed(
+    is_signed: bool,
+    federation: folder.Federation,
+    check: InstructionCheck,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from flwr.app import Context, RecordDict
+    from flwr.cli.build import build_fab_from_disk
+    from flwr.supercore.fab import Fab
+    from flwr.supernode.runtime import run_clientapp
+
+    fab = Fab("0" * 64, build_fab_from_disk(federation.app), {})
+    context = Context(RUN, NODE, {}, RecordDict(), {})
+    arrived = instruction(federation)
+    if not is_signed:
+        arrived.content.pop(SIGNED)
+    did: list[Any] = []
+    answers: list[Any] = []
+
+    def work(message: Any, context: Any) -> Any:
+        from flwr.app import Message
+
+        did.append(message)
+        return Message(RecordDict(), reply_to=message)
+
+    @contextmanager
+    def alive(client: Any, parent: int) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(tasks, "_alive", alive)
+    monkeypatch.setattr("fedstill.flower.apps.client_app", work)
+    task_input = (arrived, context, None, fab)
+    monkeypatch.setattr(run_clientapp, "pull_task_input", lambda client: task_input)
+    monkeypatch.setattr(run_clientapp, "push_message", lambda c, reply, x: answers.append(reply))
+    monkeypatch.setattr(run_clientapp, "push_task_output", lambda *arguments: None)
+    tasks.client_task(Door(), tasks.CLIENT, "token", 1, check)  # type: ignore[arg-type]
+    (answer,) = answers
+    assert len(did) == is_signed
+    assert answer.has_error() != is_signed
+    if not is_signed:
+        assert PUBLIC_REASONS["signature"] in answer.error.reason
