@@ -40,13 +40,6 @@ class Deployment:
             place / "fed", clients, ("127.0.0.1",), "127.0.0.1", free_port(), fedstill.__version__
         )
         self.place, self.processes = place, dict[str, subprocess.Popen[bytes]]()
-        for client in range(clients):
-            path = self.federation.client(client) / "client.toml"
-            path.write_text(
-                path.read_text().replace(
-                    f"port = {folder.NODE_PORT + client}", f"port = {free_port()}"
-                )
-            )
 
     def start(self, name: str, *arguments: str) -> None:
         """Start ``fedstill`` with some arguments, its output in NAME.log; what had that name has to

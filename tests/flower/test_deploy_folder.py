@@ -38,7 +38,7 @@ def test_init_makes_what_the_commands_read(tmp_path: Path) -> None:
     federation = made(tmp_path / "fed", hosts=("fed.example.org", "10.0.0.5"), listen="0.0.0.0")
     assert folder.load_federation(tmp_path / "fed") == federation
     member = folder.membership(federation.client(1))
-    assert (member.client, member.address, member.port) == (1, "fed.example.org:8443", 9101)
+    assert (member.client, member.address) == (1, "fed.example.org:8443")
     assert member.key.read_text().startswith("-----BEGIN OPENSSH PRIVATE KEY-----")
     allowed = (federation.server / "allowed" / "client1.pub").read_text()
     assert allowed == member.key.with_name("client.key.pub").read_text()
@@ -233,7 +233,7 @@ def test_a_client_does_not_start_without_its_key_or_the_authority(
     federation = made(tmp_path / "fed")
     (federation.client(0) / name).unlink()
     with pytest.raises(ConfigError, match=name):
-        programs.supernode(folder.membership(federation.client(0)), insecure=False)
+        programs.check_client(folder.membership(federation.client(0)), insecure=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.4", "fed.example.org", "::"])
@@ -242,7 +242,7 @@ def test_without_tls_nothing_starts_that_others_can_reach(host: str, tmp_path: P
     with pytest.raises(ConfigError, match="this machine alone"):
         programs.superlink(federation, insecure=True)
     with pytest.raises(ConfigError, match="this machine alone"):
-        programs.supernode(folder.membership(federation.client(0)), insecure=True)
+        programs.check_client(folder.membership(federation.client(0)), insecure=True)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.9.9.9"])

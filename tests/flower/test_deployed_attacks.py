@@ -21,7 +21,7 @@ from fedstill.flower.deployment import certificates, folder, programs
 from fedstill.flower.deployment.control import Control, public_key
 from fedstill.flower.deployment.folder import write_app
 from fedstill.flower.deployment.gate import KEY_HEADER
-from fedstill.flower.deployment.processes import running, wait_for_port
+from fedstill.flower.deployment.processes import descendants, running, wait_for_port
 from flowers import needs_flower
 from gate_requests import instruction, reply, tree_of
 from processes import (
@@ -220,18 +220,18 @@ def test_a_sites_key_sends_no_instruction_and_no_answer_of_another(three: Deploy
         assert status == 403
 
 
-def test_a_task_at_a_site_is_handed_out_to_its_own_program_only(three: Deployment) -> None:
-    member = folder.membership(three.federation.client(0))
-    three.until(lambda: "SuperNode ID" in three.log("client0"), "client 0 to be there")
-    with contextlib.closing(
-        http.client.HTTPConnection("127.0.0.1", member.port, timeout=60)
-    ) as connection:
-        connection.request(
-            "POST", "/v1/runtime/acquire-task", b"", {"content-type": "application/protobuf"}
-        )
-        status = connection.getresponse().status
-    print(f"\na stranger on the site's machine: {status}")
-    assert status == 401
+def test_a_site_listens_on_no_port(three: Deployment) -> None:
+    import psutil
+
+    three.until(lambda: "connected" in three.log("client0"), "client 0 to be there")
+    pid = three.processes["client0"].pid
+    listening = [
+        connection
+        for process in [psutil.Process(pid), *descendants(pid)]
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening == []
 
 
 def test_a_foreign_app_through_the_operators_own_door_does_not_run(
@@ -312,10 +312,6 @@ def test_a_site_does_nothing_for_a_hostile_server_without_the_signing_key(tmp_pa
     site = tmp_path / "site"
     with hostile(tmp_path, tmp_path / "hostile/client0") as (control, federation):
         shutil.copytree(federation.client(0), site)
-        text = (site / "client.toml").read_text()
-        (site / "client.toml").write_text(
-            text.replace(f"port = {folder.NODE_PORT}", f"port = {free_port()}")
-        )
         app = foreign(tmp_path / "foreign", tmp_path / "site-ran-it")
         server_half = SENDS.format(
             marker=str(tmp_path / "server-ran-it"), said=str(tmp_path / "said")

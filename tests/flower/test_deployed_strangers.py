@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from fedstill.core.files import write_secret
 from fedstill.flower.deployment import certificates, folder, processes, programs
 from fedstill.flower.deployment.folder import Federation, Membership
 from flowers import needs_flower
@@ -58,7 +57,7 @@ def tried(
             here = place / what.replace(" ", "-")
             member = stranger(what, three, here, stack)
             insecure = what == "plain-text client"
-            command = ["timeout", str(SECONDS), *programs.supernode(member, insecure)]
+            command = ["timeout", str(SECONDS), *flowers_own(member, insecure)]
             more = ["--insecure-for-testing"] if insecure else []
             ours = fedstill_command("deploy", "client", str(member.folder), "--wait", "0", *more)
             running = [
@@ -67,6 +66,21 @@ def tried(
             ]
             started[what] = Tried(*running, here)
         yield started
+
+
+def flowers_own(member: Membership, insecure: bool) -> list[str]:
+    """The command that starts Flower's own SuperNode as a member."""
+    command = [programs.program("flower-supernode"), "--superlink", member.address]
+    command += ["--host", "127.0.0.1", "--port", str(free_port())]
+    if insecure:
+        return [*command, "--insecure"]
+    return [
+        *command,
+        "--root-certificates",
+        str(member.folder / "ca.crt"),
+        "--auth-supernode-private-key",
+        str(member.key),
+    ]
 
 
 @contextlib.contextmanager
@@ -97,13 +111,8 @@ def stranger(what: str, three: Deployment, here: Path, stack: contextlib.ExitSta
             (here / "ca.crt").write_bytes((other.server / "ca.crt").read_bytes())
             address = other.address
     text = (here / "client.toml").read_text()
-    text = text.replace(theirs.address, address).replace(
-        f"port = {theirs.port}", f"port = {free_port()}"
-    )
-    (here / "client.toml").write_text(text)
-    member = replace(folder.membership(here), port=free_port())
-    write_secret(member.door, folder.new_key())
-    return member
+    (here / "client.toml").write_text(text.replace(theirs.address, address))
+    return folder.membership(here)
 
 
 def listening(other: Federation, days: int, host: str, stack: contextlib.ExitStack) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from fedstill.core.errors import DeployFailed
-from fedstill.flower.deployment.processes import descendants, running, until_it_ends
+from fedstill.flower import tasks
+from fedstill.flower.deployment.processes import descendants, running
+from flowers import needs_flower
 
 psutil = pytest.importorskip("psutil")
 
@@ -95,15 +96,11 @@ def test_a_program_that_has_ended_started_nothing() -> None:
     assert descendants(done.pid) == []
 
 
+@needs_flower
 @pytest.mark.usefixtures("_same_signals")
-def test_one_of_two_programs_that_ends_is_noticed() -> None:
-    stays, leaves = (
-        [sys.executable, "-c", "import time; time.sleep(600)"],
-        [sys.executable, "-c", "raise SystemExit(3)"],
-    )
-    with running(leaves, {}) as program, running(stays, {}) as beside:
-        assert until_it_ends(program, beside) == 3
-    with running(stays, {}) as program, running(leaves, {}) as beside:
-        with pytest.raises(DeployFailed, match="status 3"):
-            until_it_ends(program, beside)
-        assert program.poll() is None
+def test_a_server_that_ends_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "AGAIN", 0.01)
+    key = tmp_path / "operator.key"
+    key.write_text("k" * 43)
+    with running([sys.executable, "-c", "raise SystemExit(3)"], {}) as server:
+        assert tasks.carry_out_runs(tasks.Door("127.0.0.1:1", key, key), server, {}) == 3

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import subprocess
+import sys
 from types import SimpleNamespace
 
-import pytest
-
-from fedstill.flower.fleet import SOONEST, Pace, fetch_soon
+from fedstill.flower.fleet import SOONEST, Pace
 from flowers import needs_flower
 
 
@@ -29,67 +28,18 @@ def test_it_asks_often_while_there_is_work_and_more_and_more_rarely_after_it() -
 
 
 @needs_flower
-def test_flowers_client_sleeps_by_the_pace_and_nothing_else_of_its_clock_differs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from flwr.supernode import start_client_internal
-
-    from fedstill.flower.deployment import supernode
-
-    slept = list[float]()
-    monkeypatch.setattr(start_client_internal, "time", time)
-    monkeypatch.setattr(supernode, "fetch_soon", lambda: True)
-    monkeypatch.setattr(supernode.time, "sleep", slept.append)
-    assert supernode.awake().__name__ == "flower_supernode"
-    clock = start_client_internal.time
-    assert isinstance(clock, supernode.Awake)
-    assert clock.monotonic is time.monotonic
-    for seconds in (3.0, 0.5, 3.0):
-        clock.sleep(seconds)
-    assert slept[0] == 3.0, "idle"
-    assert slept[1] == SOONEST, "it waits for an answer"
-    assert slept[2] < 0.2, "it has just had one"
-
-
-@needs_flower
-def test_a_client_that_sleeps_otherwise_by_now_is_left_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from flwr.supernode import start_client_internal
-
-    from fedstill.flower.deployment import supernode
-
-    other = object()
-    monkeypatch.setattr(start_client_internal, "time", other)
-    supernode.awake()
-    assert start_client_internal.time is other
-    assert "sleeps as it likes" in capsys.readouterr().err
-
-
-@needs_flower
-def test_what_tasks_need_is_imported_without_a_thread() -> None:
-    import subprocess
-    import sys
-
-    code = "import fedstill.flower.warm, threading; print(threading.active_count())"
+def test_what_messages_need_is_imported_without_a_thread() -> None:
+    code = "from fedstill.flower.deployment.node import preloaded; import importlib, threading;"
+    code += "[importlib.import_module(name) for name in preloaded()];"
+    code += "print(threading.active_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
 
 
 @needs_flower
-def test_parts_of_a_message_are_asked_for_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    import inspect
-
-    from flwr.supercore.inflatable import inflatable_utils
-
-    pulls = [inflatable_utils.pull_objects, inflatable_utils.pull_and_inflate_object_from_tree]
-    before = [dict(inspect.signature(f).parameters) for f in pulls]
-    for f in pulls:
-        monkeypatch.setattr(f, "__kwdefaults__", f.__kwdefaults__)
-    assert fetch_soon()
-    for f, were in zip(pulls, before, strict=True):
-        now = inspect.signature(f).parameters
-        assert now["initial_backoff"].default == SOONEST
-        assert {k: p.default for k, p in now.items() if k != "initial_backoff"} == {
-            k: p.default for k, p in were.items() if k != "initial_backoff"
-        }
+def test_the_programs_that_do_not_compute_import_no_torch() -> None:
+    names = ("commands", "tasks", "deployment.node", "deployment.superlink", "deployment.programs")
+    code = "import sys, " + ", ".join(f"fedstill.flower.{name}" for name in names)
+    code += "; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,9 +1,11 @@
-"""A client's first word with its server: a certificate that is not good is named in one line,
-before Flower starts.
+"""A client's first word with its server: what is in the way is named in one line: a name, a port, a
+proxy, a certificate.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import ssl
 import threading
@@ -11,13 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, DeployFailed
-from fedstill.flower.deployment import certificates, folder, programs
+from fedstill.flower.deployment import certificates, folder, node, programs
+from fedstill.flower.deployment.control import Control
+from fedstill.flower.deployment.reach import bypass_proxies, split_address
 from flowers import needs_flower
 
 pytestmark = needs_flower
@@ -28,38 +32,58 @@ def made(path: Path, clients: int = 1) -> folder.Federation:
 
 
 @contextmanager
-def listening(federation: folder.Federation | None) -> Iterator[str]:
-    """An address where a server with the federation's certificate listens; without one, a server
-    that has no TLS.
+def listening(federation: folder.Federation | None, status: int = 200) -> Iterator[str]:
+    """An address where a server with the federation's certificate admits each site, or answers
+    with another status; without a federation, a server that has no TLS.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if federation is not None:
         context.load_cert_chain(federation.server / "server.crt", federation.server / "server.key")
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def serve() -> None:
-            there, _ = server.accept()
-            with there:
-                if federation is None:
-                    there.recv(1000)
-                    there.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-                    return
-                try:
-                    context.wrap_socket(there, server_side=True).close()
-                except OSError:
-                    return  # the client has left, as it should
+        def answer(there: socket.socket) -> None:
+            with contextlib.suppress(OSError), there:  # a client that leaves, as it should
+                if federation is not None:
+                    there = context.wrap_socket(there, server_side=True)
+                asked = there.recv(100_000)
+                there.sendall(admitted(status if asked.startswith(b"POST") else 400))
+                there.close()
 
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # the end
+                while True:
+                    answer(server.accept()[0])
+
+        threading.Thread(target=serve, daemon=True).start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
-        thread.join(30)
+
+
+def admitted(status: int) -> bytes:
+    from flwr.proto.fleet_pb2 import ActivateNodeResponse
+
+    body = ActivateNodeResponse(node_id=5).SerializeToString()
+    head = f"HTTP/1.1 {status} x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    return head.encode() + body
 
 
 def greeted(
-    federation: folder.Federation, server: folder.Federation | None, insecure: bool = False
+    federation: folder.Federation,
+    server: folder.Federation | None,
+    insecure: bool = False,
+    status: int = 200,
 ) -> None:
-    with listening(server) as address:
-        programs.greet(replace(folder.membership(federation.client(0)), address=address), insecure)
+    with listening(server, status) as address:
+        member = replace(folder.membership(federation.client(0)), address=address)
+        connected(member, insecure)
+
+
+def connected(member: folder.Membership, insecure: bool = False, **changes: Any) -> None:
+    """What a client does first: it has the server note that it is there."""
+    split_address(member.address, member.folder / "client.toml")
+    with node.Server.of(member, insecure) as there:
+        for name, value in changes.items():
+            setattr(there, name, value)
+        there.connect(wait=0)
 
 
 def certified(
@@ -113,23 +137,208 @@ def test_one_that_speaks_tls_and_one_that_does_not_are_told_so(tmp_path: Path) -
     greeted(federation, None, insecure=True)
 
 
-def test_a_client_that_comes_first_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+class Stop(Exception):
+    """Ends a wait that would go on for ever."""
+
+
+def waited(
+    monkeypatch: pytest.MonkeyPatch, member: folder.Membership, error: Exception | None = None
 ) -> None:
-    federation, slept = made(tmp_path), list[float]()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
-    member = replace(folder.membership(federation.client(0)), address=nobody)
+    """Have a client try three times to reach its server; with an error, each attempt ends so."""
+    if error is not None:
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(socket, "create_connection", fail)
+    slept = list[float]()
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         if len(slept) == 3:
-            raise TimeoutError
+            raise Stop
 
-    monkeypatch.setattr(programs, "time", SimpleNamespace(sleep=sleep))
-    with pytest.raises(TimeoutError):
-        programs.greet(member, insecure=False)
-    assert nobody in capsys.readouterr().out
+    with pytest.raises(Stop):
+        connected(member, sleep=sleep)
+
+
+def member_at(
+    tmp_path: Path, address: str, federation: folder.Federation | None = None
+) -> folder.Membership:
+    federation = federation or made(tmp_path)
+    return replace(folder.membership(federation.client(0)), address=address)
+
+
+def nobody() -> str:
+    """An address where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_a_client_that_comes_first_waits_and_prints_the_reason_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = nobody()
+    waited(monkeypatch, member_at(tmp_path, address))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert address in line
+    assert "refused" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (socket.gaierror(-2, "Name or service not known"), "no such host"),
+        (TimeoutError("timed out"), "firewall"),
+        (OSError(113, "No route to host"), "No route to host"),
+        (ConnectionRefusedError(111, "Connection refused"), "refused"),
+    ],
+)
+def test_the_reason_of_a_wait_is_printed(
+    error: Exception,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    waited(monkeypatch, member_at(tmp_path, "fed.example.invalid:18443"), error)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "fed.example.invalid:18443" in line
+    assert reason in line
+
+
+@pytest.mark.parametrize("status", [401, 412])
+def test_a_client_that_is_refused_is_told_both_reasons(status: int, tmp_path: Path) -> None:
+    federation = made(tmp_path)
+    with pytest.raises(DeployFailed, match=r"not listed.*another machine"):
+        greeted(federation, federation, status=status)
+
+
+def test_a_certificate_that_expires_soon_is_announced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    federation = certified(made(tmp_path), days=15)
+    greeted(federation, federation)
+    assert "expires" not in capsys.readouterr().out
+    certified(federation, days=13)
+    greeted(federation, federation)
+    assert "deploy renew" in capsys.readouterr().out
+
+
+# Proxies
+
+
+@pytest.fixture
+def proxied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A proxy in the environment; it answers every request with the status that is last in the
+    list, and adds the request's first line.
+    """
+    seen = list[str]()
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    there, _ = proxy.accept()
+                    with there:
+                        seen.append(there.recv(10_000).decode().splitlines()[0])
+                        there.sendall(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n")
+
+        threading.Thread(target=serve, daemon=True).start()
+        for name in ("no_proxy", "NO_PROXY", "all_proxy", "ALL_PROXY", "HTTPS_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        url = f"http://user:secret@127.0.0.1:{proxy.getsockname()[1]}"
+        monkeypatch.setenv("https_proxy", url)
+        monkeypatch.setenv("http_proxy", url)
+        yield seen
+
+
+def test_loopback_is_never_reached_through_a_proxy(tmp_path: Path, proxied: list[str]) -> None:
+    bypass_proxies()
+    federation = made(tmp_path)
+    greeted(federation, federation)
+    authority = (federation.server / "ca.crt").read_bytes()
+    with listening(federation) as address, contextlib.suppress(ValueError):  # no list of nodes
+        Control(address, authority, b"k" * 43).nodes()
+    assert proxied == []
+
+
+def test_what_no_proxy_lists_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "example.org")
+    bypass_proxies("127.0.0.5")
+    listed = os.environ["no_proxy"].split(",")
+    assert {"example.org", "127.0.0.1", "localhost", "127.0.0.5"} <= set(listed)
+    monkeypatch.setenv("no_proxy", "*")
+    bypass_proxies()
+    assert os.environ["no_proxy"] == "*"
+
+
+def test_a_proxy_that_interferes_is_named_without_its_password(
+    tmp_path: Path,
+    proxied: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    waited(monkeypatch, member_at(tmp_path, "fed.example.invalid:18443"))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "https_proxy" in line
+    assert "403" in line
+    assert "no_proxy=fed.example.invalid" in line
+    assert "secret" not in line
+    assert set(proxied) == {"CONNECT fed.example.invalid:18443 HTTP/1.1"}
+
+
+def test_a_proxy_that_is_not_there_is_named(
+    tmp_path: Path,
+    proxied: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("https_proxy", f"http://{nobody()}")
+    waited(monkeypatch, member_at(tmp_path, "fed.example.invalid:18443"))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "https_proxy" in line
+    assert "refused" in line
+
+
+def test_a_server_that_only_a_proxy_reaches_is_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy knows the server's name; this machine does not."""
+    federation = certified(made(tmp_path), host="fed.example.invalid")
+    with listening(federation) as address, tunnel(address) as (proxy, opened):
+        monkeypatch.setenv("https_proxy", f"http://{proxy}")
+        connected(member_at(tmp_path / "site", "fed.example.invalid:18443", federation))
+    assert "CONNECT fed.example.invalid:18443 HTTP/1.1" in opened
+
+
+@contextmanager
+def tunnel(address: str) -> Iterator[tuple[str, list[str]]]:
+    """A proxy that leads every connection to one address, and the requests that it got."""
+    opened, ends = list[str](), contextlib.ExitStack()
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    with ends, socket.create_server(("127.0.0.1", 0)) as proxy:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    near, _ = proxy.accept()
+                    ends.enter_context(near)
+                    opened.append(near.recv(10_000).decode().splitlines()[0])
+                    near.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                    host, _, port = address.rpartition(":")
+                    far = ends.enter_context(socket.create_connection((host, int(port))))
+                    for source, target in ((near, far), (far, near)):
+                        threading.Thread(target=pump, args=(source, target), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{proxy.getsockname()[1]}", opened
 
 
 def test_an_authority_that_has_expired_signs_nothing(tmp_path: Path) -> None:
@@ -143,4 +352,4 @@ def test_an_authority_that_has_expired_signs_nothing(tmp_path: Path) -> None:
 def test_an_address_that_is_none_is_refused(address: str, tmp_path: Path) -> None:
     member = replace(folder.membership(made(tmp_path).client(0)), address=address)
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
-        programs.greet(member, insecure=False)
+        connected(member)

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ import torch
 
 from fedstill.core.errors import PUBLIC_REASONS, ConfigError, Refused
 from fedstill.core.records import Payload, Stage
-from fedstill.flower import tasks
-from fedstill.flower.deployment import certificates, folder, programs
+from fedstill.flower.deployment import certificates, folder, node, programs
 from fedstill.flower.engine import parsed, serialised
 from fedstill.flower.messages import (
     SIGNED,
@@ -198,58 +196,33 @@ def test_each_client_gets_the_servers_key_with_its_own(federation: folder.Federa
         assert member.server_key.read_bytes() == public
     member.server_key.unlink()
     with pytest.raises(ConfigError, match=r"server\.pub"):
-        programs.supernode(member, insecure=False)
-
-
-class Door:
-    """The program of Flower at a site, as a task sees it: it hands out a message, and takes the
-    answer.
-    """
-
-    def client(self, component: str, *interceptors: Any) -> Door:
-        return self
+        programs.check_client(member, insecure=False)
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
 # Flower's own, in packing an app
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
-def test_a_task_at_a_site_does_only_what_the_server_has_signed(
-    is_signed: bool,
-    federation: folder.Federation,
-    check: InstructionCheck,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_site_does_only_what_the_server_has_signed(
+    is_signed: bool, federation: folder.Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flwr.app import Context, RecordDict
     from flwr.cli.build import build_fab_from_disk
-    from flwr.supercore.fab import Fab
-    from flwr.supernode.runtime import run_clientapp
 
-    fab = Fab("0" * 64, build_fab_from_disk(federation.app), {})
-    context = Context(RUN, NODE, {}, RecordDict(), {})
     arrived = instruction(federation)
     if not is_signed:
         arrived.content.pop(SIGNED)
     did: list[Any] = []
-    answers: list[Any] = []
 
     def work(message: Any, context: Any) -> Any:
-        from flwr.app import Message
+        from flwr.app import Message, RecordDict
 
         did.append(message)
         return Message(RecordDict(), reply_to=message)
 
-    @contextmanager
-    def alive(client: Any, parent: int) -> Iterator[None]:
-        yield
-
-    monkeypatch.setattr(tasks, "_alive", alive)
     monkeypatch.setattr("fedstill.flower.apps.client_app", work)
-    task_input = (arrived, context, None, fab)
-    monkeypatch.setattr(run_clientapp, "pull_task_input", lambda client: task_input)
-    monkeypatch.setattr(run_clientapp, "push_message", lambda c, reply, x: answers.append(reply))
-    monkeypatch.setattr(run_clientapp, "push_task_output", lambda *arguments: None)
-    tasks.client_task(Door(), tasks.CLIENT, "token", 1, check)  # type: ignore[arg-type]
-    (answer,) = answers
+    app = build_fab_from_disk(federation.app)
+    incoming = node.Incoming(RUN, NODE, "root", b"", {}, app, is_app_run=True)
+    member = folder.membership(federation.client(0))
+    answer = node.reply_to(arrived, incoming, member)
     assert len(did) == is_signed
     assert answer.has_error() != is_signed
     if not is_signed:

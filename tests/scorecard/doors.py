@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.core.errors import FedstillError
-from fedstill.flower.deployment import certificates, folder, programs
+from fedstill.flower.deployment import certificates, folder, node, programs
 from fedstill.flower.deployment.gate import KEY_HEADER, MAX_BODY, PULL, Gate
 from fedstill.version import VERSION
 from scorecard.trials import Trials, scratch
@@ -91,7 +91,12 @@ def _listening(federation: folder.Federation | None) -> Iterator[str]:
 def _met(client: folder.Federation, server: folder.Federation | None) -> str:
     with _listening(server) as address:
         member = replace(folder.membership(client.client(0)), address=address)
-        return _stopped(lambda: programs.greet(member, insecure=False))
+        return _stopped(lambda: _connected(member))
+
+
+def _connected(member: folder.Membership) -> None:
+    with node.Server.of(member, insecure=False) as there:
+        there.connect(wait=0)
 
 
 def _certified(place: Path, host: str, days: int) -> str:

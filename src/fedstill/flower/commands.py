@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from fedstill.core.files import in_shell, write_secret
+from fedstill.core.files import in_shell
 from fedstill.version import VERSION
 
 deploy = App(
@@ -72,6 +73,7 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
         directory: The federation's folder.
         insecure_for_testing: Without TLS and without the list of keys, on a loopback address only.
     """
+    from fedstill.flower import tasks
     from fedstill.flower.deployment import folder, processes, programs
 
     federation = folder.load_federation(directory)
@@ -80,19 +82,17 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
         folder.ensure_keys(federation)
         command = programs.superlink(federation, insecure_for_testing)
         programs.write_link(federation, insecure_for_testing)
-        env = programs.environment(federation.server / "flwr")
-        with processes.running(command, env) as process:
+        programs.use_environment(federation.server / "flwr")
+        with processes.running(command, os.environ) as process:
             processes.wait_for_port(federation, process)
             for line in () if insecure_for_testing else programs.admit(federation):
                 print(line, flush=True)
-            with processes.running(
-                programs.tasks_of_server(federation, insecure_for_testing), env
-            ) as tasks:
-                print(
-                    f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it",
-                    flush=True,
-                )
-                return processes.until_it_ends(process, tasks)
+            print(
+                f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it",
+                flush=True,
+            )
+            door = tasks.Door.of(federation, insecure_for_testing)
+            return tasks.carry_out_runs(door, process, os.environ)
 
 
 @deploy.command(name="admit")
@@ -157,14 +157,10 @@ def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure =
         wait: How many seconds to keep asking a server that does not list this client's key yet.
         insecure_for_testing: Without TLS and without a key, to a server on a loopback address only.
     """
-    from fedstill.flower.deployment import folder, processes, programs
-    from fedstill.flower.site_settings import load_site
+    from fedstill.flower.deployment import folder, node, processes, programs
 
     member = folder.membership(directory)
-    load_site(member.folder / "site.toml")
-    command = programs.supernode(member, insecure_for_testing)
+    programs.check_client(member, insecure_for_testing)
     with processes.alone(member.folder, "a client"):
-        write_secret(member.door, folder.new_key())
-        programs.greet(member, insecure_for_testing)
-        env = programs.environment(member.folder / "flwr")
-        return processes.keep_running(command, programs.tasks_of_client(member), env, wait)
+        programs.use_environment(member.folder / "flwr")
+        return node.serve_site(member, insecure_for_testing, wait)

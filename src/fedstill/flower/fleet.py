@@ -4,7 +4,6 @@ and retries.
 
 from __future__ import annotations
 
-import inspect
 import json
 import threading
 import time
@@ -22,7 +21,6 @@ from fedstill.flower.messages import (
     SiteReply,
     content,
     header_and_payload,
-    require_flower,
 )
 
 if TYPE_CHECKING:
@@ -479,9 +477,6 @@ def _failed(request: Request, reason: str) -> SiteReply:
 SOONEST = 0.05
 """Seconds between two questions while there is work."""
 
-BACKOFF = "initial_backoff"
-"""What Flower calls the seconds until a part of a message is asked for again."""
-
 SHARE = 0.02
 """Of the time since there was work last, that is waited before the next question."""
 
@@ -504,26 +499,3 @@ class Pace:
     def wait(self, most: float) -> float:
         """Seconds until the next question, at most ``most``."""
         return min(most, max(SOONEST, SHARE * (self.clock() - self.busy)))
-
-
-def fetch_soon() -> bool:
-    """Let Flower ask again for a part of a message after ``SOONEST`` seconds, not after one;
-    whether it could be done.
-
-    A message is announced before its parts are there. Who comes between waits a second, on the way
-    down and on the way up, though the parts come within milliseconds. The wait is an argument of
-    Flower's own functions, of which the default changes here; it doubles with each attempt, as
-    before.
-    """
-    require_flower()
-    try:
-        from flwr.supercore.inflatable import inflatable_utils as flower
-    except ImportError:
-        return False
-    changed = False
-    for _, function in inspect.getmembers(flower, inspect.isfunction):
-        by_name = getattr(function, "__kwdefaults__", None)
-        if by_name and BACKOFF in by_name:
-            function.__kwdefaults__ = {**by_name, BACKOFF: SOONEST}
-            changed = True
-    return changed

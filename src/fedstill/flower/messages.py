@@ -21,6 +21,7 @@ from fedstill.core.process_settings import set_environment
 from fedstill.core.records import NOTHING, Payload, Reply, Stage
 from fedstill.core.reports import is_count, json_value, wrong_report
 from fedstill.engines.serial import Version
+from fedstill.flower import QUIET, check_flower_installed
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -286,17 +287,6 @@ def _version(value: Any) -> Version | None:
     return name, sha
 
 
-QUIET = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-}
-"""Flower and Ray as fedstill runs them: they send no reports, and install nothing while they
-run.
-"""
-
 STAGE = "train.stage"
 """The app's action for a stage of a method."""
 
@@ -316,12 +306,7 @@ def require_flower() -> None:
     is not here.
     """
     set_environment(QUIET)
-    try:
-        import flwr.app  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"engine = 'flower' needs Flower: pip install 'fedstill[flower]' ({error})"
-        ) from error
+    check_flower_installed()
 
 
 def content(message: Request | SiteReply) -> RecordDict:

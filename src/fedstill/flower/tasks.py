@@ -1,83 +1,98 @@
-"""The two sides as Flower's tasks: ``python -m fedstill.flower.tasks SIDE ADDRESS KEYS``."""
+"""Runs at a federation's server: ``python -m fedstill.flower.tasks ADDRESS KEY SIGNING_KEY [CA]``
+carries one out, whose token it reads from its input.
+
+Flower hands out a task for every run. Its own executor unpacks the app that came with it and runs
+that. Here the app's code is not run: an app that is not fedstill's is refused, and otherwise what
+is installed does the work.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstill.core.errors import Refused, error_text, public_reason, topic_of
+from fedstill.core.errors import error_text
+from fedstill.flower import check_flower_installed
 from fedstill.flower.deployment import certificates
-from fedstill.flower.deployment.control import OperatorKey
-from fedstill.flower.deployment.folder import client_of_key, require_own_app
-from fedstill.flower.fleet import Pace, fetch_soon
-from fedstill.flower.messages import RAISED, InstructionCheck, require_flower, sign
+from fedstill.flower.deployment.control import OperatorKey, trusting
+from fedstill.flower.deployment.folder import Federation, client_of_key, require_own_app
+from fedstill.flower.deployment.processes import end
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from flwr.app import Message
     from flwr.serverapp import Grid
     from flwr.supercore.runtime import RuntimeHttpClient
 
-
-# What carries Flower's tasks out: not the code that an app brings, but what is installed here.
-#
-# Flower hands out a task for every run at the server and for every message at a site. Its own
-# executor unpacks the app that came with it and runs that. This one starts a process of ours
-# instead, from one that has imported torch already.
-
-
-POLL = 0.5
-"""The most seconds between two questions for a task."""
+POLL = 1.0
+"""Seconds between two questions for a run."""
 
 AGAIN = 2.0
-"""Seconds after which one is asked again that did not answer."""
+"""Seconds after which a server is asked again that did not answer."""
 
 OUTAGE_SECONDS = 900.0
 """How long a run waits for a server that fails, or that cannot be reached."""
 
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 
+SERVER = "flwr-serverapp"
+"""What Flower calls the task of a run's server half."""
+
 
 @dataclass(frozen=True)
 class Door:
-    """The address that hands out tasks, and the key to it.
+    """The address that hands out tasks, and the keys for them.
 
-    ``address``: host and port. ``key``: the secret. ``certificates``: the authority's, a PEM; None
-    without TLS.
+    ``address``: host and port. ``key``: the file of the secret. ``signing_key``: the file of the
+    key by which instructions are signed. ``certificates``: the file of the authority's certificate;
+    None without TLS.
     """
 
     address: str
-    key: bytes
-    certificates: bytes | None = None
+    key: Path
+    signing_key: Path
+    certificates: Path | None = None
+
+    @staticmethod
+    def of(federation: Federation, insecure: bool) -> Door:
+        """The door of a federation's server, for programs on its machine."""
+        door = Door(federation.local, federation.key, federation.signing_key)
+        if insecure:
+            return door
+        return replace(door, certificates=federation.server / "ca.crt")
+
+    @property
+    def authority(self) -> bytes | None:
+        """The authority's certificate; None without TLS."""
+        if self.certificates is None:
+            return None
+        return self.certificates.read_bytes()
 
     def client(self, component: str, *interceptors: Any) -> RuntimeHttpClient:
         """A client of Flower's for this address, with the key in each request."""
-        require_flower()
+        check_flower_installed()
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
         from flwr.supercore.retry import make_simple_http_retry_invoker
         from flwr.supercore.runtime import RuntimeHttpClient
 
+        every_request = [
+            RuntimeVersionHttpInterceptor(component_name=component),
+            OperatorKey(self.key.read_bytes()),
+        ]
+        scheme, verify = trusting(self.authority)
         retry = make_simple_http_retry_invoker()
         retry.max_time = OUTAGE_SECONDS
-        return RuntimeHttpClient.from_server_address(
-            self.address,
-            self.certificates is None,
-            self.certificates,
-            [
-                RuntimeVersionHttpInterceptor(component_name=component),
-                OperatorKey(self.key),
-                *interceptors,
-            ],
+        return RuntimeHttpClient(
+            f"{scheme}://{self.address}",
+            interceptors=[*every_request, *interceptors],
+            verify=verify,
             retry_invoker=retry,
         )
 
@@ -85,96 +100,57 @@ class Door:
         """A client that may ask for tasks."""
         from flwr.supercore.interceptors import SuperExecAuthHttpInterceptor
 
-        may_ask = SuperExecAuthHttpInterceptor(master_secret=self.key, protected_methods={ACQUIRE})
+        may_ask = SuperExecAuthHttpInterceptor(
+            master_secret=self.key.read_bytes(), protected_methods={ACQUIRE}
+        )
         return self.client("SuperExec", may_ask)
 
+    def command(self) -> list[str]:
+        """The command that carries a run out."""
+        command = [sys.executable, "-m", "fedstill.flower.tasks", self.address]
+        command += [str(self.key), str(self.signing_key)]
+        if self.certificates is not None:
+            command.append(str(self.certificates))
+        return command
 
-Does = Callable[[Door, str, str, int], None]
-"""Does a task: at a door, of a kind, with the task's token; ends if the process with this id has
-ended.
-"""
 
-
-def execute(
-    door: Door, kinds: Collection[str], does: Does, parent: int, preload: Sequence[str]
-) -> None:
-    """Do every task of some kinds in a process of its own, as long as the parent process is there.
-
-    ``preload``: the modules that the process imports from which all others are forked.
-    """
+def carry_out_runs(door: Door, server: subprocess.Popen[bytes], env: Mapping[str, str]) -> int:
+    """Carry every run out in a process of its own, until the server ends; the server's status."""
     import httpx
     from flwr.proto.runtime_pb2 import AcquireTaskRequest
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
     client = door.tasks()
-    under_way: list[Any] = []
-    pace = Pace()
-    while os.getppid() == parent:
-        under_way = [process for process in under_way if process.is_alive()]
-        try:
-            answer = client.AcquireTask(AcquireTaskRequest(supported_task_types=sorted(kinds)))
-        except httpx.HTTPError:
-            time.sleep(AGAIN)
-            continue
-        if answer.HasField("task") and answer.token:
-            arguments = (door, answer.task.type, answer.token, os.getpid())
-            under_way.append(context.Process(target=does, args=arguments))
-            under_way[-1].start()
-        if under_way:
-            pace.worked()
-        time.sleep(pace.wait(POLL))
+    runs: list[subprocess.Popen[bytes]] = []
+    try:
+        while server.poll() is None:
+            runs = [run for run in runs if run.poll() is None]
+            try:
+                answer = client.AcquireTask(AcquireTaskRequest(supported_task_types=[SERVER]))
+            except httpx.HTTPError:
+                time.sleep(AGAIN)
+                continue
+            if answer.HasField("task") and answer.token:
+                runs.append(_started(door, answer.token, env))
+            time.sleep(POLL)
+        return server.returncode
+    finally:
+        for run in runs:
+            end(run)
 
 
-# The two sides of fedstill as Flower's tasks: ``python -m fedstill.flower.tasks SIDE
-# ADDRESS KEY OTHER_KEY [CA]``.
-#
-# A task brings an app. Its code is not run: if it is not the app that fedstill writes, the task is
-# refused; if it is, what is installed here does the work.
+def _started(door: Door, token: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """The process that carries a run out; the token is no argument, which others could read."""
+    run = subprocess.Popen(
+        door.command(), env=dict(env), stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert run.stdin is not None
+    with run.stdin as stream:
+        stream.write(token.encode())
+    return run
 
 
-CLIENT = "flwr-clientapp"
-SERVER = "flwr-serverapp"
-AGENT = "flwr-agentapp"
-"""Flower's kinds of task. A site accepts tasks of agents only to refuse them: otherwise their
-messages would wait for ever.
-"""
-
-
-def client_task(door: Door, kind: str, token: str, parent: int, check: InstructionCheck) -> None:
-    """Answer a message at a site; a refusal is an answer. Nothing is done for a message that the
-    server has not signed.
-    """
-    from flwr.app import Error, Message
-    from flwr.common.constant import SubStatus
-    from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
-    from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
-
-    from fedstill.flower.apps import client_app
-
-    fetch_soon()
-    client = door.client("flwr-clientapp", RuntimeTokenHttpInterceptor(token))
-    with _alive(client, parent):
-        message, context, _, fab = pull_task_input(client)
-        status = SubStatus.COMPLETED
-        details = ""
-        try:
-            check(message, context.node_id)
-            if kind != CLIENT:
-                raise Refused(f"this site does no task of the kind {kind!r}", "app")
-            require_own_app(fab.content)
-            reply = client_app(message=message, context=context)
-        except Exception as error:
-            status = SubStatus.FAILED
-            details = public_reason(topic_of(error))
-            print(f"fedstill: refused or failed: {error_text(error)}", file=sys.stderr, flush=True)
-            reply = Message(Error(RAISED, details), reply_to=message)
-        push_message(client, reply, context)
-        push_task_output(client, context, status, details)
-
-
-def server_task(door: Door, kind: str, token: str, parent: int, signing_key: Path) -> None:
-    """Do a run at the server."""
+def server_task(door: Door, token: str, parent: int) -> None:
+    """Carry a run out; ends if the process with the id ``parent`` has ended."""
     from flwr.common.config import get_fused_config_from_fab
     from flwr.common.constant import SubStatus
     from flwr.common.serde import (
@@ -188,8 +164,7 @@ def server_task(door: Door, kind: str, token: str, parent: int, signing_key: Pat
 
     from fedstill.flower.apps import server_app
 
-    fetch_soon()
-    grid = federation_grid(door, token, signing_key)
+    grid = federation_grid(door, token)
     client = grid._runtime_client
     with _alive(client, parent):
         task = client.PullTaskInput(PullTaskInputRequest())
@@ -216,14 +191,17 @@ def server_task(door: Door, kind: str, token: str, parent: int, signing_key: Pat
         client.PushTaskOutput(output)
 
 
-def federation_grid(door: Door, token: str, signing_key: Path) -> Grid:
+def federation_grid(door: Door, token: str) -> Grid:
     """Flower's grid over a federation's server, which knows clients by the keys that they are
     registered with, and signs what it sends to them.
     """
-    require_flower()
-    key = certificates.signing_key(signing_key)
+    check_flower_installed()
     from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
     from flwr.superlink.grid import HttpGrid
+
+    from fedstill.flower.messages import sign
+
+    key = certificates.signing_key(door.signing_key)
 
     class OperatorGrid(HttpGrid):  # type: ignore[misc]
         """Flower's grid, with the operator's key in its requests, and signed messages."""
@@ -250,9 +228,9 @@ def federation_grid(door: Door, token: str, signing_key: Path) -> Grid:
             return {node: client for node, client in numbers.items() if client is not None}
 
     # Without TLS there are no listed keys.
-    if door.certificates is None:
+    if door.authority is None:
         return OperatorGrid(door.address, True, None, token=token)
-    return FederationGrid(door.address, False, door.certificates, token=token)
+    return FederationGrid(door.address, False, door.authority, token=token)
 
 
 @contextmanager
@@ -274,30 +252,13 @@ def _alive(client: RuntimeHttpClient, parent: int) -> Iterator[None]:
         client.close()
 
 
-WARM = ("fedstill.flower.warm",)
-"""What the process has imported from which all tasks are forked."""
-
-
-def side_of_flower(side: str, address: str, key: str, other_key: str, authority: str = "") -> None:
-    """Do a side's tasks until the process that started this one has ended.
-
-    key: the file with the secret for tasks. other_key: the file with the key by which the server
-    signs instructions; at a client, with its public half. authority: a file with certificates.
-    """
-    door = Door(address, Path(key).read_bytes())
+def main(address: str, key: str, signing_key: str, authority: str = "") -> None:
+    """Carry out the run whose token is on the standard input."""
+    door = Door(address, Path(key), Path(signing_key))
     if authority:
-        door = replace(door, certificates=Path(authority).read_bytes())
-    if side == "client":
-        server_key = Path(other_key)
-        check = InstructionCheck(server_key, server_key.with_name("instructions"))
-        execute(door, (CLIENT, AGENT), partial(client_task, check=check), os.getppid(), WARM)
-    else:
-        does = partial(server_task, signing_key=Path(other_key))
-        execute(door, (SERVER,), does, os.getppid(), WARM)
+        door = replace(door, certificates=Path(authority))
+    server_task(door, sys.stdin.read(), os.getppid())
 
 
 if __name__ == "__main__":
-    side_of_flower(*sys.argv[1:])
-    # tasks under way end by themselves when they see that this process has; a usual exit waits for
-    # them
-    os._exit(0)
+    main(*sys.argv[1:])

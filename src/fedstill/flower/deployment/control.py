@@ -4,6 +4,7 @@ sites there are.
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedstill.core.errors import ConfigError, DeployFailed
 from fedstill.core.files import read_toml
+from fedstill.flower import check_flower_installed
 from fedstill.flower.deployment.folder import Federation
 from fedstill.flower.deployment.gate import KEY_HEADER
-from fedstill.flower.messages import require_flower
+from fedstill.flower.deployment.reach import bypass_proxies, problem
 
 if TYPE_CHECKING:
     from flwr.supercore.control import ControlHttpClient
@@ -142,25 +144,31 @@ class Control:
 
     @contextmanager
     def _asked(self, what: str) -> Iterator[ControlHttpClient]:
-        require_flower()
+        check_flower_installed()
         import httpx
         from flwr.supercore.control import ControlHttpClient
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-        said = [RuntimeVersionHttpInterceptor(component_name="flwr CLI"), OperatorKey(self.key)]
-        client = ControlHttpClient.from_server_address(
-            self.address, self.certificates is None, self.certificates, said
+        bypass_proxies(self.address.rpartition(":")[0].strip("[]"))
+        scheme, verify = trusting(self.certificates)
+        interceptors = [
+            RuntimeVersionHttpInterceptor(component_name="flwr CLI"),
+            OperatorKey(self.key),
+        ]
+        client = ControlHttpClient(
+            f"{scheme}://{self.address}", interceptors=interceptors, verify=verify
         )
         try:
             yield client
         except httpx.HTTPStatusError as error:
-            said_why = " ".join(error.response.text.split())[:300]
+            text = " ".join(error.response.text.split())[:300]
             raise DeployFailed(
-                f"the server refused {what}: {error.response.status_code} {said_why}"
+                f"the server refused {what}: {error.response.status_code} {text}"
             ) from error
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
+            reached = problem(error, self.address, tls=scheme == "https")
             raise NotListening(
-                f"the server at {self.address} cannot be reached for {what}: {error}"
+                f"the server at {self.address} cannot be reached for {what}: {reached.reason}"
             ) from error
         except httpx.HTTPError as error:
             raise NoAnswer(
@@ -168,6 +176,25 @@ class Control:
             ) from error
         finally:
             client.close()
+
+
+NO_CHECK_TIME = 0x200000
+"""OpenSSL's flag for certificates that are taken although they have expired."""
+
+
+def trusting(authority: bytes | None) -> tuple[str, ssl.SSLContext | bool]:
+    """The scheme of addresses, and what checks the server's certificate, for programs on the
+    server's own machine.
+
+    They take a certificate of the federation's authority that has expired: it is renewed from
+    there, and a run under way goes on. ``authority``: its certificate; None without TLS.
+    """
+    if authority is None:
+        return "http", False
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=authority.decode("ascii"))
+    context.verify_flags = ssl.VerifyFlags(context.verify_flags | NO_CHECK_TIME)
+    return "https", context
 
 
 def when_it_listens(ask: Callable[[], T], seconds: float) -> T:

@@ -26,7 +26,6 @@ WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses that stand for all of a machine's, and by which the machine itself reaches what listens
 there.
 """
-NODE_PORT = 9100
 MAX_CLIENTS = 10_000
 
 SITE = """\
@@ -173,14 +172,11 @@ def load_federation(folder: Path) -> Federation:
 
 @dataclass(frozen=True)
 class Membership:
-    """A client's folder: which server it belongs to, and where its own small server for its apps
-    listens.
-    """
+    """A client's folder, and the address of the server that it belongs to: host and port."""
 
     folder: Path
     client: int
     address: str
-    port: int
 
     @property
     def key(self) -> Path:
@@ -192,19 +188,12 @@ class Membership:
         """The public key of the server, by which the client knows its instructions."""
         return self.folder / "server.pub"
 
-    @property
-    def door(self) -> Path:
-        """The secret between Flower's program here and ours; made anew at each start."""
-        return self.folder / "executor.key"
-
 
 def membership(folder: Path) -> Membership:
     """The membership in a client's folder; raises ConfigError if there is none."""
     values = _read(folder / "client.toml", "give a folder clientN that `fedstill deploy init` made")
     try:
-        return Membership(
-            folder.resolve(), int(values["client"]), str(values["address"]), int(values["port"])
-        )
+        return Membership(folder.resolve(), int(values["client"]), str(values["address"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder / 'client.toml'} is not one: {error}") from error
 
@@ -265,7 +254,7 @@ def _make_client(federation: Federation, client: int) -> None:
     make_folder(folder)
     folder.chmod(0o700)
     certificates.make_client(folder / "client.key")
-    values = {"client": client, "address": federation.address, "port": NODE_PORT + client}
+    values = {"client": client, "address": federation.address}
     files = {
         "ca.crt": (federation.server / "ca.crt").read_bytes(),
         "server.pub": federation.signing_key.with_suffix(".pub").read_bytes(),

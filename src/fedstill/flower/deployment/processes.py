@@ -25,11 +25,6 @@ from fedstill.flower.deployment.folder import Federation
 if TYPE_CHECKING:
     import psutil
 
-REFUSED = b"[code: 2004]"
-"""What a SuperNode says before it ends if the server does not list its key."""
-
-ECHO_SECONDS = 5.0
-
 SECONDS = 180.0
 """How long a server may take to listen; on a busy machine it takes a minute."""
 
@@ -75,64 +70,6 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def keep_running(
-    command: Sequence[str], beside: Sequence[str], env: Mapping[str, str], wait: float
-) -> int:
-    """Run a client until it ends, with a program beside it; its status.
-
-    One that the server refuses is started again for ``wait`` seconds, counted from when it was
-    refused first, or again after it had run for longer. Raises DeployFailed if it is refused to the
-    last, or if the program beside it ends first.
-    """
-    until = 0.0
-    while True:
-        refusals: list[bytes] = []
-        began = time.monotonic()
-        with (
-            running(beside, env) as helper,
-            running(command, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process,
-        ):
-            # a thread of its own: what the program has started may outlive it, and hold the pipe
-            # open
-            echo = threading.Thread(target=_echo, args=(process, refusals), daemon=True)
-            echo.start()
-            status = until_it_ends(process, helper)
-        echo.join(ECHO_SECONDS)
-        if not refusals:
-            return status
-        if not until or time.monotonic() - began > wait:
-            until = time.monotonic() + wait
-        if time.monotonic() >= until:
-            raise DeployFailed(
-                "the server refuses this client: its key is not listed in the server's folder, "
-                "allowed"
-            )
-        time.sleep(min(5.0, max(0.0, until - time.monotonic())))
-
-
-def until_it_ends(process: subprocess.Popen[bytes], beside: subprocess.Popen[bytes]) -> int:
-    """Wait for a program's end; its status. Raises DeployFailed if what does its work beside it
-    ends first.
-    """
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(1.0)
-        if beside.poll() is not None:
-            raise DeployFailed(
-                "the process that trains and aggregates ended with status "
-                f"{beside.returncode}; its output says why. Start this command again"
-            )
-
-
-def _echo(process: subprocess.Popen[bytes], refusals: list[bytes]) -> None:
-    """Print a program's output, and note the lines that tell that the server refused it."""
-    for line in process.stdout or ():
-        if REFUSED in line:
-            refusals.append(line)
-        sys.stdout.buffer.write(line)
-        sys.stdout.buffer.flush()
 
 
 def end(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:

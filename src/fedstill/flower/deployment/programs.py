@@ -1,6 +1,5 @@
-"""The programs of a federation, as fedstill starts them: Flower's server and clients, and what does
-their tasks. A client first waits until its server listens, and says in one line why the two cannot
-talk.
+"""The programs of a federation's server, as fedstill starts them, and the list of the clients that
+it lets in.
 """
 
 from __future__ import annotations
@@ -8,10 +7,7 @@ from __future__ import annotations
 import datetime
 import os
 import shutil
-import socket
-import ssl
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +16,10 @@ import tomli_w
 
 from fedstill.core.errors import ConfigError, DeployFailed
 from fedstill.core.files import make_folder, write_whole
+from fedstill.flower import QUIET, check_flower_installed
 from fedstill.flower.deployment import certificates
 from fedstill.flower.deployment.control import LINK, Control, public_key, when_it_listens
 from fedstill.flower.deployment.folder import Federation, Membership, client_of_key, is_loopback
-from fedstill.flower.messages import QUIET, require_flower
-
-TASKS = (sys.executable, "-m", "fedstill.flower.tasks")
-"""Does the tasks that Flower hands out; its arguments follow."""
 
 ANSWER_SECONDS = 180.0
 """How long a server may take to answer once it listens; on a busy machine it takes a minute."""
@@ -45,11 +38,19 @@ def environment(home: Path) -> dict[str, str]:
     return {**variables, **QUIET, "FLWR_HOME": str(home), "PATH": path, "PYTHONUNBUFFERED": "1"}
 
 
+def use_environment(home: Path) -> None:
+    """Give this process the environment in which Flower's programs are started."""
+    variables = environment(home)
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
 def program(name: str) -> str:
     """The path of one of Flower's programs; raises ConfigError if it is not installed beside this
     Python.
     """
-    require_flower()
+    check_flower_installed()
     path = shutil.which(
         name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     )
@@ -62,7 +63,7 @@ def superlink(federation: Federation, insecure: bool) -> list[str]:
     """The command that starts the server; raises ConfigError for one that would be open to others
     without TLS.
     """
-    require_flower()
+    check_flower_installed()
     server = federation.server
     command = [sys.executable, "-m", "fedstill.flower.deployment.superlink"]
     command += ["--host", federation.listen, "--port", str(federation.port)]
@@ -105,41 +106,20 @@ def superlink(federation: Federation, insecure: bool) -> list[str]:
     return [*command, "--enable-supernode-auth"]
 
 
-def supernode(member: Membership, insecure: bool) -> list[str]:
-    """The command that starts a client; raises ConfigError for one that would talk to others
-    without TLS.
-    """
-    node = [f"partition-id={member.client}", f'site="{member.folder / "site.toml"}"']
-    require_flower()
-    command = [
-        sys.executable,
-        "-m",
-        "fedstill.flower.deployment.supernode",
-        "--superlink",
-        member.address,
-        "--host",
-        "127.0.0.1",
-    ]
-    command += ["--port", str(member.port), "--node-config", " ".join(node)]
-    command += ["--isolation", "process", "--superexec-auth-secret-file", str(member.door)]
+def check_client(member: Membership, insecure: bool) -> None:
+    """Raise ConfigError for a client that would talk to others without TLS, or without its key."""
+    check_flower_installed()
     if not member.server_key.is_file():
         raise ConfigError(
             f"{member.server_key} is missing: copy server/signing.pub from the federation's folder "
             "on the server to this place"
         )
     if insecure:
-        _check_loopback(member.address.rpartition(":")[0])
-        return [*command, "--insecure"]
+        _check_loopback(member.address.rpartition(":")[0].strip("[]"))
+        return
     for path in (member.folder / "ca.crt", member.key):
         if not path.is_file():
             raise ConfigError(f"{path} is missing: without it the client does not start")
-    secured = [
-        "--root-certificates",
-        str(member.folder / "ca.crt"),
-        "--auth-supernode-private-key",
-        str(member.key),
-    ]
-    return [*command, *secured]
 
 
 def _check_loopback(host: str) -> None:
@@ -148,20 +128,6 @@ def _check_loopback(host: str) -> None:
             f"--insecure-for-testing is for this machine alone, and {host} is not a loopback "
             "address"
         )
-
-
-def tasks_of_server(federation: Federation, insecure: bool) -> list[str]:
-    """The command that starts what does the server's tasks, beside the server."""
-    keys = [str(federation.key), str(federation.signing_key)]
-    command = [*TASKS, "server", federation.local, *keys]
-    if insecure:
-        return command
-    return [*command, str(federation.server / "ca.crt")]
-
-
-def tasks_of_client(member: Membership) -> list[str]:
-    """The command that starts what does a client's tasks, beside the client."""
-    return [*TASKS, "client", f"127.0.0.1:{member.port}", str(member.door), str(member.server_key)]
 
 
 def listed(federation: Federation) -> dict[str, bytes]:
@@ -229,102 +195,3 @@ def admit(federation: Federation, seconds: float = ANSWER_SECONDS) -> Iterator[s
                 f"{name}.pub was revoked once, and the server takes no key twice: {remedy}"
             ) from error
         yield f"{name} may connect from now on"
-
-
-PATIENCE = 30.0
-"""Seconds for a connection."""
-
-AGAIN = 2.0
-"""Seconds between two connections."""
-
-NOT_YET = 9
-EXPIRED = 10
-OTHER_HOST = 62
-OTHER_ADDRESS = 64
-"""OpenSSL's codes for a wrong certificate; with any other code, our authority did not sign it."""
-
-
-def greet(member: Membership, insecure: bool) -> None:
-    """Wait until the server listens, then look at its certificate as Flower's client will.
-
-    Raises DeployFailed if the certificate is not good, or if one of the two speaks TLS and the
-    other does not.
-    """
-    problem = _problem(member, insecure)
-    if problem is None:
-        print(f"waiting for the server at {member.address}", flush=True)
-    while problem is None:
-        time.sleep(AGAIN)
-        problem = _problem(member, insecure)
-    if problem:
-        raise DeployFailed(problem)
-
-
-def _problem(member: Membership, insecure: bool) -> str | None:
-    """Why client and server cannot talk; empty if they can, None if the server does not listen."""
-    host, port = _host_and_port(member)
-    context = _lenient() if insecure else _strict(member)
-    server = f"the server at {member.address}"
-    try:
-        with (
-            socket.create_connection((host, port), PATIENCE) as connection,
-            context.wrap_socket(connection, server_hostname=host),
-        ):
-            speaks_tls = True
-    except ssl.SSLCertVerificationError as error:
-        return _certificate_problem(server, host, error)
-    except ssl.SSLEOFError:
-        return None
-    except ssl.SSLError:
-        speaks_tls = False
-    except OSError:
-        return None
-    if insecure and speaks_tls:
-        return f"{server} speaks TLS: leave --insecure-for-testing out"
-    if not insecure and not speaks_tls:
-        return f"{server} does not speak TLS: start it without --insecure-for-testing"
-    return ""
-
-
-def _host_and_port(member: Membership) -> tuple[str, int]:
-    host, _, port = member.address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(
-            f"{member.folder / 'client.toml'}: address = {member.address!r} must be HOST:PORT"
-        )
-    return host.strip("[]"), int(port)
-
-
-def _strict(member: Membership) -> ssl.SSLContext:
-    authority = member.folder / "ca.crt"
-    try:
-        return ssl.create_default_context(cafile=str(authority))
-    except OSError as error:  # of which an SSLError is one
-        raise ConfigError(f"{authority} is no certificate: {error}") from error
-
-
-def _lenient() -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
-def _certificate_problem(server: str, host: str, error: ssl.SSLCertVerificationError) -> str:
-    if error.verify_code == EXPIRED:
-        return f"the certificate of {server} has expired; on the server: fedstill deploy renew DIR"
-    if error.verify_code == NOT_YET:
-        return (
-            f"the certificate of {server} is not valid yet: set this machine's clock, or the "
-            "server's"
-        )
-    if error.verify_code in (OTHER_HOST, OTHER_ADDRESS):
-        return (
-            f"the certificate of {server} does not name {host}; on the server: fedstill deploy "
-            f"renew DIR --host {host}"
-        )
-    return (
-        f"the certificate of {server} is not signed by this client's ca.crt "
-        f"({error.verify_message}): it is another server, or its federation was made again; copy "
-        "this client's folder from there"
-    )

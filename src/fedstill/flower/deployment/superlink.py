@@ -19,9 +19,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fedstill.core.errors import ConfigError, FedstillError
+from fedstill.flower import check_flower_installed
 from fedstill.flower.deployment.gate import Gate, check_paths
 from fedstill.flower.deployment.processes import end_with_parent
-from fedstill.flower.messages import require_flower
 
 if TYPE_CHECKING:
     import uvicorn
@@ -36,7 +36,7 @@ def gated(on_trusted: Callable[[Any], None] = lambda peer: None) -> tuple[Gate, 
     Raises ConfigError if Flower's paths are not as the gate knows them, or the options would leave
     it.
     """
-    require_flower()
+    check_flower_installed()
     for name in OTHER_PORTS:
         os.environ.pop(name, None)
     try:

@@ -1,0 +1,218 @@
+"""Why a federation's server cannot be reached, in one line: its name, its port, a proxy in
+between, or its certificate.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import ssl
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedstill.core.errors import ConfigError
+from fedstill.flower.deployment.folder import LOOPBACK, is_loopback
+
+CONNECT_SECONDS = 30.0
+"""How long a connection may take to be established."""
+
+EXPIRY_DAYS = 14
+"""How many days before its end a certificate is announced to expire."""
+
+NOT_YET = 9
+EXPIRED = 10
+OTHER_HOST = 62
+OTHER_ADDRESS = 64
+"""OpenSSL's codes for a wrong certificate; with any other code, our authority did not sign it."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why the server cannot be reached.
+
+    ``is_final``: whether waiting does not help, because somebody has to change something.
+    """
+
+    reason: str
+    is_final: bool = False
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A proxy that requests to the server use, and the environment variable that names it."""
+
+    url: str
+    variable: str
+
+    def __str__(self) -> str:
+        return f"the proxy {self.url} ({self.variable})"
+
+
+def split_address(address: str, source: Path) -> tuple[str, int]:
+    """The host and port in ``HOST:PORT``; raises ConfigError that names the file otherwise."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"{source}: address = {address!r} must be HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def bypass_proxies(host: str = "") -> None:
+    """Reach this machine without a proxy: its loopback addresses, and ``host`` if it is one."""
+    listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = [name.strip() for name in listed.split(",") if name.strip()]
+    if "*" in hosts:
+        return
+
+    hosts += LOOPBACK
+    if host and is_loopback(host):
+        hosts.append(host)
+    value = ",".join(dict.fromkeys(hosts))
+    os.environ["no_proxy"] = value
+    os.environ["NO_PROXY"] = value
+
+
+def proxy_of(host: str, tls: bool = True) -> Proxy | None:
+    """The proxy that requests to a host use; None if they use none."""
+    if is_loopback(host) or urllib.request.proxy_bypass(host):
+        return None
+
+    scheme = "http"
+    if tls:
+        scheme = "https"
+    proxies = urllib.request.getproxies()
+    for name in (scheme, "all"):
+        if proxies.get(name):
+            return Proxy(_without_password(proxies[name]), _variable(f"{name}_proxy"))
+    return None
+
+
+def _variable(name: str) -> str:
+    """An environment variable as it is written there: in small or in capital letters."""
+    if name not in os.environ and name.upper() in os.environ:
+        return name.upper()
+    return name
+
+
+def _without_password(url: str) -> str:
+    """A proxy's address without the user and the password in it."""
+    scheme, separator, location = url.rpartition("://")
+    return scheme + separator + location.rpartition("@")[2]
+
+
+def problem(error: BaseException, address: str, *, tls: bool = True) -> Problem:
+    """The reason why a request to the server at an address failed, from an error of httpx.
+
+    Names the proxy if the request used one.
+    """
+    host, _, _ = address.rpartition(":")
+    host = host.strip("[]")
+    proxy = proxy_of(host, tls)
+    causes = list(_causes(error))
+
+    for cause in causes:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return _certificate_problem(address, host, cause, proxy)
+    if not tls and _is_cut_off(error):
+        reason = f"the server at {address} speaks TLS: leave --insecure-for-testing out"
+        return Problem(reason, is_final=True)
+    for cause in causes:
+        if isinstance(cause, ssl.SSLEOFError):
+            return Problem("the connection was closed while it was established")
+        if isinstance(cause, ssl.SSLError):
+            reason = f"the server at {address} does not speak TLS: start it without "
+            return Problem(reason + "--insecure-for-testing" + _through(proxy), is_final=True)
+
+    return Problem(_network_reason(causes, host, proxy))
+
+
+def _network_reason(causes: list[BaseException], host: str, proxy: Proxy | None) -> str:
+    """Why no connection was made, or why it ended; "it" is the server."""
+    subject = "it"
+    name = host
+    advice = ""
+    if proxy is not None:
+        subject = name = str(proxy)
+        advice = f"; if the server can be reached without it, set no_proxy={host}"
+    for cause in causes:
+        if type(cause).__name__ == "ProxyError":
+            return f"{subject} answered: {cause}{advice}"
+        if isinstance(cause, socket.gaierror):
+            return f"no such host: {name}{advice}"
+        if isinstance(cause, ConnectionRefusedError):
+            return f"{subject} refused the connection; is it running?{advice}"
+        if isinstance(cause, TimeoutError) or "Timeout" in type(cause).__name__:
+            return f"{subject} did not answer in {CONNECT_SECONDS:g} s; a firewall?{advice}"
+    return f"{subject}: {str(causes[-1]) or type(causes[-1]).__name__}{advice}"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and what caused it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _is_cut_off(error: BaseException) -> bool:
+    """Whether the server closed the connection instead of an answer, as TLS does on plain text."""
+    return type(error).__name__ in ("RemoteProtocolError", "ReadError")
+
+
+def _through(proxy: Proxy | None) -> str:
+    if proxy is None:
+        return ""
+    return f" (the connection goes through {proxy})"
+
+
+def _certificate_problem(
+    address: str, host: str, error: ssl.SSLCertVerificationError, proxy: Proxy | None
+) -> Problem:
+    server = f"the certificate of the server at {address}"
+    if error.verify_code == EXPIRED:
+        reason = f"{server} has expired; on the server: fedstill deploy renew DIR"
+    elif error.verify_code == NOT_YET:
+        reason = f"{server} is not valid yet: set this machine's clock, or the server's"
+    elif error.verify_code in (OTHER_HOST, OTHER_ADDRESS):
+        reason = (
+            f"{server} does not name {host}; on the server: fedstill deploy renew DIR --host {host}"
+        )
+    else:
+        reason = (
+            f"{server} is not signed by this client's ca.crt ({error.verify_message}): it is "
+            "another server, or its federation was made again; copy this client's folder from there"
+        )
+        if proxy is not None:
+            reason = f"{server} was replaced by {proxy}, or {reason}"
+    return Problem(reason, is_final=True)
+
+
+# Certificates that expire soon
+
+
+def expiry_of(stream: Any) -> datetime.datetime | None:
+    """When the server's certificate expires on a stream of httpcore's; None without TLS."""
+    tls = stream.get_extra_info("ssl_object")
+    if tls is None:
+        return None
+    seconds = ssl.cert_time_to_seconds(tls.getpeercert()["notAfter"])
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+
+
+def expiry_warning(until: datetime.datetime | None, folder: str = "DIR") -> str:
+    """A warning that the server's certificate expires within ``EXPIRY_DAYS``, or an empty
+    string.
+    """
+    if until is None:
+        return ""
+    days = (until - datetime.datetime.now(datetime.UTC)) / datetime.timedelta(days=1)
+    if days > EXPIRY_DAYS:
+        return ""
+    verb = "expires"
+    if days <= 0:
+        verb = "expired"
+    expiry = f"{verb} on {until:%Y-%m-%d %H:%M} UTC"
+    return f"the server's certificate {expiry}; on the server: fedstill deploy renew {folder}"
