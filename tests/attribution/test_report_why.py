@@ -188,8 +188,9 @@ def test_the_sentence_names_those_above_their_error_and_the_hint_fits_the_larger
         assert part in still
     by_training = told({"local training": -0.4, "averaging": -0.1})
     assert "fedntd" in advice(with_counts(run, of_client_2=0), by_training)
-    assert "client 2" in advice(with_counts(run, of_client_2=9), by_training)
-    assert advice(run, told({"local training": 0.1, "averaging": -0.6})).startswith("Averaging")
+    by_averaging = told({"local training": 0.1, "averaging": -0.6})
+    lacks = with_counts(run, of_client_2=0)
+    assert advice(lacks, by_averaging).startswith("Averaging")
     assert "0.20 times" in advice(run, told({"local training": -0.5, "averaging": 0.0}, drawn=0.2))
     assert "sfedkd" in advice(run, told({"client 3": -0.5, "client 1": 0.0}))
     assert advice(run, told({"train": -0.5})) == "", "side by side, but not averaged"
@@ -197,10 +198,42 @@ def test_the_sentence_names_those_above_their_error_and_the_hint_fits_the_larger
     assert points(-0.0004) == "0.0"
 
 
-def with_counts(run: Run, of_client_2: int) -> Run:
-    """The run with nine examples of every class at each client, except of class 1 at client 2."""
+@pytest.mark.parametrize(
+    "parts",
+    [{"local training": -0.4, "averaging": -0.1}, {"local training": 0.1, "averaging": -0.6}],
+)
+def test_a_client_that_holds_the_class_is_to_check_its_labels(
+    parts: dict[str, float], runs: Path
+) -> None:
+    """A client whose labels are wrong is named, and no hint says that it lacks the class."""
+    run = groups([runs / "fedavg"])[0].started[0]
+    hint = advice(with_counts(run, of_client_2=9), told(parts))
+    assert hint.startswith("client 2")
+    assert "labels" in hint
+    assert "do not hold" not in hint
+
+    # It need not be the first client: others that lack the class lose some, too.
+    two = replace(told(parts), clients={3: -0.35, 2: -0.3, 4: 0.1})
+    others_lack = with_counts(run, of_client_2=9, of_client_3=0)
+    assert advice(others_lack, two).startswith("client 2")
+    weak = replace(told(parts), clients={3: -0.35, 2: -0.03, 4: 0.1})
+    assert "labels" not in advice(others_lack, weak)
+
+
+def test_where_the_server_knows_no_labels_the_hint_leaves_both_open(runs: Path) -> None:
+    run = groups([runs / "fedavg"])[0].started[0]
+    federation = replace(run, label_counts=LabelCounts.of_table([], 0))
+    hint = advice(federation, told({"local training": -0.4, "averaging": -0.1}))
+    assert "client 2" in hint
+    assert "labels" in hint
+    assert "fedntd" in hint
+
+
+def with_counts(run: Run, of_client_2: int, of_client_3: int = 9) -> Run:
+    """The run with nine examples of every class at each client, except of class 1 at two."""
     table = [[9, 9, 9, 9, 9] for _ in range(6)]
     table[2][1] = of_client_2
+    table[3][1] = of_client_3
     return replace(run, label_counts=LabelCounts.of_table(table, 5))
 
 

@@ -226,17 +226,17 @@ MIN_ERROR = 0.005
 RARELY_SAMPLED = 0.7
 """A class is rare among the sampled clients if its ``sampled_share`` is below this."""
 
-HOLDS_CLASS = 0.5
+HOLDS_CLASS = 0.25
 """A client holds a class if its share of it is at least this much of the share over all clients."""
 
 SERVER_ROW = "server, with all clients idle"
 """The row of the change that happens without any client."""
 
 GAMES = {
-    "idle": "the others idle: the effect of a client that changed nothing",
-    "absent": "the others absent: the effect of a client that did not reply",
+    "idle": "a client that received the model and sent it back without training",
+    "absent": "a client that did not reply",
 }
-"""What a contribution means, by game."""
+"""What a client is compared with, by game."""
 
 RULES = {
     "path": "Aumann-Shapley along the line",
@@ -407,28 +407,60 @@ def advice(run: Run, attribution: Attribution) -> str:
                 "may preserve what earlier clients taught."
             )
         return ""
+    suspect = _holder(run, attribution)
+    if suspect is not None:
+        return (
+            f"{client_name(run, suspect)} is among the clients that contributed most, although it "
+            "holds the class, and a client rarely forgets a class that it trains on. Check its "
+            "labels of this class: wrong labels have this effect. To see the course without it, "
+            "use --without."
+        )
     if attribution.parts["local training"] > attribution.parts["averaging"]:
         return (
             "Averaging caused more of the loss than local training: the local models know the "
             "class, but their mean does not. Local models that stay closer to each other may help "
             "(scaffold, fedprox, fewer local steps)."
         )
+    remedy = (
+        "Distillation against forgetting (fedntd, fedadkd) or fewer or smaller local steps "
+        "(plan.epochs, plan.lr) may help."
+    )
     main = _main_clients(attribution)
-    if main and _holds_class(run, attribution, main[0]):
+    if main and not run.label_counts and main[0] not in attribution.task_data:
+        name = client_name(run, main[0])
         return (
-            "Local training caused more of the loss than averaging, although "
-            f"{client_name(run, main[0])}, which contributed most, holds the class: check its "
-            "labels of this class."
+            "Local training caused more of the loss than averaging. The server does not know which "
+            f"classes a site holds. If {name} holds the class, check its labels of this class. If "
+            f"it does not, it forgot the class while it trained on others: {_uncapitalised(remedy)}"
         )
     return (
         "Local training caused more of the loss than averaging: clients forget classes that they "
-        "do not hold. Distillation against forgetting (fedntd, fedadkd) or fewer or smaller local "
-        "steps (plan.epochs, plan.lr) may help."
+        f"do not hold. {remedy}"
     )
 
 
+def _uncapitalised(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
+
+
+def _holder(run: Run, attribution: Attribution) -> int | None:
+    """The client with the largest contribution among those that hold the class and contributed most
+    to its loss; None if none of them holds it.
+
+    A client counts if it contributed at least half as much as the first one.
+    """
+    main = _main_clients(attribution)
+    if not main:
+        return None
+    contributions = attribution.clients
+    largest = contributions[main[0]]
+    strong = [client for client in main if contributions[client] <= largest / 2]
+    holders = [client for client in strong if _holds_class(run, attribution, client)]
+    return next(iter(holders), None)
+
+
 def _holds_class(run: Run, attribution: Attribution, client: int) -> bool:
-    """Whether a client has about as much of the class as all clients together have."""
+    """Whether a client has a fair share of the class, compared with all clients together."""
     label = attribution.change.label
     if client in attribution.task_data:
         return attribution.task_data[client].of_class > 0
@@ -445,7 +477,10 @@ def method_note(attribution: Attribution) -> str:
     if not attribution.clients:
         return ""
     return (
-        "Contributions to the change in this round, in points of soft accuracy, ± "
-        f"{100 * attribution.error:.1f}: {RULES[attribution.rule]}; {GAMES[attribution.game]}. "
-        "They do not explain the final model."
+        "How to read: a contribution says how many points of accuracy on the class a client's "
+        "training took away (negative) or added (positive) in this round, compared with "
+        f"{GAMES[attribution.game]}. Contributions add up to the change, ± "
+        f"{100 * attribution.error:.1f} points of soft accuracy ({RULES[attribution.rule]}). A "
+        "large one is no proof of a mistake: clients that lack a class contribute to its loss, "
+        "too. They do not explain the final model."
     )
