@@ -237,6 +237,9 @@ def test_the_command_answers_in_a_sentence_a_table_and_a_hint(
         (["--class", "12"], "this class"),
         (["--class", "twelve"], "twelve"),
         (["--round", "7"], "it has rounds 1 to 6"),
+        (["--round", "0"], "--round"),
+        (["--round", "last"], "--round"),
+        (["--round", "best"], "select_on"),
         (["--without", "6"], "the run has clients 0 to 5"),
         (["--without", "1", "--from", "7"], "the run has rounds 1 to 6"),
         (["--client", "1", "--class", "3"], "--class"),
@@ -254,6 +257,20 @@ def test_what_cannot_be_asked_is_said_in_one_line(
     err = capsys.readouterr().err
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_the_best_round_can_be_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = toys.toy(rounds=3, data="digits", model="logistic", select_on="test")
+    folder = tmp_path / "run"
+    best = fedstill.run(experiment, folder).summary["best_round"]
+    capsys.readouterr()
+    assert call(["why", str(folder), "--round", "best", "-q"]) == 0
+    by_name = capsys.readouterr().out
+    assert call(["why", str(folder), "--round", str(best), "-q"]) == 0
+    assert capsys.readouterr().out == by_name
+    assert f"round {best}" in by_name.lower()
 
 
 def test_all_coalitions_of_more_than_ten_clients_are_refused_before_a_round_is_gone_through(

@@ -96,7 +96,7 @@ def test_without_gradients_it_is_feddyn() -> None:
     assert {len(p) for p in ready.sites.split.tensors()} == {25}
     method = WithoutGradients(alpha=0.3)
     schedule = replace(ready.settings.schedule, method=method)
-    alone = replace(ready, settings=replace(ready.settings, method=method, schedule=schedule))
+    alone = replace(ready, settings=replace(ready.settings, schedule=schedule))
     ours, dyn = (
         drive(alone)[0],
         drive(ready_for({"name": "feddyn", "alpha": 0.3}, rounds=3, **EVEN))[0],

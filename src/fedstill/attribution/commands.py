@@ -63,7 +63,7 @@ def why_command(
     directory: Path,
     *,
     class_: Annotated[str | None, Parameter(name="--class")] = None,
-    round_: Annotated[RoundNumber, Parameter(name="--round")] = None,
+    round_: Annotated[str | None, Parameter(name="--round")] = None,
     worst: RoundCount = 1,
     exact: Flag = False,
     game: Game | None = None,
@@ -88,7 +88,8 @@ def why_command(
     Args:
         directory: The run's directory.
         class_: The class, by number or name. By default, the one with the largest loss.
-        round_: The round. By default, the one with the largest loss; with --client, round 1.
+        round_: The round: its number, or best. By default, the one with the largest loss; with
+            --client, round 1.
         worst: How many of the largest losses to report.
         exact: Compute all coalitions of the round's clients; at most ten clients.
         game: What clients outside a coalition do: change nothing (idle), or not reply (absent).
@@ -122,15 +123,16 @@ def why_command(
     check_options([name for name, is_set in options.items() if is_set])
     if not (directory / "journal.jsonl").is_file():
         return say(f"{directory} contains no run: it has no journal.jsonl", 2)
+    round_number = _round_number(directory, round_)
     if client is not None:
         return _print_exchange(
-            directory, parse_client_number(directory, client), round_ or 1, quiet
+            directory, parse_client_number(directory, client), round_number or 1, quiet
         )
 
     label = None
     if class_ is not None:
         label = parse_class_numbers(directory, [class_])[0]
-    changes = find_changes(directory, label, round_)
+    changes = find_changes(directory, label, round_number)
     largest = changes[0]
     if without is not None:
         span = ReplayedSpan(from_ or largest.round, rounds or DEFAULT_ROUNDS, once)
@@ -139,12 +141,26 @@ def why_command(
     if draws:
         return _print_samples(directory, largest, draws, quiet)
 
-    _print_no_loss_note(directory, largest, label, round_)
+    _print_no_loss_note(directory, largest, label, round_number)
     for change in changes[:worst]:
         _print_attribution(directory, change, exact, game, quiet)
     if open_:
         _open_page(directory)
     return 0
+
+
+def _round_number(directory: Path, text: str | None) -> int | None:
+    """The round that ``--round`` names; None if it is not set."""
+    if text is None:
+        return None
+    if text == "best":
+        from fedstill.running.journal import read_journal
+        from fedstill.running.selection import best_round_of
+
+        return best_round_of(directory, read_journal(directory / "journal.jsonl"))
+    if not text.isdecimal() or int(text) == 0:
+        raise ConfigError(f"--round {text} must be a whole number from 1, or best")
+    return int(text)
 
 
 # ---- attribution to clients ----------------------------------------------------------------------

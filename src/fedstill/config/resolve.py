@@ -29,10 +29,9 @@ from fedstill.config.overrides import place_of
 from fedstill.config.settings import NamedTables, Settings, check_contradictions
 from fedstill.config.stages import (
     PlanTable,
-    ReadMethod,
+    check_method,
     default_plans,
     held_out_share,
-    read_method,
     read_plans,
     schedule_of,
     topology_defaults,
@@ -67,6 +66,7 @@ from fedstill.config.validation import (
 )
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, as_table, shown
+from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.rounds import Schedule
 from fedstill.core.stream import cut_times
@@ -102,7 +102,7 @@ def _settled(parts: Parts) -> Settings:
         **as_table(parts.top),
         data=parts.data,
         named=NamedTables(
-            method=parts.method.named,
+            method=parts.named_method,
             model=parts.model,
             partition=parts.partition,
             topology=parts.topology,
@@ -116,7 +116,6 @@ def _settled(parts: Parts) -> Settings:
         stop=parts.stop,
         tables=parts.packages,
         plans=parts.plans,
-        method=parts.method.built,
         schedule=parts.schedule,
         origins=parts.experiment.origins,
     )
@@ -189,9 +188,22 @@ class Parts:
         return read_data(self.experiment)
 
     @cached_property
-    def method(self) -> ReadMethod:
+    def named_method(self) -> Named:
+        """``[method]``, with all of its fields."""
+        return read_named("method", self.experiment.table("method"), self.base)
+
+    @cached_property
+    def method(self) -> Method:
         """The method that ``[method]`` names."""
-        return read_method(self.experiment)
+        named = self.named_method
+        method = named.build()
+        if not isinstance(method, Method):
+            raise ConfigError(
+                f"method.name = {named.entry.name!r} is a {type(method).__name__}, not a "
+                "fedstill.Method"
+            )
+        check_method(f"method {named.label}", method, self.base)
+        return method
 
     @cached_property
     def clients(self) -> int:
@@ -230,13 +242,12 @@ class Parts:
     @cached_property
     def topology(self) -> Named:
         """The topology that ``[topology]`` names, by default the method's."""
-        method = self.method.built
         return read_named(
             "topology",
             self.experiment.table("topology"),
             self.base,
-            default_name=method.topology,
-            defaults_by_name=topology_defaults(method),
+            default_name=self.method.topology,
+            defaults_by_name=topology_defaults(self.method),
         )
 
     @cached_property
@@ -263,19 +274,19 @@ class Parts:
     @cached_property
     def plan_table(self) -> PlanTable:
         """``[plan]``."""
-        return read_plans(self.experiment, self.method.built)
+        return read_plans(self.experiment, self.method)
 
     @cached_property
     def plans(self) -> dict[str, Plan]:
         """The plan of each stage: the values of ``[plan]`` over the defaults of the method."""
         rounds = self.stream.table.longest(self.top.rounds)
-        return self.plan_table.resolved(default_plans(self.method.built, self.topology), rounds)
+        return self.plan_table.resolved(default_plans(self.method, self.topology), rounds)
 
     @cached_property
     def schedule(self) -> Schedule:
         """The stages of all rounds."""
         return schedule_of(
-            self.method.built,
+            self.method,
             self.topology.build(),
             self.stream.named.name,
             self.plans,
@@ -288,7 +299,7 @@ class Parts:
         """Whether there is a global model that real sites may test and report on."""
         on_sites = self.top.engine == "flower" and self.flower.data == "sites"
         is_hidden = any(table.hides_client_models for table in self.packages.values())
-        return on_sites and not is_hidden and not self.method.built.personal
+        return on_sites and not is_hidden and not self.method.personal
 
     @property
     def _sites_test_rounds(self) -> bool:

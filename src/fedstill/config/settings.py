@@ -52,7 +52,7 @@ class NamedTables:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(TopKeys):
-    """Every value of a run, and the method and the schedule that are built from them."""
+    """Every value of a run, and the schedule with its method that are built from them."""
 
     threads: tuple[Count, Count]
     data: DataTable
@@ -71,7 +71,6 @@ class Settings(TopKeys):
     """The tables of outer packages, by name."""
     plans: Mapping[str, Plan]
     """The plan of each stage."""
-    method: Method
     schedule: Schedule
     origins: Origins
     """Where the values came from, by dotted key."""
@@ -79,6 +78,11 @@ class Settings(TopKeys):
     def table(self, kind: type[OfPackage]) -> OfPackage:
         """The table of an outer package, by its class."""
         return next(table for table in self.tables.values() if isinstance(table, kind))
+
+    @property
+    def method(self) -> Method:
+        """The method, which acts in the stages of the schedule."""
+        return self.schedule.method
 
     @property
     def exchange_each_round(self) -> bool:

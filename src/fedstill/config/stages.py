@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedstill.config.experiment import Experiment
-from fedstill.config.named_tables import Named, read_named, schema_of_name
+from fedstill.config.named_tables import Named, schema_of_name
 from fedstill.config.overrides import overriding
 from fedstill.config.tables import SITES
 from fedstill.config.validation import (
@@ -85,30 +85,16 @@ def schedule_of(
 # The method, and the declarations of its class.
 
 
-class ReadMethod(NamedTuple):
-    """A method, and the table that names it."""
+def check_method(label: str, method: Method, base: Path | None) -> None:
+    """Raise ConfigError for declarations of a user's class that no run can use.
 
-    named: Named
-    built: Method
-
-
-def read_method(experiment: Experiment) -> ReadMethod:
-    """The method of a config. Raises ConfigError for a wrong table, and for declarations of a
-    user's class that no run can use.
+    ``label``: the method, for messages. ``base``: the folder that paths are relative to.
     """
-    named = read_named("method", experiment.table("method"), experiment.base)
-    built = named.build()
-    if not isinstance(built, Method):
-        raise ConfigError(
-            f"method.name = {named.entry.name!r} is a {type(built).__name__}, not a fedstill.Method"
-        )
-    label = f"method {named.label}"
-    _check_types(label, built)
-    _check_stage_names(label, built)
-    _check_schedule(label, built, experiment.base)
-    _check_plans(label, built)
-    returned(built.requires(), Need, built.requires, "flags of fedstill.Need")
-    return ReadMethod(named, built)
+    _check_types(label, method)
+    _check_stage_names(label, method)
+    _check_schedule(label, method, base)
+    _check_plans(label, method)
+    returned(method.requires(), Need, method.requires, "flags of fedstill.Need")
 
 
 class Declaration(NamedTuple):

@@ -36,7 +36,7 @@ from fedstill.running.directory import SUFFIX, readable, settings_of
 from fedstill.running.driver import remote_engine
 from fedstill.running.result import Result
 from fedstill.running.same_run import RunIdentity
-from fedstill.running.selection import SELECTION, STOP_REASON, best_round
+from fedstill.running.selection import STOP_REASON, best_round_of
 from fedstill.running.start_weights import body_of
 from fedstill.running.world import RunWorld, started, world_of
 
@@ -249,7 +249,7 @@ def _checkpoint(
     if round is None:
         return _last_checkpoint(folder)
     if round == "best":
-        return _checkpoint_after(folder, events, _best_round(folder, events))
+        return _checkpoint_after(folder, events, best_round_of(folder, events))
     number = plain_value(round)
     if type(number) is not int:
         raise ConfigError(f"round = {round!r} must be a whole number or 'best'")
@@ -283,20 +283,6 @@ def _last_checkpoint(folder: Path) -> _Checkpoint:
 def _checkpoints(folder: Path) -> Checkpoints:
     """The checkpoints of a run, without the clients' states, which may be on other machines."""
     return Checkpoints(folder / "checkpoints", digest(read_file(folder / "config.toml")))
-
-
-def _best_round(folder: Path, events: Sequence[journals.Event]) -> int:
-    """The number of the best round of a run."""
-    rounds = [event for event in events if event["event"] == "round"]
-    best = best_round(events[0], rounds)
-    if best is not None:
-        return best.round
-    if SELECTION not in events[0]:
-        raise ConfigError(
-            f"{folder} did not compare its rounds, so none is the best one; run it again with "
-            "select_on = 'held_out' or with [stop]"
-        )
-    raise ConfigError(f"no round of {folder} has a score yet, so none is the best one")
 
 
 def _checkpoint_after(folder: Path, events: Sequence[journals.Event], round: int) -> _Checkpoint:

@@ -29,9 +29,8 @@ import torch
 from fedstill.config.experiment import Experiment, check_is_experiment
 from fedstill.config.named_tables import read_named, schema_of_name
 from fedstill.config.overrides import Origin, check_set_once, overriding_fields
-from fedstill.config.resolve import read_package_tables, read_stream, settle
+from fedstill.config.resolve import Parts, read_package_tables, read_stream, settle
 from fedstill.config.settings import PEERS, Settings
-from fedstill.config.stages import read_method
 from fedstill.config.validation import keys_of
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, Interrupted, RunExists
@@ -134,7 +133,7 @@ class Shape:
         """The shape of an experiment; raises ConfigError for a method or topology that cannot be
         read.
         """
-        _, method = read_method(experiment)
+        method = Parts(experiment).method
         table = experiment.table("topology")
         only_kind = {key: value for key, value in table.items() if key == "kind"}
         topology = read_named("topology", only_kind, experiment.base, method.topology)

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -542,6 +543,23 @@ def best_round(start: Event, rounds: Sequence[Event]) -> BestRound | None:
         by=start[SELECTION]["by"],
         on=start[SELECTION]["on"],
     )
+
+
+def best_round_of(folder: Path, events: Sequence[Event]) -> int:
+    """The number of the best round of the run in a folder, whose journal has these events.
+
+    Raises ConfigError if there is none.
+    """
+    rounds = [event for event in events if event["event"] == "round"]
+    best = best_round(events[0], rounds)
+    if best is not None:
+        return best.round
+    if SELECTION not in events[0]:
+        raise ConfigError(
+            f"{folder} did not compare its rounds, so none is the best one; run it again with "
+            "select_on = 'held_out' or with [stop]"
+        )
+    raise ConfigError(f"no round of {folder} has a score yet, so none is the best one")
 
 
 def selection_summary(start: Event, rounds: Sequence[Event]) -> Fields:
