@@ -16,6 +16,7 @@ import toys
 from fedstill.report.figures import Style
 from fedstill.report.page import Report, write_page
 from fedstill.report.tasks import (
+    ABOUT_CURVES,
     changes,
     learned_and_kept,
     matrix_map,
@@ -119,4 +120,4 @@ def test_domains_have_no_curves_by_class(tmp_path: Path) -> None:
     drift = groups([tmp_path / "run"])
     section = as_html(over_tasks(Report(drift)))
     assert "Learned and kept" in section
-    assert "the likeliest of all classes" not in section
+    assert ABOUT_CURVES not in section

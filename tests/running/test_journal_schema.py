@@ -49,13 +49,20 @@ def journal(runs: dict[str, Path], tmp_path: Path) -> Path:
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "start": {"classes": "ten", "split": {"file": 3}, "sources": ["a"]},
+    "start": {
+        "classes": "ten",
+        "split": {"file": 3},
+        "sources": ["a"],
+        "inputs": None,
+        "stream": {"classes": [[0], [1]], "first_rounds": [1]},
+    },
     "initial": {"accuracy": "0.5", "class_accuracy": [0.5]},
     "round": {
         "round": "1",
         "accuracy": 1.5,
         "class_accuracy": None,
         "bytes_up": -1,
+        "bytes_as_weights": None,
         "seconds": True,
         "own_test_by_client": {"first": 0.5},
         "others": {"client 0": 0.5},
@@ -63,7 +70,7 @@ WRONG: dict[str, dict[str, Any]] = {
         "privacy": {"epsilon": 1.0},
         "by_epoch": {"train": [1.0]},
     },
-    "client": {"client": -2, "stage": None, "name": 3},
+    "client": {"client": -2, "stage": None, "name": 3, "probe": [2.0, 0.0]},
     "measure": {"measure": 3, "round": 1.5, "client": [1, 2]},
 }
 """Fields of events with values that no version wrote."""

@@ -94,7 +94,7 @@ MOST_DRAWN = 40
 """More clients than this are not drawn one by one."""
 
 ABOUT_COURSES = (
-    "Two values of each client in each round: before and after it learns from the others. A step "
+    "Two values for each client and round: before and after it learns from other clients. A step "
     "up is what it learned."
 )
 
@@ -155,12 +155,13 @@ def _last(group: Group, key: str) -> dict[str, float]:
 
 
 def _means(mappings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of each client over the mappings that have it."""
-    ids = dict.fromkeys(client for by_client in mappings for client in by_client)
-    return {
-        client: fmean(float(by_client[client]) for by_client in mappings if client in by_client)
-        for client in ids
-    }
+    """The mean of each client over the mappings that have a number of it."""
+    values: dict[str, list[float]] = {}
+    for by_client in mappings:
+        for client, value in by_client.items():
+            if value is not None:
+                values.setdefault(client, []).append(float(value))
+    return {client: fmean(numbers) for client, numbers in values.items()}
 
 
 def _ids(groups: Iterable[Group]) -> list[str]:

@@ -44,22 +44,22 @@ from fedstill.report.series import (
 from fedstill.report.summary import NONE, three_digits
 from fedstill.running.runs import Group, Run, spread
 
-ABOUT_COST = "Seconds depend on the machine and on what else ran on it. Bytes do not."
+ABOUT_COST = "Seconds depend on the machine and on its other load. Bytes do not."
 ABOUT_TIMES = (
-    "A method that takes longer for a round lies further right. Both axes are means over seeds "
-    "after each round."
+    "The longer a method takes for a round, the further right its points are. Both axes are means "
+    "over seeds after each round."
 )
 ABOUT_PHASES = (
     "Seconds of a run, mean over seeds: training at the clients (full colour), measuring "
     "(lighter), and the rest, such as aggregation and checkpoints (lightest)."
 )
 ABOUT_BYTES = (
-    "Megabytes of a run, mean over seeds: what clients sent (up, full colour) and received "
+    "Megabytes of a run, mean over seeds: sent by clients (up, full colour) and received by them "
     "(down, lighter)."
 )
 ABOUT_MEASURES = (
-    "Seconds that each measure took in a run, mean over seeds. Local models are measured at the "
-    "clients."
+    "Seconds of each measure in a run, mean over seeds. Clients measure their local models "
+    "themselves."
 )
 
 
@@ -211,13 +211,13 @@ STEP = 0.05
 MOST_TARGETS = 5
 
 ABOUT_TARGETS = (
-    "Seconds of training, summed over clients, whether they trained one after another or side by "
-    "side. Measuring and saving are left out."
+    "Seconds of training, summed over clients, whether these train one after another or in "
+    "parallel. Measuring and saving are not included."
 )
 ABOUT_REACHED = (
     "Seconds of training until the accuracy first reaches a target: mean ± one standard deviation "
-    "over the seeds that reach it, and how many seeds reach it if not all do. Teachers: how many "
-    "models teach a client, on average."
+    "over the seeds that reach it, with their number if some seeds do not. Teachers: the mean "
+    "number of models that teach a client."
 )
 
 

@@ -51,9 +51,9 @@ BINS = 40
 """The most bars of a picture that counts clients."""
 
 ABOUT_SPLIT = (
-    "How many training examples of each class each client has. It trains on its own column only. "
-    "Blank: none. Its in-local distribution p is its column divided by its sum; its out-local "
-    "distribution is (1 - p) / (C - 1)."
+    "The number of training examples of each class at each client; blank cells have none. A client "
+    "trains on its own column only. Its in-local distribution p is this column divided by its sum, "
+    "and its out-local distribution is (1 - p) / (C - 1)."
 )
 
 
@@ -227,7 +227,7 @@ def _in_numbers(split: Split) -> list[Block]:
     )
     by_classes = Chart(
         [clients_by(classes, "classes")],
-        "How many clients have examples of how many classes.",
+        "The number of clients by the number of classes that they have.",
         "Clients by classes",
     )
     return [Paragraph(about), Gallery([by_size, by_classes], "small")]

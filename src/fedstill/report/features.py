@@ -36,11 +36,10 @@ GLOBAL_SIZE = 5
 """Pixels of the points of local and of global models."""
 
 ABOUT = (
-    "Every point is a test image as one of the models sees it. Images are near each other if their "
-    "features are alike (joint t-SNE; large distances mean nothing). By class: where classes mix, "
-    "the models cannot tell them apart. By model: a local model whose points lie on those of the "
-    "global model forgot little; a group of points of one model only has features that no other "
-    "model has."
+    "Each point is the features of a test example under one of the models (joint t-SNE). Points "
+    "are close if their features are similar; large distances have no meaning. By class: where "
+    "classes mix, the models cannot tell them apart. By model: a local model whose points lie on "
+    "those of the global model forgot little."
 )
 
 
@@ -153,10 +152,10 @@ MOST_POINTS = 3000
 """So many points are embedded at most: the time grows faster than their number."""
 
 ABOUT_JOINT = (
-    "One t-SNE of the test examples' features: of the model that all these runs received, and of "
-    "the local models of each run. By run: where a run's points lie on those of the received "
+    "One t-SNE of the features of test examples, under the model that all these runs received and "
+    "under the local models of each run. By run: where a run's points lie on those of the received "
     "model, training kept its features; where they lie apart, training changed them. By class: "
-    "whether the images of a class stay together."
+    "examples of a class should stay together."
 )
 
 

@@ -73,26 +73,25 @@ SIDES = (
     Side(
         name="in",
         title="In-local accuracy",
-        about="Local models after training, on classes in the proportions of their own client's "
-        "data.",
-        about_epochs="On classes in the proportions of the client's own data.",
+        about="Local models after training; classes are weighted as in the client's own data.",
+        about_epochs="Classes are weighted as in the client's own data.",
     ),
     Side(
         name="out",
         title="Out-local accuracy",
-        about="The same models on the classes that their client lacks or has little of.",
-        about_epochs="On the classes that the client lacks or has little of.",
+        about="The same models on classes of which their client has few examples or none.",
+        about_epochs="On classes of which the client has few examples or none.",
     ),
 )
 
 ABOUT_DOTTED = (
-    "Dotted: the global model that those clients received, measured on the mean of their label "
-    "distributions. Where a solid line is below the dotted line of its colour, local training "
-    "forgot what the received model knew."
+    "Solid: local models. Dotted: the global model that these clients received, with classes "
+    "weighted by the mean of their label distributions. Where a solid line is below the dotted "
+    "line of its colour, local training forgot what the received model knew."
 )
 ABOUT_CONSISTENCY = (
-    "Cosine of the class accuracies of two successive global models. 1: both are good at the same "
-    "classes."
+    "Cosine of the class accuracies of two successive global models. At 1, both are good at the "
+    "same classes."
 )
 
 
@@ -145,9 +144,9 @@ BARS = (
 )
 
 ABOUT_BARS = (
-    "The last measured round: local models on classes that their client has (full colour) and "
-    "does not have (lighter), and the new global model on all classes (lightest). Thin lines: one "
-    "standard deviation over clients."
+    "Last measured round: local models on classes that their client has (in-local, full colour) "
+    "and lacks (out-local, lighter), and the new global model on all classes (lightest). Thin "
+    "lines: one standard deviation over clients."
 )
 
 
@@ -184,18 +183,27 @@ def _bars(groups: Sequence[Group], style: Style, suffix: str) -> Figure:
     return Figure(traces, axes)
 
 
+ROOM_FOR_NAME = 0.1
+"""The accuracy up to which a bar holds its name. An error bar that reaches below would cross it."""
+
+
 def _bar_trace(bar: Bar, key: str, groups: Sequence[Group], style: Style) -> Trace:
     names = []
     means = []
     deviations = []
     colours = []
+    texts = []
     for group in groups:
         mean = _at_last(group, key)
-        if mean is not None:
-            names.append(group_name(group))
-            means.append(rounded(mean))
-            deviations.append(rounded(_at_last(group, f"{key}_std") or 0.0))
-            colours.append(faint(style.colour(group), bar.opacity))
+        if mean is None:
+            continue
+        deviation = _at_last(group, f"{key}_std") or 0.0
+        names.append(group_name(group))
+        means.append(rounded(mean))
+        deviations.append(rounded(deviation))
+        colours.append(faint(style.colour(group), bar.opacity))
+        has_room = mean - deviation > ROOM_FOR_NAME
+        texts.append(bar.name if has_room else "")
     # the page writes on faint bars as on its ground
     shade = "full"
     if bar.opacity < 1:
@@ -213,7 +221,8 @@ def _bar_trace(bar: Bar, key: str, groups: Sequence[Group], style: Style) -> Tra
             "visible": any(deviations),
         },
         marker={"color": colours},
-        text=[bar.name] * len(names),
+        text=texts,
+        textangle=0,
         textposition="inside",
         insidetextanchor="start",
         meta=shade,
@@ -358,16 +367,16 @@ ABOUT_MAPS = (
     "client (first seed)."
 )
 ABOUT_ALIKE = (
-    "Cosine of the class accuracies of two successive models. 1: both are good at the same classes."
+    "Cosine of the class accuracies of two successive models. At 1, both are good at the same "
+    "classes."
 )
 ABOUT_LOST = (
-    "How far the classes are below the best accuracy after any earlier client, on average. Lower "
-    "is better."
+    "The mean drop of the classes from their best accuracy after any earlier client. Lower is "
+    "better."
 )
 ABOUT_DRIFT = (
-    "Accuracy on a client's training data: of the model after this client (solid), and of the "
-    "model after the next client (dotted). The gap is what the next client's training made the "
-    "model forget."
+    "Accuracy on a client's training data: the model after this client (solid), and after the next "
+    "client (dotted). The gap is what the model forgot while the next client trained."
 )
 
 ByHop = dict[int, float]

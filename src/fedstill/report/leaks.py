@@ -4,6 +4,7 @@ at the end, and as a table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,22 +58,22 @@ LOWEST = 1e-3
 """The lowest rate that the logarithmic axes show."""
 
 ABOUT = (
-    "Which of two images of a class did a client train on? An attack guesses it from what the "
-    "client sent. Area under the curve: 0.5 is a coin, 1 is certainty. Where logits are sent, it "
-    "is on those that the client would send if the images that are asked about were public."
+    "An attack guesses which of two examples of a class a client trained on, from what the client "
+    "sent. Area under the curve: 0.5 is a guess at random, 1 is certainty. Where clients send "
+    "logits on public examples, the attack uses the logits that the client would send on the two "
+    "examples."
 )
-ABOUT_ROUNDS = (
-    "What the server sees: area under the curve by round, all clients of a stage with one "
-    "threshold."
-)
+ABOUT_ROUNDS = "Attack on what the server sees. One threshold applies to all clients of a stage."
 ABOUT_CURVES = (
-    "Members found against others taken for members, in the last measured round of the first "
-    "seed; both axes are logarithmic. Dashed grey: a coin. Dotted: before privacy. What matters is "
-    "the left end: who is found there is found almost for sure."
+    "Training examples that the attack finds, against other examples that it takes for training "
+    "examples; last measured round, first seed. Both axes are logarithmic. Dashed grey: guessing "
+    "at random. Dotted: before privacy. The left end matters most: there, nearly every example "
+    "that the attack names is a training example."
 )
 ABOUT_TABLE = (
-    "The last measured round, mean ± one standard deviation over seeds; in brackets the 95 % "
-    "interval of the first seed. It counts examples as independent, and takes thresholds as given."
+    "Last measured round: mean ± one standard deviation over seeds, and in brackets the 95 % "
+    "interval of the first seed. The interval treats examples as independent and thresholds as "
+    "fixed."
 )
 
 
@@ -199,11 +200,16 @@ def _curves(groups: Sequence[Group], style: Style, attack: str) -> Figure:
             look = _last_look(group, side)
             if look is not None and attack in look.event[side]:
                 traces.append(_curve(look, style, side, attack))
-    axis = {"type": "log", "range": [-3, 0], "tickformat": ".1%"}
+    axis = {
+        "type": "log",
+        "range": [math.log10(LOWEST), 0],
+        "tickvals": [0.001, 0.01, 0.1, 1],
+        "ticktext": ["0.1%", "1%", "10%", "100%"],
+    }
     axes = layout(
         showlegend=len(groups) <= MOST_IN_LEGEND,
-        xaxis={**axis, "title": {"text": "others taken for members"}},
-        yaxis={**axis, "title": {"text": "members found"}},
+        xaxis={**axis, "title": {"text": "false positives"}},
+        yaxis={**axis, "title": {"text": "training examples found"}},
     )
     return Figure(traces, axes)
 

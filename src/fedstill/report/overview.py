@@ -147,7 +147,7 @@ def _about_failures(groups: Iterable[Group]) -> str:
     for group in groups:
         for run in group.runs:
             ended |= {event["round"] <= len(run.rounds) for event in _refused_events(run)}
-    text = "Replies of clients that failed, or whose numbers were refused."
+    text = "Replies that were refused, and clients that failed."
     if ended == {True}:
         return f"{text} The rounds went on without them."
     if True in ended:

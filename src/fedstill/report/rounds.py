@@ -65,19 +65,20 @@ OF_CLIENTS = (
     RoundChart(
         "personal_accuracy",
         "Accuracy for the clients by round",
-        "Each client's answer, its own model or else the global one, on test examples in the "
-        "client's proportions of classes; mean over clients. Higher is better.",
+        "The model that answers for each client (its own, or else the global one), on test "
+        "examples in the client's class proportions; mean over clients. Higher is better.",
     ),
     RoundChart(
         "personal_forgetting",
         "Forgetting at clients by round",
-        "How far the own classes of clients with own models are below their best earlier look. "
-        "Lower is better.",
+        "The mean drop of each client's own classes from their best earlier accuracy, for clients "
+        "with own models. Lower is better.",
     ),
     RoundChart(
         "own_test_accuracy",
         "Accuracy on own tests by round",
-        "Each client's answer on the client's own test set; mean over clients. Higher is better.",
+        "The model that answers for each client, on the client's own test set; mean over clients. "
+        "Higher is better.",
     ),
 )
 """What is drawn first where clients have models of their own."""
@@ -91,8 +92,8 @@ OF_THE_SERVER = (
     RoundChart(
         "forgetting",
         "Forgetting F by round",
-        "How far the classes are below the best accuracy of their earlier rounds, on average. "
-        "Lower is better; below 0, they are above it.",
+        "The mean drop of the classes from the best accuracy of their earlier rounds. Lower is "
+        "better; below 0, classes are better than in any earlier round.",
     ),
 )
 
@@ -137,7 +138,10 @@ def _has_two_rounds(groups: Sequence[Group]) -> bool:
 # Lines of what the user's own measures gave
 
 
-ABOUT_OWN = "What your measures gave, by round: the mean over the looks of a round."
+ABOUT_OWN = (
+    "The numbers of your own measures by round: the mean over all stages of a round in which they "
+    "were taken."
+)
 
 
 def own_measures(report: Report) -> Section | None:
@@ -160,12 +164,12 @@ def own_measures(report: Report) -> Section | None:
 MEAN = "mean over seeds"
 
 ABOUT_MAPS = (
-    "Each row is a class, each column a round. The colour is the accuracy on that class. A row "
-    "that turns bright and then dark again is a class learned and forgotten. Round 0 is the model "
-    "before training. As shares: a round's accuracies are divided by their sum, and yellow is the "
-    "largest share in the figure."
+    "Each row is a class, each column a round; the colour is the accuracy on the class. A row that "
+    "turns bright and then dark is a class that was learned and forgotten. Round 0 is the model "
+    "before training. As shares, the accuracies of a round are divided by their sum, and yellow is "
+    "the largest share in the figure."
 )
-ABOUT_SEEDS = "Seeds forget at different times, and the mean hides that: choose one seed to see it."
+ABOUT_SEEDS = "Seeds forget at different times, which the mean hides; choose a seed to see it."
 
 
 def remembered_classes(report: Report) -> Section | None:
@@ -329,7 +333,9 @@ def _percent(value: float | None) -> float | None:
 
 MODELS = {
     "": "The server's model on the common test set.",
-    "own_test_": "Each client's answer on the client's own test set; mean over clients.",
+    "own_test_": (
+        "The model that answers for each client, on the client's own test set; mean over clients."
+    ),
 }
 """By the beginning of a metric's key, which model is tested on which data."""
 
@@ -339,7 +345,8 @@ ABOUT_METRICS = (
 
 ABOUT_CONFUSION = (
     "Each row is a class, each column the class that the model predicts in the last round. The "
-    "colour is the share of the row's test examples, over all seeds; the diagonal is right."
+    "colour is the share of the row's test examples, over all seeds. The diagonal shows right "
+    "answers."
 )
 
 

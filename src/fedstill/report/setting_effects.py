@@ -143,8 +143,8 @@ NOT_VARIED = ("partition.seed", "partition.min_size", "partition.clients")
 MORE_UNEVEN = {"alpha": "smaller is more uneven", "shards": "fewer classes a client is more uneven"}
 
 ABOUT_SPLITS = (
-    "Each line is one method on splits that differ in one number only. A method that is robust to "
-    "uneven data has a flat line."
+    "Each line is one method on splits that differ in one number only. A flat line means that the "
+    "method is robust to uneven data."
 )
 ABOUT_METHODS = (
     "Each line is one method on one split; its runs differ in one number only. Dotted: other "

@@ -80,8 +80,7 @@ PERSONAL = (
     _share(
         "personal_forgetting",
         "forgetting at clients",
-        "how far clients' models are below their best earlier accuracy on the client's classes, on "
-        "average",
+        "mean drop of clients' models from their best earlier accuracy on the client's classes",
     ),
 )
 """What clients have of a run; first in the table of a method that leaves each client a model of its
@@ -104,7 +103,8 @@ COLUMNS = (
     _share(
         "forgetting",
         "forgetting F",
-        "how far classes are below their best earlier round, on average; below 0: they are above",
+        "mean drop of the classes from their best earlier round; below 0: better than in any "
+        "earlier round",
     ),
     *map(_last_metric, METRICS.values()),
     *map(_best_metric, METRICS.values()),
@@ -147,19 +147,19 @@ COLUMNS = (
     _share(
         "out_local_accuracy",
         "out-local",
-        "local models on classes that their client lacks or has little of",
+        "local models on classes of which their client has few examples or none",
     ),
     _share(
         "leakage/seen/loss/auc",
         "leakage: AUC",
-        "how well an attack finds training examples in what clients sent, by the loss; 50: it "
-        "cannot",
+        "how well an attack by the loss finds training examples from what clients sent; 50: "
+        "random guessing",
     ),
     _share(
         "leakage/seen/loss/tpr_at_0.01",
         "found at 1 % false",
-        "training examples that the attack finds when it takes 1 % of other examples for training "
-        "examples",
+        "training examples that the attack finds if it may take 1 % of other examples for "
+        "training examples",
     ),
     Column(
         key="epsilon",

@@ -33,26 +33,26 @@ from fedstill.report.page import Report
 from fedstill.running.runs import Group, Run
 
 ABOUT = (
-    "Tasks come one after another. At the end of each the model is tested on all of them. "
-    "Forgetting over time is what the model knew of an earlier task and does not know at the end."
+    "Tasks come one after another. At the end of each task, the model is tested on all tasks. "
+    "Forgetting over time is the knowledge of earlier tasks that is lost at the end."
 )
 ABOUT_MAPS = (
-    "Each row is a task, each column a task's end; the colour is the accuracy on that task then, "
-    "mean over seeds. A frame marks the end of the task itself. The last column says what was lost "
-    "of the task since its best end, which may be another one on each seed."
+    "Each row is a task, each column the end of a task; the colour is the accuracy at that time, "
+    "mean over seeds. A frame marks the end of the row's own task. The last column shows the loss "
+    "since the task's best accuracy, which may be at another time for each seed."
 )
 ABOUT_CURVES = (
-    "Accuracy on the classes of each task by round, mean over seeds, where the answer is the "
-    "likeliest of all classes, those to come among them. Dotted lines are changes of task."
+    "Accuracy on the classes of each task by round, mean over seeds. The model chooses among all "
+    "classes, including those of future tasks. Dotted lines mark the start of a task."
 )
 ABOUT_SEEN = (
-    "Accuracy on test examples of all classes seen so far, among these; dotted lines are changes "
-    "of task."
+    "Accuracy on test examples of all classes seen so far; the model chooses among these classes. "
+    "Dotted lines mark the start of a task."
 )
 ABOUT_PLANE = (
-    "Right: more was learned, the best that was known of each task. Up: more of it was kept to the "
-    "end. On a dotted curve the final accuracy, which is the product, is the same. One point for "
-    "each seed."
+    "Further right, more was learned: the mean of the best accuracy on each task. Further up, more "
+    "of it was kept to the end. Along a dotted curve the final accuracy, their product, is "
+    "constant. One point for each seed."
 )
 MOST_NUMBERS = 12
 """A matrix of more tasks than these is drawn without numbers."""

@@ -52,12 +52,14 @@ ABOUT_SCATTER = (
 )
 ABOUT_DIVERGENCE = "Euclidean distance between local and received weights, mean over clients."
 ABOUT_DISTANCE = (
-    "Distance between a client's labels and what the global model predicts, mean over clients. 0: "
-    "equal. 2: nothing in common."
+    "Distance between a client's label distribution and the global model's predictions, mean over "
+    "clients. 0: equal. 2: nothing in common."
 )
 ABOUT_DIVERSITY = {
-    "gradients": "How far the clients' gradients at the received model differ, before training. 1: "
-    "all agree.",
+    "gradients": (
+        "How much the clients' gradients at the received model differ, before training. At 1, all "
+        "agree."
+    ),
     "updates": "How far the updates that clients sent differ. 1: all agree.",
 }
 
@@ -200,8 +202,9 @@ PERSONAL_CHARTS = (
 )
 
 ABOUT_PERSONAL = (
-    "Three accuracies of one training. If local train accuracy is high and server accuracy is low, "
-    "clients learn for themselves and the global model gains little."
+    "Local models on their training data and on test examples like it, and the global model on all "
+    "test examples. If the first is high and the last is low, clients learn for themselves and the "
+    "global model gains little."
 )
 
 
@@ -234,8 +237,8 @@ LEVELS = 12
 """Contour lines over the range of losses."""
 
 ABOUT_LANDSCAPE = (
-    "Test loss when the weights are moved along two directions, away from the model (the cross in "
-    "the middle). In a wide flat valley small changes of the weights, such as the mean of the next "
+    "Test loss when the weights move along two directions, away from the model (the cross in the "
+    "middle). In a wide, flat valley, small changes of the weights, such as averaging in the next "
     "round, cost little. All figures have the same scale."
 )
 ABOUT_NOISE = (
@@ -336,7 +339,8 @@ def _contour(look: Look, model: str, plane: str, losses_shown: LossRange) -> Fig
         colorscale="Viridis",
         reversescale=True,
         line={"width": 0.6, "color": "rgba(255,255,255,0.6)"},
-        colorbar={"thickness": 10, "outlinewidth": 0, "title": {"text": "loss"}},
+        # The empty line keeps the title off the highest number.
+        colorbar={"thickness": 10, "outlinewidth": 0, "title": {"text": "loss<br> "}},
         hovertemplate="%{x}, %{y}: loss %{z:.4f}<extra></extra>",
     )
     middle = new_trace(

@@ -24,6 +24,7 @@ from fedstill.core.reports import (
     MAX_NAMES,
     MAX_SECONDS,
     MAX_WORD,
+    PROBE,
     has_valid_form,
     is_number,
     wrong_table,
@@ -107,9 +108,9 @@ class Start(TypedDict, total=False):
     seconds_since_1970: float | None
     test_counts: list[Count]
     split: SplitOfRun | None
-    stream: StreamOfRun | None
+    stream: StreamOfRun
     selection: SelectionOfRun | None
-    inputs: InputsOfRun | None
+    inputs: InputsOfRun
     backbone_inputs: dict[str, Any] | None
     client_names: list[str]
     models: list[str]
@@ -194,7 +195,7 @@ class Round(Evaluated, total=False):
     refused: Count | None
     bytes_up: Required[Count]
     bytes_down: Required[Count]
-    bytes_as_weights: Count | None
+    bytes_as_weights: Count
     personal_clients: Count | None
     personal_accuracy: Share | None
     personal_forgetting: float | None
@@ -425,7 +426,10 @@ class JournalChecker:
 
     def _begin(self, start: Event) -> str:
         self.classes = len(start["classes"])
-        self._tasks = start.get("stream", {}).get("classes", [])
+        stream = start.get("stream", {})
+        self._tasks = stream.get("classes", [])
+        if len(stream.get("first_rounds", [])) != len(self._tasks):
+            return "stream.first_rounds does not have a round for each task"
         if len(start.get("test_counts", ())) not in (0, self.classes):
             return f"test_counts does not have {self.classes} classes"
         named = [*self._tasks, *start.get("queries", {}).values()]
@@ -557,6 +561,8 @@ def is_readable_report(name: str, value: Any, classes: int) -> bool:
         return False
     if name in ("private", "public") and not is_number(value):
         return value == {} or not wrong_table(name, value, classes)
+    if name == PROBE and not all(0 <= probability <= 1 for probability in value):
+        return False
     if name in HISTOGRAMS:
         return not wrong_histograms(value, classes)
     rows: list[Any] = []

@@ -91,10 +91,16 @@
     const list = document.querySelector("nav ul");
     if (!list) return;
     const links = new Map([...list.querySelectorAll("a")].map((link) => [link.hash.slice(1), link]));
+    const first = document.getElementById(links.keys().next().value);
     const observer = new IntersectionObserver((entries) => {
       const section = entries.find((entry) => entry.isIntersecting);
-      if (!section) return;
+      const aboveAll = first.getBoundingClientRect().top > window.innerHeight / 4;
+      if (!section && !aboveAll) return;
       list.querySelector("[aria-current]")?.removeAttribute("aria-current");
+      if (!section) {
+        list.scrollLeft = 0;
+        return;
+      }
       const link = links.get(section.target.id);
       link.setAttribute("aria-current", "true");
       list.scrollLeft = link.offsetLeft - list.offsetLeft - 24;
