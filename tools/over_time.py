@@ -62,7 +62,7 @@ def tables() -> str:
         head = [*cell_table(one).head, "learned [%]", "kept [%]", "forgotten [points]"]
         diverged = any(row.diverged for row in one.rows)
         parts.append(
-            f"**{one.suite.title}.** {'† a run diverged. ' if diverged else ''}\n\n"
+            f"**{one.suite.title}.** {'†: a run of the method diverged. ' if diverged else ''}\n\n"
             f"{markdown(head, list(lines(one)))}"
         )
     return "\n".join(parts)

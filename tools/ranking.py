@@ -78,9 +78,10 @@ FULL_SEEDS = range(1, 4)
 
 FULL_HEAD = """## full
 
-The tier "full" has no suite yet. These are runs of papers' tables whose settings are its: all of CIFAR-10, FedNTD's
-network and plan, 100 clients, ten a round, 200 rounds. Images are varied as in the paper, precision is bfloat16, and
-the fields are the paper's or ours by default, not chosen. So nothing is ranked. [The papers' numbers](../results/fedadkd.md).
+The tier "full" has no suite yet. These tables show runs of papers' tables at its size: all of CIFAR-10, FedNTD's
+network and plan, 100 clients, ten per round, and 200 rounds. Images are augmented as in the paper, and precision is
+bfloat16. The fields are the paper's or our defaults, and were not chosen by tries. The methods are therefore not
+ranked. [Results](../results/fedadkd.md) has the papers' numbers.
 """  # noqa: E501
 
 
@@ -151,8 +152,8 @@ def track_page(track: str) -> str:
         title = f"## {one.suite.tier}"
         parts.append(f"{title}\n\n{one.suite.recipe.paper}.\n\n{markdown_tables(one)}")
         parts.append(
-            f"### Fields chosen, {one.suite.name}\n\nOver the settings that all rows have.\n\n"
-            f"{fields_text(one)}\n"
+            f"### Fields chosen, {one.suite.name}\n\n"
+            f"These fields replace the settings that all rows share.\n\n{fields_text(one)}\n"
         )
     entered = {one.suite.name for one in standings}
     missing = [name for name in suites_of_track(track) if name not in entered]

@@ -88,13 +88,13 @@ def test_rows_of_another_processor_are_named_and_their_seconds_not_compared(
 ) -> None:
     suite = load_suite(NAME)
     same = standings(suite, [replace(r, processor="A (AVX2)") for r in suite_rows])
-    assert description(same).endswith(" Made on A (AVX2).")
+    assert "A (AVX2)" in description(same)
     assert not any(math.isnan(p.cpu) for p in same.placed)
     other = {"FedNTD": "B (AVX512)", "joint": ""}
     mixed = standings(
         suite, [replace(r, processor=other.get(r.name, "A (AVX2)")) for r in suite_rows]
     )
-    assert "A (AVX2); on B (AVX512): FedNTD" in description(mixed)
+    assert "FedNTD on B (AVX512)" in description(mixed)
     assert description(mixed) != description(same)
     assert [p.row.name for p in mixed.placed if math.isnan(p.cpu)] == ["FedNTD"]
     read = parse_run_table(runs_csv([mixed]))[NAME]

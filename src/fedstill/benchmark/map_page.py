@@ -188,18 +188,18 @@ MAPS_SECTION = "maps"
 TITLE = "Where a method helps"
 
 EXPLANATION = (
-    "The gain over FedAvg on digits with a small network, for four splits, three numbers of local "
-    "epochs, three numbers of sampled clients (of 20), and three seeds. All cells of a method use "
-    "the fields that were chosen in the track space. A method that is not in the track uses its "
-    "documented fields. The learning rate is FedAvg's. A method helps or hurts in a cell if all "
-    f"three seeds agree. {CHANCE}: in 9 of 36."
+    "The maps show the gain over FedAvg on digits with a small network. They cover four splits, "
+    "three numbers of local epochs, three numbers of sampled clients (of 20), and three seeds. All "
+    "cells of a method use the fields that were chosen in the track space. A method that is not in "
+    "the track uses its documented fields. The learning rate is FedAvg's. A method helps or hurts "
+    f"in a cell if all three seeds agree. {CHANCE}: in 9 of 36."
 )
 
 GAIN_TABLE_NOTE = "Gains are in points, means over three seeds. ~: the seeds disagree."
 
 FLOOR_TABLE_NOTE = (
     "FedAvg's own accuracy in %, means over three seeds. Chance is 10 with ten classes. A large "
-    "gain over such an accuracy shows that FedAvg collapsed, more than what the method does."
+    "gain over such an accuracy mainly shows that FedAvg collapsed."
 )
 
 MAP_COMMAND = "fedstill rank map METHOD"

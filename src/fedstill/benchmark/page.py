@@ -339,7 +339,7 @@ def task_matrix(row: RankedRow, column: str) -> Figure | None:
 AGREEMENT_SECTION = "agreement"
 """The name of the section on the tiers; all other sections have the names of their suites."""
 
-TITLE = "The ranking: who forgets, and who learns"
+TITLE = "The ranking: which methods forget, and which learn"
 
 LIMITS = (
     "A rank holds only for these settings. We chose the settings, which are the columns of the "
@@ -353,11 +353,11 @@ PROCEDURE = (
     f"that clients lack. The results come from the seeds {', '.join(map(str, TEST_SEEDS))} on the "
     "test set. Accuracy is a mean over classes, over tasks in permuted streams, or over the "
     "clients that query their peers. It is learned × kept. Learned is the best accuracy on each "
-    "class, and kept is the share that is left at the end. With tasks, both are computed at the "
+    "class, and kept is the share that remains at the end. With tasks, both are computed at the "
     "ends of tasks. With peers, they are computed before and after the exchange. Otherwise, they "
     "are computed from means of five successive rounds. CPU is the CPU time of whole runs, divided "
     "by that of the method in the column's title. MB counts the bytes that are sent in both "
-    "directions. † marks a method of which a run diverged; its rounds until then count."
+    "directions. † marks a method with a diverged run, whose rounds until then count."
 )
 INTERVALS = (
     "Intervals over all columns come from resampling the seeds within each column 10,000 times. "
@@ -417,7 +417,9 @@ def _section(standings: Standings) -> Section:
     blocks.append(Gallery(_standing_charts(standings), "top"))
     if standings.bars:
         groups = "; ".join(bar_texts(standings))
-        blocks.append(Paragraph(f"Cannot be told apart by rank: {groups}."))
+        blocks.append(
+            Paragraph(f"Groups of methods that do not differ significantly in rank: {groups}.")
+        )
     blocks.append(Folded("By column", [_sortable(cell_table(standings))]))
     blocks += _task_matrices(standings)
     blocks.append(Folded("The chosen fields, to copy", _field_listings(standings)))

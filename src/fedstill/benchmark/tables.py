@@ -296,8 +296,9 @@ AGREEMENT_EXPLANATION = (
     "For each track, the table compares the mean ranks of the methods in both tiers. Kendall's tau"
     " is 1 for the same order and -1 for the reverse. The value p is the probability that the tau "
     "of a random order is at least as far from 0. Differences that are not significant also change"
-    " tau. The last columns therefore count the pairs that both tiers tell apart, and those in the"
-    " same order. The last one names the other pairs, as the larger tier orders them."
+    " tau. Further columns therefore count the pairs that differ significantly in both tiers, and"
+    " those of them in the same order. The last column names the other pairs, in the order of the"
+    " larger tier."
 )
 
 AGREEMENT_HEAD = (
@@ -307,7 +308,7 @@ AGREEMENT_HEAD = (
     "Kendall's tau",
     "p",
     "pairs",
-    "both tell apart",
+    "significant in both",
     "same order",
     "other order",
 )
@@ -384,10 +385,10 @@ def description(standings: Standings) -> str:
     text = f"{_plural(len(standings.placed), 'method')}, {blocks}"
     if len(standings.placed) > 1:
         width = nemenyi_width(len(standings.placed), standings.block_count)
-        text += f"; Nemenyi's width is {width:.2f} ranks"
-    text += f". Fields were chosen {choosing_place(suite)}."
+        text += f"; critical difference (Nemenyi): {width:.2f} ranks"
+    text += f". The fields were chosen {choosing_place(suite)}."
     if suite.rate_row:
-        text += f" A try that sets no learning rate has the one that {suite.rate_row} chose."
+        text += f" Tries without a learning rate use the one chosen for {suite.rate_row}."
     return text + _processors(standings.rows_by_processor, cpu_unit(standings))
 
 
@@ -409,14 +410,14 @@ def _processors(rows_by_processor: Mapping[str, Sequence[str]], unit: str) -> st
     """A sentence on the processors, and on the rows that were made on a different one."""
     (usual, _), *others = rows_by_processor.items()
     if not others:
-        return f" Made on {usual}." if usual else ""
+        return f" Processor: {usual}." if usual else ""
     exceptions = "; ".join(
-        f"on {name or 'an unknown processor'}: {', '.join(rows)}" for name, rows in others
+        f"{', '.join(rows)} on {name or 'an unknown processor'}" for name, rows in others
     )
     return (
-        f" Made on {usual or 'an unknown processor'}; {exceptions}. Processors round differently, "
-        "which can change a run as much as another seed does. CPU seconds are compared only with "
-        f"those of {unit} on the same processor."
+        f" Processor: {usual or 'unknown'}; {exceptions}. Processors round differently, which can "
+        f"change a run as much as another seed. CPU times are relative to {unit} on the same "
+        "processor."
     )
 
 
@@ -435,7 +436,7 @@ def terminal_tables(standings: Standings) -> Iterator[RenderableType]:
     for table in (standing_table_by_name(standings), cell_table(standings)):
         yield terminal.table(table.head, table.lines)
     if standings.bars:
-        yield Text(f"cannot be told apart by rank: {'; '.join(bar_texts(standings))}")
+        yield Text(f"no significant difference in rank: {'; '.join(bar_texts(standings))}")
     if standings.missing:
         yield Text(f"no entry yet: {', '.join(standings.missing)}")
 
@@ -448,7 +449,7 @@ def markdown_tables(standings: Standings) -> str:
         parts.append(_markdown(cell_table(standings)))
     if standings.bars:
         bullets = "\n".join(f"- {text}" for text in bar_texts(standings))
-        parts.append(f"Cannot be told apart by rank:\n\n{bullets}")
+        parts.append(f"Groups of methods that do not differ significantly in rank:\n\n{bullets}")
     if standings.missing:
         parts.append(f"No entry yet: {', '.join(standings.missing)}.")
     return "\n\n".join(parts) + "\n"
