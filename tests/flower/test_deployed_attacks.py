@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from fedstill.core.errors import DeployFailed, public_reason
+from fedstill.core.errors import DeployFailed
 from fedstill.flower.deployment import certificates, folder, programs
 from fedstill.flower.deployment.control import Control, public_key
 from fedstill.flower.deployment.folder import write_app
 from fedstill.flower.deployment.gate import KEY_HEADER
 from fedstill.flower.deployment.processes import descendants, running, wait_for_port
+from fedstill.flower.messages import public_reason
 from flowers import needs_flower
 from gate_requests import instruction, reply, tree_of
 from processes import (

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fedstill.core.errors import public_reason
 from fedstill.flower.deployment.processes import descendants
+from fedstill.flower.messages import public_reason
 from flowers import needs_flower
 from processes import (
     Deployment,

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from fedstill.core.errors import PUBLIC_REASONS, ConfigError, Refused
+from fedstill.core.errors import ConfigError, Refused
 from fedstill.core.records import Payload, Stage
 from fedstill.flower.deployment import certificates, folder, node, programs
 from fedstill.flower.engine import parsed, serialised
 from fedstill.flower.messages import (
+    PUBLIC_REASONS,
     SIGNED,
     InstructionCheck,
     Request,

@@ -19,7 +19,6 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.core.errors import (
-    PUBLIC_REASONS,
     BadPayload,
     ConfigError,
     CorruptFile,
@@ -27,12 +26,11 @@ from fedstill.core.errors import (
     FedstillError,
     Refused,
     Topic,
-    public_reason,
 )
 from fedstill.core.files import digest
 from fedstill.core.records import Payload, Stage
 from fedstill.flower import site as site_module
-from fedstill.flower.messages import Request, SiteReply
+from fedstill.flower.messages import PUBLIC_REASONS, Request, SiteReply, public_reason
 from fedstill.flower.site import REFUSED, Clerk, client_app
 from fedstill.flower.site_settings import Site
 from flowers import needs_flower

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 TRACEBACK = "; see the traceback with --debug"
@@ -42,7 +42,8 @@ Topic = Literal[
     "version",
     "work",
 ]
-"""What an error at a site is about, for the server: a key of ``PUBLIC_REASONS``."""
+"""What an error at a site is about, for the server: a key of
+``flower.messages.PUBLIC_REASONS``."""
 
 
 class FedstillError(Exception):
@@ -140,66 +141,12 @@ class Refused(FedstillError):
     """A request that a site does not serve.
 
     Its text is for the site's log, and may name folders, columns and values. ``topic``: what the
-    server learns; no text of it depends on the site (``PUBLIC_REASONS``).
+    server learns; no text of it depends on the site (``flower.messages.PUBLIC_REASONS``).
     """
 
     def __init__(self, text: str, topic: Topic = "request") -> None:
         super().__init__(text)
         self.topic = topic
-
-
-PUBLIC_REASONS: Mapping[Topic, str] = {
-    "accept": "the site has not accepted this configuration: its operator adds the SHA-256 to "
-    "accept in site.toml",
-    "app": "the app is not the one that fedstill writes",
-    "budget": "the request would exceed privacy.epsilon at the site",
-    "classes": "the site has a class that the run does not list; compare the classes",
-    "columns": "the site's columns are not those of the run; compare data.columns",
-    "config": "the configuration does not work at the site: install the same versions there",
-    "data": "the site's data do not fit the run, or the site has none",
-    "files": "the configuration has the site read files that its site.toml does not list under "
-    "files; or set flower.data = 'sites'",
-    "imports": "the configuration names code that the site's site.toml does not list under imports",
-    "limit": "the site has refused too many different requests and answers no new ones: its "
-    "operator may delete refused.json in its memory folder",
-    "measure": "the site takes part in no run with a measure or metric of this configuration",
-    "noise": "the site has answered this stage with noise, and answers no other request for it",
-    "public": "the site needs a copy of the run's public set: set public in its site.toml",
-    "range": "a change of the site's model has no room in the secure sum: raise "
-    "privacy.secure_range or lower plan.lr; or lower privacy.secure_bits",
-    "repeated": "the site has taken part in a secure sum of another run on the same data: its "
-    "operator may set repeat_sums in site.toml",
-    "request": "the request is malformed, or does not belong to this run",
-    "shape": "the site's examples do not have the run's kind, shape or vocabulary",
-    "signature": "the message is no new instruction to this site by the server whose key it has: "
-    "its operator may compare server.pub with the server's signing.pub, and the clocks",
-    "state": "the site's state of this run is lost or damaged",
-    "stage": "the stage is not in the run's schedule, or the run does not need it",
-    "sum": "the request is not the next step of a secure sum that the site takes part in",
-    "tasks": "the site's tasks are not those of the run: see stream.kind, and tasks in its "
-    "site.toml",
-    "tokenizer": "the site needs a copy of the run's tokenizer file: set tokenizer in its "
-    "site.toml",
-    "version": "the site has another version of fedstill than the server: install the same",
-    "work": "the work failed at the site",
-}
-"""All reasons that leave a site. They are constants, because a reason with a value in it would
-reveal data: a class name, a count, a path.
-"""
-
-SEE_LOG = "; the site's log has the details"
-
-
-def public_reason(topic: Topic) -> str:
-    """The reason that leaves a site, for an error or a refusal about a topic."""
-    return PUBLIC_REASONS[topic] + SEE_LOG
-
-
-def topic_of(error: BaseException) -> Topic:
-    """What an error at a site is about."""
-    if isinstance(error, FedstillError):
-        return error.topic
-    return "work"
 
 
 class DeployFailed(FedstillError):

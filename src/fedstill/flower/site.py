@@ -30,8 +30,6 @@ from fedstill.core.errors import (
     Topic,
     cut_reason,
     error_text,
-    public_reason,
-    topic_of,
 )
 from fedstill.core.extensions import SiteGuard, SiteNotebook
 from fedstill.core.files import digest, make_folder, read_file, remove, sweep, write_secret
@@ -50,7 +48,9 @@ from fedstill.flower.messages import (
     SiteReply,
     content,
     header_and_payload,
+    public_reason,
     require_flower,
+    topic_of,
 )
 from fedstill.flower.site_data import Ready, on_own_data, on_own_tasks
 from fedstill.flower.site_settings import Site, code_in, files_in

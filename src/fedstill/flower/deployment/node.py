@@ -30,8 +30,6 @@ from fedstill.core.errors import (
     Refused,
     error_text,
     on_one_line,
-    public_reason,
-    topic_of,
 )
 from fedstill.core.registry import HOMES
 from fedstill.flower import check_flower_installed
@@ -44,6 +42,7 @@ from fedstill.flower.deployment.reach import (
     problem,
     split_address,
 )
+from fedstill.flower.messages import public_reason, topic_of
 
 if TYPE_CHECKING:
     import httpx
