@@ -4,7 +4,8 @@ Ray, deployed.
 ``python -m benchmarks.flower``; ``--ray`` and ``--deployed DIR`` add Flower's simulation, and a
 federation whose server and clients are running (made with as many clients as ``--clients``).
 ``--cold`` adds Flower's own programs, which start a Python for every message; with ``--deployed``
-it prints how many times as fast the federation is.
+it prints how many times as fast the federation is. ``--sites 5,10,15`` starts federations of so
+many sites instead, and prints what a message costs (``benchmarks.load``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.flowers_own import flowers_own
+from benchmarks.load import print_table
 from fedstill.config.experiment import Experiment
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
@@ -81,7 +83,12 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true")
     parser.add_argument("--deployed", type=Path)
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--sites", type=lambda text: [int(number) for number in text.split(",")])
+    parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
+    if given.sites:
+        print_table(given.sites, given.rounds)
+        return
     ways: dict[str, dict[str, Any]] = {
         "in process": {"engine": "serial"},
         "loopback grid": {"engine": "flower"},

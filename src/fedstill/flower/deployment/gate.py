@@ -21,7 +21,8 @@ import logging
 import math
 import time
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +92,12 @@ MAX_PARTS = 100_000
 MAX_INSTRUCTIONS = 256
 """Instructions to one site that are remembered at a time."""
 
+RUN_PUSH = "/v1/runtime/push-messages"
+"""Where a run hands in messages for sites."""
+
+HOLD_SECONDS = 20.0
+"""How long a site's question for messages is held while there is none."""
+
 log = logging.getLogger("fedstill.gate")
 
 
@@ -133,10 +140,12 @@ class Gate:
     listed: bool = True
     on_trusted: Callable[[Any], None] = lambda peer: None
     exchange: Exchange = field(init=False, repr=False)
+    mail: Mail = field(init=False, repr=False)
     _used: dict[tuple[bytes, bytes], float] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.exchange = Exchange()
+        self.mail = Mail()
         if len(self.key) < 32:
             raise ConfigError(
                 "the operator's key is shorter than 32 bytes: delete it, and a new one is made"
@@ -150,11 +159,21 @@ class Gate:
             return await send({"type": "websocket.close", "code": 1008})
         if hmac.compare_digest(_header(scope, KEY_HEADER.encode()), self.key):
             self.on_trusted(scope.get("client"))
-            return await self.app(scope, receive, _retryable(send))
+            return await self._operator(scope, receive, send)
         try:
             await self._site(scope, receive, send)
         except Forbidden as error:
             await _refuse(scope, send, error.status, str(error))
+
+    async def _operator(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a request with the operator's key, and note which sites get messages by it."""
+        if scope["path"] != RUN_PUSH:
+            return await self.app(scope, receive, _retryable(send))
+        body = await _whole_body(receive)
+        if body is None:
+            return None
+        await self.app(scope, _in_one_piece(body, receive), _retryable(send))
+        self.mail.note_sent(body)
 
     async def _site(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a site's request; raises Forbidden, before the body is read if that is possible.
@@ -173,21 +192,31 @@ class Gate:
         if body is None:
             return None
         self.exchange.check(path, body, site)
+        if path == PULL and site.node is not None:
+            return await self._pull(site.node, body, scope, receive, send)
+        await self.app(scope, _in_one_piece(body, receive), _retryable(send))
 
+    async def _pull(
+        self, node: int, body: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Pass on a site's question for messages as soon as there may be one, and note the
+        instructions in the answer.
+
+        The question of a site that has left is not passed on: it would take the message.
+        """
+        if not await self.mail.wait(node, receive):
+            return
+        sent = self.mail.count(node)
         answer = bytearray()
 
         async def watched(message: MutableMapping[str, Any]) -> None:
             answer.extend(message.get("body", b""))
-            if path == PULL and message["type"] == "http.response.body":
-                self._note(site, answer, message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                pulled = self.exchange.note_instructions(node, bytes(answer))
+                self.mail.note_pulled(node, sent, pulled)
             await send(message)
 
         await self.app(scope, _in_one_piece(body, receive), _retryable(watched))
-
-    def _note(self, site: Site, answer: bytearray, message: Mapping[str, Any]) -> None:
-        """Note the instructions in an answer to a site once it is complete."""
-        if not message.get("more_body", False) and site.node is not None:
-            self.exchange.note_instructions(site.node, bytes(answer))
 
     async def _signer(self, scope: Scope) -> Site:
         """The site whose key has signed a request just now; raises Forbidden for any other request.
@@ -251,6 +280,18 @@ async def _body(receive: Receive, limit: int) -> bytes | None:
         raise Forbidden(408, f"the body did not come within {BODY_SECONDS:g} s") from None
 
 
+async def _whole_body(receive: Receive) -> bytes | None:
+    """The body of a request of the operator's; None if the connection ends before."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
 def _in_one_piece(body: bytes, receive: Receive) -> Receive:
     """Gives a body that was read already, and then what the connection gives."""
     is_read = False
@@ -290,6 +331,70 @@ async def _refuse(scope: Scope, send: Send, status: int, reason: str) -> None:
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": f"fedstill: {reason}\n".encode()})
+
+
+# Which sites have messages
+
+
+@dataclass
+class Mail:
+    """Holds the questions of sites that have no message, so that no site need ask often.
+
+    A site has none if it got none, and no run has sent it one since it asked. ``seconds``: how long
+    a question is held.
+    """
+
+    seconds: float = HOLD_SECONDS
+    _sent: Counter[int] = field(default_factory=Counter, repr=False)
+    _empty: dict[int, int] = field(default_factory=dict, repr=False)
+    _held: dict[int, set[asyncio.Event]] = field(default_factory=dict, repr=False)
+
+    def count(self, node: int) -> int:
+        """How many messages were sent to a site since the server started."""
+        return self._sent[node]
+
+    def note_sent(self, body: bytes) -> None:
+        """Note the sites to which a run sends messages, and let go of their questions."""
+        from flwr.proto.runtime_pb2 import PushAppMessagesRequest
+        from google.protobuf.message import DecodeError
+
+        try:
+            request = PushAppMessagesRequest.FromString(body)
+        except DecodeError:
+            return  # Flower has refused it
+        for message in request.messages_list:
+            node = message.metadata.dst_node_id
+            self._sent[node] += 1
+            for question in self._held.get(node, ()):
+                question.set()
+
+    def note_pulled(self, node: int, sent: int, pulled: int | None) -> None:
+        """Note what came of a site's question, which was asked after ``sent`` messages."""
+        if pulled == 0:
+            self._empty[node] = sent
+        else:
+            self._empty.pop(node, None)
+
+    async def wait(self, node: int, receive: Receive) -> bool:
+        """Wait until a site may have a message, or for a while; whether it is still there."""
+        if self._empty.get(node) != self._sent[node]:
+            return True
+        question = asyncio.Event()
+        held = self._held.setdefault(node, set())
+        held.add(question)
+        answerable = asyncio.ensure_future(question.wait())
+        connection = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait(
+                {answerable, connection},
+                timeout=self.seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            return not (connection.done() and connection.result()["type"] == "http.disconnect")
+        finally:
+            held.discard(question)
+            answerable.cancel()
+            connection.cancel()
 
 
 # Who has signed a request
@@ -428,15 +533,17 @@ class Exchange:
         elif path == PUSH_PART:
             _check_upload(request, traffic)
 
-    def note_instructions(self, node: int, answer: bytes) -> None:
-        """Note the instructions that a site has fetched, from Flower's answer to it."""
+    def note_instructions(self, node: int, answer: bytes) -> int | None:
+        """Note the instructions that a site has fetched, from Flower's answer to it; returns their
+        number, or None for an error.
+        """
         from flwr.proto.fleet_pb2 import PullMessagesResponse
         from google.protobuf.message import DecodeError
 
         try:
             pulled = PullMessagesResponse.FromString(answer)
         except DecodeError:
-            return  # an error, which Flower writes as JSON
+            return None  # Flower writes an error as JSON
         traffic = self._of(node)
         trees = zip(pulled.messages_list, pulled.message_object_trees, strict=True)
         for message, tree in trees:
@@ -447,6 +554,7 @@ class Exchange:
                 parts=frozenset(_parts(tree)),
                 until=about.created_at + about.ttl,
             )
+        return len(pulled.messages_list)
 
     def _of(self, node: int) -> Traffic:
         traffic = self._traffic.setdefault(node, Traffic())

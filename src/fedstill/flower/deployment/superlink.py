@@ -76,6 +76,9 @@ HANDSHAKE_SECONDS = 10.0
 HEAD_SECONDS = 10.0
 """How long the head of a request may take, from the connection or from its first byte."""
 
+SHUTDOWN_SECONDS = 2
+"""How long a server that ends waits for answers under way."""
+
 MAX_CONNECTIONS = 4096
 """Open connections at a time, if the limit of open files permits."""
 
@@ -298,6 +301,8 @@ def web_server(app: Any, config: Any) -> uvicorn.Server:
             log_config=get_uvicorn_log_config(console_handler.level),
             access_log=False,
             proxy_headers=False,
+            # Questions of sites are held for longer.
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
         )

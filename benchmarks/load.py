@@ -1,0 +1,172 @@
+"""What a federation costs by its number of sites: ``python -m benchmarks.flower --sites 5,10,15``.
+
+For each number, it starts a server and so many sites, runs FedNTD on digits over TLS, and prints
+seconds a round, processor time a message, and memory. A message is an instruction or a reply.
+"link" is the program that passes messages on; the server also has the process of the run. All sites
+share this machine's cores, so seconds a round say more about their training than about a network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.config.settings import as_toml
+from fedstill.flower.deployment import folder
+from fedstill.flower.deployment.processes import descendants
+from fedstill.running.journal import read_journal
+from fedstill.version import VERSION
+
+CONNECT_SECONDS = 900.0
+LINK = "deployment.superlink"
+HEADER = (
+    f"{'sites':>5} {'s a round':>10} {'link s a message':>17} {'server':>8} {'site':>8} "
+    f"{'server MB':>10} {'in':>3} {'site MB':>8} {'in':>3}"
+)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Processor seconds, memory in MB and number of processes, of a command and all below it.
+
+    Memory is the proportional set size: pages that processes share are counted once.
+    """
+
+    seconds: float
+    megabytes: float
+    processes: int
+
+    @staticmethod
+    def of(pid: int, program: str = "") -> Usage:
+        """The usage of a process and its descendants now, or of those of one program."""
+        seconds, size, count = 0.0, 0, 0
+        for process in [psutil.Process(pid), *descendants(pid)]:
+            with contextlib.suppress(psutil.Error):
+                if program not in " ".join(process.cmdline()):
+                    continue
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                seconds += times.user + times.system
+                size += process.memory_full_info().pss
+                count += 1
+        return Usage(seconds, size / 1e6, count)
+
+
+def measure(sites: int, rounds: int) -> str:
+    """The line of the table for a number of sites."""
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as programs:
+        place = Path(name)
+        hosts = ("127.0.0.1",)
+        federation = folder.init(place / "fed", sites, hosts, hosts[0], free_port(), VERSION)
+        server = programs.enter_context(_command("server", federation.folder, place / "server"))
+        clients = [
+            programs.enter_context(
+                _command("client", federation.client(client), place / f"client{client}")
+            )
+            for client in range(sites)
+        ]
+        logs = [place / f"client{client}" for client in range(sites)]
+        _wait(lambda: all("connected" in log.read_text() for log in logs))
+
+        link = Usage.of(server.pid, LINK).seconds
+        before = [Usage.of(process.pid) for process in (server, *clients)]
+        peaks = _run(federation, place, experiment(sites, rounds), (server, clients[0]))
+        link = Usage.of(server.pid, LINK).seconds - link
+        after = [Usage.of(process.pid) for process in (server, *clients)]
+        events = read_journal(place / "run" / "journal.jsonl")
+    seconds = [event["seconds_training"] for event in events if event["event"] == "round"]
+    messages = 2 * sum(event["event"] == "client" for event in events)
+    spent = [end.seconds - begin.seconds for begin, end in zip(before, after, strict=True)]
+    top_server, top_site = peaks
+    return (
+        f"{sites:>5} {median(seconds):>10.2f} {link / messages:>17.3f} "
+        f"{spent[0] / messages:>8.3f} {sum(spent[1:]) / messages:>8.3f} {top_server.megabytes:>10.0f} "
+        f"{top_server.processes:>3} {top_site.megabytes:>8.0f} {top_site.processes:>3}"
+    )
+
+
+def experiment(sites: int, rounds: int) -> Experiment:
+    """FedNTD on digits, one epoch a round."""
+    return Experiment(
+        rounds=rounds,
+        seed=1,
+        threads=1,
+        measure=(),
+        method="fedntd",
+        data="digits",
+        partition={"kind": "iid"},
+        topology={"clients": sites, "sampled": sites},
+        plan={"epochs": 1},
+    )
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _command(name: str, place: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A command of ``fedstill deploy`` that runs as long as the block."""
+    command = [sys.executable, "-m", "fedstill", "deploy", name, str(place)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=dict(os.environ))
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _run(
+    federation: folder.Federation,
+    place: Path,
+    what: Experiment,
+    watched: Sequence[subprocess.Popen[bytes]],
+) -> list[Usage]:
+    """Run an experiment to its end; the usage of each watched program at its peak of memory."""
+    config = place / "run.toml"
+    config.write_text(as_toml({**settle(what).tree, "engine": "flower"}))
+    command = [sys.executable, "-m", "fedstill", "run", str(config), "-q"]
+    command += ["--federation", str(federation.folder), "--out", str(place / "run")]
+    peaks = [Usage.of(process.pid) for process in watched]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while run.poll() is None:
+        usage = [Usage.of(process.pid) for process in watched]
+        pairs = zip(peaks, usage, strict=True)
+        peaks = [max(pair, key=lambda used: used.megabytes) for pair in pairs]
+        time.sleep(0.5)
+    if run.returncode:
+        raise RuntimeError(f"the run ended with status {run.returncode}")
+    return peaks
+
+
+def _wait(is_true: Any) -> None:
+    end = time.monotonic() + CONNECT_SECONDS
+    while not is_true():
+        if time.monotonic() > end:
+            raise TimeoutError("the sites did not connect")
+        time.sleep(0.5)
+
+
+def print_table(numbers: Sequence[int], rounds: int) -> None:
+    """Measure each number of sites, and print a line for it."""
+    print(HEADER)
+    for sites in numbers:
+        print(measure(sites, rounds), flush=True)
