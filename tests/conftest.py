@@ -274,3 +274,4 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     cache = folder / "cache"
     cache.mkdir(exist_ok=True)
     os.environ.setdefault("FEDSTILL_CACHE", str(cache))
+    os.environ.setdefault("FEDSTILL_STATE", str(folder / "state"))

@@ -14,7 +14,7 @@ import toys
 from fedstill.config.experiment import load
 from fedstill.config.resolve import settle
 from fedstill.core import registry
-from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.errors import ConfigError, CorruptFile, UntrustedCode
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
@@ -428,8 +428,10 @@ def test_a_run_knows_the_modules_beside_its_files(folder: Path, tmp_path: Path) 
     )
     (tmp_path / "run" / "summary.json").unlink()
     (tmp_path / "parts.py").write_text("from torch import nn\nlinear = nn.Linear  # the same\n")
-    with pytest.raises(CorruptFile, match=r"parts\.py"):
+    with pytest.raises(UntrustedCode, match=r"parts\.py"):
         resume(tmp_path / "run", toys.blobs())
+    with pytest.raises(CorruptFile, match=r"parts\.py"):
+        resume(tmp_path / "run", toys.blobs(), trust_code=True)
     start = read_journal(tmp_path / "run" / "journal.jsonl")[0]
     before = {path: sha for path, sha in start["sources"].items() if not path.endswith("parts.py")}
     # earlier versions noted the named files only

@@ -345,7 +345,7 @@ def test_a_file_of_ones_own_that_changed_is_warned_of(
     assert not caplog.records
     path.write_text(path.read_text() + "\n")
     with caplog.at_level(logging.WARNING):
-        load_model(tmp_path / "run")
+        load_model(tmp_path / "run", trust_code=True)
     assert "mine.py" in caplog.text
     path.unlink()
     with pytest.raises(ConfigError, match=r"mine\.py"):

@@ -19,7 +19,15 @@ import toys
 from fedstill.cli import call
 from fedstill.cli.comparisons import carry_out
 from fedstill.config.experiment import Experiment, load
-from fedstill.core.errors import ConfigError, CorruptFile, Interrupted, NoRun, RunBusy, RunExists
+from fedstill.core.errors import (
+    ConfigError,
+    CorruptFile,
+    Interrupted,
+    NoRun,
+    RunBusy,
+    RunExists,
+    UntrustedCode,
+)
 from fedstill.report.page import write_page
 from fedstill.running import same_run
 from fedstill.running.compare import variants
@@ -340,8 +348,10 @@ def test_a_users_method_whose_file_has_changed_is_refused_and_one_that_has_not_g
     with pytest.raises(Interrupted):
         run(experiment, tmp_path / "run", toys.blobs(), StopAfter(1))
     (tmp_path / "mine.py").write_text(MINE + "# another thought\n")
-    with pytest.raises(CorruptFile, match=r"mine\.py"):
+    with pytest.raises(UntrustedCode, match=r"mine\.py"):
         resume(tmp_path / "run", data=toys.blobs())
+    with pytest.raises(CorruptFile, match=r"mine\.py"):
+        resume(tmp_path / "run", data=toys.blobs(), trust_code=True)
     (tmp_path / "mine.py").write_text(MINE)
     resume(tmp_path / "run", data=toys.blobs())
     assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "whole"))

@@ -74,6 +74,7 @@ def why_command(
     draws: DrawCount = None,
     client: str | None = None,
     open_: Annotated[Flag, Parameter(name="--open")] = False,
+    trust_code: Flag = False,
     quiet: Quiet = False,
 ) -> int:
     """Show which clients caused forgetting: how much accuracy a class lost in a round by local
@@ -102,9 +103,11 @@ def why_command(
         client: If clients learn from peers: show what this one, by number or name, learned in
             --round, by phase and by teacher.
         open_: Write the run's page with the charts, and open it.
+        trust_code: Trust the code that the run names, if it was not made on this machine.
         quiet: Print no progress.
     """
     from fedstill.attribution.class_changes import find_changes
+    from fedstill.running.directory import trust_run
     from fedstill.running.journal import parse_class_numbers, parse_client_number
 
     options = {
@@ -123,6 +126,8 @@ def why_command(
     check_options([name for name, is_set in options.items() if is_set])
     if not (directory / "journal.jsonl").is_file():
         return say(f"{directory} contains no run: it has no journal.jsonl", 2)
+    if trust_code:
+        trust_run(directory)
     round_number = _round_number(directory, round_)
     if client is not None:
         return _print_exchange(

@@ -10,6 +10,7 @@ from fedstill import manifest
 from fedstill.cli.app import (
     Debug,
     Engine,
+    Flag,
     Kind,
     Overwrite,
     Quiet,
@@ -94,7 +95,12 @@ def run_command(
 
 
 def resume_command(
-    directory: Path, *, track: Track = (), debug: Debug = False, quiet: Quiet = False
+    directory: Path,
+    *,
+    track: Track = (),
+    trust_code: Flag = False,
+    debug: Debug = False,
+    quiet: Quiet = False,
 ) -> int:
     """Continue a run that was stopped or killed; the result has the same bits as that of an
     uninterrupted run.
@@ -103,16 +109,19 @@ def resume_command(
         directory: The run's directory.
         track: Also report to these trackers, from the first round on. The run's own trackers
             continue by themselves.
+        trust_code: Trust the code that the run names, if it was not made on this machine.
         debug: Print tracebacks of errors; a failing client ends the run, whatever clients.failures
             is.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.report.progress import followed
     from fedstill.running import runner
-    from fedstill.running.directory import settings_of
+    from fedstill.running.directory import settings_of, trust_run
     from fedstill.running.same_run import check_config
 
     check_config(directory)
+    if trust_code:
+        trust_run(directory)
     settings = settings_of(directory)
     with tracebacks(debug), followed(settings.rounds, settings.named.method.label, quiet) as watch:
         try:

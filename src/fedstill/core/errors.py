@@ -69,6 +69,10 @@ class ConfigError(FedstillError):
     topic: Topic = "config"
 
 
+class UntrustedCode(ConfigError):
+    """A file from somebody else names code that this user has not trusted on this machine."""
+
+
 class UnknownName(ConfigError):
     """A method, model, dataset, partition, topology, measure or key that does not exist.
 

@@ -2,6 +2,10 @@
 
 A file can import the modules beside it, as a script can. Which ones it has imported is known, so
 that a change in one of them is seen.
+
+A run directory or a model file names the code that it needs, and may come from a stranger. While a
+command uses such a file (``code_named_by``), it imports only code that the user trusts. Trust is
+bound to the SHA-256 of the file that names the code, and to that of each file of code.
 """
 
 from __future__ import annotations
@@ -10,16 +14,40 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import logging
+import os
+import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
-from fedstill.core.errors import USER, ConfigError, FedstillError, UnknownName
-from fedstill.core.files import check_windows_path, digest, read_file
+from platformdirs import user_state_dir
+
+from fedstill.core.errors import (
+    USER,
+    ConfigError,
+    DiskFull,
+    FedstillError,
+    UnknownName,
+    UntrustedCode,
+)
+from fedstill.core.files import (
+    check_windows_path,
+    digest,
+    make_folder,
+    open_to_append,
+    open_to_read,
+    read_file,
+)
+
+log = logging.getLogger("fedstill.trust")
 
 
 @dataclass(frozen=True)
@@ -46,12 +74,13 @@ def module_of_file(path: Path) -> ModuleType:
         raise ConfigError(f"there is no file {path}; paths are relative to the config's folder")
     name = _module_name(path)
     if name in sys.modules and not _is_stale(path.parent):
+        _check_trusted(path, digest(read_file(path)))
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    loader = _SourceLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    if spec is None:
         raise ConfigError(f"{path} cannot be imported as a Python file")
     module = importlib.util.module_from_spec(spec)
-    loader = spec.loader
     sys.modules[name] = module
 
     def execute() -> ModuleType:
@@ -72,6 +101,7 @@ def module_of_name(name: str, kind: str) -> ModuleType:
     """
     check_windows_path(name, kind)
     module, _, _ = name.partition(":")
+    _check_trusted(module, _identity_of_installed(module))
     return imported(module, lambda: importlib.import_module(module))
 
 
@@ -79,6 +109,8 @@ def imported(source: str, load: Callable[[], ModuleType]) -> ModuleType:
     """A user's module; whatever its code raises while it is imported is one ConfigError."""
     try:
         return load()
+    except UntrustedCode:
+        raise
     except FedstillError as error:
         raise ConfigError(f"{source}: {error}") from error
     except (Exception, SystemExit) as error:
@@ -136,10 +168,14 @@ def _importable(folder: Path) -> Iterator[None]:
     _drop_outdated(folder)
     known = set(sys.modules)
     entry = str(folder)
+    finder = _FolderFinder(folder)
     sys.path.insert(0, entry)
+    # Before the finder that searches sys.path, and behind that of built-in modules.
+    sys.meta_path.insert(sys.meta_path.index(PathFinder), finder)
     try:
         yield
     finally:
+        sys.meta_path.remove(finder)
         if entry in sys.path:
             sys.path.remove(entry)
         for name in set(sys.modules) - known:
@@ -169,6 +205,170 @@ def _sha(path: Path) -> str:
         return hashlib.sha256(read_file(path)).hexdigest()
     except OSError:
         return ""
+
+
+class _SourceLoader(SourceFileLoader):
+    """Loads a user's file if it is trusted, always from its source.
+
+    A folder ``__pycache__`` may hold other code than the source that the user has read.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = Path(self.get_filename(fullname))
+        source = read_file(path)
+        _check_trusted(path, digest(source))
+        return self.source_to_code(source, str(path))
+
+
+class _FolderFinder(MetaPathFinder):
+    """Finds the modules of a folder, so that each is checked before it is imported."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.origin is None or not self._is_in_folder(Path(spec.origin)):
+            return None
+        if isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _SourceLoader(fullname, spec.origin)
+        else:
+            _check_trusted(Path(spec.origin), digest(read_file(Path(spec.origin))))
+        return spec
+
+    def _is_in_folder(self, path: Path) -> bool:
+        return path.is_relative_to(self._folder) and "site-packages" not in path.parts
+
+
+# Trust in the code that files of strangers name.
+
+
+STATE = "FEDSTILL_STATE"
+"""The variable of the environment with the folder for what fedstill notes about this user."""
+
+TRUSTED = "trusted-code"
+"""The file of SHA-256 digests in that folder: of trusted code, and of files that may name it."""
+
+ADVICE = "read it, then trust it with trust_code=True"
+ADVICE_FOR_COMMANDS = "read it, then trust it with --trust-code"
+
+
+@dataclass(frozen=True)
+class _Naming:
+    """A file that names code."""
+
+    path: Path
+    sha: str
+    """The SHA-256 of the part that names code."""
+    is_trusted: bool
+    """Whether the user trusts all code that the file names, which is noted for later."""
+
+
+_naming: ContextVar[_Naming | None] = ContextVar("naming", default=None)
+"""The file that names code at present; None if the user did, in a config or in Python."""
+
+_trusted_names: set[str] = set()
+"""The digests of files that name code, and that the user has trusted in this process."""
+
+_used: set[str] = set()
+"""The digests of all code that the user has named, or trusted, in this process."""
+
+
+@contextmanager
+def code_named_by(path: Path, content: bytes) -> Iterator[None]:
+    """Within it, all code is named by a file, and is imported only if the user trusts it.
+
+    ``content``: the part of the file that names code. A file that is used together with another
+    one, such as a teacher's model in a query of a run, is trusted if the other one is.
+    """
+    outer = _naming.get()
+    sha = digest(content)
+    is_trusted = sha in _trusted_names or (outer is not None and outer.is_trusted)
+    token = _naming.set(_Naming(path, sha, is_trusted))
+    try:
+        yield
+    finally:
+        _naming.reset(token)
+
+
+def trust_code_of(content: bytes) -> None:
+    """Trust all code that a file with this content names, now and, by its digests, later."""
+    _trusted_names.add(digest(content))
+
+
+def trust_content(content: bytes) -> None:
+    """Note that a file with this content may name the code that was used in this process."""
+    if _used:
+        _note_trusted({digest(content), *_used})
+
+
+def _check_trusted(code: Path | str, sha: str) -> None:
+    """Raise UntrustedCode if a stranger's file names code with this SHA-256."""
+    naming = _naming.get()
+    if naming is None:
+        _used.add(sha)
+        return
+    if naming.is_trusted:
+        _used.add(sha)
+        _note_trusted({naming.sha, sha})
+        return
+    trusted = _trusted()
+    if {naming.sha, sha} <= trusted:
+        return
+    problem = f"{naming.path} names the code {code}, which you have not trusted on this machine"
+    if naming.sha in trusted:
+        problem = f"{code} has changed since you trusted {naming.path}; restore the original, or"
+        raise UntrustedCode(f"{problem} {ADVICE}", f"{problem} {ADVICE_FOR_COMMANDS}")
+    raise UntrustedCode(f"{problem}; {ADVICE}", f"{problem}; {ADVICE_FOR_COMMANDS}")
+
+
+def _identity_of_installed(module: str) -> str:
+    """The SHA-256 of a module's name and file; nothing is imported to find the file."""
+    path: Sequence[str] | None = None
+    source = b""
+    parts = module.split(".")
+    for number in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:number]), path)
+        if spec is None:
+            break
+        path = spec.submodule_search_locations
+        if number == len(parts) and spec.origin is not None and spec.has_location:
+            source = read_file(Path(spec.origin))
+    return digest(f"{module}\n{digest(source)}".encode())
+
+
+def _trusted_file() -> Path:
+    folder = os.environ.get(STATE) or user_state_dir("fedstill", appauthor=False)
+    return Path(folder) / TRUSTED
+
+
+def _trusted() -> set[str]:
+    """The digests that this user trusts; none if others can write the file."""
+    try:
+        with open_to_read(_trusted_file()) as file:
+            status = os.fstat(file.fileno())
+            is_private = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if status.st_uid == os.getuid() and is_private:
+                return set(file.read().decode("ascii", "replace").split())
+    except OSError:
+        pass
+    return set()
+
+
+def _note_trusted(digests: Iterable[str]) -> None:
+    """Add digests to the file of the user, which nobody else can read."""
+    new = sorted(set(digests) - _trusted())
+    if not new:
+        return
+    path = _trusted_file()
+    try:
+        make_folder(path.parent)
+        with open_to_append(path, 0o600) as file:
+            file.write("".join(f"{sha}\n" for sha in new).encode())
+    except (OSError, DiskFull) as error:
+        log.warning("%s; this run will need --trust-code later", error)
 
 
 # Which thing of a module a name means.

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from fedstill.cli.app import Flag
 from fedstill.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedstill.export.trained_model import TrainedModel
+
+
+@dataclass(frozen=True)
+class TableFolders:
+    """The options of ``fedstill export`` that write a run's numbers as tables."""
+
+    parquet: Annotated[
+        Path | None,
+        Parameter(
+            name="--parquet",
+            help="A folder for rounds.parquet and clients.parquet: a row for each round, and one "
+            "for each client and stage.",
+        ),
+    ] = None
+    csv: Annotated[
+        Path | None, Parameter(name="--csv", help="A folder for the same tables as CSV.")
+    ] = None
+
+
+NO_TABLES = TableFolders()
 
 
 def export_command(
@@ -21,8 +43,8 @@ def export_command(
     folder: Path | None = None,
     client: str | None = None,
     round_: Annotated[str | None, Parameter(name="--round")] = None,
-    parquet: Path | None = None,
-    csv: Path | None = None,
+    tables: Annotated[TableFolders, Parameter(name="*")] = NO_TABLES,
+    trust_code: Flag = False,
 ) -> int:
     """Write a run's model, with its normalisation, for use without fedstill; or write its numbers
     as tables.
@@ -39,11 +61,12 @@ def export_command(
             each client.
         round_: The round whose model is written: best, or the number of a round that was kept. By
             default, the last one.
-        parquet: A folder for rounds.parquet and clients.parquet: a row for each round, and one for
-            each client and stage.
-        csv: A folder for the same tables as CSV.
+        tables: Folders for the numbers as tables.
+        trust_code: Trust the code that the run names, if it was not made on this machine.
     """
-    if not (onnx or pt2 or folder or parquet or csv):
+    from fedstill.running.directory import trust_run
+
+    if not (onnx or pt2 or folder or tables.parquet or tables.csv):
         raise ConfigError(
             "export: choose what to write: --onnx FILE, --pt2 FILE, --folder DIR, --parquet DIR or "
             "--csv DIR"
@@ -55,6 +78,8 @@ def export_command(
         raise ConfigError(
             f"{option} chooses a model, and none is written; add --onnx, --pt2 or --folder"
         )
+    if trust_code:
+        trust_run(run)
     if writes_model:
         model = _load(run, client, round_)
         if onnx:
@@ -63,10 +88,10 @@ def export_command(
             _write_program(model, pt2)
         if folder:
             _write_folder(model, run, folder)
-    if parquet:
-        _write_tables(run, "parquet", parquet)
-    if csv:
-        _write_tables(run, "csv", csv)
+    if tables.parquet:
+        _write_tables(run, "parquet", tables.parquet)
+    if tables.csv:
+        _write_tables(run, "csv", tables.csv)
     return 0
 
 

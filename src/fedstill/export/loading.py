@@ -32,7 +32,7 @@ from fedstill.models.ensemble import Joined
 from fedstill.models.model_file import FINAL, read_final
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints, StoredMemory
-from fedstill.running.directory import SUFFIX, readable, settings_of
+from fedstill.running.directory import SUFFIX, readable, settings_of, trust_run
 from fedstill.running.driver import remote_engine
 from fedstill.running.result import Result
 from fedstill.running.same_run import RunIdentity
@@ -48,6 +48,8 @@ def load_model(
     run: Result | Path | str,
     client: int | str | None = None,
     round: int | Literal["best"] | None = None,
+    *,
+    trust_code: bool = False,
 ) -> TrainedModel:
     """The model that a run trained, in evaluation mode, with its normalisation or standardisation
     inside.
@@ -56,7 +58,8 @@ def load_model(
     checkpoint. client: a client's number or name, if the method has a model for each client; the
     name of a group such as "cluster 1", if it groups clients; otherwise None. round: the round
     after which the model is taken: "best", or the number of a round whose checkpoint the run kept
-    (``keep_checkpoints_every``); by default the last one.
+    (``keep_checkpoints_every``); by default the last one. trust_code: whether to trust the code
+    that the run names, if the run was not made by this user on this machine.
 
     Returns a :class:`TrainedModel`, which takes uint8 images, raw numbers or token ids and returns
     logits. On the run's test set, in batches of 100, it has the accuracy that the run printed. If
@@ -64,10 +67,12 @@ def load_model(
     standardised numbers without it. With ``data.features_of`` it contains the backbone and takes
     the backbone's inputs. The data are not read. Raises ConfigError for a directory without models,
     for a packed run, for a client without a model, for a round that was not kept, and if a client
-    must be named; CorruptFile for a damaged file.
+    must be named; CorruptFile for a damaged file; UntrustedCode for code of somebody else.
     """
     folder = run.directory if isinstance(run, Result) else named_path(run)
     _check_not_packed(folder)
+    if trust_code:
+        trust_run(folder)
     settings = settings_of(folder)
     events = journals.read_journal(folder / "journal.jsonl")
     if not events:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest, read_file, write_whole
 from fedstill.core.records import ModelSpec, Tensors, matches
+from fedstill.core.user_modules import code_named_by, trust_content
 from fedstill.models import contract
 from fedstill.models.parameters import held_entries, hold, sha256_of
 
@@ -56,6 +57,7 @@ def save_model(path: Path, spec: ModelSpec, params: Tensors) -> None:
     entries = {**params, **held_entries(spec)}
     copies = {name: v.detach().cpu().contiguous().clone() for name, v in entries.items()}
     note = json.dumps(spec.to_dict())
+    trust_content(note.encode())
     write_whole(path, safetensors.torch.save(copies, {_KEY: note}))
 
 
@@ -79,7 +81,14 @@ def read_model(path: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
         raise ConfigError(
             f"{path} does not say of which network it is; a model that `fedstill query` wrote does"
         )
-    spec = _spec(path, note)
+    with code_named_by(path, note.encode()):
+        return _with_network(path, _spec(path, note), params)
+
+
+def _with_network(
+    path: Path, spec: ModelSpec, params: dict[str, Tensor]
+) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """The network and its parameters, without the entries that it holds; see ``read_model``."""
     if spec.held:
         fixed = {name: v for name, v in params.items() if not matches(name, spec.trains)}
         if sha256_of(fixed) != spec.held:

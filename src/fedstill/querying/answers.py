@@ -35,7 +35,7 @@ from fedstill.querying.hooks import why_asked
 from fedstill.querying.queries import QueryTable, Why, picked
 from fedstill.querying.rules import rule_of, with_known_queries
 from fedstill.running.checkpoint import Checkpoints
-from fedstill.running.directory import settings_of
+from fedstill.running.directory import code_of_run, settings_of
 from fedstill.running.extensions import Extensions, run_context
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.world import RunWorld
@@ -308,14 +308,15 @@ def ask(
     has another model by now, or new data. Where no teacher reaches the threshold, the local model
     is given back as it is. Raises ConfigError for a query without an answer, for a client without
     reason to ask, for a run without local models, or for a teacher of another class count or image
-    shape; CorruptFile for a file that is damaged.
+    shape; CorruptFile for a file that is damaged; UntrustedCode for code of somebody else.
     """
-    settings = settle(_experiment(folder, client, query, changes or {}))
-    prepared = prepare_again(settings, folder, data)
+    with code_of_run(folder):
+        settings = settle(_experiment(folder, client, query, changes or {}))
+        prepared = prepare_again(settings, folder, data)
+        guests = tuple(_guest(path, prepared) for path in teachers)
+        prepared, models, sizes = by_now(prepared, folder, client, later or Later())
     method = prepared.settings.method
     assert isinstance(method, QKT)
-    guests = tuple(_guest(path, prepared) for path in teachers)
-    prepared, models, sizes = by_now(prepared, folder, client, later or Later())
     reasons_by_class: dict[int, Why] = {}
     if isinstance(query, Mapping):
         reasons_by_class = raised_by(prepared, client, models[client])

@@ -13,7 +13,7 @@ from cyclopts import Parameter, validators
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from fedstill.cli.app import Names, Settings
+from fedstill.cli.app import Flag, Names, Settings
 from fedstill.core.errors import ConfigError
 from fedstill.data.views import Arrival
 from fedstill.methods.fit import queries_of
@@ -225,6 +225,7 @@ def query(
     teachers: Names = (),
     out: Path | None = None,
     set_: Settings = (),
+    trust_code: Flag = False,
 ) -> int:
     """Let a client of a finished local run query its peers for classes, and show what it gains and
     forgets.
@@ -246,6 +247,8 @@ def query(
         out: The file for the student's model. By default, one in the working directory.
         set_: A value of QKT or of its plans, e.g. -s method.query_weight=2 -s
             plan.transfer.epochs=10. May be repeated.
+        trust_code: Trust the code that the run and these models name, if they were not made on this
+            machine.
     """
     from fedstill.config.overrides import parse_overrides
     from fedstill.core.files import MODEL, check_other_kind
@@ -254,6 +257,7 @@ def query(
     from fedstill.querying import terminal as answer
     from fedstill.querying.answers import Later, ask
     from fedstill.report import terminal
+    from fedstill.running.directory import trust_run
     from fedstill.running.journal import parse_class_numbers, parse_client_number
 
     if bool(by) == bool(classes):
@@ -265,6 +269,8 @@ def query(
     if ("need" in by) != bool(need):
         raise ConfigError("--by need and --need go together, e.g. --by need --need 7,9")
     check_other_kind(out, MODEL)
+    if trust_code:
+        trust_run(run)
     student_number = parse_client_number(run, client)
     request: Sequence[int] | dict[str, Any]
     if by:

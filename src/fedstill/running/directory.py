@@ -49,6 +49,7 @@ from fedstill.core.files import (
 )
 from fedstill.core.method import Method
 from fedstill.core.registry import LIVE, short_name
+from fedstill.core.user_modules import code_named_by, trust_code_of
 from fedstill.data.cache import cache_folder
 from fedstill.running.split_file import SPLIT
 
@@ -56,6 +57,29 @@ log = logging.getLogger("fedstill.pack")
 
 
 # Reading the settings of an existing run.
+
+
+@contextmanager
+def code_of_run(folder: Path) -> Iterator[None]:
+    """Within it, code that the run in a directory names is imported only if the user trusts it.
+
+    The user trusts runs that they made on this machine, and those of ``trust_run``.
+    """
+    with code_named_by(folder / "config.toml", _config_bytes(folder)):
+        yield
+
+
+def trust_run(folder: Path) -> None:
+    """Trust all code that the run in a directory names."""
+    trust_code_of(_config_bytes(folder))
+
+
+def _config_bytes(folder: Path) -> bytes:
+    """Return the content of config.toml; empty if it cannot be read, which its readers report."""
+    try:
+        return read_file(folder / "config.toml")
+    except OSError:
+        return b""
 
 
 def settings_of(folder: Path, **live: Any) -> Settings:
@@ -84,7 +108,8 @@ def settings_of(folder: Path, **live: Any) -> Settings:
         # An instance of a method has the state of its run, so that a resumed run needs a new one.
         target = type(live_object) if isinstance(live_object, Method) else live_object
         bind(table, name, target)
-    return settle(from_tree(tree, {}, folder), check_device=False)
+    with code_of_run(folder):
+        return settle(from_tree(tree, {}, folder), check_device=False)
 
 
 def runs_below(folder: Path) -> list[Path]:

@@ -42,6 +42,7 @@ from fedstill.methods.ridge import NO_TRAINING
 from fedstill.metrics.classification import NO_METRICS, RunMetrics
 from fedstill.running.client_data import ClientData, scale_data, split_data
 from fedstill.running.compatibility import check_data, check_run
+from fedstill.running.directory import code_of_run
 from fedstill.running.extensions import client_extensions, hostile_clients
 from fedstill.running.journal import read_journal
 from fedstill.running.split_file import StoredSplit, stored_split
@@ -200,10 +201,12 @@ def run_metrics(settings: Settings, classes: Sequence[str]) -> RunMetrics:
 def prepare_again(settings: Settings, folder: Path, dataset: Dataset | None = None) -> Prepared:
     """Make a run ready that began in a directory, with the split and the sums that it began with.
 
-    Raises CorruptFile, too, for files that are not what was written.
+    Raises CorruptFile, too, for files that are not what was written, and UntrustedCode for data
+    that are read by code of somebody else.
     """
     stored = stored_split(folder)
-    return prepare(settings, dataset, stored, sent=_noted_sums(settings, folder))
+    with code_of_run(folder):
+        return prepare(settings, dataset, stored, sent=_noted_sums(settings, folder))
 
 
 def _noted_sums(settings: Settings, folder: Path) -> Moments | None:

@@ -17,6 +17,7 @@ from fedstill.core.files import named_path, sweep, write_whole
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import SERVER
+from fedstill.core.user_modules import trust_content
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_python
 from fedstill.data.sources.in_memory import is_by_client
@@ -26,6 +27,7 @@ from fedstill.running.directory import (
     locked,
     new_directory,
     settings_of,
+    trust_run,
 )
 from fedstill.running.driver import Driver, check_calls, place_of, remote_engine
 from fedstill.running.preparation import prepare, prepare_again, reading_options
@@ -156,7 +158,9 @@ def run(
     with locked(folder):
         check_used(folder)
         sweep(folder)
-        write_whole(folder / "config.toml", prepared.settings.toml.encode())
+        config = prepared.settings.toml.encode()
+        write_whole(folder / "config.toml", config)
+        trust_content(config)
         driver = Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)
         with closing(driver), drawing_from(seed_for(settings.seed, 0, 0, SERVER, "run")):
             return driver.go()
@@ -171,6 +175,8 @@ def resume(
     debug: bool = False,
     on_round: OnRound | None = None,
     track: Track = (),
+    *,
+    trust_code: bool = False,
     **live: Any,
 ) -> Result:
     """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its
@@ -178,12 +184,16 @@ def resume(
 
     ``data``, ``debug``, ``on_round``, ``track``: as for ``run``; trackers with a name that the run
     had go on by themselves.
+    ``trust_code``: whether to trust the code that the run names, if the run was not made by this
+    user on this machine; without it, such code raises UntrustedCode.
     ``live``: ``method``, ``model`` or ``partition``, the class, network or function that the run
     was given in Python, where another process began it. Raises CorruptFile if it is another one,
     and for a run whose checkpoints are gone.
     """
     folder = named_path(directory)
     check_config(folder)
+    if trust_code:
+        trust_run(folder)
     settings = settings_of(folder, **live)
     check_checkpoints(folder)
     dataset = None if data is None else read_in_memory(settings, data)

@@ -360,7 +360,7 @@ def why_not_same(settings: Settings, folder: Path) -> str:
 def other_settings(settings: Settings, folder: Path) -> list[str]:
     """The dotted keys of which the run in a folder has other values; none where there is no run."""
     config = folder / "config.toml"
-    if not config.is_file():
+    if not config.is_file() or read_file(config) == settings.toml.encode():
         return []
     values = flat(_identifying(settings, settings))
     found = flat(_identifying(settings_of(folder), settings))
