@@ -24,7 +24,7 @@ from fedstill.core.errors import (
     cut_reason,
     on_one_line,
 )
-from fedstill.core.files import digest, make_folder, sync_folder
+from fedstill.core.files import digest, make_folder, remove, sync_folder
 from fedstill.core.process_settings import set_environment
 from fedstill.core.records import NOTHING, Payload, Reply, Stage
 from fedstill.core.reports import is_count, json_value, wrong_report
@@ -492,7 +492,7 @@ class InstructionCheck:
         for path in self.used.iterdir():
             note = USED_NAME.fullmatch(path.name)
             if note is not None and int(note[1]) < time.time() - KEPT_SECONDS:
-                path.unlink(missing_ok=True)
+                remove(path)
         try:
             (self.used / f"{until:.0f}-{number}").touch(exist_ok=False)
         except FileExistsError:
