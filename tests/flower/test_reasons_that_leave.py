@@ -30,6 +30,7 @@ from fedstill.core.errors import (
 from fedstill.core.files import digest
 from fedstill.core.records import Payload, Stage
 from fedstill.flower import site as site_module
+from fedstill.flower.facts import Facts
 from fedstill.flower.messages import PUBLIC_REASONS, Request, SiteReply, public_reason
 from fedstill.flower.site import REFUSED, Clerk, client_app
 from fedstill.flower.site_settings import Site
@@ -231,6 +232,13 @@ def test_no_value_of_a_sites_data_is_in_a_refusal(
 # A server that asks again and again.
 
 
+@pytest.fixture
+def config_names_no_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the server has data: then the classes are in the requests only."""
+    monkeypatch.setattr(Facts, "check_config", lambda facts, settings: None)
+
+
+@pytest.mark.usefixtures("config_names_no_classes")
 def test_a_server_cannot_list_a_sites_classes_by_its_refusals(tmp_path: Path) -> None:
     """The attack: each request lists the classes that earlier refusals named."""
     names = [f"Patient {number}" for number in range(40)]
@@ -247,6 +255,7 @@ def test_a_server_cannot_list_a_sites_classes_by_its_refusals(tmp_path: Path) ->
     assert not any("Patient" in reason for reason in reasons)
 
 
+@pytest.mark.usefixtures("config_names_no_classes")
 def test_the_same_question_counts_once_and_an_operator_can_lift_the_limit(tmp_path: Path) -> None:
     site = site_with(tmp_path, patients(label=SECRET))
     request = request_of(settings_of(TABLE))

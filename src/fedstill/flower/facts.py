@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import tomli_w
+
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, Refused, on_one_line
 from fedstill.core.files import digest
@@ -141,6 +143,27 @@ class Facts:
             return {name: values[name] for name in OF_IMAGES}
         return values
 
+    def acceptable(self) -> dict[str, Any]:
+        """What a site can accept before a run: all but the mean and spread of the sites' sums."""
+        values = {name: value for name, value in self.plain().items() if value or name == "origin"}
+        if self.origin == "summed":
+            values = {name: values[name] for name in values if name not in ("mean", "std")}
+        return values
+
+    def check_config(self, settings: Settings) -> None:
+        """Raise Refused for facts that contradict what the run's config says about the data."""
+        data, flower = settings.data, settings.flower
+        agreements = {
+            "data.columns": not data.columns or set(self.columns) == set(data.columns),
+            "data.kind": not data.kind or data.kind == self.kind,
+            "flower.classes": not flower.classes or tuple(flower.classes) == self.classes,
+            "flower.shape": not flower.shape or tuple(flower.shape) == self.shape,
+            "flower.vocabulary": not flower.vocabulary or flower.vocabulary == self.vocabulary,
+        }
+        for key, agrees in agreements.items():
+            if not agrees:
+                raise Refused(f"the request's facts about data contradict {key}", "config")
+
     @property
     def about(self) -> DatasetInfo:
         """The form of the examples."""
@@ -155,6 +178,16 @@ class Facts:
     def inputs(self, settings: Settings) -> Inputs:
         """How stored values become inputs, the same at every site."""
         return Inputs(self.mean, self.std, tuple(settings.data.augment), self.about)
+
+
+def accepted_text(config: str, facts: Mapping[str, Any]) -> str:
+    """What a site accepts, as TOML: a run's config, and the facts about data in its requests.
+
+    A trial has no facts: then it is the config alone. Raises Refused for values that are no facts.
+    """
+    if not facts:
+        return config
+    return f"{config}\n{tomli_w.dumps({'facts': Facts.of(facts).acceptable()})}"
 
 
 def _values(values: Mapping[str, Any], name: str, convert: Callable[[Any], T]) -> tuple[T, ...]:

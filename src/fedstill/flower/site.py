@@ -39,7 +39,7 @@ from fedstill.core.process_settings import process_settings
 from fedstill.core.records import NOTHING, Payload, Reply, Stage
 from fedstill.data.dataset import Dataset
 from fedstill.engines.serial import Memory, Version
-from fedstill.flower.facts import Facts
+from fedstill.flower.facts import Facts, accepted_text
 from fedstill.flower.messages import (
     RAISED,
     STAGE,
@@ -119,6 +119,7 @@ class Clerk:
         desk = Desk(self.site.memory, request.run, request.client)
         make_folder(desk.place)
         with FileLock(desk.place / ".lock"):
+            desk.note_facts(request.facts)
             if ready.tasks is not None:
                 ready.tasks.note(desk.place)
             prepared = ready.works(request.stage.name)
@@ -167,12 +168,8 @@ class Clerk:
             )
         if digest(request.config.encode()) != request.sha:
             raise Refused("the configuration is not the one that its SHA-256 names")
-        if self.site.accept is not None and request.sha not in self.site.accept:
-            raise Refused(
-                f"this site has not accepted the configuration {request.sha}: its operator adds "
-                "that to accept in site.toml",
-                "accept",
-            )
+        if self.site.accept is not None:
+            _check_accepted(self.site, request)
 
     def _settings(self, request: Request) -> Settings:
         """The settings of a request; raises Refused for code, files and measures that the site does
@@ -233,6 +230,7 @@ class Clerk:
             return Ready(settings, prepare(settings, self.dataset))
         if not site.data:
             raise Refused("this site has no data of its own: set data in its site.toml", "data")
+        facts.check_config(settings)
         if settings.sites_have_tasks:
             return on_own_tasks(settings, facts, site, round)
         if site.tasks:
@@ -242,6 +240,33 @@ class Clerk:
                 "tasks",
             )
         return on_own_data(settings, facts, site)
+
+
+OFFERED = "offered"
+"""The folder in a site's memory with what was asked of it and is not accepted."""
+
+MOST_OFFERED = 20
+"""How many such files there are at most; the operator deletes them."""
+
+
+def _check_accepted(site: Site, request: Request) -> None:
+    """Raise Refused for a config and facts that the site has not accepted.
+
+    They are written to a file for the site's operator, whose SHA-256 is the one to accept.
+    """
+    text = accepted_text(request.config, request.facts)
+    sha = digest(text.encode())
+    if site.accept is None or sha in site.accept:
+        return
+    folder = site.memory / OFFERED
+    make_folder(folder)
+    if len(list(folder.iterdir())) < MOST_OFFERED:
+        write_secret(folder / f"{sha}.toml", text.encode())
+    raise Refused(
+        f"this site has not accepted {sha}: read the file of this name in {OFFERED} in its memory "
+        "folder, and add the name to accept in site.toml",
+        "accept",
+    )
 
 
 @dataclass
@@ -449,6 +474,9 @@ def _check_number(source: str, notes: Sequence[RefusalNote], most: int) -> None:
 _GROUP = "up "
 """In a file of a reply, the names of the reply's groups begin with it."""
 
+FACTS = "facts.json"
+"""The file with the digests of a run's facts about data."""
+
 KEPT = 2
 """How many stages' memories and replies are kept, beside the memory that counts."""
 
@@ -471,6 +499,25 @@ class Desk:
     def place(self) -> Path:
         """Where this client's files of this run are."""
         return self.folder / self.run / f"client{self.client}"
+
+    def note_facts(self, facts: Mapping[str, Any]) -> None:
+        """Note a run's facts when they are first used; raises Refused for facts that change.
+
+        The mean and spread of the sites' sums are noted by themselves, because they come later.
+        """
+        if not facts:
+            return
+        path = self.place / FACTS
+        noted: dict[str, str] = {}
+        if path.is_file():
+            noted = json.loads(path.read_text(encoding="utf-8"))
+        current = {"facts": digest(accepted_text("", facts).encode())}
+        if facts.get("mean"):
+            current["moments"] = digest(json.dumps([facts["mean"], facts.get("std")]).encode())
+        if any(noted.get(name, sha) != sha for name, sha in current.items()):
+            raise Refused("the facts about data are not those that this run began with", "request")
+        if not current.keys() <= noted.keys():
+            write_secret(path, json.dumps({**noted, **current}).encode())
 
     def remembered(self, version: Version | None) -> Payload:
         """What the client remembers in a version; raises CorruptFile if that file is gone or

@@ -31,8 +31,8 @@ class Site:
     task1, task2, …;
     ``time_column``: the column of dates at which the run cuts ``data`` into tasks.
     ``public``: its copy of the public set, for runs that have one. ``tokenizer``: its copy of the
-    tokenizer's file, for runs on texts that have one. ``accept``: SHA-256 of the configurations it
-    runs; None: any, empty: none.
+    tokenizer's file, for runs on texts that have one. ``accept``: SHA-256 of the configs with facts
+    that it runs (``facts.accepted_text``); None: any, empty: none.
     ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
     ``files``: files and folders that the configuration of a trial may have it read, as they are
     written there.

@@ -37,7 +37,7 @@ memory = "memory"        # what the client remembers from round to round; must s
 # tasks = "folders"      # for runs with tasks: data has task1, task2, …; or time_column = "acquired", a column of dates
 # public = "/data/public"  # the public set, where a method needs one: a copy of the server's
 # tokenizer = "/data/tokenizer.json"  # where a run on texts has a tokenizer's file: a copy of the server's
-# accept = ["…"]         # SHA-256 of the configurations this site runs; unset: any, []: none
+# accept = ["…"]         # SHA-256 of what this site runs, as files in memory/offered; unset: any, []: none
 # imports = ["mylab.methods:FedMine"]  # code beyond fedstill's own that a configuration may name
 # files = ["/data/open/flowers"]  # files and folders that a trial's configuration may name, beside sets known by name
 # refuse = ["contributions"]  # measures that this site takes part in no run with

@@ -1,0 +1,209 @@
+"""What a site accepts binds what it trains on: the config, and the facts about data."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedstill.config.experiment import Experiment
+from fedstill.core.errors import TooFewReplies
+from fedstill.core.files import digest
+from fedstill.flower.engine import LoopbackGrid
+from fedstill.flower.facts import accepted_text
+from fedstill.flower.messages import PUBLIC_REASONS, Request, SiteReply
+from fedstill.flower.site import MOST_OFFERED, OFFERED, Clerk, client_app
+from fedstill.flower.site_settings import Site
+from fedstill.running.runner import run
+from flowers import needs_flower
+
+pytestmark = [needs_flower, pytest.mark.usefixtures("with_threads")]
+
+CLIENTS = 3
+CLASSES = ["healthy", "ill"]
+COLUMNS = ["age", "chol"]
+SECRETS = ["income", "hiv"]
+
+
+def hospital(place: Path, client: int) -> Site:
+    """A site whose file has more columns than the run needs."""
+    draw = np.random.default_rng(client)
+    rows = pd.DataFrame({name: draw.normal(50, 9, 40).round(1) for name in (*COLUMNS, *SECRETS)})
+    rows["label"] = np.array(CLASSES)[(rows["age"] > 50).astype(int)]
+    folder = place / f"own{client}"
+    folder.mkdir(parents=True)
+    for split, part in (("train", rows[:30]), ("test", rows[30:])):
+        part.to_csv(folder / f"{split}.csv", index=False)
+    return Site(client, place / f"memory{client}", data=str(folder))
+
+
+def experiment(**data: Any) -> Experiment:
+    flower = {"deadline": 30, "poll": 1, "data": "sites", "federation": "/f", "classes": CLASSES}
+    return Experiment(
+        engine="flower",
+        flower=flower,
+        method={"name": "fedavg"},
+        model={"name": "logistic"},
+        rounds=1,
+        plan={"epochs": 1, "batch": 8, "lr": 0.1},
+        topology={"clients": CLIENTS},
+        data={"name": "none", "columns": COLUMNS, **data},
+        measure=(),
+    )
+
+
+def honest(place: Path, **data: Any) -> list[Request]:
+    """The requests to client 0 in a run, whose sites accept everything."""
+    clerks = {client: Clerk(hospital(place / "honest", client)) for client in range(CLIENTS)}
+    requests: list[Request] = []
+
+    def clerk_of(context: Any) -> tuple[int, Callable[[Request], SiteReply]]:
+        client = int(context.node_config["partition-id"])
+
+        def answer(request: Request) -> SiteReply:
+            requests.extend([request] if client == 0 else [])
+            return clerks[client](request)
+
+        return client, answer
+
+    run(
+        experiment(**data),
+        place / "run",
+        grid=LoopbackGrid(client_app(clerk_of, 1 << 30), range(CLIENTS)),
+    )
+    return requests
+
+
+DECLARED = {"mean": [50.0, 50.0], "std": [9.0, 9.0]}
+
+
+@pytest.fixture(scope="module")
+def declared(tmp_path_factory: pytest.TempPathFactory) -> Request:
+    """A request to train, by declared mean and spread."""
+    return honest(tmp_path_factory.mktemp("declared"), **DECLARED)[-1]
+
+
+@pytest.fixture(scope="module")
+def summed(tmp_path_factory: pytest.TempPathFactory) -> list[Request]:
+    """A request for sums, and one to train by their mean and spread."""
+    first, *_, last = honest(tmp_path_factory.mktemp("summed"), standardise="summed")
+    return [first, last]
+
+
+def accepted(request: Request) -> str:
+    return digest(accepted_text(request.config, request.facts).encode())
+
+
+def with_facts(request: Request, **changes: Any) -> Request:
+    return replace(request, facts={**request.facts, **changes})
+
+
+def other_columns(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {"columns": tuple(SECRETS), "features": tuple(SECRETS)}
+
+
+CHANGES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "columns": other_columns,
+    "one column more": lambda f: {
+        "columns": (*COLUMNS, "hiv"),
+        "features": (*COLUMNS, "hiv"),
+        "shape": (3,),
+        "mean": (*f["mean"], 0.0),
+        "std": (*f["std"], 1.0),
+    },
+    "the order of columns": lambda f: {"columns": COLUMNS[::-1], "features": COLUMNS[::-1]},
+    "classes": lambda f: {"classes": ("ill", "healthy")},
+    "mean": lambda f: {"mean": (0.0, 50.0)},
+    "std": lambda f: {"std": (9.0, 1e9)},
+    "marks": lambda f: {"marks": (0,)},
+    "standardisation": lambda f: {"origin": "own", "mean": (), "std": ()},
+    "summed": lambda f: {"origin": "summed"},
+    "kind": lambda f: {"kind": "vector", "columns": (), "features": ()},
+    "the public set": lambda f: {"public": "0" * 64},
+    "no facts": lambda f: dict.fromkeys(f, ()) | {"kind": "image", "origin": "none"},
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_site_accepts_facts_with_the_config(what: str, declared: Request, tmp_path: Path) -> None:
+    site = replace(hospital(tmp_path, 0), accept=(accepted(declared),))
+    assert not Clerk(site)(declared).failure
+    hostile = with_facts(declared, **CHANGES[what](declared.facts))
+    reply = Clerk(replace(site, memory=tmp_path / "new"))(hostile)
+    assert PUBLIC_REASONS["accept"] in reply.failure or PUBLIC_REASONS["request"] in reply.failure
+    assert not reply.content
+    offered = list((tmp_path / "new" / OFFERED).glob("*.toml"))
+    assert {digest(path.read_bytes()) for path in offered} == {path.stem for path in offered}
+
+
+def test_the_config_alone_is_not_enough(declared: Request, tmp_path: Path) -> None:
+    site = replace(hospital(tmp_path, 0), accept=(declared.sha,))
+    for request in (declared, replace(declared, facts={})):
+        reply = Clerk(site)(request)
+        assert reply.failure
+        assert not reply.content
+
+
+@pytest.mark.parametrize("what", ["columns", "one column more", "classes", "kind"])
+def test_facts_that_contradict_the_config_are_refused_by_a_site_that_accepts_all(
+    what: str, declared: Request, tmp_path: Path
+) -> None:
+    hostile = with_facts(declared, **CHANGES[what](declared.facts))
+    reply = Clerk(hospital(tmp_path, 0))(hostile)
+    assert PUBLIC_REASONS["config"] in reply.failure
+    assert not reply.content
+
+
+def test_what_is_not_accepted_is_written_for_the_operator(
+    declared: Request, tmp_path: Path
+) -> None:
+    site = replace(hospital(tmp_path, 0), accept=())
+    Clerk(site)(declared)
+    (offered,) = (site.memory / OFFERED).iterdir()
+    tree = tomllib.loads(offered.read_text(encoding="utf-8"))
+    assert tree["data"]["columns"] == tree["facts"]["columns"] == COLUMNS
+    assert tree["facts"]["mean"] == DECLARED["mean"]
+    assert not Clerk(replace(site, accept=(offered.stem,)))(declared).failure
+    for number in range(MOST_OFFERED + 5):
+        Clerk(site)(with_facts(declared, mean=(float(number), 0.0)))
+    assert len(list((site.memory / OFFERED).iterdir())) == MOST_OFFERED
+
+
+def test_facts_do_not_change_within_a_run(declared: Request, tmp_path: Path) -> None:
+    site = hospital(tmp_path, 0)
+    assert not Clerk(site)(declared).failure
+    reply = Clerk(site)(with_facts(declared, mean=(0.0, 50.0)))
+    assert PUBLIC_REASONS["request"] in reply.failure
+    assert not Clerk(site)(declared).failure
+    another_run = replace(with_facts(declared, mean=(0.0, 50.0)), run="another")
+    assert not Clerk(site)(another_run).failure
+
+
+def test_one_acceptance_covers_the_sums_and_the_training_by_them(
+    summed: list[Request], tmp_path: Path
+) -> None:
+    before, after = summed
+    assert not before.facts["mean"]
+    assert after.facts["mean"]
+    assert accepted(before) == accepted(after)
+    site = replace(hospital(tmp_path, 0), accept=(accepted(before),))
+    assert not Clerk(site)(before).failure
+    assert not Clerk(site)(after).failure
+    again = Clerk(site)(with_facts(after, std=tuple(1e3 * value for value in after.facts["std"])))
+    assert PUBLIC_REASONS["request"] in again.failure
+
+
+def test_a_run_over_sites_that_have_accepted_another_stops(tmp_path: Path) -> None:
+    sites = [replace(hospital(tmp_path, c), accept=("0" * 64,)) for c in range(CLIENTS)]
+    app = client_app(
+        lambda c: (c.node_config["partition-id"], Clerk(sites[c.node_config["partition-id"]])),
+        1 << 30,
+    )
+    with pytest.raises(TooFewReplies):
+        run(experiment(**DECLARED), tmp_path / "run", grid=LoopbackGrid(app, range(CLIENTS)))
