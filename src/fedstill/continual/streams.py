@@ -166,8 +166,8 @@ Path = Literal["line", "jump", "return"]
 def drift_stream(
     labels: NDArray[np.int64], tasks: int, seed: int, classes: int, path: Path = "line"
 ) -> Cut:
-    """The clients' class proportions move from one split to another; the run's partition draws
-    both, with two seeds.
+    """The clients' class proportions move from one client split to another; the run's partition
+    draws both, with two seeds.
 
     Each example of a task goes to its client of the second split with the task's probability, else
     of the first. A client may be without examples in a task.

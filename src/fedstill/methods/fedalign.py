@@ -39,7 +39,7 @@ from fedstill.models.resnet import run_slim
 @method("fedalign")
 @dataclass(frozen=True)
 class FedAlign(FedAvg):
-    """FedAvg whose clients align the Lipschitz constants of the last stage of the network at
+    """FedAvg whose clients align the Lipschitz constants of the last block of the network at
     reduced and full width.
     """
 
