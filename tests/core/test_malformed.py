@@ -18,8 +18,8 @@ import torch
 from fedstill.core.codec import (
     MAX_DIMS,
     MAX_ENTRIES,
+    MAX_LOCAL_ENTRIES,
     MAX_TENSOR_HEADER,
-    OWN_ENTRIES,
     decode,
     encode,
 )
@@ -231,7 +231,7 @@ def test_the_most_that_is_allowed_is_decoded() -> None:
     with pytest.raises(BadPayload, match="9 dimensions"):
         encode(Payload(a=torch.zeros([1] * (MAX_DIMS + 1))))
     own = encode(Payload(a={f"t{i}": torch.zeros(0) for i in range(MAX_ENTRIES + 1)}))
-    assert len(decode(own, entries=OWN_ENTRIES).tensors("a")) == MAX_ENTRIES + 1, (
+    assert len(decode(own, entries=MAX_LOCAL_ENTRIES).tensors("a")) == MAX_ENTRIES + 1, (
         "a file of one's own may be larger"
     )
     with pytest.raises(BadPayload, match="more than 2 tensors"):

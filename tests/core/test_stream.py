@@ -73,8 +73,8 @@ def test_the_tasks_that_a_client_has_been_in() -> None:
     for client in range(30):
         by_round = [moving.task(r, client) for r in range(9)]
         for r in range(9):
-            assert moving.been_in(client, r) == sorted({t for t in by_round[: r + 1] if t >= 0})
-    assert [0, 2] in [moving.been_in(client, 8) for client in range(30)]
+            assert moving.tasks_until(client, r) == sorted({t for t in by_round[: r + 1] if t >= 0})
+    assert [0, 2] in [moving.tasks_until(client, 8) for client in range(30)]
 
 
 def test_clients_without_examples_are_not_there() -> None:

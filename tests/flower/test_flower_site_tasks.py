@@ -345,7 +345,7 @@ def test_data_that_come_after_their_task_began_are_refused_by_name(tmp_path: Pat
         ({**SITES, "compose": "clients_first"}, "stream.compose says how this process splits data"),
         (
             {"kind": "sites", "cuts": ["2023-01-01", "soon"]},
-            "stream.cuts has 'soon', which is no date",
+            "stream.cuts has 'soon'",
         ),
         (
             {"kind": "sites", "cuts": ["2023-01-01", "2022-01-01"]},

@@ -110,7 +110,7 @@ def test_balanced_classes_weigh_alike_over_tasks_whatever_their_numbers_of_examp
     told = [
         part[tasks.of_task(part, t)]
         for c, part in enumerate(ready.sites.split.tensors())
-        for t in tasks.stream.been_in(c, 2)
+        for t in tasks.stream.tasks_until(c, 2)
     ]
     whole = replace(data, train=data.train.take(torch.cat(told)))
     once, _ = drive(in_double(prepare(settle(experiment(afl, rounds=1, **values)), whole)))

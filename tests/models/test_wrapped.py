@@ -19,7 +19,7 @@ from fedstill.core.records import ModelSpec, Plan, as_pairs
 from fedstill.engines.vectorised import stacking_obstacle
 from fedstill.flower.site_settings import code_in
 from fedstill.models import contract
-from fedstill.models.building import as_table_again
+from fedstill.models.building import from_pairs
 from fedstill.running.runner import resume, run
 from fedstill.running.same_run import code_digests
 from kinds import small_data
@@ -148,7 +148,7 @@ def test_specs_are_hashable_and_tables_come_back() -> None:
     one, two = (wrapping((12,), 30, **TEXT, output="mean") for _ in range(2))
     assert hash(one) == hash(two)
     said = {"a": {"b": [1, 2], "c": {}}, "d": "x"}
-    assert as_table_again(as_pairs(said)) == {"a": {"b": (1, 2), "c": ()}, "d": "x"}
+    assert from_pairs(as_pairs(said)) == {"a": {"b": (1, 2), "c": ()}, "d": "x"}
     assert len(one.label) < 150
 
 

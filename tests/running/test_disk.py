@@ -25,7 +25,14 @@ import torch
 import toys
 from fedstill.core.codec import encode
 from fedstill.core.errors import DiskFull
-from fedstill.core.files import TOGETHER, digest, make_folder, sweep, write_together, write_whole
+from fedstill.core.files import (
+    MOST_AT_ONCE,
+    digest,
+    make_folder,
+    sweep,
+    write_together,
+    write_whole,
+)
 from fedstill.core.records import Payload, State
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.journal import Journal
@@ -131,7 +138,7 @@ def test_a_loss_of_power_may_take_any_of_the_new_names(
 
 
 def test_more_files_than_wait_side_by_side_and_groups_that_are_alike(tmp_path: Path) -> None:
-    files = {tmp_path / f"{i % 3}" / f"{i}": b"%d" % i for i in range(2 * TOGETHER + 1)}
+    files = {tmp_path / f"{i % 3}" / f"{i}": b"%d" % i for i in range(2 * MOST_AT_ONCE + 1)}
     for folder in {path.parent for path in files}:
         make_folder(folder)
     write_together(files.items())

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from fedstill.benchmark.maps import SHIPPED_METHODS, MapCell, MethodMap, map_text
-from fedstill.core.files import PAGE, check_other_kind, make_folder, write_whole
+from fedstill.core.files import PAGE, check_may_overwrite, make_folder, write_whole
 from fedstill.report.blocks import Block, Chart, Folded, Gallery, Paragraph, Section, Table
 from fedstill.report.figures import Figure, Trace, layout, new_trace
 from fedstill.report.page import document
@@ -37,7 +37,7 @@ def write_map(method_map: MethodMap, folder: Path) -> list[Path]:
         "map.csv": map_text(method_map),
         "map.md": f"{method_map.summary}. {CHANCE}.\n\n{markdown(table.head, table.lines)}",
     }
-    check_other_kind(folder / "index.html", PAGE)
+    check_may_overwrite(folder / "index.html", PAGE)
     for name, text in texts.items():
         write_whole(folder / name, text.encode())
     return [folder / name for name in texts]

@@ -26,7 +26,7 @@ from fedstill.benchmark.tables import (
     description,
     standing_table_by_name,
 )
-from fedstill.core.files import PAGE, make_folder, write_over
+from fedstill.core.files import PAGE, make_folder, replace_file
 from fedstill.report.blocks import (
     Block,
     Chart,
@@ -384,7 +384,7 @@ def write_ranking_page(
 ) -> Path:
     """Write the page to a file; its path. ``maps``: by method; None for a page without maps."""
     make_folder(out.parent)
-    write_over(out, ranking_page(all_standings, maps).encode(), PAGE)
+    replace_file(out, ranking_page(all_standings, maps).encode(), PAGE)
     return out
 
 

@@ -96,7 +96,7 @@ class Recipe:
             matching = [cell for cell in cells if _matches(cell, pattern)]
             if not matching:
                 known = [f"{row}:{column}" for row, column in cells]
-                raise UnknownName("cell", pattern, known, where=self.name)
+                raise UnknownName("cell", pattern, known, place=self.name)
             selected.update(dict.fromkeys(matching))
         return list(selected)
 
@@ -148,7 +148,7 @@ class Recipe:
     def _start(self, name: str, seed: int, changes: Mapping[str, Any], out: Path) -> Variant:
         """The run from whose model a cell starts."""
         if name not in self.starts:
-            raise UnknownName("start", name, self.starts, where=self.name)
+            raise UnknownName("start", name, self.starts, place=self.name)
         experiment = from_tree({**self.common, **self.starts[name]}, {}, None)
         changed = experiment.with_values(changes, COMMAND_LINE)
         return seeded(f"start {name}", changed, seed, _folder(out, f"start {name}"))

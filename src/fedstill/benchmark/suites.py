@@ -274,7 +274,7 @@ class Suite:
     def find_row(self, name: str) -> str:
         """A row by its name or by its method's name, in any case. Raises UnknownName."""
         if name.lower() not in self._rows_by_name:
-            raise UnknownName("row", name, self.recipe.rows, where=self.name)
+            raise UnknownName("row", name, self.recipe.rows, place=self.name)
         return self._rows_by_name[name.lower()]
 
     def find_rows(self, names: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from fedstill.config.tables import DataTable, FlowerTable
 from fedstill.config.validation import WrongConfig, contradiction, validated
 from fedstill.core import registry
 from fedstill.core.errors import on_one_line
-from fedstill.core.fields import shown
+from fedstill.core.fields import value_text
 from fedstill.core.files import check_windows_path
 from fedstill.data.dataset import (
     DEFAULT_TEXT_LENGTH,
@@ -43,7 +43,7 @@ def absolute_path(path: str, base: Path | None, key: str) -> Path:
         absolute.exists()  # fails for texts that no path can have
     except (OSError, RuntimeError, ValueError) as error:
         raise contradiction(
-            key, f"= {shown(path)} cannot be a path: {on_one_line(error)}", "write another one"
+            key, f"= {value_text(path)} cannot be a path: {on_one_line(error)}", "write another one"
         ) from error
     return absolute
 

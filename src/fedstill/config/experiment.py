@@ -35,7 +35,7 @@ from fedstill.config.tables import TopKeys
 from fedstill.config.validation import NOT_A_NAME, NOT_A_TABLE, Problem, WrongConfig
 from fedstill.core import registry
 from fedstill.core.errors import USER, ConfigError
-from fedstill.core.fields import as_table, of_kind, plain_value, shown
+from fedstill.core.fields import as_table, kind_text, plain_value, value_text
 from fedstill.core.files import digest, named_path, parse_toml, read_file
 from fedstill.core.method import Method
 
@@ -191,7 +191,7 @@ def check_is_experiment(value: object) -> None:
     if isinstance(value, Mapping):
         advice = "fedstill.Experiment(**it)"
     raise ConfigError(
-        f"an experiment is wanted, not {of_kind(value)}; give an Experiment, or {advice}"
+        f"an experiment is wanted, not {kind_text(value)}; give an Experiment, or {advice}"
     )
 
 
@@ -205,7 +205,7 @@ def _as_table(name: str, value: Any) -> Any:
 def _not_a_table(name: str, value: Any) -> Problem:
     """The problem of a value in the place of a table."""
     problem = Problem(
-        code=NOT_A_TABLE, key=name, reason=f"= {shown(value)} must be a table, [{name}]"
+        code=NOT_A_TABLE, key=name, reason=f"= {value_text(value)} must be a table, [{name}]"
     )
     if name not in NAME_KEYS:
         return replace(problem, hint=f"write its keys below [{name}]")

@@ -28,7 +28,7 @@ from fedstill.config.validation import (
 )
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, UnknownName, on_one_line
-from fedstill.core.fields import Seed, shown
+from fedstill.core.fields import Seed, value_text
 from fedstill.core.files import named_path
 from fedstill.core.registry import short_name
 
@@ -120,7 +120,8 @@ def read_named(
     name = fields.pop(name_key.key, default_name or name_key.default)
     if not isinstance(name, str):
         raise contradiction(
-            f"{kind}.{name_key.key}", f"= {shown(name)} must be a name, a file or an import path"
+            f"{kind}.{name_key.key}",
+            f"= {value_text(name)} must be a name, a file or an import path",
         )
     resolved = known_name(f"{kind}.{name_key.key}", kind, name, base)
 
@@ -143,7 +144,7 @@ def known_name(key: str, kind: str, name: str, base: Path | None) -> str:
         problem = Problem(
             code=UNKNOWN_NAME,
             key=key,
-            reason=f"unknown {kind} {shown(error.name)}",
+            reason=f"unknown {kind} {value_text(error.name)}",
             hint=error.advice,
         )
         raise WrongConfig([problem]) from error
@@ -381,7 +382,8 @@ def _network(value: Any, key: str, base: Path | None) -> ClientNetwork:
         return _network_by_name(value, key, base)
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise contradiction(
-            key, f"= {shown(value)} must be a network's name, or a table of name and its fields"
+            key,
+            f"= {value_text(value)} must be a network's name, or a table of name and its fields",
         )
     name = known_name(f"{key}.name", "model", value["name"], base)
     entries = {str(field): item for field, item in value.items() if field not in ("name", "share")}
@@ -403,12 +405,13 @@ def _checked_shares(networks: Sequence[ClientNetwork]) -> list[float]:
     if len(shares) < len(networks) or not are_legal:
         raise contradiction(
             KEY,
-            f"has the shares {shown(shares)}",
+            f"has the shares {value_text(shares)}",
             "give every network a share above 0, or none",
         )
     if abs(sum(shares) - 1) > SHARE_TOLERANCE:
         raise contradiction(
-            KEY, f"has the shares {shown(shares)}, which make {sum(shares):g}; they must make 1"
+            KEY,
+            f"has the shares {value_text(shares)}, which make {sum(shares):g}; they must make 1",
         )
     return shares
 

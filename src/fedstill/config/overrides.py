@@ -17,7 +17,7 @@ from fedstill.config.named_tables import NAME_KEYS, NAMED
 from fedstill.config.tables import NO_STREAM, StreamTable
 from fedstill.config.validation import CommandLineText, keys_of
 from fedstill.core.errors import ConfigError
-from fedstill.core.fields import shown
+from fedstill.core.fields import value_text
 from fedstill.core.files import named_path, parse_toml
 
 # Origins.
@@ -473,13 +473,13 @@ def _advice(text: str, reason: str) -> str:
 def _advice_on_line(line: str, lines_above: list[str], reason: str) -> str:
     """The advice about the line at which the parser stopped."""
     if "overwrite" in reason or "twice" in reason:
-        return f"{shown(line)} is a repetition; remove one of the two"
+        return f"{value_text(line)} is a repetition; remove one of the two"
     for repaired in _repairs(line):
         if _is_toml([*lines_above, repaired]):
             return f"write {repaired}"
     if "Expected newline" in reason:
         return "write one key on a line, and comments after #"
-    return f"correct the line {shown(line)}"
+    return f"correct the line {value_text(line)}"
 
 
 def _repairs(line: str) -> list[str]:

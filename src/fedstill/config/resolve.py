@@ -65,7 +65,7 @@ from fedstill.config.validation import (
     with_tuples,
 )
 from fedstill.core.errors import ConfigError
-from fedstill.core.fields import Count, as_table, shown
+from fedstill.core.fields import Count, as_table, value_text
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.rounds import Schedule
@@ -511,7 +511,7 @@ def _unknown_metric(key: str, name: str, known: Sequence[str]) -> Problem:
     return Problem(
         code=UNKNOWN_NAME,
         key=key,
-        reason=f"unknown metric {shown(name)}",
+        reason=f"unknown metric {value_text(name)}",
         hint=unknown_metric(name, known),
     )
 

@@ -33,11 +33,11 @@ from fedstill.continual.task_test import (
 )
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
-from fedstill.core.checks import returned
+from fedstill.core.checks import checked_return
 from fedstill.core.errors import ConfigError, UnknownName, suggestion
 from fedstill.core.extensions import StageProvider
-from fedstill.core.fields import as_table, shown
-from fedstill.core.label_counts import CENSUS, CensusStages, are_overall
+from fedstill.core.fields import as_table, value_text
+from fedstill.core.label_counts import CENSUS, CensusStages, needs_label_totals
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.rounds import Schedule
@@ -51,7 +51,7 @@ SHARED_STAGES = frozenset({FIT, RIDGE, CENSUS}) | TEST_STAGES
 
 def takes_census(method: Method, plans: Mapping[str, Plan]) -> bool:
     """Whether clients send their label counts, for the method or for class weights."""
-    return Need.LABEL_COUNTS in method.requires() or are_overall(plans)
+    return Need.LABEL_COUNTS in method.requires() or needs_label_totals(plans)
 
 
 def schedule_of(
@@ -94,7 +94,7 @@ def check_method(label: str, method: Method, base: Path | None) -> None:
     _check_stage_names(label, method)
     _check_schedule(label, method, base)
     _check_plans(label, method)
-    returned(method.requires(), Need, method.requires, "flags of fedstill.Need")
+    checked_return(method.requires(), Need, method.requires, "flags of fedstill.Need")
 
 
 class Declaration(NamedTuple):
@@ -129,7 +129,7 @@ def _check_types(label: str, method: Method) -> None:
         value = getattr(method, attribute)
         if is_users_own(method, attribute) and not isinstance(value, declaration.value_type):
             raise ConfigError(
-                f"{label}: {attribute} = {shown(value)} must be {declaration.description}"
+                f"{label}: {attribute} = {value_text(value)} must be {declaration.description}"
             )
 
 
@@ -161,7 +161,8 @@ def _check_plans(label: str, method: Method) -> None:
     for stage, plan in method.plans.items():
         if not isinstance(plan, Plan):
             raise ConfigError(
-                f"{label}: plans[{stage!r}] = {shown(plan)} must be a Plan, such as Plan(epochs=1)"
+                f"{label}: plans[{stage!r}] = {value_text(plan)} must be a Plan, such as "
+                "Plan(epochs=1)"
             )
     if method.stages & method.plans.keys():
         return
@@ -294,7 +295,7 @@ def _checked_values(values: Any, key: str) -> dict[str, Any]:
         problem = Problem(
             code=NOT_A_TABLE,
             key=key,
-            reason=f"= {shown(values)} must be a table",
+            reason=f"= {value_text(values)} must be a table",
             hint=f"write the keys of the stage below [{key}]",
         )
         raise WrongConfig([problem])

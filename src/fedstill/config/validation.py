@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from fedstill.core.errors import ConfigError, on_one_line, suggestion
-from fedstill.core.fields import shown
+from fedstill.core.fields import value_text
 
 # Problems.
 
@@ -338,14 +338,14 @@ class _Report:
             return replace(problem, hint=f"write {key} = ...")
 
         error = self._simplest(key, errors)
-        value = shown(error["input"])
+        value = value_text(error["input"])
         if error["type"] in LIST_EXPECTED:
             items = _as_items(self.values[key])
             return replace(
                 problem,
                 code=error["type"],
                 reason=f"= {value}",
-                hint=f"write a list, {shown(items)}",
+                hint=f"write a list, {value_text(items)}",
             )
         message = error["msg"]
         return replace(

@@ -1,4 +1,4 @@
-"""Aggregation: the mean of what clients sent, always summed in the order of client ids."""
+"""Aggregation: means of clients' replies, always summed in the order of client ids."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Robust = Literal["trimmed_mean", "median", "norm_clipping", "krum"]
 Aggregation = Literal[Weighting, Robust]
 
 ROBUST: frozenset[str] = frozenset(get_args(Robust))
-"""The means that a few hostile clients cannot move far (``core.robust_means``)."""
+"""Means that a few hostile clients can hardly move (``core.robust_means``)."""
 
 SUSPECTED = 0.3
-"""The default of the share of hostile clients that a robust mean allows for."""
+"""The default share of hostile clients that a robust mean tolerates."""
 
 
 def weighted_mean(
@@ -29,12 +29,12 @@ def weighted_mean(
     start: Tensors | None = None,
     suspected: float | None = None,
 ) -> dict[str, Tensor]:
-    """The mean of one group of the replies, weighted by their numbers of examples, or uniform; or a
-    robust one.
+    """The mean of one group of tensors over replies.
 
-    Buffers are averaged too; integer entries are the first client's. Replies of clients without
-    examples weigh nothing, unless none has any. start, suspected: for robust means
-    (``robust_means.robust_mean``).
+    weighting: "examples" weighs each reply by its number of examples, "uniform" weighs all alike,
+    and the others are robust means, which use start and suspected (``robust_means.robust_mean``).
+    Buffers are averaged like parameters; integer entries are the first client's. A reply without
+    examples has no weight, unless no reply has examples.
 
     Source: McMahan et al. (2017), Algorithm 1; FedNTD, eq. 2.
     Reading: FedNTD's Algorithm 1 prints the uniform mean; its code and eq. 2 weigh by size.

@@ -23,7 +23,7 @@ class Declared(Flag):
 
 
 class Need(Declared):
-    """What a method cannot do without; for a network, which of it the network offers."""
+    """What a method requires. For a network: which of these it provides."""
 
     NOTHING = 0
 
@@ -31,22 +31,22 @@ class Need(Declared):
     """All clients train the same architecture, because the server averages weights."""
 
     SAME_FEATURES = auto()
-    """Networks may differ, but their bodies give the same number of features."""
+    """Networks may differ, but their bodies have equally many features."""
 
     FEATURES = auto()
     """The network is a head on a body, and its features are the output of the body."""
 
     HEAD = auto()
-    """The network has a last layer of its own, ``head``."""
+    """The network has a separate last layer, ``head``."""
 
     ETF = auto()
     """The head is a fixed simplex."""
 
     LEVELS = auto()
-    """The body is a chain of layers that can be entered at every level."""
+    """The body is a chain of layers, and a forward pass can begin at any of them."""
 
     PAIR = auto()
-    """A client has a network of its own beside the shared one."""
+    """Each client has a private network beside the shared one."""
 
     SLIM = auto()
     """A stage of the body can run at a share of its width."""
@@ -77,17 +77,17 @@ class Permit(Declared):
     """Noise on the mean at the server."""
 
     ROBUST_AGGREGATE = auto()
-    """Means that hostile clients cannot move far, such as a median."""
+    """Means that hostile clients can hardly move, such as a median."""
 
     PRIVATE_TRAINING = auto()
-    """DP-SGD at clients: they read their data by single examples' gradients alone."""
+    """DP-SGD at clients: training uses the data only through gradients of single examples."""
 
     NOISY_LOGITS = auto()
     """Noise on the logits that clients send."""
 
 
 class Addition(Declared):
-    """What a method adds to every network, zeros at first (``models.parameters``)."""
+    """What a method adds to every network, initially zeros (``models.parameters``)."""
 
     NOTHING = 0
 

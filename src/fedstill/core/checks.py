@@ -1,6 +1,7 @@
-"""When a stage does not count: too few good replies, a model that diverged, a mistake in a method.
+"""Checks of a stage at the server: enough good replies, a model that has not diverged, and hooks
+that return what they should.
 
-What a method's hook raises at the server becomes an error that names the hook and the line.
+An exception in a method's hook becomes an error that names the hook and the line.
 """
 
 from __future__ import annotations
@@ -21,30 +22,31 @@ from fedstill.core.errors import (
     MethodFailed,
     TooFewReplies,
 )
-from fedstill.core.fields import of_kind
+from fedstill.core.fields import kind_text
 from fedstill.core.records import SERVER, Reply, Stage, State, World
-from fedstill.core.screen import MODELS, Refusal, Rules, other_group
+from fedstill.core.screen import MODELS, Refusal, Rules, group_difference
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 GROWTH = 100.0
-"""The global parameters have diverged if their norm is this many times that of the initial ones (at
-least 1).
+"""The global parameters have diverged if their norm exceeds the initial norm (at least 1) this many
+times.
 """
 
 
 def place(stage: Stage) -> str:
-    """Where in a run a stage is, in words."""
+    """A stage's place in a run, for messages."""
     return f"round {stage.round}, stage {stage.name!r}"
 
 
 @contextmanager
-def in_hook(method: object, name: str, where: str) -> Iterator[None]:
-    """A call of a method's hook at the server: an error in it becomes MethodFailed, chained.
+def in_hook(method: object, name: str, moment: str) -> Iterator[None]:
+    """Turn an exception in a method's hook into MethodFailed, chained.
 
-    Errors of the library that a method raises on purpose stay as they are.
+    Errors of the library that a method raises on purpose are not changed. ``moment``: when in the
+    run the hook is called, for the message.
     """
     try:
         yield
@@ -53,7 +55,7 @@ def in_hook(method: object, name: str, where: str) -> Iterator[None]:
             raise
         from fedstill.core.user_code import reason  # for errors alone
 
-        text = f"{where}: {type(method).__name__}.{name} failed: {reason(error, method)}"
+        text = f"{moment}: {type(method).__name__}.{name} failed: {reason(error, method)}"
         hint = TRACEBACK
         if isinstance(error, BadReturn):
             # A wrong return value has no line of its own, so a traceback would not help.
@@ -72,29 +74,31 @@ def _is_deliberate(error: Exception) -> bool:
     return isinstance(error, FedstillError)
 
 
-def returned(value: object, kind: type[T], function: Callable[..., Any], expected: str) -> T:
-    """The return value of a method's function; raises BadReturn, naming the function and its place,
-    if it is not of a kind.
+def checked_return(value: object, kind: type[T], function: Callable[..., Any], expected: str) -> T:
+    """The value that a method's function returned.
+
+    Raises BadReturn, with the function's name and line, if the value is not of the kind.
+    ``expected``: the kind in words.
     """
     if isinstance(value, kind):
         return value
-    raise bad_return(function, f"gives {of_kind(value)}, not {expected}")
+    raise bad_return(function, f"gives {kind_text(value)}, not {expected}")
 
 
 def bad_return(function: Callable[..., Any], problem: str) -> BadReturn:
-    """The error for a method's function that gave something else than it is asked for."""
+    """The error for a method's function with a wrong return value."""
     from fedstill.core.user_code import definition  # for errors alone
 
     text = f"{function.__qualname__} {problem}"
-    place = definition(function)
-    if place:
-        text += f" ({place})"
+    line = definition(function)
+    if line:
+        text += f" ({line})"
     return BadReturn(text)
 
 
 def users_definition(function: Callable[..., Any]) -> str:
-    """Where a user's function is written, as ``user_code.definition`` says it; empty for the
-    library's own.
+    """The file and line of a user's function (``user_code.definition``); empty for functions of
+    the library.
     """
     if str(getattr(function, "__module__", "")).startswith("fedstill."):
         return ""
@@ -103,11 +107,11 @@ def users_definition(function: Callable[..., Any]) -> str:
     return definition(function)
 
 
-def as_hook(method: object, name: str, where: str, function: Callable[P, T]) -> Callable[P, T]:
-    """A function that a hook returned and that is called later: an error in it names the hook."""
+def as_hook(method: object, name: str, moment: str, function: Callable[P, T]) -> Callable[P, T]:
+    """A function that a hook returned, so that an exception in a later call names the hook."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with in_hook(method, name, where):
+        with in_hook(method, name, moment):
             return function(*args, **kwargs)
 
     # inspect.unwrap finds the function.
@@ -119,10 +123,12 @@ def check_quorum(
     accepted: Sequence[Reply],
     refused: Sequence[Refusal],
     rules: Rules,
-    written: str = "",
+    code_lines: str = "",
 ) -> None:
-    """Raises TooFewReplies or Diverged; ``written``: where a user's code says what is sent and what
-    is expected.
+    """Raise TooFewReplies if the stage has fewer accepted replies than the quorum; Diverged if
+    divergence is the reason for all refusals.
+
+    ``code_lines``: the lines of a user's code that make and expect replies (``reply_code``).
     """
     least = math.ceil(rules.quorum * len(stage.clients))
     if len(accepted) >= least:
@@ -131,14 +137,14 @@ def check_quorum(
         raise TooFewReplies(_too_few(stage, accepted, least, rules, "no client answered"))
 
     first = refused[0]
-    said = f"client {first.client} {first.reason}"
+    example = f"client {first.client} {first.reason}"
     if all(refusal.diverged for refusal in refused):
         raise Diverged(
-            f"{place(stage)}: {said}; lower plan.lr, or clip gradients with plan.clip_norm"
+            f"{place(stage)}: {example}; lower plan.lr, or clip gradients with plan.clip_norm"
         )
     if first.kind == "unlike":
-        said += written
-    text = _too_few(stage, accepted, least, rules, said)
+        example += code_lines
+    text = _too_few(stage, accepted, least, rules, example)
     if first.kind == "failed":
         raise TooFewReplies(text + "; see the traceback with debug=True", text + TRACEBACK)
     raise TooFewReplies(text)
@@ -151,8 +157,10 @@ def _too_few(stage: Stage, accepted: Sequence[Reply], least: int, rules: Rules, 
     )
 
 
-def check_anyone_asked(payload_for_client: Callable[..., Any], stage: Stage) -> None:
-    """Raises BadReturn where a user's hook gave no client a payload in the whole of round 1."""
+def check_round_has_work(payload_for_client: Callable[..., Any], stage: Stage) -> None:
+    """Raise BadReturn if a user's hook made no payload in round 1, of which ``stage`` is the last
+    stage.
+    """
     if not users_definition(payload_for_client):
         return
     clients = "every client"
@@ -165,23 +173,24 @@ def check_anyone_asked(payload_for_client: Callable[..., Any], stage: Stage) -> 
 
 
 def check_entries(
-    aggregate: Callable[..., Any], predictors: Callable[..., Any], before: State, after: State
+    aggregate: Callable[..., Any], predictors: Callable[..., Any], old: State, new: State
 ) -> None:
-    """Raises BadReturn for parameters that a user's ``aggregate`` dropped, added, cut or cast.
+    """Raise BadReturn if a user's ``aggregate`` dropped or added parameters, or changed their
+    shapes or types.
 
-    Not where it returned another network, nor where the user's code says what is evaluated.
+    A method may do so if it changes the network, or has its own ``predictors``.
     """
     is_free = not users_definition(aggregate) or bool(users_definition(predictors))
-    if is_free or after.model != before.model or not before.params:
+    if is_free or new.model != old.model or not old.params:
         return
-    difference = other_group("params", after.params, before.params)
+    difference = group_difference("params", new.params, old.params)
     if difference:
         raise bad_return(aggregate, f"gives other parameters than the model has: {difference}")
 
 
 def check_norm(state: State, stage: Stage, accepted: Sequence[Reply], world: World) -> None:
-    """Raises Diverged for parameters beyond the limit of ``GROWTH``; names the client that sent the
-    largest ones.
+    """Raise Diverged if the parameters' norm exceeds the limit of ``GROWTH``. The message names the
+    client with the largest parameters.
     """
     norm = trees.norm(state.params)
     limit = GROWTH * max(1.0, trees.norm(world.initial(SERVER)))
@@ -203,15 +212,15 @@ def check_norm(state: State, stage: Stage, accepted: Sequence[Reply], world: Wor
     )
 
 
-def written_in(sends: Callable[..., Any], expects: Callable[..., Any]) -> str:
-    """Where a user's code says what is sent and what is expected; empty for the library's own."""
-    sent = users_definition(sends)
-    expected = users_definition(expects)
-    places = []
-    if sent:
-        places.append(f"sent by {sent}")
-    if expected:
-        places.append(f"expected by {expected}")
-    if not places:
+def reply_code(end: Callable[..., Any], expected_reply: Callable[..., Any]) -> str:
+    """The lines of a user's code that make a reply and that expect one, in brackets; empty for code
+    of the library.
+    """
+    lines = []
+    if sender := users_definition(end):
+        lines.append(f"sent by {sender}")
+    if receiver := users_definition(expected_reply):
+        lines.append(f"expected by {receiver}")
+    if not lines:
         return ""
-    return f" ({'; '.join(places)})"
+    return f" ({'; '.join(lines)})"

@@ -1,8 +1,8 @@
-"""What docstrings declare: it is written once, in the code, for readers and for commands.
+"""Reads descriptions from docstrings, so that commands and readers of the code see the same text.
 
-A class's field has its sentence in a string below it, a function's parameter in a line
-``name: Sentence.`` of the docstring. A module's docstring has blocks ``Label: text``, among them a
-method's ``State:`` and ``Memory:``, which list groups as ``Symbols:`` lists symbols.
+The description of a class's field is the string below it, and that of a function's parameter is a
+line ``name: Sentence.`` of the docstring. A module's docstring has blocks ``Label: text``, such as
+``Symbols:``, and for a method ``State:`` and ``Memory:``, which list groups of tensors.
 """
 
 from __future__ import annotations
@@ -13,77 +13,79 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 _LABEL = re.compile(r"([A-Z][a-z]+):(?: |$)")
 
 
-def sentences(thing: Callable[..., Any]) -> dict[str, str]:
-    """{name: sentence} of a class's fields, its own before its bases', or of a function's
-    parameters.
+def sentences(target: Callable[..., Any]) -> dict[str, str]:
+    """The descriptions of a class's fields, or of a function's parameters, by name.
 
-    What has no sentence is left out, and so is everything in a class whose source cannot be read.
+    A class overrides descriptions of its bases. Fields without a description are left out, and so
+    are the fields of a class whose source cannot be read.
     """
-    if not inspect.isclass(thing):
-        return _of_parameters(thing)
-    out = _of_parameters(thing) | _of_parameters(thing.__init__)
-    for kind in reversed(thing.__mro__):
-        module = sys.modules.get(kind.__module__)
-        out |= _of_classes(module).get(kind.__name__, {}) if module else {}
-    return out
+    if not inspect.isclass(target):
+        return _of_parameters(target)
+    descriptions = _of_parameters(target) | _of_parameters(target.__init__)
+    for cls in reversed(target.__mro__):
+        module = sys.modules.get(cls.__module__)
+        if module is not None:
+            descriptions |= _of_classes(module).get(cls.__name__, {})
+    return descriptions
 
 
 def blocks(text: str) -> dict[str, list[str]]:
-    """The blocks ``Label: text`` of a docstring, by label; each goes on to the next label or an
+    """The blocks ``Label: text`` of a docstring by label. A block ends at the next label or at an
     empty line.
 
     >>> blocks("A method.\\n\\nSource: a paper,\\neq. 2.\\nReading: one.\\nReading: another.")
     {'Source': ['a paper, eq. 2.'], 'Reading': ['one.', 'another.']}
     """
-    out: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     current: list[str] | None = None
     for line in inspect.cleandoc(text).splitlines():
         label = _LABEL.match(line)
         if label:
-            current = out.setdefault(label[1], [])
+            current = texts.setdefault(label[1], [])
             current.append(line[label.end() :].strip())
         elif current and line.strip():
             current[-1] = f"{current[-1]} {line.strip()}".strip()
         else:
             current = None
-    return out
+    return texts
 
 
 def _of_parameters(function: Callable[..., Any]) -> dict[str, str]:
-    """The sentences of the docstring's lines ``name: Sentence.``; each goes on to the next name or
-    an empty line.
+    """The descriptions in a docstring's lines ``name: Sentence.`` A description ends at the next
+    name or at an empty line.
     """
     names = _parameters(function)
-    out: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     current = ""
     for line in (inspect.getdoc(function) or "").splitlines():
-        name, colon, rest = line.partition(": ")
+        name, colon, text = line.partition(": ")
         if colon and name in names:
             current = name
-            out[name] = rest.strip()
+            descriptions[name] = text.strip()
         elif current and line.strip():
-            out[current] += f" {line.strip()}"
+            descriptions[current] += f" {line.strip()}"
         else:
             current = ""
-    return out
+    return descriptions
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # built in, or not meant to be read
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return {}
 
 
 @functools.cache
 def _of_classes(module: ModuleType) -> dict[str, dict[str, str]]:
-    """{class: {field: sentence}} of a module; empty if it has no source."""
+    """The descriptions of fields by class; empty if the module has no source."""
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):
@@ -94,14 +96,13 @@ def _of_classes(module: ModuleType) -> dict[str, dict[str, str]]:
 
 
 def _below_fields(node: ast.ClassDef) -> dict[str, str]:
-    out = {}
-    for field, below in zip(node.body, node.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(below, ast.Expr)
-        ):
-            text = below.value.value if isinstance(below.value, ast.Constant) else None
+    """The strings below the fields of a class, by field."""
+    descriptions = {}
+    for field, below in pairwise(node.body):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            text = below.value.value
             if isinstance(text, str):
-                out[field.target.id] = " ".join(text.split())
-    return out
+                descriptions[field.target.id] = " ".join(text.split())
+    return descriptions

@@ -1,18 +1,17 @@
-"""Every named error in the library: what happened, where, the offending value, what to do."""
+"""The errors of the library. A message names the problem, its place and the value, and a remedy."""
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 TRACEBACK = "; see the traceback with --debug"
-"""What an error says to who typed a command that showed no traceback."""
+"""The end of a message that a command shows without a traceback."""
 
 
 USER = "fedstill_user_"
-"""How the names of modules made from users' files begin (``core.user_modules``)."""
+"""The prefix of the modules that are made from users' files (``core.user_modules``)."""
 
 
 Topic = Literal[
@@ -42,16 +41,14 @@ Topic = Literal[
     "version",
     "work",
 ]
-"""What an error at a site is about, for the server: a key of
-``flower.messages.PUBLIC_REASONS``."""
+"""What an error at a site is about, for the server: a key of ``flower.messages.PUBLIC_REASONS``."""
 
 
 class FedstillError(Exception):
-    """The base of all errors that fedstill raises on purpose; its text is one line a user can act
-    on.
+    """The base of all errors that fedstill raises on purpose. The text is one line, with a remedy.
 
-    ``in_shell``: the text that the command line shows, if ``text`` names an argument of a Python
-    function. ``topic``: what the server learns if the error ends a request at a site.
+    ``in_shell``: the text for the command line, if ``text`` mentions Python arguments. ``topic``:
+    what the server learns if the error ends a request at a site.
     """
 
     exit_code = 1
@@ -63,7 +60,7 @@ class FedstillError(Exception):
 
 
 class ConfigError(FedstillError):
-    """A configuration, command line or argument that cannot be run as it is written."""
+    """An invalid configuration, command line or argument."""
 
     exit_code = 2
     topic: Topic = "config"
@@ -76,76 +73,74 @@ class UntrustedCode(ConfigError):
 class UnknownName(ConfigError):
     """A method, model, dataset, partition, topology, measure or key that does not exist.
 
-    ``todo``: what to write instead, where that is known better than by the nearest of the ``known``
-    names. ``advice``: what the message says to write.
+    ``names``: the names that exist. ``place``: where the name was used. ``remedy``: what to write
+    instead; by default, the most similar of the names. ``advice`` has the remedy of the message.
     """
 
     def __init__(
-        self, what: str, name: str, known: Iterable[str], where: str = "", todo: str = ""
+        self, kind: str, name: str, names: Iterable[str], place: str = "", remedy: str = ""
     ) -> None:
         self.name = name
-        self.advice = todo or suggestion(name, known)
+        self.advice = remedy or suggestion(name, names)
         if len(name) > 80:
             name = name[:79] + "…"
-        text = f"unknown {what} {name!r}; {self.advice}"
-        if where:
-            text = f"{where}: {text}"
+        text = f"unknown {kind} {name!r}; {self.advice}"
+        if place:
+            text = f"{place}: {text}"
         super().__init__(text)
 
 
 class RunsFailed(FedstillError):
-    """Runs of a comparison that failed; the others are finished."""
+    """Some runs of a comparison failed. The other runs are finished."""
 
 
 class DataError(ConfigError):
-    """Data that are absent, damaged, or not what their name promises."""
+    """Data that are missing, damaged or of an unexpected form."""
 
     topic: Topic = "data"
 
 
 class DataAbsent(DataError):
-    """A data set, or a file or folder of one, that is not on this machine and cannot be had from
-    here.
-    """
+    """A data set, or a file or folder of one, that is missing and cannot be downloaded."""
 
 
 class InfeasiblePartition(ConfigError):
-    """A split that these labels and parameters cannot give."""
+    """A partition that is impossible with these labels and parameters."""
 
 
 class IncompatibleMethod(ConfigError):
-    """A method that needs what the model, the data or the topology lacks."""
+    """A method that needs something that the model, the data or the topology lacks."""
 
 
 class RunExists(ConfigError):
-    """A directory that already holds another run."""
+    """The directory already contains another run."""
 
 
 class NoRun(ConfigError):
-    """A directory that holds no run."""
+    """The directory contains no run."""
 
 
 class RunBusy(ConfigError):
-    """A run directory that another process is writing."""
+    """Another process is writing to the run's directory."""
 
 
 class CorruptFile(FedstillError):
-    """A file of a run that is damaged: truncated, altered, or not what its name says."""
+    """A damaged file of a run: truncated, altered or replaced by another file."""
 
     topic: Topic = "state"
 
 
 class BadPayload(FedstillError):
-    """A message whose bytes or groups are not a payload."""
+    """Bytes or groups that are not a valid payload."""
 
     topic: Topic = "request"
 
 
 class Refused(FedstillError):
-    """A request that a site does not serve.
+    """A request that a site rejects.
 
-    Its text is for the site's log, and may name folders, columns and values. ``topic``: what the
-    server learns; no text of it depends on the site (``flower.messages.PUBLIC_REASONS``).
+    The text is for the site's log, and may name folders, columns and values. ``topic``: what the
+    server learns; no text of it depends on the site (``flower.messages``).
     """
 
     def __init__(self, text: str, topic: Topic = "request") -> None:
@@ -154,18 +149,18 @@ class Refused(FedstillError):
 
 
 class DeployFailed(FedstillError):
-    """A program of Flower's that did not do what it was started for."""
+    """A program of Flower that failed."""
 
 
 class ClientFailed(FedstillError):
-    """Clients that failed in a run that stops at that (``clients.failures``); what one raised here
-    is chained.
+    """A client failed in a run that stops at a failure (``clients.failures``). An exception from
+    this process is chained.
 
-    ``where``: round and stage, in words. ``clients``: one, or those of a stack, which fail
-    together; -1 is the server.
+    ``place``: round and stage, in words. ``clients``: the client, or all clients of a stack, which
+    fail together; -1 is the server.
     """
 
-    def __init__(self, where: str, clients: Sequence[int], why: str) -> None:
+    def __init__(self, place: str, clients: Sequence[int], reason: str) -> None:
         ids = ", ".join(map(str, clients))
         advice = '; to leave out clients that fail, set clients.failures = "tolerate"'
         if len(clients) > 1:
@@ -175,114 +170,69 @@ class ClientFailed(FedstillError):
             advice = ""
         else:
             subject = f"client {ids}"
-        text = f"{where}: {subject} failed: {why}"
+        text = f"{place}: {subject} failed: {reason}"
         super().__init__(text + advice, text + TRACEBACK + advice)
         self.clients = tuple(clients)
-        self.why = why
+        self.reason = reason
 
 
 class MethodFailed(FedstillError):
-    """A method that raised at the server; the cause is chained."""
+    """A hook of a method raised an exception at the server. The exception is chained."""
 
 
 class BadReturn(FedstillError):
-    """A function of a method that gave something else than it is asked for."""
+    """A function of a method returned a wrong value."""
 
 
 class ChangedInPlace(FedstillError):
-    """Code of a method or a measure that wrote into tensors which others have too."""
+    """A method or a measure changed tensors in place that it shares with others."""
 
 
 class TooFewReplies(FedstillError):
-    """A stage with fewer accepted replies than the quorum asks for."""
+    """A stage has fewer accepted replies than the quorum."""
 
 
 class BudgetSpent(FedstillError):
-    """A stage that would cost a client more privacy than ``privacy.epsilon`` allows; it was not
-    begun.
-    """
+    """A stage would exceed a client's privacy budget, ``privacy.epsilon``. It was not begun."""
 
 
 class Diverged(FedstillError):
-    """Parameters that grew beyond the norm guard, or that are no longer numbers."""
+    """The norm of the parameters exceeds its limit, or they contain NaN or infinity."""
 
 
 class DiskFull(FedstillError):
-    """A file that could not be written whole."""
+    """A file could not be written completely."""
 
     exit_code = 2
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """What to write instead of ``name``: the nearest legal name, or all of them.
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """What to write instead of ``name``: the most similar of the names, or else all of them.
 
     >>> suggestion("fednt", ["fedavg", "fedntd"])
     "did you mean 'fedntd'?"
     >>> suggestion("zzz", ["b", "a"])
     'choose one of a, b'
     """
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {near[0]!r}?"
-    if not names:
+    choices = sorted(names)
+    similar = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
+    if similar:
+        return f"did you mean {similar[0]!r}?"
+    if not choices:
         return "there are none"
-    return f"choose one of {', '.join(names)}"
-
-
-LISTED = 12
-"""The most names that a message lists."""
-
-
-def name_advice(kind: str, name: str, known: Sequence[str]) -> str:
-    """What to write instead of the name of a registered thing: a name that is spelt almost alike,
-    or how to list all names.
-
-    The names of published methods are similar, and a user may mean one that fedstill lacks. So a
-    name counts as a misspelling only by capitals and hyphens, two neighbours that changed places,
-    or one letter in a name of at least six.
-
-    >>> name_advice("method", "fedtnd", ["fedavg", "fedntd"])
-    "did you mean 'fedntd'?"
-    >>> name_advice("model", "mlp3", ["cnn", "mlp"])
-    'choose one of cnn, mlp'
-    """
-    for other in known:
-        if _is_misspelt(name, other):
-            return f"did you mean {other!r}?"
-    if len(known) <= LISTED:
-        return f"choose one of {', '.join(known)}"
-    return f"`fedstill list {kind}` lists the names"
-
-
-def _is_misspelt(name: str, known: str) -> bool:
-    written = re.sub(r"[-_ .]", "", name.lower())
-    meant = re.sub(r"[-_ .]", "", known.lower())
-    changes = difflib.SequenceMatcher(None, written, meant, autojunk=False).get_opcodes()
-    changed = [change for change in changes if change[0] != "equal"]
-    if not changed:
-        return True
-    first = changed[0]
-    last = changed[-1]
-    wrong = written[first[1] : last[2]]
-    right = meant[first[3] : last[4]]
-    if len(wrong) == 2 and wrong == right[::-1]:
-        return True
-    is_one_letter = len(wrong) <= 1 and len(right) <= 1
-    return is_one_letter and max(len(written), len(meant)) >= 6
+    return f"choose one of {', '.join(choices)}"
 
 
 class Interrupted(Exception):
-    """What ran was asked to stop and has stopped; all that is finished is kept."""
+    """A run was stopped on request. Its finished stages are kept."""
 
 
 MAX_REASON = 300
-"""The most characters of a reason: why a client failed, or why its reply was refused."""
+"""The most characters in the reason of a failure or a refusal."""
 
 
 def cut_reason(text: str, most: int = MAX_REASON) -> str:
-    """A reason on one line of text that can be shown anywhere; of a long one, the beginning and the
-    end.
+    """A reason as one printable line. The middle of a long reason is left out.
 
     >>> (
     ...     cut_reason("it \\n was \\x1b[2J"),
@@ -301,13 +251,6 @@ def cut_reason(text: str, most: int = MAX_REASON) -> str:
     return "".join(c if c.isprintable() else "?" for c in words)
 
 
-def error_text(error: BaseException) -> str:
-    """The text of an error of fedstill; of another error, its type and its text."""
-    if isinstance(error, FedstillError):
-        return str(error)
-    return on_one_line(error)
-
-
 def on_one_line(error: BaseException) -> str:
-    """Another library's error, or a user's: its type and its text, cut to a line."""
+    """An exception of another library or of a user's code: its type and text, as one line."""
     return cut_reason(f"{type(error).__name__}: {error}".removesuffix(": "))

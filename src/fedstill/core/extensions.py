@@ -1,19 +1,19 @@
-"""The extension points: what a capability can add to the federated loop.
+"""The extension points of the federated loop.
 
-A method needs none of this. A capability (queries, a census, private training, hostile clients, a
-budget, measures) plugs in at one of these points, and the loop in ``core.rounds`` and the engines
-know it only by these interfaces:
+Methods need none of them. Other capabilities (queries, a census, private training, hostile clients,
+a budget, measures) plug in here. The loop in ``core.rounds`` and the engines know them only by
+these interfaces:
 
-- a ``StageProvider`` adds stages to a round, and a ``StageActor`` says what happens in a stage;
-- a ``RoundHook`` extends what the server does in every stage;
-- a ``ClientHook`` extends what a client sees, how it trains, and what it sends and reports;
+- a ``StageProvider`` adds stages to a round, and a ``StageActor`` defines what happens in a stage;
+- a ``RoundHook`` extends the server's part of every stage;
+- a ``ClientHook`` extends a client's view, training, reply and report;
 - ``Middleware`` wraps the engine;
 - a ``SiteGuard`` protects a site that works for a remote server;
 - an ``Observer`` adds fields and events to the journal;
 - a ``StageKeeper`` keeps files of every stage in the run's directory.
 
-The base classes change nothing: override only what you need. What a stage and a round came to is
-in two records, ``StageResult`` and ``RoundResult``.
+The base classes change nothing: override only what you need. The records ``StageResult`` and
+``RoundResult`` describe a finished stage and a finished round.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Event = Mapping[str, Any]
 """One line of the journal: names and values that JSON can hold."""
 
 Fields = dict[str, Any]
-"""Fields to be added to an event of the journal, or to a client's report."""
+"""Fields that are added to an event of the journal, or to a client's report."""
 
 
 # ---- results -------------------------------------------------------------------------------------
 
 
 Predictors = Mapping[str, Callable[[Tensor], Tensor]]
-"""What a server can evaluate: functions from inputs (B, ...) to logits (B, C), by name."""
+"""Models that the server can evaluate: functions from inputs (B, ...) to logits (B, C), by name."""
 
 
 def of_some_clients(name: str) -> bool:
-    """Whether a predictor's name ends with a number: then it answers for a client or a group, not
-    for all.
+    """Whether a predictor answers for one client or one group of clients only. The name of such a
+    predictor ends with a number.
 
     >>> of_some_clients("cluster 0"), of_some_clients("client 3"), of_some_clients("global")
     (True, True, False)
@@ -58,10 +58,10 @@ def of_some_clients(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Requests:
-    """What the server asks of the clients of a stage.
+    """The server's requests to the clients of a stage.
 
-    ``payloads``: by client id, without the clients that have no work. ``world``: as the hooks of
-    the run extend it for this stage.
+    ``payloads``: by client id, without clients that have no work. ``world``: with the extensions
+    of the run's hooks.
     """
 
     stage: Stage
@@ -71,12 +71,12 @@ class Requests:
 
 @dataclass(frozen=True)
 class StageResult:
-    """A stage that is over.
+    """A finished stage.
 
-    ``payloads``: by client id, without the clients that had nothing to do. ``accepted``: replies
-    that passed the screen, sorted by client id. ``refused``: all others, with reasons. ``before``,
-    ``after``: the state; both are the same if the stage ended the run. ``ends_round``: whether it
-    is the round's last stage.
+    ``payloads``: by client id, without clients that had nothing to do. ``accepted``: the replies
+    that passed the screen, sorted by client id. ``refused``: all other replies, with reasons.
+    ``before``, ``after``: the state before and after the stage; the same if the stage ended the
+    run. ``ends_round``: whether it is the last stage of its round.
     """
 
     stage: Stage
@@ -89,7 +89,7 @@ class StageResult:
 
     @cached_property
     def contents(self) -> Mapping[int, Payload]:
-        """What arrived from each client, accepted or refused; an accepted reply counts."""
+        """The content from each client; of several replies, that of the accepted one."""
         contents = {refusal.client: refusal.content for refusal in self.refused}
         for reply in self.accepted:
             contents[reply.client] = reply.content
@@ -97,7 +97,7 @@ class StageResult:
 
     @property
     def local_models(self) -> dict[int, Tensors]:
-        """Each client's parameters after training, if replies hold any; without the server's."""
+        """The parameters in accepted replies by client, without the server's."""
         return {
             reply.client: reply.content.params
             for reply in self.accepted
@@ -107,12 +107,12 @@ class StageResult:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """A round that is over.
+    """A finished round.
 
     ``client_events``: the journal's events of its clients, in order. ``accuracies``: the fields of
-    the server's evaluation. ``predictors``: what was evaluated. ``client_predictors``: which of
-    these answers for each client, by name; empty where one answers for all, or the server's for
-    none.
+    the server's evaluation. ``predictors``: the evaluated models. ``client_predictors``: the name
+    of the predictor that answers for each client; empty if one answers for all clients, or none of
+    the server's models does.
     """
 
     number: int
@@ -126,32 +126,31 @@ class RoundResult:
 
 
 class Engine(Protocol):
-    """Executes stages: a method says what clients do, an engine how and where they do it."""
+    """Executes stages. A method defines what clients do, an engine how and where they do it."""
 
     def run(
         self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
-        """The replies of the clients that got a payload. The reply of a client that failed holds
-        the reason.
+        """The replies of the clients that have a payload. If a client failed, its reply holds the
+        reason.
         """
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """Keep the states of these clients after a stage, and drop those of all others."""
+        """Keep the new states of these clients after a stage, and discard those of all others."""
 
 
 @runtime_checkable
 class Exchanges(Engine, Protocol):
-    """An engine whose clients are elsewhere: a stage may take several exchanges with them.
-
-    The steps of a secure sum are such exchanges.
+    """An engine whose clients are in other processes. A stage may need several exchanges with them,
+    such as the steps of a secure sum.
     """
 
     def exchange(
         self, stage: Stage, payloads: Mapping[int, Payload], *, remember: bool
     ) -> list[Reply]:
-        """The replies of the clients that got a payload, to one step of a stage.
+        """The replies of the clients that have a payload, in one step of a stage.
 
-        ``remember``: whether ``commit`` is about the client states that this step leaves.
+        ``remember``: whether ``commit`` later decides about the client states of this step.
         """
 
 
@@ -163,10 +162,10 @@ Middleware = Callable[[Engine], Engine]
 
 
 class StageActor(Protocol):
-    """Says what the server and the clients do in a stage. A ``Method`` is one."""
+    """Defines what the server and the clients do in a stage. A ``Method`` is one."""
 
     def requires(self) -> Need:
-        """What it cannot do without."""
+        """What it requires of a run."""
 
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
@@ -188,15 +187,15 @@ class StageActor(Protocol):
 class StageProvider:
     """Adds stages to a round, or actors to stages of a topology. The base class adds nothing.
 
-    It depends on the config alone: sites compute the same schedule to check what they are asked.
+    Its result must depend on the config alone: sites compute the same schedule to check requests.
     """
 
     def actors(self) -> Mapping[str, StageActor]:
-        """Who acts in its stages, by the stage's name."""
+        """The actors by the names of their stages."""
         return {}
 
     def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
-        """The stages of a round with its own among them; round 0 comes before the first round."""
+        """The stages of a round, including those of the provider; round 0 precedes round 1."""
         return stages
 
 
@@ -207,7 +206,7 @@ class RoundHook:
     """Extends every stage at the server. The base class changes nothing."""
 
     def extend_world(self, world: World, state: State) -> World:
-        """The world as the stage's actor sees it in a state."""
+        """The world that the stage's actor gets."""
         return world
 
     def extend_payload(
@@ -223,7 +222,7 @@ class RoundHook:
         return expected
 
     def check_reply(self, reply: Reply, stage: Stage, needs: Need, state: State) -> str:
-        """Why a reply cannot be true; empty if it can."""
+        """Why a reply is impossible, such as a claim of too many examples; empty if it is not."""
         return ""
 
     def extend_state(
@@ -237,10 +236,10 @@ class RoundHook:
 
 
 class GradientRule(Protocol):
-    """How the gradients of single examples combine to the gradient of a step.
+    """Combines the gradients of single examples into the gradient of a step.
 
-    Differentially private training (DP-SGD) is such a rule: it samples each step's examples by
-    itself, clips the gradient of each example, and adds noise to their sum.
+    Differentially private training (DP-SGD) is such a rule: it samples the examples of each step,
+    clips the gradient of each example, and adds noise to their sum.
     """
 
     def batches(
@@ -259,31 +258,30 @@ class GradientRule(Protocol):
 
 
 class ClientHook:
-    """Extends what a client does. The base class changes nothing.
+    """Extends a client's part of a stage. The base class changes nothing.
 
-    A hook is a frozen dataclass: a site builds it from the config that it accepted, and its
-    ``repr`` identifies it. ``stackable``: whether clients with this hook can be trained in one
-    stack.
+    A hook is a frozen dataclass: a site builds it from the accepted config, and its ``repr``
+    identifies it. ``stackable``: whether clients with this hook can be trained in one stack.
     """
 
     stackable: ClassVar[bool] = True
 
     def extend_view(self, view: View, payload: Payload, stage: Stage) -> View:
-        """What the client sees."""
+        """The client's view."""
         return view
 
     def payload_for_work(self, payload: Payload) -> Payload:
-        """The payload that the method's work gets: without groups that are for this hook alone."""
+        """The payload for the method's work, without groups that only this hook uses."""
         return payload
 
     def extend_reply(
         self, content: Payload, params: Tensors, view: View, stage: Stage, world: World
     ) -> Payload:
-        """What the client sends; ``params``: the model after its work."""
+        """The content of the client's reply; ``params``: the model after its work."""
         return content
 
     def gradient_rule(self, view: View, stage: Stage) -> GradientRule | None:
-        """How the gradients of single examples combine; at most one hook of a run has a rule."""
+        """The rule that combines gradients of single examples; at most one hook has one."""
         return None
 
     def report(self, params: Tensors, view: View, stage: Stage, world: World) -> Fields:
@@ -298,8 +296,8 @@ class ClientHook:
         """Whether ``measured`` reads the common test set in this stage."""
         return False
 
-    def measured(self, seen: Any) -> Fields:
-        """Fields measured on the trained model (``engines.client_measures.AtClient``)."""
+    def measured(self, trained: Any) -> Fields:
+        """Fields measured on the trained model; trained: ``engines.client_measures.AtClient``."""
         return {}
 
     def cache_key(self, stage: Stage) -> str:
@@ -311,25 +309,25 @@ class ClientHook:
 
 
 class SiteRequest(Protocol):
-    """What a server asks of a site in a stage, as guards see it."""
+    """A server's request to a site in a stage, as guards see it."""
 
     @property
     def client(self) -> int:
-        """The client that the site is."""
+        """The client id of the site."""
 
     @property
     def stage(self) -> Stage:
-        """The stage: it is in the run's schedule."""
+        """The stage, which is in the run's schedule."""
 
     @property
     def payload(self) -> Payload:
-        """What the server sends."""
+        """The server's payload."""
 
     def with_payload(self, payload: Payload) -> SiteRequest:
         """The same request with another payload."""
 
     def digest(self) -> str:
-        """Identifies the whole request: the same request has the same answer."""
+        """Identifies the request with its payload: equal requests have equal replies."""
 
 
 @dataclass(frozen=True)
@@ -350,30 +348,30 @@ class SiteNotebook:
 class SiteGuard:
     """Protects a site: its data, its budget, and the config that it accepted.
 
-    A site builds its guards for every request, from that config. All that a guard must know later,
-    it notes on the site's disk. The base class lets everything pass.
+    A site builds its guards anew for every request, from that config. So a guard stores what it
+    must remember on the site's disk. The base class permits everything.
     """
 
     def answer(self, request: SiteRequest, respond: Callable[[Payload], Reply]) -> Reply:
         """The reply that leaves the site.
 
-        ``respond``: gives the reply to a payload; it does the work, or finds the reply that is
-        kept. A guard that lets no reply leave as it is (secure sums) answers in its place.
+        ``respond``: returns the reply to a payload; it does the work, or loads a stored reply. A
+        guard that must not send the reply itself (secure sums) returns another one.
         """
         return respond(request.payload)
 
     def admit(self, request: SiteRequest, work: ClientWork) -> None:
-        """Raises Refused for work that the site must not do; called before new work."""
+        """Raise Refused for work that the site must not do; called before new work."""
 
     def work_seed(self, seed: int) -> int:
         """The seed of new work; ``seed``: that of the run."""
         return seed
 
     def check(self, request: SiteRequest, work: ClientWork, reply: Reply) -> None:
-        """Raises Refused for a reply that must not leave; called before it is kept."""
+        """Raise Refused for a reply that must not leave the site; called before it is stored."""
 
     def leaving(self, request: SiteRequest, reply: Reply) -> None:
-        """Takes note of a reply before it leaves, be it new or kept."""
+        """Called before a reply leaves the site, whether it is new or stored."""
 
 
 # ---- the journal ---------------------------------------------------------------------------------
@@ -399,7 +397,7 @@ class Observer:
         return ()
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
-        """Fields of a round's event; ``so_far``: those of the observers before this one."""
+        """Fields of a round's event; ``so_far``: those of earlier observers."""
         return {}
 
     def round_events(self, result: RoundResult) -> Iterable[Event]:
@@ -407,20 +405,20 @@ class Observer:
         return ()
 
     def on_event(self, event: Event) -> None:
-        """Take notice of an event."""
+        """Update the state; called with every event."""
 
 
 class StageKeeper(Protocol):
     """Keeps files of every stage in the run's directory, as a part of the run's transaction."""
 
     def keep(self, result: StageResult) -> Mapping[int, Fields]:
-        """Make the files of a finished stage durable; its checkpoint is written afterwards.
+        """Write the files of a finished stage to disk; its checkpoint is written afterwards.
 
-        Returns fields for the events of accepted clients, by id.
+        Returns fields for the events of accepted clients, by client id.
         """
 
     def cut(self, round: int, stage: int) -> None:
-        """Delete the files of this stage and of all later ones: the run begins or goes on here."""
+        """Delete the files of this stage and of all later ones; the run begins or resumes here."""
 
 
 class Recorder(Protocol):
@@ -434,7 +432,7 @@ class Recorder(Protocol):
 
 
 class NoRecorder:
-    """A recorder that keeps nothing."""
+    """A recorder that writes nothing."""
 
     def stage(self, result: StageResult) -> None:
         """Nothing."""

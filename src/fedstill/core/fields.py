@@ -1,5 +1,7 @@
-"""Legal values of hyper-parameters: written once, in a field's annotation, and checked where a
-record is made in Python. ``config.validation`` checks a config's values by the same annotations.
+"""Ranges of hyper-parameters, which a field's annotation declares.
+
+``check_ranges`` checks them when a record is made in Python. ``config.validation`` checks the
+values of a config by the same annotations.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ PositiveShare = Annotated[float, Interval(gt=0, le=1)]
 Count = Annotated[int, Interval(ge=1, le=1_000_000)]
 CountOrZero = Annotated[int, Interval(ge=0, le=1_000_000)]
 Candidates = Annotated[tuple[Positive, ...], Len(1, 100)]
-"""Values of which a method takes the best."""
+"""Values among which a method chooses the best."""
 Seed = Annotated[int, Interval(ge=0, lt=2**63)]
 
 TYPES: Mapping[Any, str] = {
@@ -35,13 +37,11 @@ TYPES: Mapping[Any, str] = {
     str: "a valid string",
     NoneType: "None",
 }
-"""Types of single values, and how messages name them."""
+"""Types of single values, and their names in messages."""
 
 
 def check_ranges(thing: object) -> None:
-    """Raise ConfigError if a field of a dataclass instance is not what the range in its annotation
-    allows.
-    """
+    """Raise ConfigError if a field of a dataclass instance is outside of its annotated range."""
     for name, hint in _with_ranges(type(thing)).items():  # type: ignore[arg-type]
         reason = ""
         if hasattr(thing, name):
@@ -51,21 +51,23 @@ def check_ranges(thing: object) -> None:
 
 
 def problem(hint: Any, value: Any) -> str:
-    """What is wrong with a value under an annotation, as "VALUE: reason"; empty if nothing is.
+    """Why a value does not match an annotation, as "VALUE: reason"; empty if it does.
 
-    Types are strict: a whole number is a float, and True is no number. Numbers must be finite. The
-    value is checked as ``plain_value`` gives it. Checks numbers, texts, literals, unions, tuples
-    and classes; everything is legal under another annotation.
+    Types are strict: an integer is a valid float, and True is not a number. Numbers must be finite.
+    The value is first converted by ``plain_value``. Only numbers, texts, literals, unions, tuples
+    and classes are checked; all values match any other annotation.
     """
     value = plain_value(value)
     reason = _reason(hint, value)
     if not reason:
         return ""
-    return f"{shown(value)}: input should {reason}"
+    return f"{value_text(value)}: input should {reason}"
 
 
 def _reason(hint: Any, value: Any) -> str:
-    """What a value should do or be that it is not; empty if it is legal."""
+    """The requirement that a value does not meet, such as "be a valid integer"; empty if it meets
+    all.
+    """
     kind = get_origin(hint) or hint
     if kind is Annotated:
         return _reason(hint.__origin__, value) or _outside(hint.__metadata__, value)
@@ -80,7 +82,7 @@ def _reason(hint: Any, value: Any) -> str:
         )
         if is_choice:
             return ""
-        return f"be one of {shown(get_args(hint))}"
+        return f"be one of {value_text(get_args(hint))}"
     if kind is tuple:
         return _item_reason(get_args(hint), value)
     if kind in TYPES:
@@ -91,7 +93,7 @@ def _reason(hint: Any, value: Any) -> str:
 
 
 def _type_reason(kind: type, value: Any) -> str:
-    """What a value is not that should be of a type of ``TYPES``."""
+    """The requirement that a value of a type of ``TYPES`` does not meet."""
     legal = {kind}
     if kind is float:
         legal.add(int)
@@ -103,9 +105,9 @@ def _type_reason(kind: type, value: Any) -> str:
 
 
 def _item_reason(hints: tuple[Any, ...], value: Any) -> str:
-    """What a list of values should be that it is not, by the arguments of ``tuple[...]``."""
+    """The requirement that a list does not meet; hints: the arguments of ``tuple[...]``."""
     if not isinstance(value, (tuple, list)):
-        return f"be a list, {shown([value])}"
+        return f"be a list, {value_text([value])}"
     if hints[1:] == (...,):
         hints = hints[:1] * len(value)
     if len(hints) != len(value):
@@ -114,16 +116,16 @@ def _item_reason(hints: tuple[Any, ...], value: Any) -> str:
     return next(filter(None, reasons), "")
 
 
-def _outside(notes: tuple[Any, ...], value: Any) -> str:
-    """Which bound in the notes of an annotation a value does not keep."""
-    for note in notes:
+def _outside(bounds: tuple[Any, ...], value: Any) -> str:
+    """The bound that a value violates; bounds: the metadata of an annotation."""
+    for bound in bounds:
         reason = ""
-        if isinstance(note, Interval):
-            reason = _outside_interval(note, value)
-        if isinstance(note, Len) and len(value) < note.min_length:
-            reason = f"have at least {note.min_length} items"
-        if isinstance(note, Len) and note.max_length and len(value) > note.max_length:
-            reason = f"have at most {note.max_length} items"
+        if isinstance(bound, Interval):
+            reason = _outside_interval(bound, value)
+        if isinstance(bound, Len) and len(value) < bound.min_length:
+            reason = f"have at least {bound.min_length} items"
+        if isinstance(bound, Len) and bound.max_length and len(value) > bound.max_length:
+            reason = f"have at most {bound.max_length} items"
         if reason:
             return reason
     return ""
@@ -142,21 +144,21 @@ def _outside_interval(interval: Interval, value: Any) -> str:
 
 
 def plain_value(value: Any) -> Any:
-    """A value as a config holds it: NumPy's numbers become Python's, and paths become texts, also
-    in lists and tables.
+    """A value as a config can hold it: numbers of Python instead of NumPy's, and texts instead of
+    paths, also inside lists and tables.
 
-    A path without an ending could be a name, so its text begins with a dot.
+    A path without a suffix could be mistaken for a name, so its text begins with "./".
 
     >>> plain_value({"columns": PurePath("a.csv"), "name": PurePath("digits")})
     {'columns': 'a.csv', 'name': './digits'}
     """
     if isinstance(value, Mapping):
-        return {key: plain_value(one) for key, one in value.items()}
+        return {key: plain_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(map(plain_value, value))
     if isinstance(value, PurePath):
-        is_clear = value.suffix or value.is_absolute() or str(value).startswith((".", "~"))
-        if is_clear:
+        is_path = value.suffix or value.is_absolute() or str(value).startswith((".", "~"))
+        if is_path:
             return str(value)
         return f"./{value}"
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
@@ -165,12 +167,12 @@ def plain_value(value: Any) -> Any:
 
 
 def as_table(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass instance by name: the table of a config that says the same."""
+    """The fields of a dataclass instance by name, as in the table of a config."""
     return {f.name: getattr(record, f.name) for f in fields(record)}
 
 
-def shown(value: Any) -> str:
-    """A value as an error message shows it: on one line, and not longer than that."""
+def value_text(value: Any) -> str:
+    """A value for an error message: on one line, and cut if it is long."""
     if isinstance(value, date):  # as TOML has it
         return value.isoformat()
     if isinstance(value, tuple):
@@ -185,8 +187,8 @@ def shown(value: Any) -> str:
     return text
 
 
-def of_kind(value: object) -> str:
-    """What something is, in words: None, a Tensor, an int, the class TrainingStart itself."""
+def kind_text(value: object) -> str:
+    """The type of a value in words: None, a Tensor, an int, the class TrainingStart itself."""
     if isinstance(value, type):
         return f"the class {value.__name__} itself"
     if value is None:
@@ -207,7 +209,7 @@ def _with_ranges(kind: type) -> dict[str, Any]:
 
 
 def _inside(hint: Any) -> Iterator[Any]:
-    """What an annotation is made of, ranges among it."""
+    """All parts of an annotation, including its ranges."""
     for part in get_args(hint):
         yield part
         yield from _inside(part)

@@ -29,7 +29,7 @@ from typing import IO, Any
 
 from fedstill.core.errors import ConfigError, DiskFull
 
-# Opening files.
+# ---- opening -------------------------------------------------------------------------------------
 
 
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -81,14 +81,17 @@ def _open_regular(path: str, flags: int, mode: int = 0o666) -> int:
     return handle
 
 
-# Files that are written whole or not at all.
+# ---- atomic writing ------------------------------------------------------------------------------
 
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_PART = ".part"
+"""The errors of a full disk."""
 
-TOGETHER = 32
-"""How many files wait for the disk side by side, each open and in a thread of its own."""
+_PART = ".part"
+"""The suffix of files that are being written."""
+
+MOST_AT_ONCE = 32
+"""How many files are open and wait for the disk at the same time, each in a thread."""
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
@@ -114,12 +117,13 @@ def write_together(
     mode: int = 0o666,
     beside: Callable[[], object] | None = None,
 ) -> None:
-    """Write several files as ``write_whole`` does each. It takes about as long as one file, because
-    all wait for the disk side by side.
+    """Write several files as ``write_whole`` does. It takes about as long as for one file, because
+    all wait for the disk at the same time.
 
-    ``beside``: another wait, such as for a file that is open already. Once all contents are durable
-    and that wait is over, the files get their names, in this order. A loss of power may leave any
-    of the names out. Raises DiskFull for the first file that cannot be written.
+    ``beside``: a function that waits at the same time, for example for a file that is open. When
+    all contents are durable and this function has returned, the files get their names, in order.
+    After a loss of power, any of the names may be missing. Raises DiskFull for the first file that
+    cannot be written.
     """
     remaining = iter(files)
     temporary: dict[Path, Path] = {}
@@ -129,13 +133,13 @@ def write_together(
     try:
         # A few at a time, because each of them is open until it is durable.
         for first in remaining:
-            some = chain([first], islice(remaining, TOGETHER - 1))
-            _write_temporary(some, mode, temporary, waits)
+            batch = chain([first], islice(remaining, MOST_AT_ONCE - 1))
+            _write_temporary(batch, mode, temporary, waits)
             waits = []
         for path, written in temporary.items():
             with _disk_errors(path):
                 written.replace(path)
-        # One file of each folder, to name in an error.
+        # A file of each folder, for error messages.
         by_folder = {path.parent: path for path in temporary}
         _side_by_side([partial(_sync_names, path) for path in by_folder.values()])
     except DiskFull:
@@ -151,7 +155,7 @@ def _write_temporary(
     temporary: dict[Path, Path],
     waits: Sequence[Callable[[], object]],
 ) -> None:
-    """Make contents durable under temporary names, and wait for ``waits`` meanwhile.
+    """Write contents durably under temporary names, and call ``waits`` at the same time.
 
     ``temporary``: gets the temporary path of each file before it is opened, so that the caller can
     delete it after an error.
@@ -205,7 +209,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 
 def _write_all(file: IO[bytes], data: bytes) -> None:
-    """Write to an unbuffered file, which may take a part at a time."""
+    """Write to an unbuffered file, which may accept only a part at a time."""
     unwritten = memoryview(data)
     while unwritten:
         count = file.write(unwritten)
@@ -223,17 +227,18 @@ def _sync_names(path: Path) -> None:
 
 
 def _side_by_side(waits: Sequence[Callable[[], object]]) -> None:
-    """Wait for the first one here and for the others in threads. The first error on the list
-    counts.
+    """Call functions at the same time: the first in this thread, all others in further threads.
+
+    Raises the first error in the order of the functions.
     """
     if not waits:
         return
-    first, *others = waits
-    if not others:
+    first, *further = waits
+    if not further:
         first()
         return
-    with ThreadPoolExecutor(min(len(others), TOGETHER), "disk") as pool:
-        futures = [pool.submit(wait) for wait in others]
+    with ThreadPoolExecutor(min(len(further), MOST_AT_ONCE), "disk") as pool:
+        futures = [pool.submit(wait) for wait in further]
         first()
         for future in futures:
             future.result()
@@ -241,15 +246,15 @@ def _side_by_side(waits: Sequence[Callable[[], object]]) -> None:
 
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """An error of the disk names the file, and says what to do."""
+    """Turn an error of the disk into DiskFull, with the file and a remedy."""
     try:
         yield
     except OSError as error:
-        raise as_named(error, path) from error
+        raise disk_error(error, path) from error
 
 
 def write_secret(path: Path, data: bytes) -> None:
-    """Write a file that only its owner may read."""
+    """Write a file that only its owner can read."""
     write_whole(path, data, 0o600)
 
 
@@ -262,7 +267,7 @@ def make_folder(path: Path) -> None:
         path.mkdir(exist_ok=True)
         sync_folder(path.parent)
     except OSError as error:
-        raise as_named(error, path) from error
+        raise disk_error(error, path) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -275,12 +280,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether a file is a temporary one that a killed process left behind."""
+    """Whether a file is a temporary file of a killed process."""
     return path.name.startswith(".") and path.name.endswith(_PART)
 
 
 def sweep(folder: Path) -> None:
-    """Delete temporary files of killed processes, in a folder that no other process writes."""
+    """Delete the temporary files of killed processes. No other process may be writing."""
     for path in folder.rglob(f".*{_PART}"):
         remove(path)
 
@@ -290,44 +295,48 @@ def remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise as_named(error, path) from error
+        raise disk_error(error, path) from error
 
 
-def named_path(given: Path | str) -> Path:
-    """A path as a person names it, ``~`` as the home folder; raises ConfigError for a home folder
-    that is not there, and for a path of Windows.
+# ---- paths ---------------------------------------------------------------------------------------
+
+
+def named_path(path: Path | str) -> Path:
+    """The path that a user named; ``~`` is the home folder. Raises ConfigError for an unknown home
+    folder, and for a Windows path.
     """
-    check_windows_path(given)
+    check_windows_path(path)
     try:
-        return Path(given).expanduser()
+        return Path(path).expanduser()
     except RuntimeError as error:
-        raise ConfigError(
-            f"{given} names a home folder that is not there; give the whole path"
-        ) from error
+        raise ConfigError(f"the home folder of {path} is unknown; give the full path") from error
 
 
 WINDOWS_PATH = re.compile(r"([A-Za-z]):([\\/\b\f\n\r\t].*)", re.DOTALL)
-"""An absolute path of Windows. In TOML's double quotes, "C:\\new" holds the end of a line."""
+"""An absolute Windows path. In TOML's double quotes, the "\\n" of "C:\\new" is a newline."""
 
 ESCAPES = {"\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+"""Characters that TOML reads in such a path, as they were written."""
 
 
-def check_windows_path(given: Path | str, key: str = "") -> None:
-    """Raise ConfigError for an absolute path of Windows; ``key``: the key of a config that has it.
+def check_windows_path(path: Path | str, key: str = "") -> None:
+    """Raise ConfigError for an absolute Windows path; ``key``: the config key that has this value.
 
     >>> check_windows_path("data.csv")
     """
-    text = str(given)
+    text = str(path)
     match = WINDOWS_PATH.fullmatch(text)
     if match is None or os.path.lexists(text):
         return
-    path = "".join(ESCAPES.get(character, character) for character in text)
-    name = f"{key} = '{path}'" if key else path
-    raise ConfigError(f"{name} is a path of Windows; {_on_this_machine(path)}")
+    written = "".join(ESCAPES.get(character, character) for character in text)
+    subject = written
+    if key:
+        subject = f"{key} = '{written}'"
+    raise ConfigError(f"{subject} is a Windows path; {_on_this_machine(written)}")
 
 
 def _on_this_machine(path: str) -> str:
-    """What to write instead of a path of Windows."""
+    """What to write instead of a Windows path."""
     folder = path[2:].replace("\\", "/")
     in_wsl = f"in WSL it is /mnt/{path[0].lower()}{folder}"
     if "microsoft" in platform.release().lower():
@@ -336,7 +345,7 @@ def _on_this_machine(path: str) -> str:
 
 
 def in_shell(path: Path | str) -> str:
-    """A path as it is typed in a shell: in quotes if it needs them.
+    """A path for a shell, in quotes if necessary.
 
     >>> in_shell("my runs/1"), in_shell("runs/1")
     ("'my runs/1'", 'runs/1')
@@ -349,28 +358,28 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def as_named(error: OSError, path: Path) -> DiskFull:
-    """An error while writing as DiskFull, with what to do about it."""
-    run = _run_at_work(path)
-    again = "run the same command again" if run is None else f"`fedstill resume {in_shell(run)}`"
+def disk_error(error: OSError, path: Path) -> DiskFull:
+    """The DiskFull error for a file that cannot be written, with a remedy."""
+    run = _resumable_run(path)
+    retry = "run the same command again"
+    if run is not None:
+        retry = f"`fedstill resume {in_shell(run)}`"
     if error.errno in FULL:
-        return DiskFull(f"no room to write {path}: {error.strerror}; free some space, then {again}")
-    return DiskFull(f"cannot write {path}: {error.strerror}; put that right, then {again}")
+        return DiskFull(f"no room to write {path}: {error.strerror}; free some space, then {retry}")
+    return DiskFull(f"cannot write {path}: {error.strerror}; correct this, then {retry}")
 
 
-def _run_at_work(path: Path) -> Path | None:
-    """The directory of the run that a file is written for, from when it can be resumed until it is
-    finished.
-    """
+def _resumable_run(path: Path) -> Path | None:
+    """The directory of the run to which a file belongs, if the run can be resumed."""
     with contextlib.suppress(OSError):
         for folder in path.parents[:3]:
-            begun = all((folder / name).is_file() for name in ("config.toml", "lock"))
-            if begun and not (folder / "summary.json").is_file():
+            has_started = all((folder / name).is_file() for name in ("config.toml", "lock"))
+            if has_started and not (folder / "summary.json").is_file():
                 return folder
     return None
 
 
-# TOML files, which people write in any editor.
+# ---- TOML ----------------------------------------------------------------------------------------
 
 
 MARKS_OF_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -379,14 +388,14 @@ QUOTED_WINDOWS_PATH = re.compile(r'"([A-Za-z]:\\[^"]*)"')
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file; raises OSError if it cannot be read, and as ``parse_toml``."""
+    """The tables of a TOML file; raises OSError, and ValueError as ``parse_toml`` does."""
     return parse_toml(read_file(path))
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
-    """The tables of a TOML file, given its bytes: UTF-8, with or without a byte order mark.
+    """The tables in the bytes of a TOML file: UTF-8, with or without a byte order mark.
 
-    Raises ValueError for anything else, and says what to do about a path of Windows.
+    Raises ValueError for anything else, with a remedy for Windows paths.
     """
     if data.startswith(MARKS_OF_UTF_16):
         raise ValueError("its encoding is UTF-16; save it as UTF-8")
@@ -400,7 +409,7 @@ def parse_toml(data: bytes) -> dict[str, Any]:
 
 
 def _advice_on_path(text: str, error: str) -> str:
-    """What to do if the error is in a line with a Windows path in double quotes, where a backslash
+    """The remedy if the line of the error has a Windows path in double quotes, where a backslash
     begins an escape; empty otherwise.
     """
     place = LINE_OF_ERROR.search(error)
@@ -411,18 +420,22 @@ def _advice_on_path(text: str, error: str) -> str:
         return ""
     return (
         "; in double quotes a backslash begins an escape: use single quotes or forward slashes; "
-        f"for a path of Windows, {_on_this_machine(path[1])}"
+        f"for a Windows path, {_on_this_machine(path[1])}"
     )
 
 
-# Files that a person names to be written: what is there already is written over only if it is of
-# the same kind.
+# ---- overwriting ---------------------------------------------------------------------------------
+#
+# A file that a user names for output is only overwritten if it is of the same kind. So a mistake in
+# a name destroys no other file.
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of files: in words, how their names end (empty: in any way), and what their bytes
-    hold.
+    """A kind of files.
+
+    ``words``: for messages. ``ending``: of the names; empty if it does not matter. ``mark``: occurs
+    in the bytes of every such file.
     """
 
     words: str
@@ -449,16 +462,15 @@ MARKDOWN = Kind("a table that fedstill wrote", "", re.compile(rb"\A\|  \|"))
 LATEX = Kind(
     "a table that fedstill wrote", "", re.compile(rb"\A\\begin\{tabular\}\{lr+\}\n\\toprule\n & ")
 )
-OF_TABLES = {".csv": CSV, ".md": MARKDOWN, ".tex": LATEX}
-"""The kinds of a comparison's tables, by how their names end."""
+TABLE_KINDS = {".csv": CSV, ".md": MARKDOWN, ".tex": LATEX}
+"""The kinds of a comparison's tables by suffix."""
 
 
-def check_other_kind(path: Path | None, kind: Kind) -> None:
-    """Raise ConfigError if there is something that is not of this kind, so that a wrong name costs
-    nobody a file.
+def check_may_overwrite(path: Path | None, kind: Kind) -> None:
+    """Raise ConfigError if a path has a file of another kind.
 
-    An empty file may be written over; None is no name. A directory is left to who writes, whose
-    error says more of it.
+    An empty file may be overwritten. None is no path. For a directory, writing raises a clearer
+    error.
     """
     if path is None or path.is_dir() or not (path.exists() or path.is_symlink()):
         return
@@ -466,21 +478,19 @@ def check_other_kind(path: Path | None, kind: Kind) -> None:
         if not path.stat().st_size:
             return
         try:
-            held = read_file(path)
+            content = read_file(path)
         except OSError as error:
             raise ConfigError(
-                f"cannot read {path}, which would be written over: {error.strerror}"
+                f"cannot read {path}, which would be overwritten: {error.strerror}"
             ) from error
-        if path.name.endswith(kind.ending) and kind.mark.search(held):
+        if path.name.endswith(kind.ending) and kind.mark.search(content):
             return
     raise ConfigError(
-        f"{path} is there and is not {kind.words}, so it is not written over; name another file"
+        f"{path} exists and is not {kind.words}, so it is not overwritten; name another file"
     )
 
 
-def write_over(path: Path, data: bytes, kind: Kind) -> None:
-    """Write a file whole, as ``write_whole`` does; raises ConfigError over one that is not of this
-    kind.
-    """
-    check_other_kind(path, kind)
+def replace_file(path: Path, data: bytes, kind: Kind) -> None:
+    """Write a file as ``write_whole`` does; raises ConfigError over a file of another kind."""
+    check_may_overwrite(path, kind)
     write_whole(path, data)

@@ -1,5 +1,6 @@
-"""Randomness by key, not by stream: every seed is a hash of what it is for, so nothing needs to be
-saved.
+"""Keyed randomness: a seed is a hash of its place in the run and its purpose.
+
+No generator's state needs to be saved, and a resumed run draws the same numbers.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-_global = threading.RLock()
-"""Held while a thread puts the global generator aside for a moment: then no other looks at it, or
-seeds it for another run of this process.
-"""
+GLOBAL_GENERATOR_LOCK = threading.RLock()
+"""Held while a thread uses and restores the global generator: no other thread may use it then."""
 
 
 def seed_for(run: int, round: int, stage: int, client: int, purpose: str) -> int:
-    """The seed of one purpose at one place of a run: an integer in [0, 2**63).
+    """The seed for a purpose at a place in a run: an integer in [0, 2**63).
 
     >>> seed_for(1, 2, 0, 3, "batches") == seed_for(1, 2, 0, 3, "batches")
     True
@@ -36,10 +35,10 @@ def generator(seed: int) -> torch.Generator:
 
 
 def seed_global(seed: int) -> None:
-    """Start torch's global generators at ``seed``, as ``torch.manual_seed`` does.
+    """Seed torch's global generators, as ``torch.manual_seed`` does.
 
-    That function formats the caller's stack for each kind of device that is not there; seeding
-    takes far less.
+    Without CUDA this is much faster: ``torch.manual_seed`` formats the caller's stack for every
+    type of device that the machine lacks.
     """
     if torch.cuda.is_available():
         torch.manual_seed(seed)
@@ -49,57 +48,36 @@ def seed_global(seed: int) -> None:
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Seed torch's global generators within the block, and restore the CPU's afterwards.
+    """Seed torch's global generators for the block, and restore the CPU's afterwards.
 
-    ``put_aside`` only restores them.
+    ``restoring_global_state`` restores them without seeding.
     """
-    with _global:
-        found = torch.get_rng_state()
+    with GLOBAL_GENERATOR_LOCK:
+        previous = torch.get_rng_state()
         seed_global(seed)
     try:
         yield
     finally:
-        with _global:
-            torch.set_rng_state(found)
+        with GLOBAL_GENERATOR_LOCK:
+            torch.set_rng_state(previous)
 
 
 @contextmanager
-def put_aside(card: bool = False) -> Iterator[None]:
-    """Restore torch's global generator on the CPU after the block. Other threads wait meanwhile, so
-    the block must be short.
+def restoring_global_state(cuda: bool = False) -> Iterator[None]:
+    """Restore torch's global CPU generator after the block.
 
-    card: whether to restore that of the current CUDA device, too, if one is in use.
+    The block must be short, because other threads wait for it. cuda: also restore the generator of
+    the current CUDA device, if CUDA is in use.
     """
     devices: list[int] = []
-    if card and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         devices = [torch.cuda.current_device()]
-    with _global, torch.random.fork_rng(devices=devices):
+    with GLOBAL_GENERATOR_LOCK, torch.random.fork_rng(devices=devices):
         yield
 
 
-def global_state() -> list[torch.Tensor]:
-    """Where torch's global generators stand: the CPU's, and the current CUDA device's if one is in
-    use.
-    """
-    with _global:
-        states = [torch.get_rng_state()]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            states.append(torch.cuda.get_rng_state())
-        return states
-
-
-def has_moved(since: list[torch.Tensor]) -> bool:
-    """Whether anything has drawn from them since ``global_state``.
-
-    If CUDA was first used in between, only the CPU's generator is compared.
-    """
-    return any(not torch.equal(a, b) for a, b in zip(global_state(), since, strict=False))
-
-
-def resident(draws: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Numbers that were drawn on the CPU, on a device. Nothing waits for a copy to a CUDA
-    device.
-    """
+def to_device(draws: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy numbers that were drawn on the CPU to a device; asynchronously to a CUDA device."""
     if device.type == "cuda":
         return draws.pin_memory().to(device, non_blocking=True)
     return draws.to(device)

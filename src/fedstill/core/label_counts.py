@@ -1,26 +1,26 @@
-"""Label counts of all clients, and what they are used for: the census, and class weights.
+"""Label counts of all clients, and their uses: the census and class weights.
 
-**The census.** Clients send their label counts, for methods and class weights that need them. It is
-a stage of its own: before round 1 (as round 0), and at the start of every task. Later stages
-compare the examples that clients claim with their answers to the census.
+**The census** is a stage in which clients send their label counts, for methods and class weights
+that need them. It takes place before round 1 (as round 0), and at the start of every task. In later
+stages, the number of examples that a client claims is compared with the census.
 
 State: labels = (clients, C) int64, the label counts; zeros for a client that did not answer.
 
-**Class weights** (``plan.class_weights``). Losses of labels count more for some classes than for
-others. The weights are a list in the config, or they are balanced: a class with half as many
-examples has twice the weight. Balanced weights come from the labels that a client trains on, which
-stay there, or from the label counts of all clients. For the latter there is a census, and the
-server sends its totals to the clients (group ``label_totals``).
+**Class weights** (``plan.class_weights``) weigh the losses of labels by class. The weights are a
+list in the config, or they are balanced: a class with half as many examples has twice the weight.
+Balanced weights are computed from the labels that a client trains on, which stay at the client, or
+from the label counts of all clients. The latter need a census, and the server sends its totals to
+the clients (group ``label_totals``).
 
 Definition: the weight of class c is n / (k n_c), where n is the number of examples, n_c of them are
 of class c, and k is the number of classes that have examples. This is "balanced" in scikit-learn. A
 class without examples has weight 0.
 
-The engine takes the mean of the weighted losses over the examples of a batch, and does not divide
-by the sum of their weights as PyTorch does. So an example weighs the same in every batch, the
-gradient of a batch is an unbiased estimate of that of the weighted objective, and a single example
-has a weighted gradient, which private training needs. Balanced weights have mean 1 over the
-examples that they come from: the loss keeps its scale beside the other terms of an objective.
+The engine averages the weighted losses over the examples of a batch, and does not divide by the
+sum of their weights as PyTorch does. So an example has the same weight in every batch, the gradient
+of a batch is an unbiased estimate of the gradient of the weighted objective, and single examples
+have weighted gradients, which private training needs. Balanced weights have mean 1 over the
+examples from which they are computed: the loss keeps its scale relative to other terms.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Census(ClientWork):
 
 @dataclass(frozen=True)
 class CensusTaker(Method):
-    """The actor of the stage: each client's label counts replace its earlier ones.
+    """The actor of the stage. Each client's label counts replace its earlier ones.
 
-    A client that is absent, or fails, has zeros: it has no example that could count.
+    A client that is absent or fails has zeros.
     """
 
     def payload_for_client(
@@ -106,16 +106,14 @@ class CensusTaker(Method):
 
 
 class CensusStages(StageProvider):
-    """Provides the stage: before round 1 for all clients, then wherever the clients' task
-    changes.
-    """
+    """Adds the stage before round 1, for all clients, and when the clients' task changes."""
 
     def actors(self) -> Mapping[str, StageActor]:
-        """Who takes the census."""
+        """The actor of the census."""
         return {CENSUS: CensusTaker()}
 
     def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
-        """A round's stages, after a census where one is due."""
+        """The stages of a round, preceded by a census if one is due."""
         if round == 0:
             return [census_stage(world), *stages]
         if not world.stream.changes(round):
@@ -130,7 +128,7 @@ def census_stage(world: World) -> Stage:
 
 @dataclass(frozen=True)
 class CensusChecks(RoundHook):
-    """Refuses label counts that cannot be true, and claims that contradict the census.
+    """Refuses impossible label counts, and claims that contradict the census.
 
     ``max_examples``: the most examples that a client may claim.
     """
@@ -145,9 +143,9 @@ class CensusChecks(RoundHook):
         return self._check_claim(reply, state.extra.tensor(LABELS))
 
     def _check_counts(self, reply: Reply) -> str:
-        """Why label counts are no counts of as many examples as the client claims.
+        """Why label counts do not match the number of examples that the client claims.
 
-        Whether they have the right form is for the screen to judge.
+        The screen checks their form.
         """
         labels = reply.content.get(LABELS)
         if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
@@ -165,7 +163,7 @@ class CensusChecks(RoundHook):
             if claimed > counted:
                 return f"claims {claimed} examples, and {counted} in the census"
             return ""
-        # A client with 0 said that it has none, or its answer to the census was refused.
+        # The client reported no examples, or its reply to the census was refused.
         largest = int(labels.sum(1).max())
         if 0 < largest < claimed:
             return f"claims {claimed} examples, and the largest client {largest} in the census"
@@ -197,11 +195,10 @@ def balanced_weights(counts: Tensor) -> Tensor:
 
 
 def class_weights(plan: Plan, labels: Tensor, view: View) -> Tensor | None:
-    """The weights (C,) float64 of the losses of a client's labels; None if they have none.
+    """The class weights (C,) float64 of a client's losses; None if all classes weigh the same.
 
     labels: (n,), of the examples that the client trains on. Examples without labels (-1) have no
-    weights. Raises BadPayload if the plan needs the totals of all clients and the server did not
-    send them.
+    weights. Raises BadPayload if the plan needs the label totals and the server did not send them.
     """
     setting = plan.class_weights
     if setting == "none" or not len(labels) or int(labels.min()) < 0:
@@ -217,8 +214,8 @@ def class_weights(plan: Plan, labels: Tensor, view: View) -> Tensor | None:
     return balanced_weights(view.label_totals.maximum(counts))
 
 
-def are_overall(plans: Mapping[str, Plan]) -> bool:
-    """Whether a stage has weights from the label counts of all clients."""
+def needs_label_totals(plans: Mapping[str, Plan]) -> bool:
+    """Whether any stage has weights from the label counts of all clients."""
     return any(plan.class_weights == BALANCED_OVERALL for plan in plans.values())
 
 
@@ -244,7 +241,7 @@ class TotalsAtServer(RoundHook):
         if plan is None or plan.class_weights != BALANCED_OVERALL:
             return payload
         totals = world.get(LabelTotals)
-        # Before the census, only the size of a payload is computed.
+        # Without a census, payloads are only made to compute their size.
         counts = torch.zeros(world.classes, dtype=torch.int64)
         if totals is not None:
             counts = totals.counts
@@ -256,7 +253,7 @@ class TotalsAtClient(ClientHook):
     """Shows a client the label totals that the server sent."""
 
     def extend_view(self, view: View, payload: Payload, stage: Stage) -> View:
-        """The view with the totals. Raises BadPayload unless they are (C,) of the run's classes."""
+        """The view with the totals. Raises BadPayload unless they are (C,)."""
         if LABEL_TOTALS not in payload:
             return view
         totals = payload.tensor(LABEL_TOTALS)
@@ -267,6 +264,6 @@ class TotalsAtClient(ClientHook):
         return replace(view, label_totals=totals)
 
     def payload_for_work(self, payload: Payload) -> Payload:
-        """The payload that the method made, without the totals."""
+        """The payload without the totals."""
         groups = {name: group for name, group in payload.items() if name != LABEL_TOTALS}
         return Payload(groups)

@@ -1,7 +1,6 @@
-"""What label histograms say of a client: its shares, how skewed they are, how far from another's.
+"""Label histograms of clients: label shares, their skew, and distances between them.
 
-Floating tensors keep their dtype; everything else (lists, arrays, integer tensors) is taken as
-float64.
+Floating tensors keep their dtype; everything else (lists, arrays, integer tensors) becomes float64.
 """
 
 from __future__ import annotations
@@ -20,15 +19,17 @@ TensorLike = Tensor | ArrayLike
 Metric = Literal["l1", "l2", "kl", "js"]
 
 SMOOTHING = 1e-4
-"""What is added to shares before a KL divergence, and to distances before they divide; SFedKD's
-only constant.
+"""Added to shares before a KL divergence, and to distances before a division; SFedKD's only
+constant.
 """
 
 
 def as_floats(values: TensorLike) -> Tensor:
-    """The numbers as a floating tensor: a floating tensor as it is, anything else as float64."""
+    """The numbers as a floating tensor: a floating tensor unchanged, anything else as float64."""
     if isinstance(values, Tensor):
-        return values if values.is_floating_point() else values.to(torch.float64)
+        if values.is_floating_point():
+            return values
+        return values.to(torch.float64)
     return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
@@ -41,7 +42,9 @@ def counts(labels: TensorLike, classes: int) -> Tensor:
     >>> counts([2, 0, 2], classes=4)
     tensor([1, 0, 2, 0])
     """
-    ids = labels if isinstance(labels, Tensor) else torch.from_numpy(np.array(labels))
+    ids = labels
+    if not isinstance(ids, Tensor):
+        ids = torch.from_numpy(np.array(ids))
     if ids.numel() == 0:
         return torch.zeros(classes, dtype=torch.int64)
     if ids.is_floating_point() or ids.is_complex() or ids.dim() != 1:
@@ -67,9 +70,8 @@ def means_by_class(values: Tensor, labels: Tensor, classes: int) -> tuple[Tensor
             [2.]]), tensor([1, 0, 2]))
     """
     size = counts(labels, classes)
-    sums = torch.zeros(classes, values.shape[1], dtype=torch.float64).index_add_(
-        0, labels, values.double()
-    )
+    zeros = torch.zeros(classes, values.shape[1], dtype=torch.float64)
+    sums = zeros.index_add_(0, labels, values.double())
     return (sums / size.clamp(min=1).unsqueeze(1)).to(values.dtype), size
 
 
@@ -107,7 +109,7 @@ def gini_index(proportions: TensorLike) -> Tensor:
 
 
 def distance(p: TensorLike, q: TensorLike, metric: Metric, smoothing: float = SMOOTHING) -> Tensor:
-    """How far two label distributions are apart, over the last axis.
+    """The distance between two label distributions, over the last axis.
 
     p, q: (..., C) summing to 1, broadcast against each other; metric: "l1" (sum of differences),
     "l2" (Euclidean), "kl" (KL(p || q), each first smoothed to ``(D + s) / (1 + C s)``), "js" (mean

@@ -1,6 +1,4 @@
-"""The two halves of a method: what the server does (``Method``), and what clients do
-(``ClientWork``).
-"""
+"""The two halves of a method: the server's (``Method``) and the clients' (``ClientWork``)."""
 
 from __future__ import annotations
 
@@ -40,8 +38,8 @@ from fedstill.losses import cross_entropy
 class Method:
     """The server's half of a method. Its fields are the method's hyper-parameters.
 
-    The base class is federated averaging; a method overrides what it does differently. The flags of
-    ``needs``, ``adds`` and ``permits`` are in ``fedstill.core.capabilities``.
+    The base class is federated averaging. A method overrides the hooks in which it differs. The
+    flags of ``needs``, ``adds`` and ``permits`` are in ``fedstill.core.capabilities``.
 
     A complete method, FedProx with a count of the examples seen:
 
@@ -76,26 +74,24 @@ class Method:
     adds: ClassVar[Addition] = Addition.NOTHING
     """What the method adds to every network; the additions start at zero."""
     permits: ClassVar[Permit] = Permit.NOTHING
-    """What may be done to the method's replies."""
+    """What the method permits on its replies, such as secure sums."""
     labelled: ClassVar[frozenset[str]] = frozenset()
-    """The stages that read the labels of public data. In all other stages these are hidden, as
-    -1.
-    """
+    """The stages that read the labels of public data. In all other stages these labels are -1."""
     plans: ClassVar[Mapping[str, Plan]] = {"train": Plan()}
     """The paper's training settings by stage."""
     personal: ClassVar[frozenset[str]] = frozenset()
-    """The stages after which a client's own model is its answer; the last of these in which the
-    client acted counts. Without such a stage, the server's models are the answers
+    """The stages after which a client's own model answers for it. Of several, the last one in which
+    the client acted counts. Without such a stage, the server's models answer
     (``client_predictors``).
     """
     reusable: ClassVar[frozenset[str]] = frozenset()
-    """The stages whose replies may be stored for other runs: they leave no memory, and their
+    """The stages whose replies may be stored for other runs. They leave no client state, and their
     replies depend only on the client's data, model, plan, seed and work.
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ConfigError for a name that resembles a hook's or a declaration's, and for needs,
-        permits or additions that are no flags.
+        """Raise ConfigError for a name that resembles a hook or a declaration, and for needs,
+        permits or additions that are not flags.
         """
         super().__init_subclass__(**arguments)
         _check_class(cls)
@@ -108,14 +104,14 @@ class Method:
         return self.needs
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        """Why the method cannot run on a schedule (the stages of round 1), and what to do; empty if
-        it can.
+        """Why the method cannot run with a schedule, and a remedy; empty if it can.
+
+        stages: those of round 1.
         """
         return ""
 
     def setting_warnings(self, world: World) -> str:
-        """A warning about settings that have no effect with a run's classes and tasks; empty if all
-        have one.
+        """A warning about settings that have no effect on this run, or an empty string.
 
         The warning is shown when a run begins, and by ``fedstill explain``.
         """
@@ -126,22 +122,22 @@ class Method:
         return State(params=world.initial(SERVER))
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
-        """The state at the start of a round, when its schedule is known."""
+        """The state at the start of a round; stages: its schedule."""
         return state
 
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
-        """What a client receives in a stage; None if it has nothing to do."""
+        """The payload that a client receives in a stage; None if it has nothing to do."""
         return Payload(params=state.params)
 
     def work(self, stage: Stage) -> ClientWork:
-        """What a client does in a stage."""
+        """The work of clients in a stage."""
         return ClientWork()
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
-        """A payload of the form that a client's reply must have: groups, names, shapes and types.
-        The values do not matter.
+        """A payload with the groups, names, shapes and types of a valid reply. Its values do not
+        matter.
         """
         return Payload(params=world.initial(client))
 
@@ -152,12 +148,12 @@ class Method:
         return state.next(params=weighted_mean(replies))
 
     def idle_reply(self, reply: Reply, payload: Payload) -> Payload | None:
-        """The reply that a client would have sent if it had changed nothing; None if this cannot be
-        determined.
+        """The reply that a client would have sent if it had changed nothing; None if this is
+        unknown.
 
-        By default, a model is as it was received, a ``change`` is 0, and everything else is as in
-        the reply. The measure ``contributions`` repeats rounds with such replies, to find out which
-        clients contributed to what a round did.
+        By default, the reply has the received model and a ``change`` of 0, and is otherwise the
+        same. The measure ``contributions`` repeats rounds with such replies to find out which
+        clients contributed to the change of a round.
         """
         models = {
             group: payload[group]
@@ -173,21 +169,20 @@ class Method:
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         """The models that the server can evaluate, by name: functions from inputs (B, ...) to
-        logits (B, C).
-
-        By default, the global model if there is one.
+        logits (B, C). By default, the global model if there is one.
         """
         if not state.params:
             return {}
         return {"global": world.predictor(state.params, state.model)}
 
     def client_predictors(self, state: State, world: World) -> dict[int, str]:
-        """The name of the predictor that answers for each client, where the server has several
-        models: ``{client: "cluster 0"}`` for all clients, before round 1, too.
+        """The name of the predictor that answers for each client, such as ``{3: "cluster 0"}``, if
+        the server has several models. All clients are in it, also before round 1.
 
-        By default empty: a client is answered by the predictor ``client N`` if there is one, and by
-        the first one otherwise. Predictors whose names end with another number, such as ``cluster
-        0``, are models of some clients, so a method that has nothing but these overrides this hook.
+        By default empty: the predictor ``client N`` answers for client N if it exists, and
+        otherwise the first predictor. A predictor such as ``cluster 0``, whose name ends with a
+        number, answers for some clients only. A method that has only such predictors overrides
+        this hook.
         """
         return {}
 
@@ -198,29 +193,28 @@ class Method:
 
 
 class ClientWork:
-    """The client's half of a method. It holds no state, no loop over batches, no device, no file
-    and no seed.
+    """The client's half of a method. It has no state, batch loop, device, file or seed.
 
-    By default this is plain local training: it starts from the received parameters, minimises the
+    The base class is plain local training: it starts from the received parameters, minimises the
     cross-entropy, and sends the parameters back. In every step, the hooks are called in this order:
     ``ascent_terms`` and ``perturb`` (a first pass, if the method has one), ``terms``,
     ``adjust_gradients``, the optimiser, ``after_step``.
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ConfigError for a name that resembles a hook's."""
+        """Raise ConfigError for a name that resembles a hook."""
         super().__init_subclass__(**arguments)
         _check_class(cls)
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        """What training starts with, from what was received and what this client remembers."""
+        """The start of training, from the received payload and this client's state."""
         return TrainingStart(params=payload.params)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        """Named terms of the objective: a (B,) tensor is averaged over real examples, a () tensor
-        is added as it is.
+        """Named terms of the objective. A (B,) tensor is averaged over real examples, a () tensor
+        is added unchanged.
         """
         return {"ce": step.weighted(cross_entropy(step.logits(), step.y))}
 
@@ -232,8 +226,8 @@ class ClientWork:
         view: View,
         world: World,
     ) -> tuple[Payload, Payload | Keep]:
-        """What is sent up, and the client's state until it acts again; ``KEEP`` for the one it
-        has.
+        """The reply's content, and the client's state until it acts again; ``KEEP`` if the state
+        does not change.
         """
         return Payload(params=params), NOTHING
 
@@ -247,20 +241,20 @@ class ClientWork:
     def report(
         self, params: Tensors, start: TrainingStart, view: View, world: World
     ) -> dict[str, Any]:
-        """Further fields of this client's event in the journal: numbers, words, lists of them."""
+        """Further fields of this client's event in the journal: numbers, texts, lists of them."""
         return {}
 
     def ascent_terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        """Named terms of a first pass, as sharpness-aware minimisation has one; ``perturb`` gets
-        their gradient, or zeros without terms.
+        """Named terms of a first pass, as in sharpness-aware minimisation. ``perturb`` gets their
+        gradient, or zeros if there are no terms.
         """
         return {}
 
     def perturb(self, params: Tensors, grads: Tensors, start: TrainingStart) -> Tensors:
-        """The point at which the gradient of ``terms`` is taken. The step still starts from
+        """The point at which the gradient of ``terms`` is computed. The step still starts from
         ``params``.
 
-        Both have the trained entries only. Normalisation layers update their statistics in the
+        Both have only the trained entries. Normalisation layers update their statistics in the
         first pass only.
         """
         return params
@@ -272,25 +266,25 @@ class ClientWork:
     def after_step(
         self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, start: TrainingStart
     ) -> tuple[Tensors, Tensors]:
-        """Parameters and trace after an optimiser step, which moved trained entries from ``before``
-        to ``after``.
+        """Parameters and trace after an optimiser step from ``before`` to ``after``, which have
+        only the trained entries.
         """
         return after, trace
 
     def validation_score(self, params: Tensors, view: View) -> float | None:
-        """How good these parameters are, once an epoch, for early stopping: accuracy on the
-        client's held-out data.
+        """The score of these parameters, for early stopping; by default, the accuracy on the
+        client's held-out data. It is computed once an epoch.
 
-        Outputs that take no part in training are left out. None if nothing is held out, as at the
-        server and at a client with one example: then all epochs run, and the last counts.
+        Outputs that take no part in training are excluded. None if nothing is held out, as at the
+        server and at a client with one example: then all epochs run, and the last one counts.
         """
-        held = view.validation
-        if held is None or len(held) == 0:
+        validation = view.validation
+        if validation is None or len(validation) == 0:
             return None
-        logits = view.passes.logits(params, held)
+        logits = view.passes.logits(params, validation)
         if view.head is not None:
             logits = logits.where(view.head.to(logits.device), RULED_OUT)
-        return float((logits.argmax(1) == held.labels).double().mean())
+        return float((logits.argmax(1) == validation.labels).double().mean())
 
     def trainable(self, name: str) -> bool:
         """Whether the parameter of this name is trained."""

@@ -1,5 +1,5 @@
-"""Payload: what messages, client memories and a state's extras are made of, named groups of tensors
-and scalars.
+"""Payload: named groups of tensors and scalars, the content of messages, client states and a
+state's extras.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Group = Tensors | Tensor | Scalar
 
 
 class Payload(Mapping[str, Group]):
-    """A message, a memory or a state's extras: named groups, each a mapping of tensors, a tensor, a
-    number or a string.
+    """Named groups: each is a mapping of tensors, a tensor, a number or a string. Messages, client
+    states and a state's extras are payloads.
 
     >>> import torch
     >>> p = Payload(params={"w": torch.zeros(2)}, gini=0.5)
@@ -32,8 +32,8 @@ class Payload(Mapping[str, Group]):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    def __init__(self, groups: Mapping[str, Group] | None = None, /, **named: Group) -> None:
-        self._groups = MappingProxyType({**(groups or {}), **named})
+    def __init__(self, groups: Mapping[str, Group] | None = None, /, **keywords: Group) -> None:
+        self._groups = MappingProxyType({**(groups or {}), **keywords})
 
     def __getitem__(self, name: str) -> Group:
         if name not in self._groups:
@@ -62,30 +62,28 @@ class Payload(Mapping[str, Group]):
         return self.tensors("params")
 
     def tensors(self, name: str) -> Tensors:
-        """The group of that name, a mapping of tensors; raises BadPayload if it is something
-        else.
-        """
+        """The mapping of tensors of that name; raises BadPayload for another kind of group."""
         group = self[name]
         if not isinstance(group, Mapping):
             raise BadPayload(f"group {name!r} is a {type(group).__name__}, not named tensors")
         return group
 
     def tensor(self, name: str) -> Tensor:
-        """The bare tensor of that name; raises BadPayload if it is something else."""
+        """The tensor of that name; raises BadPayload for another kind of group."""
         group = self[name]
         if not isinstance(group, Tensor):
             raise BadPayload(f"group {name!r} is a {type(group).__name__}, not a tensor")
         return group
 
     def number(self, name: str) -> float:
-        """The number of that name; raises BadPayload if it is something else."""
+        """The number of that name; raises BadPayload for another kind of group."""
         group = self[name]
         if isinstance(group, str) or not isinstance(group, (int, float)):
             raise BadPayload(f"group {name!r} is a {type(group).__name__}, not a number")
         return float(group)
 
     def many(self, name: str) -> dict[int, Tensors]:
-        """The groups that :func:`many` made under a name, by id.
+        """The groups that ``many`` made under a name, by id.
 
         >>> import torch
         >>> list(Payload(many("peer", {3: {"w": torch.zeros(1)}})).many("peer"))
@@ -98,11 +96,14 @@ class Payload(Mapping[str, Group]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its content: tensors as they are, 8 a number, a string's UTF-8."""
+        """The size of the content: a number counts as 8 bytes, a string as its UTF-8 bytes."""
         return sum(_group_bytes(group) for group in self._groups.values())
 
 
 NOTHING = Payload()
+"""The payload without groups."""
+
+NUMBER_BYTES = 8  # of a number in a payload
 
 
 class Keep(Enum):
@@ -115,11 +116,11 @@ class Keep(Enum):
 
 
 KEEP: Final = Keep.KEEP
-"""What ``ClientWork.end`` returns in place of a client state: the client keeps the one it has."""
+"""``ClientWork.end`` returns this in place of a client state that does not change."""
 
 
 def many(name: str, groups: Mapping[int, Tensors]) -> dict[str, Group]:
-    """Groups ``name.id``, one for each id: how many models travel in one payload."""
+    """Groups ``name.ID``, one for each id. A payload can hold several models in this way."""
     return {f"{name}.{i}": groups[i] for i in sorted(groups)}
 
 
@@ -128,4 +129,6 @@ def _group_bytes(group: Group) -> int:
         return group.numel() * group.element_size()
     if isinstance(group, Mapping):
         return sum(t.numel() * t.element_size() for t in group.values())
-    return len(group.encode()) if isinstance(group, str) else 8
+    if isinstance(group, str):
+        return len(group.encode())
+    return NUMBER_BYTES

@@ -1,10 +1,10 @@
-"""The settings of the process that calls fedstill, while fedstill computes in it.
+"""Standard settings of the process while fedstill computes in it.
 
-torch, NumPy and the environment have settings that change the bits of a computation, or stop it:
-the default number type and device, the number of threads, less exact products. What a run computes
-depends on its config alone. So every public function that computes does so within
+torch, NumPy and the environment have settings that change the bits of a computation, or make it
+fail: the default number type and device, the number of threads, the precision of products. A run
+must depend on its config alone. So every public function that computes does so within
 ``process_settings``: meanwhile the settings are those of a new process with one torch thread, and
-afterwards they are again what they were.
+afterwards the caller's settings are restored.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SET_BY_IMPORTS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "GRPC_VERBOSITY")
 
 @contextmanager
 def process_settings() -> Iterator[None]:
-    """Meanwhile this thread and its process have the settings with which fedstill computes.
+    """Give this thread and its process fedstill's standard settings for the block.
 
-    Blocks may be nested, and threads may be in one at the same time: the settings of the process
-    are put back when the last thread leaves.
+    Blocks may be nested, and several threads may be inside one. The settings of the process are
+    restored when the last thread leaves.
     """
     _process.enter()
     try:
@@ -52,12 +52,12 @@ def process_settings() -> Iterator[None]:
 
 
 def is_settled() -> bool:
-    """Whether a thread is within ``process_settings``."""
+    """Whether any thread is within ``process_settings``."""
     return _process.users > 0
 
 
 def at_the_end(undo: Callable[[], object]) -> None:
-    """Call something when the last thread leaves ``process_settings``; never if none is in it."""
+    """Call a function when the last thread leaves ``process_settings``; never if none is inside."""
     _process.at_the_end(undo)
 
 
@@ -72,8 +72,8 @@ def set_environment(variables: Mapping[str, str]) -> None:
 class _Setting:
     """A setting of the whole process.
 
-    ``standard``: the values with which fedstill computes; another value is replaced by the first.
-    Empty: every value will do at first, and something in fedstill may change it.
+    ``standard``: the legal values; another value is replaced by the first. Empty: every value is
+    legal at first, and fedstill may change the setting later.
     """
 
     read: Callable[[], Any]
@@ -81,15 +81,15 @@ class _Setting:
     standard: tuple[Any, ...] = ()
 
     def standardise(self, undo: ExitStack) -> None:
-        """Set a standard value, and have the present one put back."""
+        """Set a standard value; ``undo`` restores the current one."""
         try:
-            found = self.read()
+            value = self.read()
         except (AttributeError, RuntimeError):
-            # This version of torch has no such setting, or the process has set both the older and
-            # the newer form of it, and then torch cannot say which of them counts.
+            # This version of torch has no such setting. Or the process has set both the older and
+            # the newer form of the setting, and torch cannot tell which of them is valid.
             return
-        undo.callback(self.write, found)
-        if self.standard and found not in self.standard:
+        undo.callback(self.write, value)
+        if self.standard and value not in self.standard:
             self.write(self.standard[0])
 
 
@@ -102,21 +102,21 @@ class _Process:
         self._undo = ExitStack()
 
     def enter(self) -> None:
-        """Standardise the settings, if no other thread has."""
+        """Standardise the settings, unless another thread has done so."""
         with self._lock:
             self.users += 1
             if self.users == 1:
                 self._standardise()
 
     def leave(self) -> None:
-        """Put the settings back, if no other thread needs them."""
+        """Restore the settings, unless another thread still needs them."""
         with self._lock:
             self.users -= 1
             if self.users == 0:
                 self._undo.close()
 
     def at_the_end(self, undo: Callable[[], object]) -> None:
-        """Have something undone together with the settings."""
+        """Call a function when the settings are restored."""
         with self._lock:
             if self.users > 0:
                 self._undo.callback(undo)
@@ -137,7 +137,7 @@ def _settings() -> list[_Setting]:
     """The settings of the process, in the order in which they are standardised."""
     settings = [
         _Setting(torch.get_default_dtype, torch.set_default_dtype, (torch.float32,)),
-        # A caller who asks for an error where torch has no deterministic kernel gets it.
+        # A caller may want an error where torch has no deterministic kernel.
         _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
         _attribute(torch.backends, "mkldnn.enabled", True),
@@ -160,9 +160,9 @@ def _settings() -> list[_Setting]:
 
 
 def _cuda_settings() -> list[_Setting]:
-    """What ``steady`` changes for a run on a card, and what it relies on."""
-    # They are put back in the opposite order. The newer form of a switch comes last then, because
-    # it says more than the older one.
+    """The settings that ``steady`` changes or needs on a CUDA device."""
+    # Settings are restored in reverse order. So the newer form of a setting is restored last: it
+    # has more values than the older one.
     newer = [
         _attribute(torch.backends, f"{products}.fp32_precision")
         for products in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
@@ -197,7 +197,7 @@ def _attribute(module: Any, name: str, *standard: Any) -> _Setting:
 
 
 def _quiet(setting: _Setting) -> _Setting:
-    """A setting of which torch warns, even if it is only read, that there is a newer form."""
+    """The older form of a setting: torch warns of it, even if it is only read."""
 
     def read() -> Any:
         with warnings.catch_warnings(action="ignore"):
@@ -211,9 +211,12 @@ def _quiet(setting: _Setting) -> _Setting:
 
 
 def _imported_variables() -> Sequence[str]:
-    # On macOS, scikit-learn's variable lets a second OpenMP library be loaded. Without it the
-    # process would be stopped, if that is loaded later.
-    return () if sys.platform == "darwin" else SET_BY_IMPORTS
+    """The environment variables to restore."""
+    if sys.platform == "darwin":
+        # scikit-learn's variable allows a second OpenMP library. Without the variable, loading that
+        # library later would abort the process.
+        return ()
+    return SET_BY_IMPORTS
 
 
 def _restore_variable(name: str, value: str | None) -> None:
@@ -224,14 +227,14 @@ def _restore_variable(name: str, value: str | None) -> None:
 
 
 def _on_cpu_by_default() -> AbstractContextManager[object]:
-    """New tensors are on the CPU, unless the code that makes them names another device."""
+    """A context in which new tensors are on the CPU, unless their code names another device."""
     if torch.get_default_device().type == "cpu":
-        return nullcontext()  # a device in force costs time in every call of torch
+        return nullcontext()  # the context of a device would slow down every call of torch
     return torch.device("cpu")
 
 
 def _as_without_blocks() -> list[AbstractContextManager[object]]:
-    """Gradients are computed, and in full precision, whatever blocks of torch the caller is in."""
+    """Contexts of gradients and full precision, whatever contexts the caller has entered."""
     blocks: list[AbstractContextManager[object]] = [
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -244,8 +247,8 @@ def _as_without_blocks() -> list[AbstractContextManager[object]]:
 
 @contextmanager
 def _small_numbers() -> Iterator[None]:
-    """Numbers too small for all digits of a float are not taken for zero."""
-    # NumPy computes under the same flag of the processor as torch, and is not traced.
+    """Do not flush denormal numbers to zero within the block."""
+    # NumPy obeys the same flag of the processor as torch, and its calls are not traced.
     smallest = np.finfo(np.float32).smallest_normal
     is_flushed = smallest / np.float32(2) == 0
     if not is_flushed:

@@ -1,4 +1,4 @@
-"""The frozen records that the parts of the library pass to each other."""
+"""The frozen records that all parts of the library share."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ __all__ = [
 ]
 
 
-# A network by name, as records and messages name it.
+# ---- networks ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A network by name: what it is built from, so that equal specs are equal architectures.
+    """The specification of a network. Equal specifications are equal architectures.
 
-    ``input_shape``: of one example: (channels, height, width) of an image, (D,) of a vector or a
-    row of a table, (channels, L) of a series, (L,) of a text's token ids. ``vocabulary``: how many
-    token ids there are, 0 where inputs are numbers. ``classes``: C; ``fields``: its options, sorted
-    by name. ``widths``: the numbers of units of its hidden layers, where they are not the network's
-    own. ``trains``, ``held``: which entries are trained, and the SHA-256 of all others, which stay
-    as they are (``models.parameters``); empty: all are trained. ``adds``: what the method of a
-    run adds to it (``models.parameters``); initial weights do not depend on that.
+    ``input_shape``: of one example: (channels, height, width) for an image, (D,) for a vector or a
+    row of a table, (channels, L) for a series, (L,) for the token ids of a text. ``classes``: C.
+    ``fields``: the network's options, sorted by name. ``widths``: the numbers of units of its
+    hidden layers, if they are not the default. ``vocabulary``: the number of token ids; 0 if inputs
+    are numbers. ``trains``, ``held``: the trained entries, and the SHA-256 of all others, which do
+    not change; empty if all entries are trained. ``adds``: what the method adds to the network;
+    initial weights do not depend on it. ``models.parameters`` explains the last three.
     """
 
     name: str
@@ -94,18 +94,20 @@ class ModelSpec:
     adds: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """The whole spec. The seed of the initial weights is derived from this text."""
+        """The specification with all options. The seed of the initial weights depends on this
+        text.
+        """
         return self._with_options(self.name)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name, of types that JSON has."""
+        """All fields by name, of types that JSON supports."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> ModelSpec:
-        """The spec that ``to_dict`` gave, also if JSON has made lists of tuples.
+        """The specification of which ``to_dict`` made a table; lists may replace tuples.
 
-        Raises TypeError or ValueError for anything else.
+        Raises TypeError or ValueError for an invalid table.
         """
         spec = cls(**{name: as_pairs(value) for name, value in dict(entries).items()})
         for name, hint in get_type_hints(cls).items():
@@ -117,7 +119,7 @@ class ModelSpec:
 
     @property
     def label(self) -> str:
-        """The same as people read it, without the folder of a file, and without tables."""
+        """The specification for human readers: files without their folder, and long options cut."""
         return self._with_options(short_name(self.name), longest=60)
 
     def sends(self, name: str) -> bool:
@@ -133,7 +135,7 @@ class ModelSpec:
         if not options:
             return name
         if longest is not None:
-            options = [(key, text if len(text) <= longest else "…") for key, text in options]
+            options = [(key, _at_most(longest, text)) for key, text in options]
         return f"{name}({', '.join(f'{key}={text}' for key, text in options)})"
 
 
@@ -156,8 +158,14 @@ def _matches_pattern(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern)
 
 
+def _at_most(longest: int, text: str) -> str:
+    if len(text) > longest:
+        return "…"
+    return text
+
+
 def as_pairs(value: Any) -> Any:
-    """A value of a config in a form that can be hashed: tables as sorted pairs, lists as tuples.
+    """A value of a config in a hashable form: tables as sorted pairs, lists as tuples.
 
     >>> as_pairs({"b": [1, 2], "a": {"c": 3}})
     (('a', (('c', 3),)), ('b', (1, 2)))
@@ -169,7 +177,7 @@ def as_pairs(value: Any) -> Any:
     return value
 
 
-# Plan: how a stage trains, and the learning rate of each round.
+# ---- plans ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -177,9 +185,9 @@ class Plan:
     """How a stage trains: length, batches and optimiser. ``[plan.STAGE]`` sets the values of one
     stage.
 
-    0 epochs and 0 steps train nothing. ``norm`` "frozen" keeps normalisation layers in evaluation
-    mode. ``patience`` and ``keep = "best"`` need the examples of ``validation``, on which
-    ``ClientWork.validation_score`` is computed.
+    With 0 epochs and 0 steps, nothing is trained. ``norm = "frozen"`` keeps normalisation layers in
+    evaluation mode. ``patience`` and ``keep = "best"`` need ``validation``: the score
+    (``ClientWork.validation_score``) is computed on the held-out examples.
     """
 
     epochs: CountOrZero = 5
@@ -238,7 +246,8 @@ class Plan:
         check_ranges(self)
 
     def batches_per_epoch(self, examples: int, joined: bool = False) -> int:
-        """How many batches an epoch has; ``joined``: without a last one of a single example.
+        """The number of batches in an epoch. joined: whether a single left-over example joins the
+        previous batch.
 
         >>> Plan(batch=20).batches_per_epoch(41), Plan(batch=20).batches_per_epoch(41, joined=True)
         (3, 2)
@@ -246,16 +255,15 @@ class Plan:
         return -(-examples // self.batch) - joined
 
     def leaves_one_over(self, examples: int) -> bool:
-        """Whether training reaches an epoch's last batch and it holds a single example, after other
-        batches.
+        """Whether training reaches the last batch of an epoch, and it has one example while the
+        others have more.
         """
         ends_with_one = 1 < self.batch < examples and examples % self.batch == 1
         is_reached = self.steps == 0 or self.steps >= self.batches_per_epoch(examples)
         return ends_with_one and is_reached
 
     def lr_at(self, round: int) -> float:
-        """The learning rate of a round (1 is the first): nothing is remembered, so a resumed run
-        has the same.
+        """The learning rate of a round; the first round is 1. A resumed run has the same rates.
 
         With W = ``lr_warmup``, T = ``lr_rounds`` and t = round - 1 - W, the rounds since the
         warm-up: lr (round / (W + 1)) while t < 0; then lr lr_decay^t ("constant"), lr
@@ -264,8 +272,8 @@ class Plan:
         Source: Loshchilov & Hutter, "SGDR" (2017), equation 5, without restarts; Goyal et al.,
         "Accurate, Large Minibatch SGD" (2017), section 2.2, for the warm-up.
         Reading: t = 0 is the first round with lr itself, and the end of the cosine is the round
-        after the last: no round trains with a rate of 0. Rounds beyond the last have the last
-        one's. Raises ConfigError for "cosine" without a round after the warm-up.
+        after the last: no round trains with a rate of 0. Rounds beyond the last have its rate.
+        Raises ConfigError for "cosine" without a round after the warm-up.
         """
         since = max(round, 1) - 1 - self.lr_warmup
         if since < 0:
@@ -279,32 +287,35 @@ class Plan:
                 )
             share = (1 + math.cos(math.pi * min(since, length - 1) / length)) / 2
             return float(self.lr * (self.lr_end + (1 - self.lr_end) * share))
-        times = since // self.lr_step if self.lr_schedule == "step" else since
-        return float(self.lr * self.lr_decay**times)
+        decays = since
+        if self.lr_schedule == "step":
+            decays = since // self.lr_step
+        return float(self.lr * self.lr_decay**decays)
 
 
-# What a client's training starts with and what it did, and one batch as an objective sees it.
+# ---- training ------------------------------------------------------------------------------------
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 Teacher = Tensors | tuple[ModelSpec, Tensors]
+"""Parameters of the client's network, or another network with its parameters."""
 
 OFF = -1e4
-"""The logit of an output that takes no part: finite, as 0 times infinity has no value."""
+"""The logit of an output that takes no part in training. It is finite: 0 times infinity is NaN."""
 
 RULED_OUT = 100 * OFF
-"""The logit of a class that must not be predicted: below that of every output that is off."""
+"""The logit of a class that must not be predicted: below the logits of outputs that are off."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Inputs and labels (n,) int64. The type of the inputs says what they are.
+    """Inputs and labels (n,) int64.
 
     ``values``: pixels (n, channels, H, W) uint8; numbers (n, …) float, as the network takes them;
-    or token ids (n, L) int64, of which 0 is padding. ``owners``: (n,) int64, whose each example is,
-    where the data say so.
+    or token ids (n, L) int64, where 0 is padding. ``owners``: the owner of each example, (n,)
+    int64, if the data have owners.
     """
 
     values: Tensor
@@ -313,7 +324,7 @@ class Examples:
 
     @property
     def images(self) -> Tensor:
-        """The old name of ``values``; it goes with the next release."""
+        """The old name of ``values``, which the next release removes."""
         warnings.warn("Examples.images is now Examples.values", DeprecationWarning, stacklevel=2)
         return self.values
 
@@ -327,8 +338,8 @@ class Examples:
         )
 
     def __add__(self, further: Examples) -> Examples:
-        """These examples and further ones behind them, on the device of these; the owners, where
-        both have them.
+        """These examples followed by further ones, on the device of these; with owners if both have
+        owners.
         """
         further = further.to(str(self.labels.device))
         owners = None
@@ -341,7 +352,7 @@ class Examples:
         )
 
     def take(self, index: Tensor) -> Examples:
-        """The examples at some positions, (n,) int64, on whatever device."""
+        """The examples at some positions, (n,) int64, on any device."""
         index = index.to(self.labels.device)
         owners = None
         if self.owners is not None:
@@ -360,18 +371,18 @@ class Examples:
 
 @dataclass(frozen=True)
 class TrainingStart:
-    """What a client starts a stage with: parameters, frozen teachers by name, a running trace, and
-    constants.
+    """The start of a client's training: parameters, frozen teachers by name, a running trace, and
+    constants for the objective.
 
-    ``model``: what is trained, if it is not the site's network. Of another network than the site's
-    nothing is measured. ``examples``: what it is trained on, if it is not what the site has. With a
-    ``model`` they are taken as they are, never augmented; so the server may train something small
-    without public data. Replies count the site's own examples, whatever is trained on.
-    ``only``: positions of the examples to train on, (n,) int64; all if it is left out. A step's
-    ``index`` counts among them, and teachers' logits cover them.
-    ``head``: which outputs take part in training, (C,) bool, set by the engine; None: all.
-    ``class_weights``: the weight of each class in losses of labels, (C,), set by the engine; None:
-    all alike.
+    ``only``: positions of the examples to train on, (n,) int64; by default, all. A step's ``index``
+    refers to these examples, and teachers' logits cover them. ``model``: the network to train, if
+    it is not the site's; nothing is measured on such a network. ``examples``: the examples to train
+    on, if they are not the site's. Together with ``model`` they are never augmented; so the server
+    can train something small without public data. A reply always counts the site's own examples.
+
+    The engine sets the last two fields. ``head``: which outputs take part in training, (C,) bool;
+    None: all. ``class_weights``: the weight of each class in losses of labels, (C,); None: all
+    classes weigh the same.
     """
 
     params: Tensors
@@ -390,7 +401,7 @@ class TrainingStart:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What training did: optimiser steps, the learning rate it used, the trace at its end."""
+    """The result of training: the optimiser steps, the learning rate, and the final trace."""
 
     steps: int
     lr: float
@@ -398,8 +409,8 @@ class TrainingResult:
 
 
 class Step(Protocol):
-    """One batch in training, as an objective sees it. A forward pass runs when a result is first
-    requested.
+    """One batch in training, as an objective sees it. Forward passes run when their results are
+    first requested.
     """
 
     x: Tensor  # (B, *shape of an input): images (B, channels, H, W), vectors (B, D), series, tokens
@@ -424,7 +435,7 @@ class Step(Protocol):
         """The student's penultimate features (B, D)."""
 
     def head(self, features: Tensor) -> Tensor:
-        """The student's logits (B, C) of given features (B, D)."""
+        """The student's logits (B, C) for features (B, D)."""
 
     def run(
         self,
@@ -432,11 +443,11 @@ class Step(Protocol):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """``function(network, params, x, *args)`` of the network and the parameters in training and
-        the batch's inputs, in the run's precision.
+        """Call ``function(network, params, x, *args)`` with the network in training, its parameters
+        and the batch's inputs, in the run's precision.
 
-        Functions that take a network apart are next to it in ``fedstill.models``. Each call is a
-        pass of its own, while ``logits`` and ``features`` share one.
+        Functions that use parts of a network are next to it in ``fedstill.models``. Each call is a
+        separate pass, while ``logits`` and ``features`` share one.
         """
 
     def run_teacher(
@@ -447,45 +458,45 @@ class Step(Protocol):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """``function(network, params, x, *args)`` of a frozen teacher and any ``x``, in the run's
-        precision, with gradient to ``x``.
+        """Call ``function(network, params, x, *args)`` with a frozen teacher and any ``x``, in the
+        run's precision. The gradient flows to ``x``.
         """
 
     def teacher(self, name: str, raw: bool = False) -> Tensor:
-        """A teacher's logits (B, C), without gradient; as ``logits`` for outputs that take no
-        part.
+        """A teacher's logits (B, C), without gradient; -1e4 for outputs that take no part in
+        training, unless ``raw``.
         """
 
     def teacher_features(self, name: str) -> Tensor:
         """A teacher's penultimate features (B, D), without gradient."""
 
     def on(self, logits: Tensor) -> Tensor:
-        """Logits (B, C) that a method made itself: -1e4 for outputs that take no part, the others
-        as they are.
+        """Logits (B, C) of the method's own, with -1e4 for outputs that take no part in
+        training.
         """
 
     def weighted(self, losses: Tensor) -> Tensor:
-        """Losses (B,) of the labels ``y``, each times the weight of its class; as they are if the
-        plan has no ``class_weights``.
+        """Losses (B,) of the labels ``y``, each multiplied by the weight of its class; unchanged if
+        the plan has no ``class_weights``.
 
-        An objective that reads labels must call it: otherwise ``class_weights`` are refused.
+        An objective that reads labels must call it, otherwise ``class_weights`` are rejected.
         """
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean () of values (B,) over real examples."""
 
 
-# Stages, replies and states; and what clients and the server may see.
+# ---- stages, replies and states ------------------------------------------------------------------
 
 
 SERVER = -1
-"""The client id of the server, whose data are the public set."""
+"""The client id of the server. Its data are the public set."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a round: its name, the clients that act in it, and whether on their private or on
-    public data.
+    """One step of a round: its name, the clients that act in it, and whether they use their private
+    data or public data.
     """
 
     round: int
@@ -493,15 +504,15 @@ class Stage:
     name: str
     clients: tuple[int, ...]
     view: Literal["private", "public"] = "private"
-    sequential: bool = False  # a link of a chain: one client acts, and a failure is skipped
+    sequential: bool = False  # part of a chain: one client acts, and a failed client is skipped
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a client sends back: a payload, its number of examples, its metrics; or the reason why
-    it failed.
+    """A client's reply: a payload, its number of examples and its metrics; or the reason of its
+    failure.
 
-    ``idle``: a real site that has no data in the round's task, and has nothing to do.
+    ``idle``: whether a real site has no data in the round's task, and so nothing to do.
     """
 
     client: int
@@ -522,8 +533,8 @@ LABELS = "labels"
 
 @dataclass(frozen=True)
 class State:
-    """The server's whole state between two stages: the round, the stage to do next, global
-    parameters, named extras.
+    """The complete state of the server between two stages: the round, the index of the next stage,
+    the global parameters, and named extras.
 
     ``model``: the architecture of ``params``, if ``aggregate`` has changed it.
     """
@@ -537,8 +548,8 @@ class State:
     def next(
         self, params: Tensors | None = None, groups: Mapping[str, Group] = NOTHING, **extra: Group
     ) -> State:
-        """The state with other parameters or extras, by name or as ``groups``; everything else is
-        kept.
+        """The state with new parameters or extras, which are keywords or ``groups``; everything
+        else stays.
         """
         if params is None:
             params = self.params
@@ -550,16 +561,19 @@ class State:
         A prefix ``name.`` drops all groups that ``many`` made under that name.
         """
         prefixes = tuple(group for group in groups if group.endswith("."))
-        kept = {
+        remaining = {
             name: group
             for name, group in self.extra.items()
             if name not in groups and not name.startswith(prefixes)
         }
-        return replace(self, extra=Payload(kept))
+        return replace(self, extra=Payload(remaining))
+
+
+# ---- what the server and the clients see ---------------------------------------------------------
 
 
 class World(Protocol):
-    """What every side may know before anything is sent; never data."""
+    """What the server and all clients know before a run. It has no data."""
 
     @property
     def clients(self) -> int: ...
@@ -569,7 +583,7 @@ class World(Protocol):
     def rounds(self) -> int: ...
     @property
     def public(self) -> int:
-        """How many public examples there are."""
+        """The number of public examples."""
 
     @property
     def seed(self) -> int: ...
@@ -577,49 +591,46 @@ class World(Protocol):
     def plans(self) -> Mapping[str, Plan]: ...
     @property
     def stream(self) -> Stream:
-        """Which tasks there are, and who is in which when."""
+        """The run's tasks, and the task of each client in each round."""
 
     def model(self, client: int) -> ModelSpec:
         """The architecture of a client, or of the server."""
 
     def initial(self, client: int) -> Tensors:
-        """Initial parameters of a client's architecture; equal architectures start equal."""
+        """Initial parameters of a client's architecture; the same for equal architectures."""
 
     def predictor(
         self, params: Tensors, model: ModelSpec | None = None
     ) -> Callable[[Tensor], Tensor]:
-        """A function from inputs (B, ...) to the logits (B, C) of these parameters; of the server's
-        architecture, or of another.
+        """A function from inputs (B, ...) to the logits (B, C) of a model; by default, of the
+        server's architecture.
         """
 
     def get(self, kind: type[T]) -> T | None:
-        """The record of a kind that a capability has added; None without such a record."""
+        """The record of a class that a capability has added; None if there is none."""
 
     def extend(self, *records: object) -> World:
-        """The same world with further records, in place of those of the same kinds."""
+        """The world with further records, which replace those of the same classes."""
 
 
 class Passes(Protocol):
-    """The passes over a site's data that ``begin`` and ``end`` may ask the engine for."""
+    """Passes over data that ``ClientWork.begin`` and ``ClientWork.end`` can use.
+
+    model: the network of the parameters; by default, the site's.
+    """
 
     def logits(self, params: Tensors, examples: Examples, model: ModelSpec | None = None) -> Tensor:
-        """Logits (n, C) in evaluation mode, in the order of the examples; of the site's network, or
-        of another.
-        """
+        """Logits (n, C) in evaluation mode, in the order of the examples."""
 
     def features(
         self, params: Tensors, examples: Examples, model: ModelSpec | None = None
     ) -> Tensor:
-        """Features (n, D), what the body gives, in evaluation mode; of the site's network, or of
-        another.
-        """
+        """Features (n, D), the output of the body, in evaluation mode."""
 
     def gradients(
         self, params: Tensors, examples: Examples, loss: Any, batch: int, seed: int | None = None
     ) -> Iterator[Tensors]:
-        """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)`` by trained
-        entry.
-        """
+        """The gradient of each batch's mean ``loss(logits, labels) -> (B,)``, by trained entry."""
 
     def run(
         self,
@@ -628,17 +639,17 @@ class Passes(Protocol):
         examples: Examples,
         model: ModelSpec | None = None,
     ) -> Iterator[T]:
-        """``function(network, params, x)`` for each shard of the examples, in their order, without
-        gradient; of the site's network, or of another.
+        """Call ``function(network, params, x)`` for each shard of the examples, in their order and
+        without gradients.
 
-        The network is in evaluation mode, and in float32 whatever precision training has.
+        The network is in evaluation mode and computes in float32, whatever precision training has.
         """
 
 
 @dataclass(frozen=True)
 class View:
-    """What one site sees in one stage: its model and data, its label counts, the public set, its
-    own held-out data.
+    """What a site sees in a stage: its model, its data and their label counts, the public set, and
+    held-out data.
     """
 
     client: int
@@ -649,12 +660,12 @@ class View:
     validation: Examples | None
     test: Examples | None
     passes: Passes
-    query: tuple[int, ...] = ()  # the classes that this client asks for
-    # of a real site with tasks: its own test set of each
+    query: tuple[int, ...] = ()  # the classes that this client asks its peers for
+    # The test sets of a real site, by task.
     tests: Mapping[int, Examples] = field(default_factory=dict)
-    # (C,) bool, the outputs that take part in the stage's training; None: all
+    # (C,) bool, the outputs that take part in the stage's training; None: all.
     head: Tensor | None = None
-    # (C,) int64, the label counts of all clients, where the plan's class weights need them
+    # (C,) int64, the label counts of all clients, if the plan's class weights need them.
     label_totals: Tensor | None = None
 
     @property
@@ -670,13 +681,12 @@ class View:
         only: Tensor | None = None,
         model: ModelSpec | None = None,
     ) -> Tensor:
-        """Logits (n, C) of these parameters on the site's own or on the public data, in their
-        order.
+        """Logits (n, C) on the site's data or on the public data, in their order.
 
-        ``only``: positions, (n,) int64; all if it is left out. ``model``: their network, if it is
-        not the site's.
+        ``only``: positions of examples, (n,) int64; by default, all. ``model``: the network of the
+        parameters; by default, the site's.
         """
-        return self.passes.logits(params, self._of(of, only), model).cpu()
+        return self.passes.logits(params, self._examples(of, only), model).cpu()
 
     def features(
         self,
@@ -685,13 +695,12 @@ class View:
         only: Tensor | None = None,
         model: ModelSpec | None = None,
     ) -> Tensor:
-        """Features (n, D) of these parameters, in evaluation mode; D is ``models.contract.width``
-        of their network.
+        """Features (n, D) in evaluation mode; D is ``models.contract.width`` of the network.
 
         ``of``, ``only``, ``model``: as for ``logits``. Raises IncompatibleMethod for a network
         without body and head.
         """
-        return self.passes.features(params, self._of(of, only), model).cpu()
+        return self.passes.features(params, self._examples(of, only), model).cpu()
 
     def gradients(
         self,
@@ -701,17 +710,16 @@ class View:
         of: Literal["data", "public"] = "data",
         seed: int | None = None,
     ) -> Iterator[Tensors]:
-        """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)``, in evaluation
-        mode.
+        """The gradient of each batch's mean ``loss(logits, labels) -> (B,)``, in evaluation mode.
 
-        The order is fixed and mixes the classes; stop when there are enough. ``seed``: augment as
-        in training, from it.
+        The order of the examples is fixed and mixes the classes; stop iterating when you have
+        enough. ``seed``: augment the examples as in training, with this seed; None: do not augment.
         """
-        return self.passes.gradients(params, self._of(of), loss, batch, seed)
+        return self.passes.gradients(params, self._examples(of), loss, batch, seed)
 
-    def _of(self, of: str, only: Tensor | None = None) -> Examples:
+    def _examples(self, source: str, only: Tensor | None = None) -> Examples:
         examples = self.data
-        if of != "data":
+        if source != "data":
             if self.public is None:
                 raise BadPayload(
                     f"client {self.client} has no public data; set [data] public, or choose a "

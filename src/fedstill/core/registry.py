@@ -1,9 +1,8 @@
-"""Finds methods, models, data sets, partitions, topologies, measures and streams by name, file or
-import path.
+"""The registry of methods, models, data sets, partitions, topologies, measures and streams.
 
-A thing registers itself by ``@register(kind, name)``; a kind's package is imported when one of its
-names is first asked for. A user's own is a file beside the config (``"mine.py:Mine"``, or
-``"mine.py"``) or ``"package.module:Mine"``.
+``@register(kind, name)`` registers a class or a function. The package of a kind is imported when a
+name of that kind is first looked up. Users name a file beside the config (``"mine.py:Mine"``, or
+``"mine.py"``) or an installed module (``"package.module:Mine"``).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path, PurePath
 from typing import Any, TypeVar, get_type_hints
 
-from fedstill.core.errors import USER, ConfigError, UnknownName, name_advice
+from fedstill.core.errors import USER, ConfigError, UnknownName
 
 HOMES = {
     "method": "fedstill.methods",
@@ -28,23 +27,25 @@ HOMES = {
     "measure": "fedstill.measures",
     "stream": "fedstill.continual",
 }
-"""The package in which each kind's built-in things register themselves."""
+"""The package of the built-in entries of each kind."""
 
-GIVEN = {
+SUPPLIED_PARAMETERS = {
     "partition": {"labels", "clients", "groups", "seed"},
     "model": {"input_shape", "in_channels", "vocabulary", "classes", "num_classes"},
     "dataset": {"folder"},
     "stream": {"labels", "domains", "tasks", "seed", "classes"},
 }
-"""Parameters that the library supplies, and that are therefore no fields of a config."""
+"""Parameters that the library supplies, so that a config cannot set them."""
 
 Target = TypeVar("Target")
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One registered thing: its target (a class or a function), and the fields fixed by this
-    name. It equals itself alone, so it can be the key of a cache.
+    """A registered class or function, the ``target``, under a name.
+
+    ``preset``: values of fields that the name implies. ``about``: the summary, if it is not the
+    docstring's. An entry only equals itself, so it can be the key of a cache.
     """
 
     kind: str
@@ -55,90 +56,93 @@ class Entry:
 
     @property
     def summary(self) -> str:
-        """One line that says what it is: the first paragraph of its docstring, unless ``about`` is
-        given.
-        """
+        """A summary in one line: ``about``, or else the first paragraph of the docstring."""
         first_paragraph = (inspect.getdoc(self.target) or "").partition("\n\n")[0]
         text = self.about or " ".join(first_paragraph.split())
         return text.replace("``", "")
 
     @functools.cached_property
     def fields(self) -> Mapping[str, tuple[Any, Any]]:
-        """{name: (annotation, default)} of what a config may set; a field without default has
-        ``...``.
+        """The annotation and the default of each field that a config can set, by name. The default
+        of a required field is ``...``.
         """
         hints = get_type_hints(_annotated(self.target), include_extras=True)
-        out = {}
-        for name, p in inspect.signature(self.target).parameters.items():
-            if name not in GIVEN.get(self.kind, ()) and p.kind not in (
-                p.VAR_POSITIONAL,
-                p.VAR_KEYWORD,
-            ):
-                default = ... if p.default is p.empty else p.default
-                out[name] = (hints.get(name, Any), self.preset.get(name, default))
-        return out
+        supplied = SUPPLIED_PARAMETERS.get(self.kind, set())
+        fields = {}
+        for name, parameter in inspect.signature(self.target).parameters.items():
+            is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if name in supplied or is_variadic:
+                continue
+            default = parameter.default
+            if default is parameter.empty:
+                default = ...
+            fields[name] = (hints.get(name, Any), self.preset.get(name, default))
+        return fields
 
     @property
     def sentences(self) -> dict[str, str]:
-        """{name: sentence} of what a config may set, as far as sentences are written (see
-        ``fedstill.core.docstrings``).
-        """
-        from fedstill.core import docstrings  # for lists of fields, not for runs
+        """The descriptions of fields by name, from docstrings (``fedstill.core.docstrings``)."""
+        from fedstill.core import docstrings  # only for lists of fields
 
         return {
             name: text.replace("``", "") for name, text in docstrings.sentences(self.target).items()
         }
 
-    def build(self, *given: Any, **fields: Any) -> Any:
-        """Call the target with what the library gives and what the config says, over this name's
-        preset.
+    def build(self, *supplied: Any, **fields: Any) -> Any:
+        """Call the target. supplied: the library's arguments. fields: values of the config, which
+        override the preset.
         """
-        return self.target(*given, **{**self.preset, **fields})
+        return self.target(*supplied, **{**self.preset, **fields})
 
 
 def short_name(name: str) -> str:
-    """A name as people read it: of a file by its whole path, the file.
+    """A name for human readers: a file without its folder.
 
     >>> short_name("/home/me/mine.py:Mine"), short_name("owner/name")
     ('mine.py:Mine', 'owner/name')
     """
-    return PurePath(name).name if PurePath(name).is_absolute() else name
+    path = PurePath(name)
+    if path.is_absolute():
+        return path.name
+    return name
 
 
 def _annotated(target: Any) -> Any:
-    """Where the annotations of what can be called are: of a class, a function, a partial one, or
-    another object.
-    """
+    """The object with the annotations of a callable's parameters."""
     while isinstance(target, functools.partial):
         target = target.func
-    if inspect.isclass(target):
-        return target if is_dataclass(target) else target.__init__
-    return target if inspect.isroutine(target) else type(target).__call__
+    if inspect.isclass(target) and not is_dataclass(target):
+        return target.__init__
+    if inspect.isclass(target) or inspect.isroutine(target):
+        return target
+    return type(target).__call__
 
 
 _entries: dict[tuple[str, str], Entry] = {}
 
 LIVE = "python:"
-"""How names of things begin that were handed over from Python, and that another process cannot
-import.
+"""The prefix of the names of objects that were passed in Python. Another process cannot import
+them.
 """
 
 
 def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callable[[Target], Target]:
-    """Register a class or function under a name; with ``preset``, a registered setting of it (no
-    copy).
+    """Register a class or function under a name.
 
-    Raises ConfigError if the name is taken by a thing of another module.
+    ``preset``: values of fields that the name implies. Raises ConfigError if an entry of another
+    module has the name.
     """
 
     def decorate(target: Target) -> Target:
         entry = Entry(kind, name, target, preset, about)  # type: ignore[arg-type]
-        home = entry.target.__module__
-        # Two users' files may share a name.
-        key = f"{home}:{name}" if home.startswith(USER) else name
-        if (old := _entries.get((kind, key))) and old.target.__module__ != home:
+        module = entry.target.__module__
+        key = name
+        if module.startswith(USER):
+            key = f"{module}:{name}"  # several files of users may register the same name
+        previous = _entries.get((kind, key))
+        if previous is not None and previous.target.__module__ != module:
             raise ConfigError(
-                f"{kind} {name!r} is registered already, by {old.target.__module__}; choose "
+                f"{kind} {name!r} is registered already, by {previous.target.__module__}; choose "
                 "another name"
             )
         _entries[kind, key] = entry
@@ -159,27 +163,28 @@ def names(kind: str) -> list[str]:
 
 
 def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
-    """The entry of a name, of a file ``"mine.py[:Thing]"`` relative to ``base``, or of
-    ``"package.module:Thing"``.
+    """The entry of a name, of a file ``"mine.py[:Name]"`` relative to ``base``, or of
+    ``"package.module:Name"``.
 
-    Raises UnknownName with the nearest legal name, ConfigError if a file or module cannot be
-    imported.
+    Raises UnknownName, and ConfigError if a file or module cannot be imported.
     """
     _import_home(kind)
     if (kind, name) in _entries:
         return _entries[kind, name]
     if name.startswith(LIVE):
         raise ConfigError(
-            f"{kind} {name!r} was handed over in Python, and cannot be imported here: "
-            "resume the run with fedstill.resume(DIRECTORY, "
-            f"{kind}={name.removeprefix(LIVE).partition('-')[0]}), "
-            f"or put it in a file and name that"
+            f"{kind} {name!r} was passed in Python, and cannot be imported here: resume the run "
+            f"with fedstill.resume(DIRECTORY, {kind}={name.removeprefix(LIVE).partition('-')[0]}), "
+            "or put it into a file and name the file"
         )
     path, _, attribute = name.partition(":")
     if path.endswith(".py") or (path and attribute):
         return _users_entry(kind, name, base or Path.cwd())
-    known = names(kind)
-    raise UnknownName(kind, name, known, todo=name_advice(kind, name, known))
+    from fedstill.core.user_code import name_advice  # only for errors
+
+    registered_names = names(kind)
+    remedy = name_advice(kind, name, registered_names)
+    raise UnknownName(kind, name, registered_names, remedy=remedy)
 
 
 def registered_as(kind: str, target: object) -> str:
@@ -187,19 +192,19 @@ def registered_as(kind: str, target: object) -> str:
     not.
     """
     _import_home(kind)
-    for (of_kind, name), entry in _entries.items():
-        if of_kind == kind and entry.target is target and not entry.preset:
+    for (entry_kind, name), entry in _entries.items():
+        if entry_kind == kind and entry.target is target and not entry.preset:
             return name
     return ""
 
 
 def enter(entry: Entry) -> None:
-    """Make an entry known under its name, which is not of this kind's yet."""
+    """Add an entry, whose name no other entry of its kind has."""
     _entries[entry.kind, entry.name] = entry
 
 
 def bound(kind: str, name: str) -> Any:
-    """What a name ``python:Name`` stands for in this process; None if nothing does."""
+    """The object of a name ``python:Name`` in this process; None if there is none."""
     entry = _entries.get((kind, name))
     if entry is None:
         return None
@@ -207,7 +212,7 @@ def bound(kind: str, name: str) -> Any:
 
 
 def builtin_modules() -> list[str]:
-    """The modules in which the built-in things of all kinds register themselves."""
+    """The modules that register built-in entries."""
     return [module for kind in HOMES for module in _modules_of(kind)]
 
 
@@ -229,8 +234,8 @@ def _import_home(kind: str) -> None:
 
 
 def _users_entry(kind: str, name: str, base: Path) -> Entry:
-    """The entry of a thing in a user's file or in another installed package."""
-    from fedstill.core import user_modules  # for users' own things alone
+    """The entry of a class or function in a user's file or in another installed package."""
+    from fedstill.core import user_modules  # only for users' code
 
     module = user_modules.module_of(kind, name, base)
     registered = [

@@ -1,9 +1,8 @@
-"""What a client reports beside its payload: known names, bounded numbers, and nothing that a
-journal cannot hold.
+"""Checks of the metrics in a client's reply: names, sizes, and forms that a journal can hold.
 
-A reply's metrics are the engine's fields (``ENGINE``), the fields of measures, and under ``report``
-what the method reports itself. In the journal all of them stand side by side in the client's event,
-so none may have the name of another.
+The metrics are the engine's fields (``ENGINE``), the fields of measures, and under ``report`` the
+fields that the method reports. In the journal, all of them are fields of the client's event, so
+their names must differ.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MAX_COUNT = 2**53
+# The limits of a report.
+MAX_COUNT = 2**53  # up to here, a float holds every integer
 MAX_SECONDS = 1e9
-MAX_WORD = 300
-MAX_FIELD = 64
-MAX_NAMES = 10_000
-MAX_NUMBERS = 1 << 17
-MAX_REASONS = 8
-MAX_REPORT = 1 << 17
-"""The most characters of a method's own report, as JSON."""
+MAX_WORD = 300  # characters in a text
+MAX_FIELD = 64  # characters in the name of a field
+MAX_NAMES = 10_000  # entries in a list or a table of names
+MAX_NUMBERS = 1 << 17  # numbers in a list
+MAX_REASONS = 8  # reasons to ask for a class
+MAX_REPORT = 1 << 17  # characters in a method's report, as JSON
 
-OWN = "report"
-"""The key under which a method's own report travels."""
+METHOD_REPORT = "report"
+"""The key of the method's report in a reply's metrics."""
 
-TAKEN = frozenset(
+SERVER_FIELDS = frozenset(
     {
         "event",
         "round",
@@ -39,13 +38,13 @@ TAKEN = frozenset(
         "refused",
         "idle",
     }
-    | {"noised_rows", "private_steps", "private_rate", OWN}
+    | {"noised_rows", "private_steps", "private_rate", METHOD_REPORT}
 )
-"""Fields of a client's event in the journal that the server fills in, and no report may."""
+"""Fields of a client's event in the journal that only the server may set."""
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number that every reader can compute with."""
+    """Whether a value is a finite number that fits in 64 bits."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     if isinstance(value, int):
@@ -54,7 +53,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is a whole number from 0 to 2**53."""
+    """Whether a value is an integer from 0 to 2**53."""
     return type(value) is int and 0 <= value <= MAX_COUNT
 
 
@@ -72,8 +71,9 @@ def _name(value: Any) -> bool:
 
 
 def _losses(value: Any) -> bool:
-    named = isinstance(value, Mapping) and len(value) <= MAX_NAMES
-    return named and all(_name(k) and _number_or_none(v) for k, v in value.items())
+    if not isinstance(value, Mapping) or len(value) > MAX_NAMES:
+        return False
+    return all(_name(term) and _number_or_none(loss) for term, loss in value.items())
 
 
 def _share(value: Any) -> bool:
@@ -87,7 +87,7 @@ def _list_of(check: Callable[[Any], bool], most: int = MAX_NUMBERS) -> Callable[
 
 
 def _table(value: Any) -> bool:
-    """A table of numbers; what it is made of, the server checks where it reads it."""
+    """A table of numbers. The server checks its entries when it reads them."""
     return isinstance(value, Mapping) and _is_plain(value, 4, MAX_FIELD)
 
 
@@ -112,26 +112,26 @@ ENGINE: Mapping[str, Callable[[Any], bool]] = {
     "site_metrics": _table,
     "site_scores": _table,
 }
-"""What the engine reports, and what that must look like."""
+"""The fields that the engine reports, with the check of each form."""
 
 COUNTED: Mapping[str, Callable[[Any], bool]] = {
     "label_counts": counts,
     "correct_by_class": counts,
     "correct_by_epoch": _list_of(counts),
 }
-"""Fields of measures that more than the measure reads."""
+"""Fields of measures that other parts of the library read, too."""
 
 PROBE = "probe"
-"""The field of the stage ``fit`` that readers draw: a number for each class."""
+"""A field of the stage ``fit`` for figures: a number for each class."""
 
-WHY = "why_asked"
-"""The field of the stage ``fit`` that says why a client has reason to ask: by class, by reason, a
+REASONS = "why_asked"
+"""A field of the stage ``fit``: the client's reasons to ask for classes. By class and by reason, a
 number or None.
 """
 
 
 def _reasons_by_class(value: Any) -> bool:
-    """By class, numbers by reason."""
+    """A table by class of tables by reason, with numbers."""
     if not isinstance(value, Mapping) or not all(_name(c) and c.isdecimal() for c in value):
         return False
     return all(_are_reasons(reasons) for reasons in value.values())
@@ -147,12 +147,12 @@ _FORMS: Mapping[str, Callable[[Any], bool]] = {
     **ENGINE,
     **COUNTED,
     PROBE: _list_of(is_number),
-    WHY: _reasons_by_class,
+    REASONS: _reasons_by_class,
 }
 
 
 def wrong_report(metrics: Mapping[str, Any]) -> str:
-    """Why a reply's metrics are not what a client may report; empty if they are.
+    """Why a reply's metrics are invalid; empty if they are valid.
 
     >>> wrong_report({"steps": 3, "report": {"helper": 2}})
     ''
@@ -160,20 +160,22 @@ def wrong_report(metrics: Mapping[str, Any]) -> str:
     "its report 'seconds_training' is malformed"
     """
     for name, value in metrics.items():
-        problem = "" if name == OWN else _wrong_field(name, value)
+        if name == METHOD_REPORT:
+            continue
+        problem = _wrong_field(name, value)
         if problem:
             return problem
-    return _wrong_method_report(metrics.get(OWN, {}), metrics)
+    return _wrong_method_report(metrics.get(METHOD_REPORT, {}), metrics)
 
 
 def _wrong_method_report(report: Any, metrics: Mapping[str, Any]) -> str:
-    """Why the method's own report is not acceptable beside the other metrics."""
+    """Why the method's report is invalid; metrics: all metrics of the reply."""
     if not isinstance(report, Mapping):
-        return f"its report {OWN!r} is malformed"
+        return f"its report {METHOD_REPORT!r} is malformed"
     for name, value in report.items():
-        # A method may say which teachers it used, in place of the engine.
+        # A method may report its teachers in place of the engine.
         if name != "teachers" and (name in ENGINE or name in COUNTED or name in metrics):
-            return f"its method's report {name!r} is not a method's to give"
+            return f"its method's report has {name!r}, a field of the engine or of a measure"
         problem = _wrong_field(name, value)
         if problem:
             return problem
@@ -187,18 +189,18 @@ def _wrong_method_report(report: Any, metrics: Mapping[str, Any]) -> str:
 def _wrong_field(name: Any, value: Any) -> str:
     if not isinstance(name, str) or not (0 < len(name) <= MAX_FIELD and name.isprintable()):
         return f"its report has a name that is no short text, {str(name)[:40]!r}"
-    if name in TAKEN:
-        return f"its report {name!r} is the server's to fill in"
+    if name in SERVER_FIELDS:
+        return f"its report has {name!r}, a field that only the server may set"
     if not has_valid_form(name, value):
         return f"its report {name!r} is malformed"
     return ""
 
 
 def has_valid_form(name: str, value: Any, depth: int = 3, word: int = MAX_WORD) -> bool:
-    """Whether a field has the form that its name asks for; without one, it must consist of numbers,
-    short texts, and lists and tables of them.
+    """Whether a field has the form that belongs to its name. A field of any other name must consist
+    of numbers, short texts, and lists and tables of them.
 
-    depth: how deep lists and tables may be nested. word: the most characters of a text.
+    depth: how deep lists and tables may be nested. word: the most characters in a text.
     """
     if name in _FORMS:
         return _FORMS[name](value)
@@ -220,39 +222,42 @@ def _is_plain(value: Any, depth: int, word: int) -> bool:
 
 
 def event_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """A reply's metrics as fields of its event: the method's own report beside the others.
+    """A reply's metrics as fields of its event; the method's report becomes fields, too.
 
     >>> event_fields({"steps": 3, "report": {"helper": 2}, "seconds": 0.5})
     {'steps': 3, 'helper': 2, 'seconds': 0.5}
     """
     fields: dict[str, Any] = {}
     for name, value in metrics.items():
-        fields |= dict(value) if name == OWN else {name: value}
+        if name == METHOD_REPORT:
+            fields |= value
+        else:
+            fields[name] = value
     return fields
 
 
-def wrong_table(of: str, table: Any, classes: int) -> str:
-    """Why a table is not ``counts`` of examples by class (C,), and how many were right ``before``
-    and ``after``.
+def wrong_table(label: str, table: Any, classes: int) -> str:
+    """Why a table of right answers is invalid; empty if it is valid.
 
-    classes: 0 if they are not known.
+    The table has ``counts`` of examples by class (C,), and the right answers among them ``before``
+    (optional) and ``after``. label: the table's name, for the message. classes: C; 0 if unknown.
     """
     required = {"counts", "after"}
     if not isinstance(table, Mapping) or not required <= table.keys() <= {*required, "before"}:
-        return f"{of} is not a table of counts and after"
+        return f"{label} is not a table of counts and after"
     for name, value in table.items():
         if not counts(value):
-            return f"{of}: {name} is not a list of counts"
+            return f"{label}: {name} is not a list of counts"
         if len(value) != (classes or len(table["counts"])):
-            return f"{of}: {name} has {len(value)} numbers for {classes} classes"
+            return f"{label}: {name} has {len(value)} numbers for {classes} classes"
     for name in ("before", "after"):
         if any(right > n for right, n in zip(table.get(name, ()), table["counts"], strict=False)):
-            return f"{of}: {name} has more right answers than there are examples"
+            return f"{label}: {name} has more right answers than there are examples"
     return ""
 
 
 def json_value(value: Any) -> Any:
-    """A value for JSON: numbers that are not finite become null."""
+    """A value for JSON: NaN and infinity become null."""
     if isinstance(value, Mapping):
         return {str(k): json_value(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

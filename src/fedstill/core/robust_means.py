@@ -1,4 +1,4 @@
-"""Robust means: means of models that a few hostile clients cannot move far.
+"""Robust means: means of models that a few hostile clients can hardly move.
 
 All models have the same weight, because hostile clients could claim any number of examples.
 """
@@ -19,12 +19,12 @@ from fedstill.core.payload import Tensors
 def robust_mean(
     models: Sequence[Tensors], rule: str, start: Tensors | None, suspected: float
 ) -> dict[str, Tensor]:
-    """One model in place of the mean of several with equal names and shapes.
+    """A robust mean of models with equal names and shapes.
 
-    rule: one of ``aggregation.ROBUST``. start: the model that the clients started from, for
-    "norm_clipping"; None: zeros, as for changes. suspected: the share of hostile models, in
-    (0, 0.5); "trimmed_mean" and "krum" make a number of it, rounded down. Integer entries are the
-    first model's; with "krum", those of the model that is chosen.
+    rule: one of ``aggregation.ROBUST``. start: the model from which the clients started, for
+    "norm_clipping"; None: zeros, for changes of models. suspected: the share of hostile models, in
+    (0, 0.5); "trimmed_mean" and "krum" round their number down. Integer entries are the first
+    model's, and with "krum" those of the chosen model.
     """
     if rule == "norm_clipping":
         return clipped_mean(models, start)
@@ -37,15 +37,15 @@ def robust_mean(
 
 
 def rounded_down_share(share: float, total: int) -> int:
-    """A share of a number, rounded down. The share counts as it is written: 0.29 of 100 are 29."""
+    """A share of a number, rounded down. The share is exact in decimals: 0.29 of 100 is 29."""
     return int(Fraction(str(share)) * total)
 
 
 def trimmed_mean(models: Sequence[Tensors], trimmed: int) -> dict[str, Tensor]:
     """The mean of each entry without its ``trimmed`` largest and ``trimmed`` smallest values.
 
-    At most as many are left out as leave one or two values. With all but one or two left out, the
-    result is the median of each entry.
+    At least one or two values remain; with the largest ``trimmed``, the result is the median of
+    each entry.
 
     Source: Yin et al. (2018), "Byzantine-Robust Distributed Learning", definitions 1 and 2.
 
@@ -54,24 +54,24 @@ def trimmed_mean(models: Sequence[Tensors], trimmed: int) -> dict[str, Tensor]:
     [4.0]
     """
     trimmed = min(trimmed, (len(models) - 1) // 2)
-    out = trees.clone(models[0])
+    result = trees.clone(models[0])
     for name in trees.floats(models[0]):
         ordered = torch.stack([model[name] for model in models]).sort(0).values
-        out[name] = ordered[trimmed : len(models) - trimmed].mean(0)
-    return out
+        result[name] = ordered[trimmed : len(models) - trimmed].mean(0)
+    return result
 
 
 def coordinate_median(models: Sequence[Tensors]) -> dict[str, Tensor]:
-    """The median of each entry: a trimmed mean of the one or two values in the middle."""
+    """The median of each entry."""
     return trimmed_mean(models, (len(models) - 1) // 2)
 
 
 def clipped_mean(models: Sequence[Tensors], start: Tensors | None) -> dict[str, Tensor]:
-    """``start`` moved by the mean of the models' changes, each cut to at most the median of their
-    norms.
+    """``start`` plus the mean of the models' changes, each scaled down to at most the median of
+    their norms.
 
     Source: Sun et al. (2019), "Can You Really Backdoor Federated Learning?", section 4.
-    Reading: the paper's bound is a number to choose; here it is the round's median norm.
+    Reading: the paper's bound is a hyper-parameter; here it is the median norm of the round.
     """
     names = list(trees.floats(models[0]))
     if start is None:

@@ -1,12 +1,12 @@
-"""The federated loop: ``run_round`` runs the stages of a round, ``run_stage`` one of them.
+"""The federated loop: ``run_round`` runs the stages of a round, and ``run_stage`` a single stage.
 
-It is the same for every method, topology and engine. What a stage consists of:
+The loop is the same for every method, topology and engine. The steps of a stage:
 
 1. The server makes a payload for each client (``build_requests``).
 2. The engine runs the clients' work and brings their replies.
-3. The screen accepts or refuses each reply, and enough of them must be accepted.
+3. The screen accepts or refuses each reply. The number of accepted replies must reach the quorum.
 4. The engine commits the states of the accepted clients.
-5. The actor of the stage aggregates the accepted replies to the next state.
+5. The actor of the stage aggregates the accepted replies into the next state.
 6. The recorder writes the journal and a checkpoint.
 
 Capabilities extend these steps through the hooks of ``core.extensions``.
@@ -14,21 +14,21 @@ Capabilities extend these steps through the hooks of ``core.extensions``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fedstill.core.checks import (
-    check_anyone_asked,
     check_entries,
     check_norm,
     check_quorum,
+    check_round_has_work,
+    checked_return,
     in_hook,
     place,
-    returned,
-    written_in,
+    reply_code,
 )
 from fedstill.core.errors import ClientFailed
 from fedstill.core.extensions import (
@@ -52,10 +52,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Stages and actors of a run.
+    """The stages and actors of a run.
 
-    ``topology``: the stages of a round without those of the ``providers``, which add theirs in
-    their order.
+    ``topology``: the stages of a round, to which the ``providers`` add stages in their order.
     """
 
     method: Method
@@ -63,8 +62,8 @@ class Schedule:
     providers: tuple[StageProvider, ...] = ()
 
     def __call__(self, round: int, world: World) -> list[Stage]:
-        """The stages of a round, numbered from 0. Round 0 comes before the first round and has only
-        stages of providers.
+        """The stages of a round, numbered from 0. Round 0 precedes round 1 and has only stages of
+        providers.
         """
         stages: Sequence[Stage] = self.topology(round, world) if round > 0 else ()
         for provider in self.providers:
@@ -72,9 +71,7 @@ class Schedule:
         return [replace(stage, index=index) for index, stage in enumerate(stages)]
 
     def actor(self, stage: Stage) -> StageActor:
-        """Who acts in a stage: the method, unless it has no stage of that name and a provider
-        has.
-        """
+        """The actor of a stage: the method, if it knows the stage, or else the provider's actor."""
         if stage.name in self.method.stages:
             return self.method
         return self._actors.get(stage.name, self.method)
@@ -88,14 +85,14 @@ class Schedule:
 
 
 ANSWERED = "answered"
-"""State during a round with a chain: how many of its links have replied."""
+"""State during a round with a chain: the number of its clients that have replied."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What all rounds of a run share; it is built once.
+    """The parts that all rounds of a run share. It is built once.
 
-    ``hooks``: extensions of the server's part, in their order.
+    ``hooks``: the extensions of the server's part, in their order.
     """
 
     schedule: Schedule
@@ -112,29 +109,29 @@ class RunContext:
 
 
 def run_round(state: State, stages: Sequence[Stage], context: RunContext) -> State:
-    """One round, from the stage that the state names.
+    """Run a round, from the state's next stage.
 
-    Raises ClientFailed if the rules tolerate no failure, TooFewReplies below the quorum (a link of
-    a chain is skipped instead, unless the whole chain failed), Diverged if parameters blow up,
-    MethodFailed for a mistake in the method. The recorder then has the refusals of the stage, and
-    the last good state is the one that it got last.
+    Raises ClientFailed if the rules tolerate no failure, TooFewReplies below the quorum (in a chain
+    only if all its clients failed), Diverged if parameters blow up, and MethodFailed for a mistake
+    in the method. Before that, the recorder gets the refusals of the stage. The last valid state is
+    the one that it got last.
     """
     number = state.round
     state = _begin_round(state, stages, context)
-    # A resumed round has begun with stages in which somebody was asked.
-    is_anyone_asked = state.stage > 0
+    # The earlier stages of a resumed round had work for clients.
+    has_work = state.stage > 0
 
-    # By index, not by place: a replay may leave out stages.
+    # By index, not by position: a replay may leave out stages.
     remaining = [stage for stage in stages if stage.index >= state.stage]
     for stage in remaining:
         with drawing_from(seed_for(context.world.seed, number, stage.index, SERVER, "server")):
             requests = build_requests(state, stage, context)
-            is_anyone_asked = is_anyone_asked or bool(requests.payloads)
+            has_work = has_work or bool(requests.payloads)
             is_last = stage.index == stages[-1].index
-            if number == 1 and is_last and not is_anyone_asked:
+            if number == 1 and is_last and not has_work:
                 actor = context.schedule.actor(stage)
                 with in_hook(actor, "payload_for_client", place(stage)):
-                    check_anyone_asked(actor.payload_for_client, stage)
+                    check_round_has_work(actor.payload_for_client, stage)
 
             result = run_stage(
                 state,
@@ -149,7 +146,7 @@ def run_round(state: State, stages: Sequence[Stage], context: RunContext) -> Sta
 
 
 def build_requests(state: State, stage: Stage, context: RunContext) -> Requests:
-    """What the server asks of each client of a stage."""
+    """The server's requests to the clients of a stage."""
     actor = context.schedule.actor(stage)
     world = extended_world(context.world, state, context.hooks)
     with in_hook(actor, "payload_for_client", place(stage)):
@@ -163,7 +160,7 @@ def build_requests(state: State, stage: Stage, context: RunContext) -> Requests:
 
 
 def extended_world(world: World, state: State, hooks: Sequence[RoundHook]) -> World:
-    """The world in a state, as the hooks of a run extend it."""
+    """The world with the extensions of a run's hooks."""
     for hook in hooks:
         world = hook.extend_world(world, state)
     return world
@@ -177,10 +174,10 @@ def run_stage(
     optional: bool = False,
     ends_round: bool = True,
 ) -> StageResult:
-    """One stage: work, replies, screen, quorum, commit, aggregation.
+    """Run a stage: work, replies, screen, quorum, commit, aggregation.
 
-    ``optional``: whether the stage may pass without an accepted reply. Raises the errors of
-    ``run_round``, after the recorder has the refusals.
+    ``optional``: whether the run can continue without an accepted reply. Raises the errors of
+    ``run_round``.
     """
     stage = requests.stage
     actor = context.schedule.actor(stage)
@@ -195,7 +192,7 @@ def run_stage(
     )
 
     with in_hook(actor, "work", place(stage)):
-        work = returned(actor.work(stage), ClientWork, actor.work, "a ClientWork")
+        work = checked_return(actor.work(stage), ClientWork, actor.work, "a ClientWork")
     with _recording_failures(result, context):
         replies = context.engine.run(work, stage, requests.payloads, context.world.seed)
         if context.rules.failures == "stop":
@@ -207,14 +204,14 @@ def run_stage(
     result = _screened(result, replies, actor, requests.world, context)
     with _recording_refusals(result, context):
         if result.payloads and not optional:
-            asked = replace(stage, clients=tuple(result.payloads))
-            written = written_in(work.end, actor.expected_reply)
-            check_quorum(asked, result.accepted, result.refused, context.rules, written)
+            active = replace(stage, clients=tuple(result.payloads))
+            code_lines = reply_code(work.end, actor.expected_reply)
+            check_quorum(active, result.accepted, result.refused, context.rules, code_lines)
         context.engine.commit(stage, [reply.client for reply in result.accepted])
-        after = state
+        new_state = state
         if result.accepted:
-            after = _aggregated(result, actor, requests.world, context)
-    return replace(result, after=_moved_on(after, stage))
+            new_state = _aggregated(result, actor, requests.world, context)
+    return replace(result, after=_at_next_stage(new_state, stage))
 
 
 def expected_reply(
@@ -228,38 +225,40 @@ def expected_reply(
 
 
 def _begin_round(state: State, stages: Sequence[Stage], context: RunContext) -> State:
-    """The state with which a round begins. Round 0 belongs to capabilities, not to the method."""
+    """The state at the start of a round. Round 0 belongs to capabilities, not to the method."""
     if state.stage > 0 or state.round == 0:
         return state
     method = context.method
     seed = seed_for(context.world.seed, state.round, 0, SERVER, "open")
     with drawing_from(seed), in_hook(method, "begin_round", f"round {state.round}"):
-        begun = method.begin_round(state, stages, context.world)
-        return returned(begun, State, method.begin_round, "a State")
+        first_state = method.begin_round(state, stages, context.world)
+        return checked_return(first_state, State, method.begin_round, "a State")
 
 
 def _payloads(actor: StageActor, state: State, stage: Stage, world: World) -> dict[int, Payload]:
-    """The payloads that an actor makes, without those of clients that have no work."""
+    """The payloads of the clients that have work."""
     payloads = {}
     for client in stage.clients:
         payload = actor.payload_for_client(state, client, stage, world)
         if payload is not None:
-            payloads[client] = returned(payload, Payload, actor.payload_for_client, "a Payload")
+            payloads[client] = checked_return(
+                payload, Payload, actor.payload_for_client, "a Payload"
+            )
     return payloads
 
 
 def _is_optional(stage: Stage, stages: Sequence[Stage], state: State) -> bool:
-    """Whether the round can do without a stage: a link of a chain of which another link has
-    answered, or may still answer.
+    """Whether the round can continue without replies in a stage. It can in a chain, if another
+    client of the chain has replied, or comes later.
     """
     if not stage.sequential:
         return False
-    later = [other for other in stages if other.index > stage.index]
-    return ANSWERED in state.extra or any(other.sequential for other in later)
+    later_stages = [later for later in stages if later.index > stage.index]
+    return ANSWERED in state.extra or any(later.sequential for later in later_stages)
 
 
 def _check_failures(replies: Sequence[Reply], stage: Stage) -> None:
-    """Raises ClientFailed for the first client that failed."""
+    """Raise ClientFailed for the first client that failed."""
     for reply in replies:
         if reply.failure:
             raise ClientFailed(place(stage), [reply.client], reply.failure)
@@ -267,18 +266,18 @@ def _check_failures(replies: Sequence[Reply], stage: Stage) -> None:
 
 @contextmanager
 def _recording_failures(result: StageResult, context: RunContext) -> Iterator[None]:
-    """Where a client's failure may end the run: the recorder gets it first."""
+    """Give a client's failure to the recorder before it ends the run."""
     try:
         yield
     except ClientFailed as error:
-        failed = [Refusal(c, f"failed: {error.why}", "failed") for c in error.clients]
+        failed = [Refusal(c, f"failed: {error.reason}", "failed") for c in error.clients]
         context.recorder.failed(replace(result, refused=failed), error)
         raise
 
 
 @contextmanager
 def _recording_refusals(result: StageResult, context: RunContext) -> Iterator[None]:
-    """Where a stage may end the run: the recorder gets its refusals first."""
+    """Give the refusals of a stage to the recorder before an error ends the run."""
     try:
         yield
     except Exception as error:
@@ -287,7 +286,7 @@ def _recording_refusals(result: StageResult, context: RunContext) -> Iterator[No
 
 
 def _without(payloads: Mapping[int, Payload], clients: Collection[int]) -> dict[int, Payload]:
-    """The payloads without those of some clients."""
+    """The payloads except those of some clients."""
     return {client: payload for client, payload in payloads.items() if client not in clients}
 
 
@@ -298,7 +297,7 @@ def _screened(
     world: World,
     context: RunContext,
 ) -> StageResult:
-    """The result with the replies accepted or refused."""
+    """The result with its accepted and refused replies."""
     stage = result.stage
     needs = actor.requires()
 
@@ -317,31 +316,27 @@ def _screened(
 
 
 def _aggregated(result: StageResult, actor: StageActor, world: World, context: RunContext) -> State:
-    """The state that the accepted replies make, if the run can go on with it."""
+    """The state after the aggregation of the accepted replies. Raises Diverged or MethodFailed."""
     stage = result.stage
-    before = result.before
+    old = result.before
     accepted = result.accepted
     with in_hook(actor, "aggregate", place(stage)):
-        aggregated = actor.aggregate(before, accepted, stage, world)
-        after = returned(aggregated, State, actor.aggregate, "a State")
-        check_entries(actor.aggregate, _predictors_of(actor), before, after)
-        if after.params is not before.params:
-            check_norm(after, stage, accepted, world)
+        aggregated = actor.aggregate(old, accepted, stage, world)
+        new = checked_return(aggregated, State, actor.aggregate, "a State")
+        predictors = getattr(actor, "predictors", Method.predictors)
+        check_entries(actor.aggregate, predictors, old, new)
+        if new.params is not old.params:
+            check_norm(new, stage, accepted, world)
 
     for hook in context.hooks:
-        after = hook.extend_state(after, accepted, stage, world)
+        new = hook.extend_state(new, accepted, stage, world)
     if stage.sequential:
-        after = after.next(answered=int(before.extra.get(ANSWERED, 0)) + 1)
-    return after
+        new = new.next(answered=int(old.extra.get(ANSWERED, 0)) + 1)
+    return new
 
 
-def _predictors_of(actor: StageActor) -> Callable[..., object]:
-    """What says which models of a state are evaluated."""
-    return getattr(actor, "predictors", Method.predictors)
-
-
-def _moved_on(state: State, stage: Stage) -> State:
-    """The state at the next stage; round 0 leads to round 1."""
+def _at_next_stage(state: State, stage: Stage) -> State:
+    """The state with the index of the next stage; round 1 follows round 0."""
     if stage.round == 0:
         return replace(state, round=1, stage=0)
     return replace(state, stage=stage.index + 1)

@@ -1,4 +1,4 @@
-"""The screen: which replies are accepted, and why the others are refused."""
+"""The screen accepts or refuses each reply of a stage."""
 
 from __future__ import annotations
 
@@ -19,29 +19,33 @@ from fedstill.core.reports import wrong_report
 
 Kind = Literal["failed", "diverged", "unlike", "strange"]
 Failures = Literal["stop", "tolerate"]
-"""What an exception in a client's code does: end the run, or leave that client out of the stage."""
+"""The effect of an exception in a client's code: it ends the run, or the client is refused."""
+
 P = ParamSpec("P")
 
 MAX_EXAMPLES = 10**7
-"""The most examples that a client may claim, if the config says nothing else."""
+"""The most examples that a client may claim, by default."""
+
 MostExamples = Annotated[int, Interval(ge=1, le=10**9)]
+
 MODELS = ("params", "shared")
-"""The groups that hold a model's parameters, all or a part: they may not come back far larger than
-they were sent.
+"""The groups that hold a model's parameters, or some of them. Their norm must not grow too much at
+a client.
 """
-MAX_STRING = 1 << 16
-MAX_NUMBER = 2**63
+
+MAX_STRING = 1 << 16  # characters in a string group
+MAX_NUMBER = 2**63  # absolute value of an integer group
 
 
 @dataclass(frozen=True)
 class Rules:
-    """When a stage counts: the share of its clients that must be accepted, what a reply may hold,
-    who may fail.
+    """The rules of the screen and the quorum.
 
-    ``quorum``: the least share of a stage's clients, in (0, 1]. ``norm_limit``: a reply whose
-    parameters' norm exceeds this many times that of what the client was sent (at least 1) is
-    refused. ``max_examples``: so is one that claims more examples. ``failures``: "stop", a client
-    that fails ends the run; "tolerate", it is refused.
+    ``quorum``: the share of a stage's clients whose replies must be accepted, in (0, 1].
+    ``norm_limit``: a reply is refused if its parameters' norm exceeds this many times the norm of
+    the received parameters (at least 1). ``max_examples``: a reply that claims more examples is
+    refused. ``failures``: with "stop", a failed client ends the run; with "tolerate", it is
+    refused.
     """
 
     quorum: PositiveShare = 0.5
@@ -55,11 +59,11 @@ class Rules:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reply that was left out, and why.
+    """A refused reply, with the reason.
 
-    ``kind``: "failed", the client said so; "diverged", its numbers, and nothing else, were at
-    fault; "unlike", its groups are not those expected; "strange", it is not the reply to what was
-    asked. ``content``: what it brought.
+    ``kind``: "failed" if the client reported a failure; "diverged" if only its numbers are invalid;
+    "unlike" if its groups differ from the expected ones; "strange" otherwise. ``content``: the
+    reply's content.
     """
 
     client: int
@@ -72,7 +76,7 @@ class Refusal:
 
     @property
     def diverged(self) -> bool:
-        """Whether its numbers, and nothing else, were at fault."""
+        """Whether only the reply's numbers are invalid."""
         return self.kind == "diverged"
 
 
@@ -87,12 +91,12 @@ def screen(
 ) -> tuple[list[Reply], list[Refusal]]:
     """The accepted replies, sorted by client id, and the refusals.
 
-    Refused are failures, replies of clients that were not asked, repeated replies, claims and
-    reports that cannot be true, and payloads other than expected.
+    The screen refuses failures, replies of clients without a payload, repeated replies, impossible
+    claims and reports, and contents of an unexpected form.
 
-    ``expected``: gives the form of a client's payload. ``payloads``: what the clients were sent.
-    ``refusal``: gives the reason why a reply cannot be true, or an empty string. A check that
-    raises an error refuses the reply.
+    ``expected``: returns a payload of the form that a client's content must have. ``payloads``: the
+    payloads that clients received. ``refusal``: returns the reason why a reply is impossible, or an
+    empty string. If a check raises an exception, the reply is refused.
     """
     screening = _Screening(stage, payloads, rules, expected, refusal)
     refused: list[Refusal] = []
@@ -117,8 +121,8 @@ class _Screening:
     untrue: Callable[[Reply], str]
     accepted: dict[int, Reply] = field(default_factory=dict)
     sent_norms: dict[int, float] = field(default_factory=dict)
-    """The norms of the groups that were sent, by the object's id: most clients share them, and they
-    live as long as the stage.
+    """The norms of the groups that clients received, by the object's id. Most clients share these
+    objects, which live as long as the stage.
     """
 
     def problem(self, reply: Reply) -> Refusal | None:
@@ -134,7 +138,7 @@ class _Screening:
             return _refusal(reply, "strange", reason)
 
         expected = self.expected(reply.client)
-        reason = _outcome(_other_content, reply.content, expected)
+        reason = _outcome(_content_difference, reply.content, expected)
         if reason:
             return _refusal(reply, "unlike", reason)
 
@@ -152,10 +156,10 @@ class _Screening:
             return "was not asked"
         if reply.client in self.accepted:
             return "replied twice"
-        return of_other_stage(reply, self.stage)
+        return stage_mismatch(reply, self.stage)
 
     def _numbers(self, reply: Reply) -> str:
-        """Which numbers are not finite, or too large."""
+        """The numbers that are not finite, or too large."""
         norms: dict[str, float] = {}
         for name, group in reply.content.items():
             if isinstance(group, float) and not math.isfinite(group):
@@ -178,7 +182,7 @@ class _Screening:
         return ""
 
     def _growth(self, name: str, norm: float, payload: Payload) -> str:
-        """How a group of parameters is too large for what was sent."""
+        """Why the norm of a group of parameters is too large; empty if it is not."""
         key = id(payload[name])
         if key not in self.sent_norms:
             self.sent_norms[key] = max(1.0, trees.norm(payload.tensors(name)))
@@ -199,15 +203,15 @@ def _refusal(reply: Reply, kind: Kind, reason: str) -> Refusal:
 
 
 def _outcome(check: Callable[P, str], *args: P.args, **kwargs: P.kwargs) -> str:
-    """The reason that a check gives. An error in a check is a reason, too."""
+    """The reason that a check returns. An exception in a check is a reason, too."""
     try:
         return check(*args, **kwargs)
     except Exception as error:
         return f"could not be checked: {on_one_line(error)}"
 
 
-def of_other_stage(reply: Reply, stage: Stage) -> str:
-    """Why a reply does not belong to this stage; empty if it does."""
+def stage_mismatch(reply: Reply, stage: Stage) -> str:
+    """Why a reply does not belong to a stage; empty if it does."""
     if reply.round == stage.round and reply.stage == stage.index:
         return ""
     return (
@@ -216,7 +220,7 @@ def of_other_stage(reply: Reply, stage: Stage) -> str:
 
 
 def _claim(reply: Reply, most: int) -> str:
-    """Why a number of examples is not acceptable."""
+    """Why a reply's number of examples is invalid; empty if it is valid."""
     count = reply.examples
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         return f"claims {count!r} examples"
@@ -229,14 +233,16 @@ def _claim(reply: Reply, most: int) -> str:
 
 
 def _lost_terms(metrics: Mapping[str, object]) -> str:
-    """A remark on the terms of the objective whose loss was no number, as a client reports them."""
+    """A remark on the terms of the objective whose reported loss was not a number."""
     losses = metrics.get("loss")
     if not isinstance(losses, Mapping):
         return ""
     lost = [f"{name!r:.60}" for name, loss in losses.items() if _is_lost(loss)]
     if not lost:
         return ""
-    noun = "term" if len(lost) == 1 else "terms"
+    noun = "terms"
+    if len(lost) == 1:
+        noun = "term"
     return f" (so was the loss of its {noun} {', '.join(lost[:3])})"
 
 
@@ -245,66 +251,66 @@ def _is_lost(loss: object) -> bool:
     return loss is None or (isinstance(loss, float) and not math.isfinite(loss))
 
 
-# The form of a payload: its groups, and their names, shapes and types.
+# ---- the form of a payload -----------------------------------------------------------------------
 
 
-def _other_content(content: Payload, expected: Payload) -> str:
+def _content_difference(content: Payload, expected: Payload) -> str:
     if set(content) != set(expected):
-        return f"groups differ: {_difference(content, expected)}"
+        return f"groups differ: {_name_difference(content, expected)}"
     for name, group in expected.items():
-        reason = other_group(name, content[name], group)
+        reason = group_difference(name, content[name], group)
         if reason:
             return reason
     return ""
 
 
-def other_group(name: str, got: Group, want: Group) -> str:
+def group_difference(name: str, received: Group, expected: Group) -> str:
     """How a group differs from the expected one in names, shapes or types; empty if it does not."""
-    if isinstance(want, Tensor):
-        return _other_tensor(name, got, want)
-    if isinstance(want, Mapping):
-        return _other_tensors(name, got, want)
-    if isinstance(want, str):
-        if isinstance(got, str) and len(got) <= MAX_STRING:
+    if isinstance(expected, Tensor):
+        return _tensor_difference(name, received, expected)
+    if isinstance(expected, Mapping):
+        return _tensors_difference(name, received, expected)
+    if isinstance(expected, str):
+        if isinstance(received, str) and len(received) <= MAX_STRING:
             return ""
         return f"{name} is not a short string"
-    return _other_number(name, got, want)
+    return _number_difference(name, received, expected)
 
 
-def _other_tensors(name: str, got: Group, want: Tensors) -> str:
-    if not isinstance(got, Mapping):
-        return f"{name} is a {type(got).__name__}, not named tensors"
-    if set(got) != set(want):
-        return f"{name} differs: {_difference(got, want)}"
-    for key, tensor in want.items():
-        reason = _other_tensor(f"{name}/{key}", got[key], tensor)
+def _tensors_difference(name: str, received: Group, expected: Tensors) -> str:
+    if not isinstance(received, Mapping):
+        return f"{name} is a {type(received).__name__}, not named tensors"
+    if set(received) != set(expected):
+        return f"{name} differs: {_name_difference(received, expected)}"
+    for key, tensor in expected.items():
+        reason = _tensor_difference(f"{name}/{key}", received[key], tensor)
         if reason:
             return reason
     return ""
 
 
-def _other_tensor(name: str, got: object, want: Tensor) -> str:
-    if not isinstance(got, Tensor) or got.layout != torch.strided:
+def _tensor_difference(name: str, received: object, expected: Tensor) -> str:
+    if not isinstance(received, Tensor) or received.layout != torch.strided:
         return f"{name} is not a dense tensor"
-    if got.shape != want.shape:
-        return f"{name} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
-    if got.dtype != want.dtype:
-        return f"{name} is {got.dtype}, not {want.dtype}"
+    if received.shape != expected.shape:
+        return f"{name} has shape {tuple(received.shape)}, not {tuple(expected.shape)}"
+    if received.dtype != expected.dtype:
+        return f"{name} is {received.dtype}, not {expected.dtype}"
     return ""
 
 
-def _other_number(name: str, got: Group, want: float) -> str:
-    is_whole_float = type(got) is int and type(want) is float
-    if type(got) is not type(want) and not is_whole_float:
-        return f"{name} is of type {type(got).__name__}, not {type(want).__name__}"
-    if isinstance(got, int) and abs(got) > MAX_NUMBER:
+def _number_difference(name: str, received: Group, expected: float) -> str:
+    is_whole_float = type(received) is int and type(expected) is float
+    if type(received) is not type(expected) and not is_whole_float:
+        return f"{name} is of type {type(received).__name__}, not {type(expected).__name__}"
+    if isinstance(received, int) and abs(received) > MAX_NUMBER:
         return f"{name} is a number beyond 2**63"
     return ""
 
 
-def _difference(got: Collection[str], want: Collection[str]) -> str:
-    missing = sorted(set(want) - set(got))
-    unexpected = sorted(set(got) - set(want))
+def _name_difference(received: Collection[str], expected: Collection[str]) -> str:
+    missing = sorted(set(expected) - set(received))
+    unexpected = sorted(set(received) - set(expected))
     return f"missing {missing[:3]}, not asked for {unexpected[:3]}"
 
 

@@ -1,8 +1,7 @@
-"""Tasks over time: a stream says which clients are in which task in a round, and how the data are
-cut into tasks.
+"""Tasks over time: the task of each client in each round, and the division of data into tasks.
 
-Both are pure functions of the config and the seed, so nothing has to be saved. Tasks are counted
-from 0 here, and from 1 where people read them.
+Both are pure functions of the config and the seed, so nothing has to be saved. Tasks count from 0
+here, and from 1 in output for human readers.
 """
 
 from __future__ import annotations
@@ -24,61 +23,60 @@ from fedstill.core.errors import ConfigError, DataError
 from fedstill.core.keys import generator, seed_for
 
 Head = Literal["all", "seen", "task"]
-"""Which outputs take part in training: all, those of the classes seen so far, or those of the
-task's own classes.
+"""The outputs that take part in training: all, those of the classes seen so far, or those of the
+task's classes.
 """
 
 EVERYONE = -1
-"""The client whose clock is never late: the server's id."""
+"""The id that stands for the run as a whole: the server's. It is never late."""
 
 Transform = Callable[[Tensor], Tensor]
-"""From images (n, channels, H, W) uint8 to images of the same shape, by whole numbers only."""
+"""From images (n, channels, H, W) uint8 to images of the same shape, in integers only."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a kind of stream cuts the training set into tasks."""
+    """The division of a training set into tasks by a stream."""
 
     task: NDArray[np.int64] | None
-    """The task of each example, from 0, (n,) int64; None if every task shows all examples."""
+    """The task of each example, from 0, (n,) int64; None if every task has all examples."""
     classes: tuple[tuple[int, ...], ...]
     """The classes of each task."""
     transforms: tuple[Transform | None, ...] = ()
-    """How each task shows its images; empty if they stay as they are."""
+    """The transformation of each task's images; empty if there is none."""
     mix: tuple[float, ...] = ()
-    """For each task, the share of examples that go to their client of a second split instead of the
-    first; empty if there is one split.
+    """For each task, the share of examples that follow a second split instead of the first; empty
+    if there is one split.
     """
     by_domain: bool = False
-    """Whether test examples, too, belong to the task of their column's value."""
+    """Whether test examples also belong to the task of their column's value."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The schedule of a run's tasks, which everybody may know. By default, one task for the whole
-    run.
+    """The schedule of a run's tasks. By default, there is one task.
 
-    All draws are made by key from ``seed``.
+    It is known to all clients. All random numbers are keyed by ``seed``.
     """
 
     starts: tuple[int, ...] = (1,)
     """The first round of each task."""
     rounds: int = 0
-    """The number of the run's rounds."""
+    """The number of rounds."""
     by_task: tuple[tuple[int, ...], ...] = ()
     """The classes of each task."""
     head: Head = "all"
     """Which outputs take part in training."""
     restarts: bool = True
-    """Whether the learning rate's schedule begins anew with each task."""
+    """Whether the learning rate's schedule restarts with each task."""
     clients: int = 0
     lag: int = 0
-    """The most rounds by which a client may be late; each client's lag is drawn."""
+    """The largest lag of a client in rounds; each client's lag is drawn."""
     join: float = 1.0
     """The share of clients that take part from the start; the others join evenly over the tasks."""
     stay: float = 0.0
     """The share of clients that stay with the old task when the task changes."""
-    kept: bool = False
+    keeps_data: bool = False
     """Whether clients also train on the data of earlier tasks."""
     seed: int = 0
     absent: frozenset[tuple[int, int]] = field(default=frozenset(), repr=False)
@@ -86,8 +84,8 @@ class Stream:
 
     @property
     def nothing_before(self) -> str:
-        """The warning for a method that uses earlier tasks if the run has only one; empty if it has
-        more.
+        """The warning for a method that uses earlier tasks, if the run has a single task; empty if
+        it has several.
         """
         if self.tasks > 1:
             return ""
@@ -95,12 +93,12 @@ class Stream:
 
     @property
     def tasks(self) -> int:
-        """How many tasks there are."""
+        """The number of tasks."""
         return len(self.starts)
 
     def task(self, round: int, client: int = EVERYONE) -> int:
-        """The task that a client is in, from 0; -1 while it has not joined. Without a client the
-        run's own task.
+        """The task of a client in a round, from 0; -1 before the client joins. Without a client,
+        the task of the run.
         """
         if self.tasks == 1:
             return 0
@@ -114,10 +112,8 @@ class Stream:
             task -= 1
         return task
 
-    def been_in(self, client: int, round: int) -> list[int]:
-        """The tasks that a client has been in by a round, ascending; those that it passed over are
-        not among them.
-        """
+    def tasks_until(self, client: int, round: int) -> list[int]:
+        """The tasks of a client up to a round, ascending, without those that it skipped."""
         starts = [start + self._lag_of(client) for start in self.starts]
         rounds = [start for start in starts if start < round]
         tasks = {self.task(r, client) for r in (*rounds, round)}
@@ -132,14 +128,14 @@ class Stream:
         return round == self.rounds or round + 1 in self.starts
 
     def changes(self, round: int) -> bool:
-        """Whether the run or any client changes its task between the round before and this one."""
+        """Whether the run or any client changes its task after the previous round."""
         if round <= 1 or self.tasks == 1:
             return False
         return any(round - lag in self.starts[1:] for lag in range(self.lag + 1))
 
     def within(self, round: int) -> int:
-        """The round counted within its task, from 1; as it is where schedules go on over the
-        run.
+        """The number of a round within its task, from 1; the unchanged number if schedules do not
+        restart.
         """
         if not self.restarts:
             return round
@@ -150,22 +146,22 @@ class Stream:
         return self.by_task[task]
 
     def seen(self, task: int) -> tuple[int, ...]:
-        """The classes of a task and of all before it, ascending."""
+        """The classes of a task and of all earlier tasks, ascending."""
         return tuple(sorted({c for classes in self.by_task[: task + 1] for c in classes}))
 
     def outputs(self, task: int, classes: int) -> tuple[int, ...]:
-        """The classes whose outputs take part in a task's training, of so many in all.
+        """The classes whose outputs take part in the training of a task; classes: C.
 
-        Where data of earlier tasks are kept, their outputs take part as well.
+        If clients also train on data of earlier tasks, their classes are included.
         """
         if self.head == "all":
             return tuple(range(classes))
-        if self.head == "task" and not self.kept:
+        if self.head == "task" and not self.keeps_data:
             return self.classes(task)
         return self.seen(task)
 
     def present(self, round: int) -> list[int]:
-        """The clients that have joined by a round, and have examples in their task of it."""
+        """The clients that have joined by a round, and have examples in their task."""
         everyone = range(self.clients)
         if self.join >= 1 and not self.absent:
             return list(everyone)
@@ -173,9 +169,7 @@ class Stream:
         return [client for client, task in tasks if task >= 0 and (task, client) not in self.absent]
 
     def mask(self, round: int, client: int, classes: int) -> Tensor | None:
-        """Which outputs take part in a client's training in a round, (C,) bool; None where all
-        do.
-        """
+        """The outputs that take part in a client's training in a round, (C,) bool; None for all."""
         task = self.task(round, client)
         if task < 0:
             return None
@@ -194,8 +188,8 @@ class Stream:
     def _clock(self, round: int) -> int:
         return max(0, bisect.bisect_right(self.starts, round) - 1)
 
-    def _draw(self, what: str, task: int = 0) -> torch.Generator:
-        return generator(seed_for(self.seed, task, 0, EVERYONE, what))
+    def _draw(self, purpose: str, task: int = 0) -> torch.Generator:
+        return generator(seed_for(self.seed, task, 0, EVERYONE, purpose))
 
     @cached_property
     def _lags(self) -> list[int]:
@@ -217,7 +211,7 @@ class Stream:
 
     @cached_property
     def _staying(self) -> list[frozenset[int]]:
-        """The clients that stay with the task before, at the change to each task."""
+        """For each task, the clients that stay with the previous task."""
         count = round(self.stay * self.clients)
         staying: list[frozenset[int]] = [frozenset()]
         for task in range(1, self.tasks):
@@ -230,33 +224,35 @@ ONE_TASK = Stream()
 """The stream of a run without tasks."""
 
 
-# Tasks that begin at dates: a column holds the time of each example.
+# ---- tasks that begin at dates -------------------------------------------------------------------
 
 
 def cut_times(cuts: Sequence[str]) -> list[datetime.datetime]:
-    """The moments at which each task but the first begins; raises ConfigError for what is no date,
-    or out of order.
+    """The times at which all tasks except the first begin. Raises ConfigError for texts that are
+    not dates, or not in ascending order.
     """
     moments = []
     for cut in cuts:
-        if (moment := moment_of(cut)) is None:
+        moment = moment_of(cut)
+        if moment is None:
             raise ConfigError(
-                f"stream.cuts has {cut!r}, which is no date; write dates as 2023-01-31"
+                f"stream.cuts has {cut!r}, which is not a date; write dates as 2023-01-31"
             )
         moments.append(moment)
-    for k, (before, after) in enumerate(pairwise(moments)):
-        if before >= after:
+    for index, (earlier, later) in enumerate(pairwise(moments)):
+        if earlier >= later:
             raise ConfigError(
-                f"stream.cuts must ascend, and {cuts[k + 1]} does not come after {cuts[k]}"
+                f"stream.cuts must ascend, but {cuts[index + 1]} is not after {cuts[index]}"
             )
     return moments
 
 
-def tasks_of_times(what: str, column: str, values: Sequence[str], cuts: Sequence[str]) -> list[int]:
-    """The task of each value of a time column, from 0: as many as there are cuts that are not after
-    it.
+def tasks_of_times(
+    source: str, column: str, values: Sequence[str], cuts: Sequence[str]
+) -> list[int]:
+    """The task of each value of a time column, from 0: the number of cuts at or before it.
 
-    Raises DataError for a value that is no date.
+    source: the data, for messages. Raises DataError for a value that is not a date.
 
     >>> tasks_of_times("rows", "acquired", ["2022-12-31", "2023-01-01"], ["2023-01-01"])
     [0, 1]
@@ -264,17 +260,18 @@ def tasks_of_times(what: str, column: str, values: Sequence[str], cuts: Sequence
     moments = cut_times(cuts)
     tasks = []
     for value in values:
-        if (moment := moment_of(value)) is None:
+        moment = moment_of(value)
+        if moment is None:
             raise DataError(
-                f"{what}: column {column!r} has {value[:40]!r}, which is no date; write dates as "
-                "2023-01-31"
+                f"{source}: column {column!r} has {value[:40]!r}, which is not a date; write dates "
+                "as 2023-01-31"
             )
         tasks.append(bisect.bisect_right(moments, moment))
     return tasks
 
 
 def moment_of(text: str) -> datetime.datetime | None:
-    """A date or time in ISO's form, UTC where it names no zone; None for any other text.
+    """The date or time of a text in ISO format, in UTC if it has no zone; None for other texts.
 
     >>> moment_of("2023-01-31").isoformat(), moment_of("31.1.2023"), moment_of("7")
     ('2023-01-31T00:00:00+00:00', None, None)

@@ -1,7 +1,7 @@
-"""Topologies: schedules of which clients act in which stage of a round.
+"""Topologies: the stages of each round, and the clients that act in them.
 
-Which clients are sampled follows from the run's seed and the round, or from the round alone. It
-cannot depend on which clients have answered.
+The sampled clients depend on the run's seed and the round, or on the round alone. They cannot
+depend on earlier replies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedstill.core.registry import register
 
 
 class Topology(Protocol):
-    """A schedule: the stages of each round."""
+    """A function from a round to its stages."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         """The stages of a round (1 is the first), numbered from 0."""
@@ -31,11 +31,11 @@ Cohorts = Literal["official"] | None
 
 
 def sample(world: World, round: int, count: int | None, cohorts: Cohorts = None) -> list[int]:
-    """Distinct clients of a round in the order drawn, uniformly; by default ten, or all if there
-    are fewer.
+    """Distinct clients of a round, drawn uniformly, in the order of the draw.
 
-    cohorts: None, drawn by key from the run's seed; "official", by the round alone, as FedNTD's
-    code does. Clients that are not there in the round's task are passed over.
+    count: by default ten, or all clients if there are fewer. cohorts: None to draw from the run's
+    seed; "official" to draw from the round alone, as FedNTD's code does. Clients without data in
+    the round's task are excluded.
 
     Source: "official", ``BaseServer._client_sampling`` of Lee-Gihun/FedNTD: NumPy seeded with the
     round, from 0.
@@ -58,30 +58,31 @@ def sample(world: World, round: int, count: int | None, cohorts: Cohorts = None)
 @dataclass(frozen=True)
 class _Sampled:
     sampled: Count | None = None
-    """Clients a round; unset, ten, or all where there are fewer."""
+    """The number of clients in a round; unset: ten, or all if there are fewer."""
     cohorts: Cohorts = None
-    """Whose draws of clients: unset, the run's seed's; "official", those of FedNTD's code, the same
-    for every seed.
+    """How clients are drawn: unset, from the run's seed; "official", as in FedNTD's code, with the
+    same draws for every seed.
     """
     task_end: str | None = None
-    """A stage of this name follows the last round of every task, for all clients that are there;
-    without [stream] the last round's.
+    """The name of a stage after the last round of each task, for all clients of the task; without
+    [stream], after the last round.
     """
 
     def __post_init__(self) -> None:
         check_ranges(self)
 
-    def drawn(self, round: int, world: World) -> list[int]:
+    def draw(self, round: int, world: World) -> list[int]:
+        """The sampled clients of a round, in the order of the draw."""
         if self.sampled is not None and self.sampled > world.clients:
             raise ConfigError(
-                f"topology.sampled = {self.sampled} is more than the {world.clients} clients there "
-                "are"
+                f"topology.sampled = {self.sampled} is more than the number of clients, "
+                f"{world.clients}"
             )
         return sample(world, round, self.sampled, self.cohorts)
 
-    def ending(self, round: int, world: World) -> list[Stage]:
-        """The stage that ends a task, in the task's last round. It comes before the stages that end
-        the run.
+    def task_end_stages(self, round: int, world: World) -> list[Stage]:
+        """The stage that ends a task, in the task's last round. It precedes the stages that end the
+        run.
         """
         is_last = round == world.rounds or world.stream.ends(round)
         if not self.task_end or not is_last:
@@ -95,22 +96,22 @@ class Parallel(_Sampled):
     """All sampled clients train in parallel; the server aggregates their replies."""
 
     server: str = ""
-    """A stage of this name follows, in which the server works on public data (FedDF)."""
+    """The name of a stage after training, in which the server works on public data (FedDF)."""
     first: str = ""
-    """A stage of this name stands before round 1's, for all clients."""
+    """The name of a stage before the stages of round 1, for all clients."""
     last: str = ""
-    """A stage of this name follows the last round's, for all clients (FT-FedAvg). "ridge": the
-    model's last layer is solved for from sums that they send, whatever the method.
+    """The name of a stage after the last round, for all clients (FT-FedAvg). "ridge": the model's
+    last layer is computed from sums that they send, with any method.
     """
     before: str = ""
-    """A stage of this name stands before every round's, for the round's clients (FedRep, Ditto)."""
+    """The name of a stage before training in every round, for its clients (FedRep, Ditto)."""
     after: str = ""
-    """A stage of this name follows every round's, for the round's clients."""
+    """The name of a stage after training in every round, for its clients."""
     closing: str = ""
-    """A stage of this name is the very last, in which the server works (CCVR)."""
+    """The name of the very last stage, in which the server works (CCVR)."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
-        clients = tuple(sorted(self.drawn(round, world)))
+        clients = tuple(sorted(self.draw(round, world)))
         stages = [
             Stage(round, 0, name, clients) for name in (self.before, "train", self.after) if name
         ]
@@ -118,7 +119,7 @@ class Parallel(_Sampled):
             stages.insert(0, Stage(round, 0, self.first, everyone(world, round)))
         if self.server:
             stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
-        stages += self.ending(round, world)
+        stages += self.task_end_stages(round, world)
         if self.last and round == world.rounds:
             stages.append(Stage(round, 0, self.last, everyone(world, round)))
         if self.closing and round == world.rounds:
@@ -129,31 +130,31 @@ class Parallel(_Sampled):
 @register("topology", "sequential")
 @dataclass(frozen=True)
 class Sequential(_Sampled):
-    """Sampled clients train one after another, in random order; each starts from the model of the
+    """Sampled clients train one after another, in random order: each starts from the model of the
     previous client.
     """
 
     order: Literal["drawn", "fixed"] = "drawn"
-    """Whether clients act in the order drawn, or by their ids; then all do, if sampled is unset
-    (MetaFed).
+    """Whether clients act in the order of the draw, or in the order of their ids. With "fixed", all
+    clients act if sampled is unset (MetaFed).
     """
     first: str = ""
-    """A stage of this name stands before round 1's chain, for all clients side by side
-    (MetaFed).
-    """
+    """The name of a stage before the chain of round 1, for all clients side by side (MetaFed)."""
     last: str = ""
-    """A stage of this name follows the last round's chain, for all clients side by side
-    (MetaFed).
-    """
+    """The name of a stage after the last round, for all clients side by side (MetaFed)."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
-        is_everyone_in = self.order == "fixed" and self.sampled is None
-        clients = everyone(world, round) if is_everyone_in else self.drawn(round, world)
-        chain = sorted(clients) if self.order == "fixed" else clients
-        stages = [Stage(round, 0, "train", (c,), sequential=True) for c in chain]
+        chain: Sequence[int]
+        if self.order == "fixed" and self.sampled is None:
+            chain = everyone(world, round)
+        else:
+            chain = self.draw(round, world)
+        if self.order == "fixed":
+            chain = sorted(chain)
+        stages = [Stage(round, 0, "train", (client,), sequential=True) for client in chain]
         if self.first and round == 1:
             stages.insert(0, Stage(round, 0, self.first, everyone(world, round)))
-        stages += self.ending(round, world)
+        stages += self.task_end_stages(round, world)
         if self.last and round == world.rounds:
             stages.append(Stage(round, 0, self.last, everyone(world, round)))
         return _numbered(stages)
@@ -162,18 +163,18 @@ class Sequential(_Sampled):
 @register("topology", "public_logits")
 @dataclass(frozen=True)
 class PublicLogits(_Sampled):
-    """Clients train on their own data and send logits on public data; the server and the clients
-    learn from these logits.
+    """Clients train on their own data and send logits on public data. The server and then the
+    clients learn from these logits.
     """
 
     first: str = ""
-    """A stage of this name stands before round 1's, for all clients, on public data (FedMD)."""
+    """The name of a stage before the stages of round 1, for all clients, on public data (FedMD)."""
     start: str = ""
-    """What the stage ``local`` is called in round 1, for a plan of its own; then all clients act in
-    it (FedMD).
+    """Another name of the stage ``local`` in round 1, which so can have another plan. All clients
+    act in it (FedMD).
     """
     last: str = ""
-    """A stage of this name follows the last round's, for all clients, on their own data (FedMD)."""
+    """The name of a stage after the last round, for all clients, on their own data (FedMD)."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         name = "local"
@@ -181,7 +182,7 @@ class PublicLogits(_Sampled):
             name = self.start
             clients = everyone(world, round)
         else:
-            clients = tuple(sorted(self.drawn(round, world)))
+            clients = tuple(sorted(self.draw(round, world)))
         stages = [
             Stage(round, 0, name, clients),
             Stage(round, 0, "teach_server", (SERVER,), "public"),
@@ -189,7 +190,7 @@ class PublicLogits(_Sampled):
         ]
         if self.first and round == 1:
             stages.insert(0, Stage(round, 0, self.first, everyone(world, round), "public"))
-        stages += self.ending(round, world)
+        stages += self.task_end_stages(round, world)
         if self.last and round == world.rounds:
             stages.append(Stage(round, 0, self.last, everyone(world, round)))
         return _numbered(stages)
@@ -198,25 +199,25 @@ class PublicLogits(_Sampled):
 @register("topology", "peer_to_peer")
 @dataclass(frozen=True)
 class PeerToPeer:
-    """In each round, every client trains its own model; then clients learn from their peers'
-    models, and refine.
+    """In each round, every client trains its own model. Then students learn from their peers'
+    models, and refine theirs.
     """
 
     students: tuple[int, ...] = ()
-    """Ids of the clients that learn; empty, all do."""
+    """The ids of the clients that learn from peers; empty: all clients."""
     server: str = ""
-    """A stage of this name follows the fit, in which the server works on public data."""
+    """The name of a stage after the fit, in which the server works on public data."""
     transfer: bool = True
     """Whether students learn from their peers' models."""
     refine: bool = True
-    """Whether students refine what they have learned."""
+    """Whether students refine their models after the transfer."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         present = everyone(world, round)
-        strangers = sorted(set(self.students) - set(range(world.clients)))
-        if strangers:
+        unknown_ids = sorted(set(self.students) - set(range(world.clients)))
+        if unknown_ids:
             raise ConfigError(
-                f"topology.students names {strangers[0]}; clients are 0 to {world.clients - 1}"
+                f"topology.students names {unknown_ids[0]}; clients are 0 to {world.clients - 1}"
             )
         students = present
         if self.students:
@@ -231,10 +232,8 @@ class PeerToPeer:
         return _numbered(stages)
 
 
-def has_links(stages: Sequence[Stage]) -> bool:
-    """Whether a round is a chain, in which a client hands the model on to the next, whatever stages
-    stand around it.
-    """
+def has_chain(stages: Sequence[Stage]) -> bool:
+    """Whether a round contains a chain, in which each client passes the model to the next."""
     return any(stage.sequential for stage in stages)
 
 

@@ -1,5 +1,6 @@
-"""Arithmetic on named tensors, {name: tensor}: entry by entry, new tensors out, nothing changed in
-place.
+"""Arithmetic on trees: named tensors, {name: tensor}.
+
+Functions compute entry by entry, return new tensors, and change nothing in place.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def zeros_like(a: Tensors) -> dict[str, Tensor]:
 
 
 def floats(a: Tensors) -> dict[str, Tensor]:
-    """The entries that hold real numbers; counters and other integers are left out."""
+    """The entries of real numbers, without counters and other integers."""
     return {k: v for k, v in a.items() if v.is_floating_point()}
 
 
@@ -53,31 +54,35 @@ def clone(a: Tensors) -> dict[str, Tensor]:
 
 
 def on_cpu(a: Tensors) -> dict[str, Tensor]:
-    """The same entries in the CPU's memory; those that are there already are not copied."""
+    """The same entries on the CPU. Entries that are there already are not copied."""
     return {k: v.cpu() for k, v in a.items()}
 
 
 def norm(a: Tensors) -> float:
-    """The Euclidean norm over all real entries, each entry's at least in float32; NaN or infinite
-    if an entry is.
+    """The Euclidean norm over all real entries, computed in float32 or more.
 
-    It is infinite, too, where an entry's squares are beyond its type.
+    It is NaN or infinite if a number is, and infinite if the square of a number overflows.
 
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     5.0
     """
-    real = [v.detach() if v.element_size() > 2 else v.detach().float() for v in floats(a).values()]
-    if not real:
+    entries = [_at_least_float32(entry.detach()) for entry in floats(a).values()]
+    if not entries:
         return 0.0
-    return float(
-        torch.linalg.vector_norm(torch.stack(torch._foreach_norm(real)), dtype=torch.float64)
-    )
+    norms = torch.stack(torch._foreach_norm(entries))
+    return float(torch.linalg.vector_norm(norms, dtype=torch.float64))
+
+
+def _at_least_float32(entry: Tensor) -> Tensor:
+    if entry.element_size() > 2:
+        return entry
+    return entry.float()
 
 
 def mean(trees: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor]:
-    """The weighted mean, summed in the order given; an integer entry is the first tree's.
+    """The weighted mean of trees, summed in their order. Integer entries are the first tree's.
 
-    Raises ValueError if the weights are not as many as the trees or sum to 0.
+    Raises ValueError unless there is one weight for each tree, and their sum is positive.
     """
     total = sum(weights)
     if len(weights) != len(trees) or not total > 0:
@@ -86,13 +91,13 @@ def mean(trees: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor
         )
     names = list(floats(trees[0]))
     shares = [weight / total for weight in weights]
-    out = {k: v.clone() for k, v in trees[0].items() if k not in names}
+    entries = {k: v.clone() for k, v in trees[0].items() if k not in names}
     if names:
         sums = torch._foreach_mul([trees[0][k] for k in names], shares[0])
         for tree, share in zip(trees[1:], shares[1:], strict=True):
             torch._foreach_add_(sums, torch._foreach_mul([tree[k] for k in names], share))
-        out |= zip(names, sums, strict=True)
-    return {k: out[k] for k in trees[0]}
+        entries |= zip(names, sums, strict=True)
+    return {k: entries[k] for k in trees[0]}
 
 
 def same_bits(a: Tensors, b: Tensors) -> bool:

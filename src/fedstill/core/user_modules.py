@@ -1,7 +1,7 @@
-"""The modules of users' files: imported by path, and imported anew once a file has changed.
+"""Imports users' Python files, and imports them again if they have changed.
 
-A file can import the modules beside it, as a script can. Which ones it has imported is known, so
-that a change in one of them is seen.
+A file can import modules from its folder, as a script can. A change in such a module counts as a
+change of the file.
 
 A run directory or a model file names the code that it needs, and may come from a stranger. While a
 command uses such a file (``code_named_by``), it imports only code that the user trusts. Trust is
@@ -60,7 +60,7 @@ class Neighbour:
 
 
 _neighbours: dict[Path, Neighbour] = {}
-"""The modules that users' files have imported from their own folders, by the modules' files."""
+"""The modules that users' files have imported from their folders, by the modules' files."""
 
 
 def module_of_file(path: Path) -> ModuleType:
@@ -96,8 +96,8 @@ def module_of_file(path: Path) -> ModuleType:
 
 
 def module_of_name(name: str, kind: str) -> ModuleType:
-    """The installed module of ``"package.module:Thing"``; raises ConfigError if it cannot be
-    imported, and for a path of Windows, which has a colon, too.
+    """The installed module of ``"package.module:Name"``. Raises ConfigError if it cannot be
+    imported, and for a Windows path, which has a colon, too.
     """
     check_windows_path(name, kind)
     module, _, _ = name.partition(":")
@@ -106,7 +106,7 @@ def module_of_name(name: str, kind: str) -> ModuleType:
 
 
 def imported(source: str, load: Callable[[], ModuleType]) -> ModuleType:
-    """A user's module; whatever its code raises while it is imported is one ConfigError."""
+    """A user's module. Any exception during the import becomes a ConfigError."""
     try:
         return load()
     except UntrustedCode:
@@ -118,21 +118,19 @@ def imported(source: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def files_of(path: Path) -> list[Path]:
-    """A user's file, and the files of all modules that files of its folder have imported from
-    there.
-    """
+    """A user's file, and all files that have been imported from its folder."""
     neighbours = {file for file in _neighbours if file.is_relative_to(path.parent)}
     return [path, *sorted(neighbours - {path})]
 
 
 def class_identity(cls: type) -> list[str]:
-    """A class by its name, and by the SHA-256 of its file unless that is the library's."""
+    """The name of a class, and the SHA-256 of its file; empty for files of the library."""
     return [f"{cls.__module__}.{cls.__qualname__}", source_digest(cls)]
 
 
 def source_digest(target: Any) -> str:
-    """The SHA-256 of a user's file that defines a class or a function, together with the modules
-    that it imports from its folder. Empty for the library's own files, which are hashed together.
+    """The SHA-256 of the user's file that defines a class or a function, and of the modules from
+    its folder. Empty for files of the library, which are hashed together.
     """
     if str(target.__module__).startswith("fedstill."):
         return ""
@@ -144,13 +142,13 @@ def source_digest(target: Any) -> str:
 
 
 def _module_name(path: Path) -> str:
-    # By path and content: a file that was mended, in a notebook say, is another module.
+    # By path and content: a file that was edited, say during a notebook, is another module.
     sha = hashlib.sha256(str(path).encode() + read_file(path)).hexdigest()
     return f"{USER}{path.stem}_{sha[:8]}"
 
 
 def _is_stale(folder: Path) -> bool:
-    """Whether a module that a file of a folder has imported from there has another file now."""
+    """Whether a module that was imported from a folder has changed."""
     return any(
         path.is_relative_to(folder) and _sha(path) != neighbour.sha
         for path, neighbour in _neighbours.items()
@@ -159,14 +157,13 @@ def _is_stale(folder: Path) -> bool:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Within it the modules of a folder can be imported, as beside a script; ``sys.path`` is as
-    before afterwards.
+    """Make the modules of a folder importable within the block, as for a script.
 
-    Modules of that name from another user's folder, and ones whose file has changed, are imported
-    anew.
+    Modules that have changed, or that have the same name in another user's folder, are imported
+    again.
     """
     _drop_outdated(folder)
-    known = set(sys.modules)
+    loaded = set(sys.modules)
     entry = str(folder)
     finder = _FolderFinder(folder)
     sys.path.insert(0, entry)
@@ -178,12 +175,12 @@ def _importable(folder: Path) -> Iterator[None]:
         sys.meta_path.remove(finder)
         if entry in sys.path:
             sys.path.remove(entry)
-        for name in set(sys.modules) - known:
-            _note_neighbour(name, folder)
+        for name in set(sys.modules) - loaded:
+            _add_neighbour(name, folder)
 
 
 def _drop_outdated(folder: Path) -> None:
-    """Forget the modules that a file of a folder would get, and should not: see ``_importable``."""
+    """Remove modules that would be imported from another folder, or that have changed."""
     for path, neighbour in _neighbours.items():
         package = folder / neighbour.name.partition(".")[0]
         is_in_folder = package.is_dir() or package.with_suffix(".py").is_file()
@@ -192,11 +189,11 @@ def _drop_outdated(folder: Path) -> None:
             sys.modules.pop(neighbour.name, None)
 
 
-def _note_neighbour(name: str, folder: Path) -> None:
-    """Note a new module, if its file is in a folder and is a user's own."""
+def _add_neighbour(name: str, folder: Path) -> None:
+    """Remember a new module, if it is a user's file in a folder."""
     path = Path(getattr(sys.modules[name], "__file__", None) or "/")
-    is_own = path.is_relative_to(folder) and "site-packages" not in path.parts
-    if is_own and path.suffix == ".py":
+    is_in_folder = path.is_relative_to(folder) and "site-packages" not in path.parts
+    if is_in_folder and path.suffix == ".py":
         _neighbours[path] = Neighbour(name, _sha(path))
 
 
@@ -242,7 +239,7 @@ class _FolderFinder(MetaPathFinder):
         return path.is_relative_to(self._folder) and "site-packages" not in path.parts
 
 
-# Trust in the code that files of strangers name.
+# ---- trust in code that files of strangers name --------------------------------------------------
 
 
 STATE = "FEDSTILL_STATE"
@@ -371,12 +368,12 @@ def _note_trusted(digests: Iterable[str]) -> None:
         log.warning("%s; this run will need --trust-code later", error)
 
 
-# Which thing of a module a name means.
+# ---- the class or function that a name means -----------------------------------------------------
 
 
 def module_of(kind: str, name: str, base: Path) -> ModuleType:
-    """The module of ``"mine.py"`` or ``"mine.py:Thing"``, relative to ``base``, or of
-    ``"package.module:Thing"``.
+    """The module of ``"mine.py"`` or ``"mine.py:Name"``, relative to ``base``, or of
+    ``"package.module:Name"``.
     """
     path, _, _ = name.partition(":")
     if path.endswith(".py"):
@@ -387,35 +384,35 @@ def module_of(kind: str, name: str, base: Path) -> ModuleType:
 def chosen_target(
     kind: str, name: str, module: ModuleType, registered: Sequence[Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """The class or function that a name means in a module: the attribute that it names, or the only
-    thing of the kind that is registered there.
+    """The class or function that a name means in a module: the named attribute, or the only one of
+    the kind that the module registers.
 
-    Raises UnknownName for an attribute that is not there, ConfigError if several things may be
-    meant, or none.
+    Raises UnknownName for an unknown attribute, and ConfigError if the module registers several of
+    the kind, or none.
     """
     path, _, attribute = name.partition(":")
     if not attribute:
         if len(registered) == 1:
             return registered[0]
-        raise ConfigError(_which_is_meant(kind, Path(path).name, module, registered))
+        raise ConfigError(_ambiguity(kind, Path(path).name, module, registered))
     target = getattr(module, attribute, None)
     if not callable(target):
         defined = [n for n, value in vars(module).items() if _is_defined_in(value, module)]
-        raise UnknownName(kind, attribute, defined, where=Path(path).name)
+        raise UnknownName(kind, attribute, defined, place=Path(path).name)
     return target  # type: ignore[no-any-return]
 
 
-def _which_is_meant(
+def _ambiguity(
     kind: str, file: str, module: ModuleType, registered: Sequence[Callable[..., Any]]
 ) -> str:
-    """A message for a file that registers no thing of a kind, or several."""
+    """A message for a file that registers several classes or functions of a kind, or none."""
     targets = registered or [value for value in vars(module).values() if callable(value)]
     choices = [f"{file}:{t.__name__}" for t in targets if _is_defined_in(t, module)]
     count = f"no {kind}"
     if registered:
         count = f"{len(registered)} {kind}s"
     return (
-        f"{kind} {file!r}: the file registers {count}; say what of it is meant: "
+        f"{kind} {file!r}: the file registers {count}; name the one to use: "
         f"{' or '.join(choices[:5])}"
     )
 
@@ -425,8 +422,8 @@ def _is_defined_in(value: Any, module: ModuleType) -> bool:
 
 
 def check_fields(kind: str, target: Callable[..., Any]) -> None:
-    """Raise ConfigError for a class with fields below a dataclass that is none itself: a config
-    could not set them.
+    """Raise ConfigError for a subclass of a dataclass that has fields but is not a dataclass
+    itself. A config could not set its fields.
     """
     if not inspect.isclass(target):
         return
@@ -445,7 +442,7 @@ def check_fields(kind: str, target: Callable[..., Any]) -> None:
 
 
 def _place(cls: type) -> str:
-    """The file and line of a class, in brackets; empty if its source is gone."""
+    """The file and line of a class, in brackets; empty if its source is unavailable."""
     try:
         file = Path(inspect.getfile(cls)).name
         line = inspect.getsourcelines(cls)[1]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError, UnknownName
-from fedstill.core.keys import resident
+from fedstill.core.keys import to_device
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
 
 STEPS = {
@@ -169,7 +169,7 @@ class PixelSources:
         count, height, width = self.rows.shape
         unit = torch.rand(count, generator=generator)
         angles = ((2 * unit - 1) * math.radians(DEGREES)).view(-1, 1, 1)
-        angles = resident(angles, self.rows.device)
+        angles = to_device(angles, self.rows.device)
 
         y = self.rows + 0.5 - height / 2
         x = self.columns + 0.5 - width / 2
@@ -183,7 +183,7 @@ class PixelSources:
         """The sources after about half of the images were mirrored left and right."""
         count, _, width = self.rows.shape
         is_mirrored = torch.rand(count, generator=generator) < 0.5
-        is_mirrored = resident(is_mirrored, self.rows.device).view(-1, 1, 1)
+        is_mirrored = to_device(is_mirrored, self.rows.device).view(-1, 1, 1)
         return replace(
             self, columns=torch.where(is_mirrored, width - 1 - self.columns, self.columns)
         )
@@ -195,7 +195,7 @@ class PixelSources:
         """
         count, height, width = self.rows.shape
         draws = torch.randint(2 * PADDING + 1, (count, 2), generator=generator)
-        offsets = resident(draws, self.rows.device) - PADDING
+        offsets = to_device(draws, self.rows.device) - PADDING
         rows = self.rows + offsets[:, 0].view(-1, 1, 1)
         columns = self.columns + offsets[:, 1].view(-1, 1, 1)
         if reflect:
@@ -240,6 +240,6 @@ def _cutout(batch: Tensor, generator: torch.Generator) -> Tensor:
 def _hole_along(size: int, batch: Tensor, generator: torch.Generator) -> Tensor:
     """Which positions (B, size) along an axis are in each image's hole."""
     centres = torch.randint(size, (len(batch), 1), generator=generator)
-    centres = resident(centres, batch.device)
+    centres = to_device(centres, batch.device)
     distances = torch.arange(size, device=batch.device).view(1, -1) - centres + HOLE // 2
     return (distances >= 0) & (distances < HOLE)

@@ -98,9 +98,9 @@ class TaskData:
 
         Older tasks follow in order, if their data are kept. There are none before the client joins.
         """
-        tasks = self.stream.been_in(client, round)
+        tasks = self.stream.tasks_until(client, round)
         present = tasks[-1:]
-        if not self.stream.kept:
+        if not self.stream.keeps_data:
             return present
         return present + tasks[:-1]
 

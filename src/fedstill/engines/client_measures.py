@@ -16,7 +16,7 @@ from fedstill.continual.task_test import TEST_STAGES
 from fedstill.core.errors import FedstillError
 from fedstill.core.extensions import ClientHook
 from fedstill.core.records import RULED_OUT, SERVER, Examples, Stage, Tensors, View, World
-from fedstill.core.reports import ENGINE, OWN, PROBE, TAKEN
+from fedstill.core.reports import ENGINE, METHOD_REPORT, PROBE, SERVER_FIELDS
 from fedstill.core.user_code import reason
 from fedstill.core.user_modules import class_identity
 from fedstill.data.inputs import Inputs
@@ -27,7 +27,7 @@ from fedstill.metrics.classification import ACCURACY, METRICS, NO_METRICS, Predi
 from fedstill.metrics.score_histograms import HISTOGRAMS, as_histograms, wrong_histograms
 from fedstill.models.contract import predictor
 
-NOT_A_MEASURES = TAKEN | ENGINE.keys()
+NOT_A_MEASURES = SERVER_FIELDS | ENGINE.keys()
 """Fields of a client's event that no measure gives."""
 
 
@@ -120,11 +120,11 @@ class ClientMeasures(ClientHook):
             return ""
         return repr([(name, class_identity(type(m))) for name, m in self.named.items()])
 
-    def measured(self, seen: AtClient) -> dict[str, Any]:
+    def measured(self, trained: AtClient) -> dict[str, Any]:
         """The fields that the measures give, if they are due."""
-        if not self.due(seen.stage):
+        if not self.due(trained.stage):
             return {}
-        return self.take(seen)
+        return self.take(trained)
 
     def take(self, seen: AtClient) -> dict[str, Any]:
         """All fields that the measures give, with the seconds of each measure; empty if there are
@@ -191,7 +191,7 @@ def _field_names(measures: Mapping[str, ClientMeasure]) -> set[str]:
 def _unknown_field(metrics: Mapping[str, Any], due: Mapping[str, ClientMeasure]) -> str:
     if not all(measure.gives for measure in due.values()):
         return ""  # a measure may give any field
-    unknown = sorted(metrics.keys() - _field_names(due) - ENGINE.keys() - {OWN})
+    unknown = sorted(metrics.keys() - _field_names(due) - ENGINE.keys() - {METHOD_REPORT})
     if unknown:
         return f"its report {unknown[0][:40]!r} is none that this run asks for"
     return ""
@@ -209,14 +209,14 @@ def _malformed_measure(
 
 def _field_of_measure(metrics: Mapping[str, Any], measures: Mapping[str, ClientMeasure]) -> str:
     """Whether the method reports a field that belongs to a measure."""
-    clashes = sorted(metrics.get(OWN, {}).keys() & _field_names(measures))
+    clashes = sorted(metrics.get(METHOD_REPORT, {}).keys() & _field_names(measures))
     if clashes:
         return f"its method's report {clashes[0][:40]!r} is not a method's to give"
     return ""
 
 
 def _malformed_probe(metrics: Mapping[str, Any], classes: int) -> str:
-    report = metrics.get(OWN, {})
+    report = metrics.get(METHOD_REPORT, {})
     if PROBE not in report or len(report[PROBE]) == classes:
         return ""
     return f"its report {PROBE!r} has {len(report[PROBE])} numbers for {classes} classes"
@@ -246,18 +246,20 @@ class OwnTestSets(ClientHook):
     metrics: RunMetrics = NO_METRICS
     histogram_stages: tuple[str, ...] | None = None
 
-    def measured(self, seen: AtClient) -> dict[str, Any]:
+    def measured(self, trained: AtClient) -> dict[str, Any]:
         """``site_accuracy``, with tasks ``site_by_task``, and ``site_metrics`` or ``site_scores``;
         nothing without a test set.
         """
-        if seen.view.tests:
-            return self._tested_by_task(seen)
-        test = seen.view.test
+        if trained.view.tests:
+            return self._tested_by_task(trained)
+        test = trained.view.test
         if test is None or len(test) == 0:
             return {}
-        if not self._records_metrics(seen.stage):
-            return {"site_accuracy": sum(seen.correct_by_class(seen.end, test)) / len(test)}
-        outputs = outputs_by_example(predictor(seen.view.model, seen.end), test, seen.inputs)
+        if not self._records_metrics(trained.stage):
+            return {"site_accuracy": sum(trained.correct_by_class(trained.end, test)) / len(test)}
+        outputs = outputs_by_example(
+            predictor(trained.view.model, trained.end), test, trained.inputs
+        )
         labels = test.labels.cpu()
         right = int((outputs.predicted == labels).sum())
         return {"site_accuracy": right / len(test), **self._metrics(outputs, labels)}
@@ -316,15 +318,17 @@ class HeldOutTests(ClientHook):
     positive: int = 0
     as_histograms: bool = False
 
-    def measured(self, seen: AtClient) -> dict[str, Any]:
+    def measured(self, trained: AtClient) -> dict[str, Any]:
         """``held_out_accuracy``, and ``held_out_examples``, how many they are; with another metric
         than accuracy ``held_out_score`` or ``held_out_histograms``. Nothing in other stages, and
         without held-out examples.
         """
-        held_out = seen.view.validation
-        if seen.stage.name not in self.stages or held_out is None:
+        held_out = trained.view.validation
+        if trained.stage.name not in self.stages or held_out is None:
             return {}
-        outputs = outputs_by_example(predictor(seen.view.model, seen.end), held_out, seen.inputs)
+        outputs = outputs_by_example(
+            predictor(trained.view.model, trained.end), held_out, trained.inputs
+        )
         labels = held_out.labels.cpu()
         right = int((outputs.predicted == labels).sum())
         fields: dict[str, Any] = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedstill.core import trees
 from fedstill.core.extensions import GradientRule
-from fedstill.core.keys import generator, resident, seed_for
+from fedstill.core.keys import generator, seed_for, to_device
 from fedstill.core.records import Examples, Plan, Stage, Tensors, TrainingStart, View
 from fedstill.engines.cores import workers
 from fedstill.engines.precision import Precision
@@ -210,7 +210,7 @@ def epoch_batches(
     """
     remaining_steps = plan.steps
     for positions in epoch_orders(n, plan, order, joined):
-        batches = list(torch.split(resident(positions, device), plan.batch))
+        batches = list(torch.split(to_device(positions, device), plan.batch))
         if joined:
             batches[-2:] = [torch.cat(batches[-2:])]
         if plan.steps:

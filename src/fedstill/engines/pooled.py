@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fedstill.core.keys import drawing_from, global_state, has_moved, seed_for
+from fedstill.core.keys import GLOBAL_GENERATOR_LOCK, drawing_from, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, ModelSpec, Payload, Reply, Stage
 from fedstill.engines.cores import workers
@@ -192,3 +192,22 @@ def step_cost(model: ModelSpec, batch: int) -> float:
     if len(model.input_shape) == 3:
         return 6.0 * batch * (contract.size(model) + 10 * math.prod(model.input_shape))
     return step_flops(model, batch) + 6 * activations(model) * batch
+
+
+def global_state() -> list[torch.Tensor]:
+    """The states of torch's global generators: the CPU's and, if CUDA is in use, the current
+    device's.
+    """
+    with GLOBAL_GENERATOR_LOCK:
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            states.append(torch.cuda.get_rng_state())
+        return states
+
+
+def has_moved(since: list[torch.Tensor]) -> bool:
+    """Whether anything has drawn from the global generators since ``global_state``.
+
+    If CUDA was first used in between, only the CPU's generator is compared.
+    """
+    return any(not torch.equal(a, b) for a, b in zip(global_state(), since, strict=False))

@@ -27,13 +27,13 @@ import torch
 from filelock import FileLock
 
 from fedstill.core import registry
-from fedstill.core.codec import OWN_ENTRIES, decode, encode
+from fedstill.core.codec import MAX_LOCAL_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, DiskFull
 from fedstill.core.files import digest, read_file, remove, write_whole
 from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import card_named
 from fedstill.core.records import Examples, ModelSpec, Payload, Plan, Reply, Stage, View
-from fedstill.core.reports import OWN
+from fedstill.core.reports import METHOD_REPORT
 from fedstill.core.user_modules import class_identity, source_digest
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.serial import ClientJob, SerialEngine
@@ -274,7 +274,7 @@ def _deserialised(serialised: bytes) -> Reply:
     data = serialised[SHA_LENGTH:]
     if digest(data).encode() != sha:
         raise BadPayload("its SHA-256 is not the one noted")
-    payload = decode(data, entries=OWN_ENTRIES)
+    payload = decode(data, entries=MAX_LOCAL_ENTRIES)
     fields = json.loads(str(payload["rest"]))
     groups = {name.removeprefix("up "): group for name, group in payload.items() if name != "rest"}
     return Reply(
@@ -288,8 +288,8 @@ def _deserialised(serialised: bytes) -> Reply:
 def _with_zero_times(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of a reply that was not made now."""
     zeroed = _without_time(metrics)
-    if OWN in metrics:
-        zeroed[OWN] = _without_time(metrics[OWN])
+    if METHOD_REPORT in metrics:
+        zeroed[METHOD_REPORT] = _without_time(metrics[METHOD_REPORT])
     zeroed["seconds_reused"] = metrics.get("seconds", 0.0)
     return zeroed
 

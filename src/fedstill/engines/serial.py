@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from fedstill.core.checks import place, returned
+from fedstill.core.checks import checked_return, place
 from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
 from fedstill.core.extensions import ClientHook, Fields, GradientRule
 from fedstill.core.keys import drawing_from, seed_for
@@ -32,7 +32,7 @@ from fedstill.core.records import (
     View,
     World,
 )
-from fedstill.core.reports import OWN
+from fedstill.core.reports import METHOD_REPORT
 from fedstill.core.trees import dtype_of
 from fedstill.engines.clients import TrainingSetup, trained_labels
 from fedstill.engines.cores import keep_freed_memory, torch_threads
@@ -302,7 +302,7 @@ class SerialEngine:
 
         begin = job.work.begin
         begun = begin(payload, self.memory.load(job.client), view, self.world)
-        start = returned(begun, TrainingStart, begin, "a TrainingStart")
+        start = checked_return(begun, TrainingStart, begin, "a TrainingStart")
         guard.check(begin, job.client)
         if head is not None:
             start = replace(start, head=head)
@@ -380,7 +380,7 @@ class SerialEngine:
         metrics = _training_metrics(start, training.trained)
         report = self._report(started, params)
         if report:
-            metrics[OWN] = report
+            metrics[METHOD_REPORT] = report
         started.guard.check(type(work), view.client)
         metrics["seconds_training"] = training.seconds
         metrics |= self._measured(started, training.trained, params, frozenset(content))

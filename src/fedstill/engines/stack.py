@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedstill.core import trees
-from fedstill.core.keys import resident
+from fedstill.core.keys import to_device
 from fedstill.core.records import Examples, ModelSpec, Plan, Tensors, TrainingStart, View
 from fedstill.engines.clients import (
     STEP_FIELDS,
@@ -487,13 +487,13 @@ class Stack(TrainingClients):
 
         # All steps are copied to the device at once, and what the host needs stays on the host, so
         # that no step waits for a copy.
-        index = resident(table.index, self.device)
-        rows = resident(rows, self.device)
-        mask = resident(mask, self.device)
-        epoch = resident(table.epoch, self.device)
-        sizes = resident(table.sizes, self.device)
-        begins_epoch = resident(begins_epoch, self.device)
-        running_on_device = resident(running, self.device)
+        index = to_device(table.index, self.device)
+        rows = to_device(rows, self.device)
+        mask = to_device(mask, self.device)
+        epoch = to_device(table.epoch, self.device)
+        sizes = to_device(table.sizes, self.device)
+        begins_epoch = to_device(begins_epoch, self.device)
+        running_on_device = to_device(running, self.device)
         counts = table.sizes.tolist()
         ends = table.ends.tolist()
         all_are_running = running.all(1).tolist()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedstill.core.checks import bad_return, users_definition
 from fedstill.core.errors import ChangedInPlace
-from fedstill.core.fields import of_kind
+from fedstill.core.fields import kind_text
 from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Keep, Payload
 
@@ -84,12 +84,12 @@ def terms_of(function: Callable[..., object], value: object, batch: int) -> Mapp
     a mapping of names to tensors of shape (batch,) or ().
     """
     if not isinstance(value, Mapping):
-        raise bad_return(function, f"gives {of_kind(value)}, not a dict of tensors by name")
+        raise bad_return(function, f"gives {kind_text(value)}, not a dict of tensors by name")
     if not value:
         raise bad_return(function, "gives no terms, so there is nothing to train")
     for name, term in value.items():
         if not isinstance(term, Tensor):
-            raise bad_return(function, f"gives {of_kind(term)} as {name!r}, not a tensor")
+            raise bad_return(function, f"gives {kind_text(term)} as {name!r}, not a tensor")
         if term.shape not in ((), (batch,)):
             shape = tuple(term.shape)
             raise bad_return(
@@ -107,9 +107,9 @@ def sent_and_remembered(work: ClientWork, given: object) -> tuple[Payload, Paylo
         content, client_state = given
         if isinstance(content, Payload) and isinstance(client_state, (Payload, Keep)):
             return content, client_state
-    kinds = of_kind(given)
+    kinds = kind_text(given)
     if isinstance(given, tuple) and given:
-        kinds = f"a tuple of {', '.join(map(of_kind, given))}"
+        kinds = f"a tuple of {', '.join(map(kind_text, given))}"
     raise bad_return(
         work.end, f"gives {kinds}, not two Payloads: what is sent and what is remembered"
     )
@@ -126,7 +126,7 @@ def journal_fields(
     """
     if not isinstance(value, Mapping):
         raise bad_return(
-            function, f"gives {of_kind(value)}, not a dict of numbers and words by name"
+            function, f"gives {kind_text(value)}, not a dict of numbers and words by name"
         )
     for name in value:
         if not isinstance(name, str):
@@ -150,5 +150,5 @@ def _plain(value: object, function: Callable[..., object], name: str) -> Any:
         return _plain(value.tolist(), function, name)
     raise bad_return(
         function,
-        f"gives {of_kind(value)} as {name!r}, and not numbers, words, or lists and tables of them",
+        f"gives {kind_text(value)} as {name!r}, not numbers, words, or lists and tables of them",
     )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fedstill.core.errors import on_one_line
-from fedstill.core.keys import put_aside
+from fedstill.core.keys import restoring_global_state
 from fedstill.core.method import ClientWork
 from fedstill.core.records import ModelSpec, Payload, Plan, Reply, Stage, TrainingStart, View
 from fedstill.engines.clients import (
@@ -284,7 +284,7 @@ def _vmap_failure(model: ModelSpec) -> str:
         for name, value in contract.entries(model, module).items()
     }
     try:
-        with warnings.catch_warnings(), put_aside(card=True):
+        with warnings.catch_warnings(), restoring_global_state(cuda=True):
             warnings.simplefilter("ignore")
             forward = torch.func.vmap(partial(contract.forward, module))
             outputs = forward(params, torch.stack([x, x]))

@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from fedstill.core.errors import ConfigError, FedstillError, on_one_line
-from fedstill.core.files import ONNX, PROGRAM, check_other_kind, make_folder, write_over
+from fedstill.core.files import ONNX, PROGRAM, check_may_overwrite, make_folder, replace_file
 from fedstill.export.trained_model import OnlyCallable, TrainedModel
 
 # ---- torch.export and ONNX -----------------------------------------------------------------------
@@ -59,14 +59,14 @@ def write_program(model: TrainedModel, path: Path) -> float:
     Returns the largest difference of its logits, as ``furthest`` does. Raises ConfigError if
     another kind of file is in the way.
     """
-    check_other_kind(path, PROGRAM)
+    check_may_overwrite(path, PROGRAM)
     program = exported(model, model.noise(2))
     difference = furthest(model, program.module())
     out = io.BytesIO()
     with quiet():
         torch.export.save(program, out)
     make_folder(path.absolute().parent)
-    write_over(path, out.getvalue(), PROGRAM)
+    replace_file(path, out.getvalue(), PROGRAM)
     return difference
 
 
@@ -78,7 +78,7 @@ def write_onnx(model: TrainedModel, path: Path) -> float | None:
     largest difference of its logits in onnxruntime, or None if that is not installed. Raises
     ConfigError without onnx and onnxscript, and if another kind of file is in the way.
     """
-    check_other_kind(path, ONNX)
+    check_may_overwrite(path, ONNX)
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
@@ -106,7 +106,7 @@ def write_onnx(model: TrainedModel, path: Path) -> float | None:
     data = _with_metadata(onnx_program.model_proto, {**metadata, **model.about})
     difference = _difference_in_onnxruntime(model, data)
     make_folder(path.absolute().parent)
-    write_over(path, data, ONNX)
+    replace_file(path, data, ONNX)
     return difference
 
 

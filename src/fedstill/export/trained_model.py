@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.errors import ConfigError, DataError, on_one_line
-from fedstill.core.fields import of_kind
+from fedstill.core.fields import kind_text
 from fedstill.core.process_settings import process_settings
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
 from fedstill.data.encoding import MISSING, category_name, encoded, table_rows, with_marks
@@ -115,7 +115,7 @@ def _columns_of_rows(about: DatasetInfo, rows: Sequence[Any]) -> dict[str, Any]:
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise DataError(
-                f"row {index} is {of_kind(row)}, not a dict; pass a data frame or a list of dicts"
+                f"row {index} is {kind_text(row)}, not a dict; pass a data frame or a list of dicts"
             )
         missing = [name for name in about.columns if name not in row]
         if missing:
@@ -130,7 +130,7 @@ def _is_list(values: Any) -> bool:
 def _column(name: str, values: Any) -> pa.ChunkedArray:
     if not _is_list(values):
         raise DataError(
-            f"{ROWS}: column {name!r} is {of_kind(values)}, and other columns are lists of values"
+            f"{ROWS}: column {name!r} is {kind_text(values)}, and other columns are lists of values"
         )
     try:
         return pa.chunked_array([pa.array(list(values), from_pandas=True)])
@@ -267,7 +267,7 @@ class TrainedModel(nn.Module):
             # Arrays of texts or objects cannot be converted.
             with contextlib.suppress(TypeError):
                 return torch.from_numpy(np.array(examples)).to(self.mean.device)
-        kind = of_kind(examples)
+        kind = kind_text(examples)
         if isinstance(examples, np.ndarray):
             kind = f"an array of {examples.dtype}"
         hint = ""

@@ -500,7 +500,7 @@ class InstructionCheck:
         sync_folder(self.used)
 
 
-# Why a site did not do what it was asked, as far as the server learns it.
+# ---- reasons that leave a site -------------------------------------------------------------------
 
 
 PUBLIC_REASONS: Mapping[Topic, str] = {
@@ -555,3 +555,10 @@ def topic_of(error: BaseException) -> Topic:
     if isinstance(error, FedstillError):
         return error.topic
     return "work"
+
+
+def error_text(error: BaseException) -> str:
+    """The text of an error of fedstill; of another error, its type and its text."""
+    if isinstance(error, FedstillError):
+        return str(error)
+    return on_one_line(error)

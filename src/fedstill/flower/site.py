@@ -21,7 +21,7 @@ from fedstill.config.experiment import from_tree
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.config.stages import takes_census
-from fedstill.core.codec import OWN_ENTRIES, decode, encode
+from fedstill.core.codec import MAX_LOCAL_ENTRIES, decode, encode
 from fedstill.core.errors import (
     BadPayload,
     CorruptFile,
@@ -29,7 +29,6 @@ from fedstill.core.errors import (
     Refused,
     Topic,
     cut_reason,
-    error_text,
 )
 from fedstill.core.extensions import SiteGuard, SiteNotebook
 from fedstill.core.files import digest, make_folder, read_file, remove, sweep, write_secret
@@ -47,6 +46,7 @@ from fedstill.flower.messages import (
     Request,
     SiteReply,
     content,
+    error_text,
     header_and_payload,
     public_reason,
     require_flower,
@@ -530,7 +530,7 @@ class Desk:
             data = read_file(path)
             if digest(data) != version[1]:
                 raise BadPayload("its SHA-256 is not the one that counts")
-            return decode(data, entries=OWN_ENTRIES)
+            return decode(data, entries=MAX_LOCAL_ENTRIES)
         except (OSError, BadPayload) as error:
             raise CorruptFile(
                 f"the memory that counts, {version[0]}, cannot be used at this site: {error}"
@@ -540,7 +540,7 @@ class Desk:
         """The answer already given to the same request, if it is still here and whole."""
         path = self.place / _reply(request.stage)
         try:
-            stored = decode(read_file(path), entries=OWN_ENTRIES)
+            stored = decode(read_file(path), entries=MAX_LOCAL_ENTRIES)
             note = json.loads(str(stored["note"]))
             if note["request"] != request.digest():
                 return None

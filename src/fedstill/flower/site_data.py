@@ -508,7 +508,9 @@ def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int) -> Re
     if own.dataset is None or own.scaler is None:
         return Ready(settings, None, own)
     by_task = {
-        task: examples for task, examples in own.train.items() if task == own.current or stream.kept
+        task: examples
+        for task, examples in own.train.items()
+        if task == own.current or stream.keeps_data
     }
     no_examples = own.dataset.train.take(torch.arange(0))
     train = concatenated(list(by_task.values()) or [no_examples])

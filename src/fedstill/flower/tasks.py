@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstill.core.errors import error_text
 from fedstill.flower import check_flower_installed
 from fedstill.flower.deployment import certificates
 from fedstill.flower.deployment.control import OperatorKey, trusting
 from fedstill.flower.deployment.folder import Federation, client_of_key, require_own_app
 from fedstill.flower.deployment.processes import end
+from fedstill.flower.messages import error_text
 
 if TYPE_CHECKING:
     from flwr.app import Message

@@ -79,7 +79,7 @@ class AFL(Method):
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         stream = world.stream
-        if self.balanced and stream.tasks > 1 and not stream.kept and classes_recur(stream):
+        if self.balanced and stream.tasks > 1 and not stream.keeps_data and classes_recur(stream):
             return (
                 "balanced = true weighs a class by its examples of one task, all counted when the "
                 "task begins; set method.balanced = false, or give each class to one task, without "
@@ -130,7 +130,7 @@ class AFL(Method):
         examples.
         """
         total = state.extra.tensor("labels").sum(0)  # (C,)
-        if world.stream.kept:
+        if world.stream.keeps_data:
             return {"first": total, "counted": total}
         first = state.extra.get("first", total)
         counted = state.extra.get("counted", total)
@@ -168,7 +168,7 @@ class SendChange(ClientWork):
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
         task = 0
-        if not world.stream.kept:
+        if not world.stream.keeps_data:
             task = world.stream.task(self.round, view.client)
         previous = empty_sums(self.network(view), world.classes)
         if client_state and client_state.number("task") == task:

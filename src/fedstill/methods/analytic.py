@@ -104,7 +104,7 @@ class Analytic(FedAvg):
             return (
                 "only a part of the network is trained, or widths are its own; set method.width = 0"
             )
-        if self.groups and world.stream.kept:
+        if self.groups and world.stream.keeps_data:
             return (
                 "groups count each example once, and stream.past = 'kept' shows it in each task; "
                 "set method.groups = 0"

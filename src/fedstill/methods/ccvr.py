@@ -52,7 +52,7 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.topology import has_links
+from fedstill.core.topology import has_chain
 from fedstill.core.trees import dtype_of
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import NO_TRAINING, no_linear_head
@@ -90,7 +90,7 @@ class CCVR(FedAvg):
     """What is sent of a class's covariance: C D² numbers in all, or C D."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        if has_links(stages):
+        if has_chain(stages):
             return "after a chain there is no stage of the server's; set topology.kind = 'parallel'"
         return no_linear_head(world)
 

@@ -35,7 +35,7 @@ from fedstill.core.records import (
     View,
     World,
 )
-from fedstill.core.topology import has_links
+from fedstill.core.topology import has_chain
 from fedstill.core.trees import dtype_of
 from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.methods.public_logits import own_model
@@ -66,7 +66,7 @@ class ClassValues(Method):
         """The distance of each example's values to the values of its class, (B, V): (B,)."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        if not has_links(stages):
+        if not has_chain(stages):
             return ""
         return (
             "values of a class are means over clients, and in a chain one client acts at a time; "

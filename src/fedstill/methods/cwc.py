@@ -49,7 +49,7 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.registry import method
-from fedstill.core.topology import has_links
+from fedstill.core.topology import has_chain
 from fedstill.core.trees import add, only, scale, sub, zeros_like
 from fedstill.losses import quadratic
 from fedstill.methods.fedseq import FedSeq
@@ -81,7 +81,7 @@ class CWC(FedSeq):
     """
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        if not has_links(stages):
+        if not has_chain(stages):
             return "in parallel no client passes an importance on; leave topology.kind out"
         if self.lseg and world.plans["train"].clip_norm > 0:
             return (

@@ -20,7 +20,7 @@ from annotated_types import Interval
 from fedstill.core.fields import Positive
 from fedstill.core.records import SERVER, Reply, Stage, State, World
 from fedstill.core.registry import method
-from fedstill.core.topology import has_links
+from fedstill.core.topology import has_chain
 from fedstill.core.trees import add, only, scale, sub, zeros_like
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_entries
@@ -37,7 +37,7 @@ class FedAvgM(FedAvg):
     """How far the server moves along the running sum (eta)."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        if not has_links(stages):
+        if not has_chain(stages):
             return ""
         return (
             "a chain hands on the model as a client left it, and the server's momentum would move "

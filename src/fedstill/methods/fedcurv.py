@@ -44,7 +44,7 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.topology import has_links
+from fedstill.core.topology import has_chain
 from fedstill.core.trees import add, scale, sub, zeros_like
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
@@ -72,7 +72,7 @@ class FedCurv(FedAvg):
     """Whose information counts: that of all clients ever seen, or of the last round's."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        if self.scope == "all_seen" or not has_links(stages):
+        if self.scope == "all_seen" or not has_chain(stages):
             return ""
         return (
             "method.scope = 'last_round' would forget after every client of a chain; set "

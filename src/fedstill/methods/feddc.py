@@ -48,7 +48,7 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.topology import has_links
+from fedstill.core.topology import has_chain
 from fedstill.core.trees import add, only, scale, sub, zeros_like
 from fedstill.losses import proximal
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
@@ -77,7 +77,7 @@ class FedDC(FedAvg):
     """Weight of the penalty on leaving the global model less the client's drift (alpha)."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        if not has_links(stages):
+        if not has_chain(stages):
             return ""
         return (
             "a chain hands on the model as a client left it, and the server's mean drift would "

@@ -43,7 +43,7 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.registry import method
-from fedstill.core.topology import has_links
+from fedstill.core.topology import has_chain
 from fedstill.losses import kd
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 
@@ -71,7 +71,7 @@ class FedDF(FedAvg):
     """Temperature of the server's distillation (tau)."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        if has_links(stages):
+        if has_chain(stages):
             return (
                 "a chain ends with one model, and an ensemble needs several; set topology.kind = "
                 "'parallel'"

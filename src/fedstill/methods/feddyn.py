@@ -37,7 +37,7 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.topology import has_links
+from fedstill.core.topology import has_chain
 from fedstill.core.trees import only, scale, sub, zeros_like
 from fedstill.losses import proximal
 from fedstill.methods.fedavg import FedAvg
@@ -56,7 +56,7 @@ class FedDyn(FedAvg):
     """Weight of the proximal term (alpha)."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        if not has_links(stages):
+        if not has_chain(stages):
             return ""
         return (
             "a chain hands on the model as a client left it, and the server's correction h would "

@@ -44,7 +44,7 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.topology import has_links
+from fedstill.core.topology import has_chain
 from fedstill.core.trees import add, only, scale, sub, zeros_like
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_entries
@@ -69,7 +69,7 @@ class FedNova(FedAvg):
         return self.needs
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        if not has_links(stages):
+        if not has_chain(stages):
             return ""
         return (
             "it normalises changes that are averaged over clients, and a chain averages none; "

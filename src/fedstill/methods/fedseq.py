@@ -19,7 +19,7 @@ from typing import ClassVar
 from fedstill.core.method import Method
 from fedstill.core.records import Plan, Stage, World
 from fedstill.core.registry import method
-from fedstill.core.topology import has_links
+from fedstill.core.topology import has_chain
 
 FEDSEQ_PLAN = Plan(epochs=5, batch=64, lr=0.01, weight_decay=1e-4)
 """SFedKD's settings: five epochs, batches of 64, a constant learning rate without momentum."""
@@ -34,6 +34,6 @@ class FedSeq(Method):
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDSEQ_PLAN}
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        if has_links(stages):
+        if has_chain(stages):
             return ""
         return "side by side it is method fedavg; choose that, or leave topology.kind out"

@@ -44,7 +44,7 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.core.topology import has_links
+from fedstill.core.topology import has_chain
 from fedstill.core.trees import only
 from fedstill.methods.public_logits import own_model
 from fedstill.models import contract
@@ -93,7 +93,7 @@ class MetaFed(Method):
     """Whether layers that normalise by statistics are taken over with the rest."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
-        if not has_links(stages):
+        if not has_chain(stages):
             return "side by side there is no client before; leave topology.kind out"
         for stage in stages:
             if stage.name in world.plans and not world.plans[stage.name].validation:

@@ -261,7 +261,9 @@ class Replay(FedAvg):
         have these examples.
         """
         stream = world.stream
-        return self.size > 0 and not stream.kept and stream.task(stage.round) < stream.tasks - 1
+        return (
+            self.size > 0 and not stream.keeps_data and stream.task(stage.round) < stream.tasks - 1
+        )
 
     def work(self, stage: Stage) -> ClientWork:
         if stage.name == REMEMBER:
@@ -316,7 +318,7 @@ class Rehearse(ClientWork):
         m = self.method
         stream = world.stream
         memory = of_other_tasks(client_state, stream.task(self.round, view.client))
-        if not memory or stream.kept or not m.size:
+        if not memory or stream.keeps_data or not m.size:
             return TrainingStart(params=payload.params)
 
         kept = Examples(memory.tensor("values"), memory.tensor("labels"))

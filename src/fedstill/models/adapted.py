@@ -81,7 +81,7 @@ def etf(
     Reading: its old linear head stays in the model, unused and decayed; here there is none.
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
-    network = building.construct(of, spec, building.as_table_again(arguments or {}))
+    network = building.construct(of, spec, building.from_pairs(arguments or {}))
     body = getattr(network, "body", None)
     head = getattr(network, "head", None)
     if not isinstance(body, nn.Module) or not isinstance(head, nn.Module):
@@ -142,7 +142,7 @@ def lifted(
     trained nor sent.
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
-    network = building.construct(of, spec, building.as_table_again(arguments or {}))
+    network = building.construct(of, spec, building.from_pairs(arguments or {}))
     body = getattr(network, "body", None)
     head = getattr(network, "head", None)
     if not isinstance(body, nn.Module) or not isinstance(head, nn.Linear):
@@ -158,7 +158,7 @@ def lifted_spec(spec: ModelSpec, width: int) -> ModelSpec:
     """The same network with a wide random layer under its head; as it is for a width of 0."""
     if not width:
         return spec
-    fields = {"of": spec.name, "arguments": building.as_table_again(spec.fields), "width": width}
+    fields = {"of": spec.name, "arguments": building.from_pairs(spec.fields), "width": width}
     return ModelSpec(
         "lifted", spec.input_shape, spec.classes, as_pairs(fields), vocabulary=spec.vocabulary
     )
@@ -217,7 +217,7 @@ def low_rank(
     "*.lora_b"]`` A stays as it was drawn, the same for all, and the mean is exact.
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
-    fields: Mapping[str, Any] = building.as_table_again(arguments or {})
+    fields: Mapping[str, Any] = building.from_pairs(arguments or {})
     network = building.construct(of, spec, fields)
     linear = {name: m for name, m in network.named_modules() if type(m) is nn.Linear}
     chosen = [layer for name, layer in linear.items() if matches(f"{name}.", layers)]

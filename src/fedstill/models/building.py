@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, FedstillError
-from fedstill.core.keys import put_aside
+from fedstill.core.keys import restoring_global_state
 from fedstill.core.records import ModelSpec
 from fedstill.core.registry import short_name
 from fedstill.models.network import ImageShape, RowShape, SeriesShape
@@ -91,7 +91,7 @@ def built_size(spec: ModelSpec) -> int:
     """How many parameters a network of the library has. Only shapes are computed, so no memory is
     taken for them.
     """
-    with put_aside(), torch.device("meta"):
+    with restoring_global_state(), torch.device("meta"):
         network = construct(spec.name, spec, dict(spec.fields))
         return sum(value.numel() for value in network.parameters())
 
@@ -201,19 +201,19 @@ def _hints(target: Callable[..., Any]) -> Mapping[str, Any]:
         return {}
 
 
-def as_table_again(value: Any) -> Any:
-    """The value that ``as_pairs`` was given. Pairs of a text and a value are a table.
+def from_pairs(value: Any) -> Any:
+    """The reverse of ``as_pairs``: pairs of a text and a value become a table.
 
-    >>> as_table_again((('a', (('c', 3),)), ('b', (1, 2))))
+    >>> from_pairs((('a', (('c', 3),)), ('b', (1, 2))))
     {'a': {'c': 3}, 'b': (1, 2)}
     """
     if isinstance(value, Mapping):
-        return {k: as_table_again(v) for k, v in value.items()}
+        return {k: from_pairs(v) for k, v in value.items()}
     if not isinstance(value, (list, tuple)):
         return value
     if value and all(_is_pair(v) for v in value):
-        return {k: as_table_again(v) for k, v in value}
-    return tuple(as_table_again(v) for v in value)
+        return {k: from_pairs(v) for k, v in value}
+    return tuple(from_pairs(v) for v in value)
 
 
 def _is_pair(value: Any) -> bool:

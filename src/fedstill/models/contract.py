@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import CorruptFile, IncompatibleMethod, on_one_line
-from fedstill.core.keys import put_aside, seed_global
+from fedstill.core.keys import restoring_global_state, seed_global
 from fedstill.core.records import ModelSpec, Plan, Tensors, as_pairs
 from fedstill.core.trees import only
 from fedstill.models.functional import features, forward, head, run_part, run_with
@@ -80,14 +80,14 @@ def module(spec: ModelSpec, role: str = "student") -> nn.Module:
     """
     cache: dict[tuple[ModelSpec, str], nn.Module] = _modules.__dict__.setdefault("cache", {})
     if (spec, role) not in cache:
-        with put_aside(card=True):
+        with restoring_global_state(cuda=True):
             cache[spec, role] = build(spec)
     return cache[spec, role]
 
 
 def initial(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """Initial parameters and buffers of a spec, a pure function of the seed."""
-    with put_aside(card=True):
+    with restoring_global_state(cuda=True):
         seed_global(seed)  # a network of a user's own may be made on a card
         network = build(spec)
     return {k: v.detach().clone() for k, v in entries(spec, network).items()}
@@ -182,7 +182,7 @@ class Predictor:
 
         Raises CorruptFile where they are not those of the architecture.
         """
-        with put_aside(card=True):
+        with restoring_global_state(cuda=True):
             network = build(self.spec)
         state = dict(self.params)
         if self.spec.held:
@@ -279,7 +279,7 @@ def _trains_on(spec: ModelSpec, count: int, norm: str) -> bool:
     }
     x = torch.ones_like(example(spec, count))  # of token ids, zeros would be padding alone
     try:
-        with put_aside(card=True), torch.no_grad():
+        with restoring_global_state(cuda=True), torch.no_grad():
             forward(m, entries, x)
     except Exception:  # whatever a network raises, it would raise in training
         return False
@@ -291,7 +291,7 @@ def _trains_on(spec: ModelSpec, count: int, norm: str) -> bool:
 def _draws_in_forward(m: nn.Module, x: Tensor) -> bool:
     """Whether a pass draws from the generator. The module's statistics are not changed."""
     freeze_norms(m)
-    with put_aside(card=True), torch.no_grad():
+    with restoring_global_state(cuda=True), torch.no_grad():
         state = torch.get_rng_state()
         forward(m, {name: value.clone() for name, value in m.named_buffers()}, x)
         return not torch.equal(torch.get_rng_state(), state)

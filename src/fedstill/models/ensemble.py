@@ -125,18 +125,15 @@ def pair(
     Source: Shen et al., "Federated Mutual Learning" (2020).
     """
     spec = ModelSpec("pair", input_shape, classes, vocabulary=vocabulary)
-    own_fields = building.as_table_again(own_arguments or {})
-    own_network = building.construct(own, spec, own_fields)
-    shared_network = building.construct(
-        shared, spec, building.as_table_again(shared_arguments or {})
-    )
+    own_network = building.construct(own, spec, building.from_pairs(own_arguments or {}))
+    shared_network = building.construct(shared, spec, building.from_pairs(shared_arguments or {}))
     return Pair(own_network, shared_network)
 
 
 def own_of(spec: ModelSpec, params: Tensors) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The client's own network of a pair, with its parameters."""
     fields = dict(spec.fields)
-    table = building.as_table_again(fields.get("own_arguments") or {})
+    table = building.from_pairs(fields.get("own_arguments") or {})
     own_spec = ModelSpec(
         fields["own"], spec.input_shape, spec.classes, as_pairs(table), vocabulary=spec.vocabulary
     )

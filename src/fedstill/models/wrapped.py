@@ -51,7 +51,7 @@ def wrapped(
     (B, D).
     """
     spec = ModelSpec("wrapped", input_shape, classes, vocabulary=vocabulary)
-    network = _construct(of, building.as_table_again(arguments or {}), spec)
+    network = _construct(of, building.from_pairs(arguments or {}), spec)
     mask_name = ""
     if mask:
         if not vocabulary:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import ClientHook, GradientRule
-from fedstill.core.keys import resident
+from fedstill.core.keys import to_device
 from fedstill.core.records import SERVER, Plan, Stage, Tensors, View
 from fedstill.privacy.noise import secret_normal
 
@@ -83,7 +83,7 @@ def poisson_batches(
     generator = None if secret else order
     for begin in range(0, steps, per_epoch):
         samples = [_sample(n, rate, generator) for _ in range(per_epoch)]
-        yield [resident(sample.nonzero().flatten(), device) for sample in samples[: steps - begin]]
+        yield [to_device(sample.nonzero().flatten(), device) for sample in samples[: steps - begin]]
 
 
 def _sample(n: int, rate: float, order: torch.Generator | None) -> Tensor:

@@ -27,8 +27,8 @@ from fedstill.core.extensions import Engine, Event, Exchanges, Fields, Observer,
 from fedstill.core.files import write_whole
 from fedstill.core.method import ClientWork
 from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage, Tensors
-from fedstill.core.reports import OWN
-from fedstill.core.screen import of_other_stage
+from fedstill.core.reports import METHOD_REPORT
+from fedstill.core.screen import stage_mismatch
 from fedstill.privacy.masking import TIMES, Masking
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.protocol import (
@@ -357,7 +357,7 @@ def _unknown(client: int, stage: Stage) -> Reply:
 
 def _check_stage(reply: Reply, stage: Stage) -> None:
     """Raise BadPayload for a reply to another stage."""
-    reason = of_other_stage(reply, stage)
+    reason = stage_mismatch(reply, stage)
     if reason:
         raise BadPayload(reason)
 
@@ -523,7 +523,9 @@ def known(reply: Reply, content: Payload, report: Mapping[str, object]) -> Reply
     if reply.failure:
         return reply
     times = {name: value for name, value in reply.metrics.items() if name in TIMES}
-    return replace(reply, content=content, examples=0, metrics={**times, OWN: dict(report)})
+    return replace(
+        reply, content=content, examples=0, metrics={**times, METHOD_REPORT: dict(report)}
+    )
 
 
 def as_failed(reply: Reply, reason: str) -> Reply:

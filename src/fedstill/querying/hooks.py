@@ -33,7 +33,7 @@ from fedstill.core.extensions import (
     StageResult,
 )
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, Tensors, View, World
-from fedstill.core.reports import WHY
+from fedstill.core.reports import REASONS
 from fedstill.methods.fit import FIT, Queries, anyone_asks, queries_of
 from fedstill.metrics.local_models import answers
 from fedstill.querying.queries import (
@@ -134,7 +134,7 @@ class QueriesAtClient(ClientHook):
         if stage.name != FIT:
             return {}
         reasons_by_class = why_asked(self.asking, params, view)
-        return {WHY: {str(label): reason for label, reason in reasons_by_class.items()}}
+        return {REASONS: {str(label): reason for label, reason in reasons_by_class.items()}}
 
     def cache_key(self, stage: Stage) -> str:
         """The rule decides what is sent in the stage ``fit`` alone."""
@@ -225,7 +225,7 @@ class RunQueries(Observer):
             return {}
         fields: Fields = {"queries": {str(c): list(query) for c, query in self._queries.items()}}
         if self._why:
-            fields[WHY] = {
+            fields[REASONS] = {
                 str(client): reasons_by_class for client, reasons_by_class in self._why.items()
             }
         return fields
@@ -261,7 +261,7 @@ class RunQueries(Observer):
         )
         for answer in fields["answers"]:
             if answer["client"] in self._why:
-                answer[WHY] = self._why[answer["client"]]
+                answer[REASONS] = self._why[answer["client"]]
         return fields
 
     def on_event(self, event: Event) -> None:
@@ -275,7 +275,7 @@ class RunQueries(Observer):
         self._queries.pop(client, None)
         if event.get("query"):
             self._queries[client] = tuple(event["query"])
-            reasons = event.get(WHY, {})
+            reasons = event.get(REASONS, {})
             self._why[client] = {
                 str(label): reasons.get(str(label), {}) for label in event["query"]
             }

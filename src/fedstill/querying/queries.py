@@ -35,7 +35,7 @@ from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, CountOrZero, PositiveShare, Seed
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.label_counts import BALANCED, BALANCED_OVERALL, are_overall
+from fedstill.core.label_counts import BALANCED, BALANCED_OVERALL, needs_label_totals
 from fedstill.data.views import Order
 
 ClassesByClient = dict[int, tuple[int, ...]]
@@ -461,7 +461,7 @@ def check_config(settings: Settings) -> None:
             f"query.again: method {method} counts labels once, before round 1, and data grow; "
             "leave it out, or choose another method"
         )
-    if are_overall(settings.plans):
+    if needs_label_totals(settings.plans):
         raise ConfigError(
             f"query.again: class_weights = {BALANCED_OVERALL!r} counts labels once, before round "
             f"1, and data grow; set {BALANCED!r}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedstill.core.errors import CorruptFile
-from fedstill.core.reports import WHY
+from fedstill.core.reports import REASONS
 from fedstill.methods.fit import FIT
 from fedstill.querying.queries import because
 from fedstill.report.blocks import (
@@ -175,7 +175,7 @@ def _why(run: Run, answer: Mapping[str, Any]) -> str:
     """What spoke for the classes of a query; journals of before say of label counts only."""
     if run.settings.get("query.draw", "none") == "none":
         return "written in the config"
-    reasons = answer.get(WHY)
+    reasons = answer.get(REASONS)
     if not reasons:
         counts: Sequence[int] = []
         if run.label_counts:

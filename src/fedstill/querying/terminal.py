@@ -251,7 +251,7 @@ def query(
             machine.
     """
     from fedstill.config.overrides import parse_overrides
-    from fedstill.core.files import MODEL, check_other_kind
+    from fedstill.core.files import MODEL, check_may_overwrite
     from fedstill.data.sources import load_dataset
     from fedstill.models.model_file import save_model
     from fedstill.querying import terminal as answer
@@ -268,7 +268,7 @@ def query(
         raise ConfigError("--by accuracy and --under go together, e.g. --by accuracy --under 0.6")
     if ("need" in by) != bool(need):
         raise ConfigError("--by need and --need go together, e.g. --by need --need 7,9")
-    check_other_kind(out, MODEL)
+    check_may_overwrite(out, MODEL)
     if trust_code:
         trust_run(run)
     student_number = parse_client_number(run, client)

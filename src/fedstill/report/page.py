@@ -23,7 +23,7 @@ from plotly.offline import get_plotlyjs
 
 from fedstill import manifest
 from fedstill.core.errors import ConfigError
-from fedstill.core.files import PAGE, as_named, check_other_kind, write_over
+from fedstill.core.files import PAGE, check_may_overwrite, disk_error, replace_file
 from fedstill.manifest import Part
 from fedstill.report.blocks import Block, Facts, Notice, Section, templates
 from fedstill.report.figures import Style
@@ -57,7 +57,7 @@ def write_page(directories: Sequence[Path], out: Path, against: str = "") -> Pat
     there is no run in a directory or no group of that label, or if ``out`` cannot be written, or is
     there and no page that fedstill made; CorruptFile for a run that cannot be read.
     """
-    check_other_kind(out, PAGE)
+    check_may_overwrite(out, PAGE)
     text = page(groups(directories), against)
     if out.is_dir():
         raise ConfigError(
@@ -65,9 +65,9 @@ def write_page(directories: Sequence[Path], out: Path, against: str = "") -> Pat
         )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_over(out, text.encode(), PAGE)
+        replace_file(out, text.encode(), PAGE)
     except OSError as error:
-        raise ConfigError(f"cannot write the report {out}: {error.strerror}") from as_named(
+        raise ConfigError(f"cannot write the report {out}: {error.strerror}") from disk_error(
             error, out
         )
     return out

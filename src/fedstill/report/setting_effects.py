@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstill.core.files import PAGE, write_over
+from fedstill.core.files import PAGE, replace_file
 from fedstill.metrics.classification import METRICS
 from fedstill.report.blocks import Block, Chart, Gallery, Paragraph, Section, Table
 from fedstill.report.figures import (
@@ -111,7 +111,7 @@ def write_tuning_page(tuning: Tuning, out: Path) -> Path:
         blocks += _trial_charts(tuning)
     blocks.append(Table(head, rows, "numbers"))
     page = document("Tuning", [], [Section("tuning", "Tuning", blocks)])
-    write_over(out, page.encode(), PAGE)
+    replace_file(out, page.encode(), PAGE)
     return out
 
 

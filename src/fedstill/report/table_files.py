@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.files import OF_TABLES, as_named, check_other_kind, make_folder, write_whole
+from fedstill.core.files import (
+    TABLE_KINDS,
+    check_may_overwrite,
+    disk_error,
+    make_folder,
+    write_whole,
+)
 from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.report.summary import NONE, Column, best_first, columns, rows
 from fedstill.running.journal import VERSIONS, read_journal
@@ -63,7 +69,7 @@ def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> 
     }
     make_folder(folder)
     for name in texts:
-        check_other_kind(folder / name, OF_TABLES[Path(name).suffix])
+        check_may_overwrite(folder / name, TABLE_KINDS[Path(name).suffix])
     for name, text in texts.items():
         write_whole(folder / name, text.encode())
     return [folder / name for name in texts]
@@ -296,7 +302,7 @@ def export(
         for run, folder in zip(runs, folders, strict=True):
             _send(run, folder.name, tracker(folder))
     except OSError as error:
-        raise ConfigError(f"cannot write to {out}: {error.strerror}") from as_named(error, out)
+        raise ConfigError(f"cannot write to {out}: {error.strerror}") from disk_error(error, out)
     return folders
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.config.settings import Settings
-from fedstill.core.codec import OWN_ENTRIES, decode, encode
+from fedstill.core.codec import MAX_LOCAL_ENTRIES, decode, encode
 from fedstill.core.errors import BadPayload, ConfigError, CorruptFile
 from fedstill.core.extensions import Event, Fields, StageKeeper, StageResult
 from fedstill.core.files import digest, make_folder, read_file, remove, write_together
@@ -231,7 +231,7 @@ class Checkpoints:
         data = read_sealed(path, sha)
         self._sound.add(sha)
         try:
-            return decode(data, entries=OWN_ENTRIES)
+            return decode(data, entries=MAX_LOCAL_ENTRIES)
         except BadPayload as error:
             raise CorruptFile(f"{path} is damaged: {error}") from error
 
@@ -321,7 +321,7 @@ class StoredMemory(Memory):
             data = read_file(path)
             if digest(data) != sha:
                 raise BadPayload("its SHA-256 is not the one noted")
-            return decode(data, entries=OWN_ENTRIES)
+            return decode(data, entries=MAX_LOCAL_ENTRIES)
         except (OSError, BadPayload) as error:
             raise CorruptFile(
                 f"{path}, the memory of client {client}, cannot be used: {error}"
@@ -423,7 +423,7 @@ class KeptUpdate:
         """What the client sent; raises CorruptFile if the file is not the one that was written."""
         data = read_sealed(self.path, self.sha256)
         try:
-            return decode(data, entries=OWN_ENTRIES)
+            return decode(data, entries=MAX_LOCAL_ENTRIES)
         except BadPayload as error:
             raise CorruptFile(f"{self.path} is damaged: {error}") from error
 

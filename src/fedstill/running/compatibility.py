@@ -316,7 +316,7 @@ def misspelt_stage(run: PlannedRun) -> str:
     for key, value in run.settings.named.topology.values.items():
         if isinstance(value, str) and value in unknown:
             place = f"topology.{key}, with method {run.method_name}"
-            raise UnknownName("stage", value, known, where=place)
+            raise UnknownName("stage", value, known, place=place)
     return ""
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from fedstill import manifest
 from fedstill.config.settings import Settings
-from fedstill.core.checks import as_hook, in_hook, returned
+from fedstill.core.checks import as_hook, checked_return, in_hook
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import Engine, Event, Fields, RoundResult, StageResult
 from fedstill.core.files import digest, read_file, write_whole
@@ -297,7 +297,9 @@ class Driver:
         preliminary = self._complete_preparation()
         method, world = self.context.method, self.context.world
         with in_hook(method, "initial_state", "before round 1"):
-            state = returned(method.initial_state(world), State, method.initial_state, "a State")
+            state = checked_return(
+                method.initial_state(world), State, method.initial_state, "a State"
+            )
         if self.split is not None:
             self.recorder.start_fields["split"] = write_split(self.folder, self.split)
         self.recorder.start()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.core.checks import bad_return, returned
+from fedstill.core.checks import bad_return, checked_return
 from fedstill.core.errors import BadReturn
 from fedstill.core.extensions import Fields, Predictors, of_some_clients
 from fedstill.core.method import Method
@@ -308,7 +308,7 @@ def client_predictors_of(
     The method names them (``Method.client_predictors``), or a predictor is called "client 3".
     Raises BadReturn for a client without a predictor, and for a name that no predictor has.
     """
-    declared = returned(
+    declared = checked_return(
         method.client_predictors(state, world),
         dict,
         method.client_predictors,

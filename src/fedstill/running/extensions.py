@@ -30,7 +30,12 @@ from fedstill.core.extensions import (
     StageKeeper,
 )
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.label_counts import CensusChecks, TotalsAtClient, TotalsAtServer, are_overall
+from fedstill.core.label_counts import (
+    CensusChecks,
+    TotalsAtClient,
+    TotalsAtServer,
+    needs_label_totals,
+)
 from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Group, Payload, Reply, Stage, World
 from fedstill.core.rounds import RunContext
@@ -81,7 +86,7 @@ def run_extensions(prepared: PreparedRun, folder: Path | None = None) -> Extensi
     """The extensions of a run; ``folder``: the run's directory, if it has one."""
     settings = prepared.settings
     round_hooks: list[RoundHook] = [CensusChecks(settings.rules.max_examples)]
-    if are_overall(settings.plans):
+    if needs_label_totals(settings.plans):
         round_hooks.append(TotalsAtServer())
     extensions = Extensions(
         round_hooks=tuple(round_hooks),
@@ -105,7 +110,7 @@ def client_extensions(
     those of models on clients' own test sets.
     """
     hooks: list[ClientHook] = []
-    if are_overall(settings.plans):
+    if needs_label_totals(settings.plans):
         hooks.append(TotalsAtClient())
     for part in manifest.client_extensions():
         hooks += part.load()(settings, world, is_real_site)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.core.errors import ConfigError, UnknownName
-from fedstill.core.files import RUN_TABLE, as_named, check_other_kind, named_path, write_over
+from fedstill.core.files import RUN_TABLE, check_may_overwrite, disk_error, named_path, replace_file
 from fedstill.metrics.values import Values
 from fedstill.running.directory import readable
 from fedstill.running.journal import Event, read_journal, without_garbage_collection
@@ -119,7 +119,7 @@ def _check_metric(name: str, folders: Sequence[RunFolder]) -> None:
         run = read_run(folder.path, folder.display_path)
         known.update((c.metric, None) for c in (*run.numbers.columns(), *_summary(run)))
     if known and not any(is_chosen(metric, [name]) for metric in known):
-        raise UnknownName("metric", name, known, where="load_runs")
+        raise UnknownName("metric", name, known, place="load_runs")
 
 
 # The columns of all runs.
@@ -320,17 +320,17 @@ def write_run_tables(run: Path, kind: str, folder: Path) -> Iterator[tuple[Path,
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from as_named(
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from disk_error(
             error, folder
         )
     paths = {name: folder / f"{name}.{kind}" for name in frames}
     for path in paths.values():
-        check_other_kind(path, RUN_TABLE)
+        check_may_overwrite(path, RUN_TABLE)
     for name, frame in frames.items():
         data = (
             frame.to_parquet(index=False)
             if kind == "parquet"
             else frame.to_csv(index=False).encode()
         )
-        write_over(paths[name], data, RUN_TABLE)
+        replace_file(paths[name], data, RUN_TABLE)
         yield paths[name], *frame.shape

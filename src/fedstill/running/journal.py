@@ -23,8 +23,8 @@ import pydantic_core
 
 from fedstill.core.errors import CorruptFile, UnknownName
 from fedstill.core.files import (
-    as_named,
     digest,
+    disk_error,
     open_to_append,
     open_to_read,
     read_file,
@@ -94,7 +94,7 @@ class Journal:
             sync_folder(path.parent)
             self._sum = hashlib.sha256(read_file(path))
         except OSError as error:
-            raise as_named(error, path) from error
+            raise disk_error(error, path) from error
 
     @property
     def is_empty(self) -> bool:
@@ -119,7 +119,7 @@ class Journal:
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
-            raise as_named(error, self.path) from error
+            raise disk_error(error, self.path) from error
         if self._listener is not None:
             self._listener(written)
 
@@ -128,7 +128,7 @@ class Journal:
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise as_named(error, self.path) from error
+            raise disk_error(error, self.path) from error
         return self.mark()
 
     def mark(self) -> JournalMark:
@@ -295,7 +295,7 @@ def _parse_number(kind: str, text: str, names: Sequence[str]) -> int:
     todo = ""
     if not names:
         todo = "the run has no names; give a number, from 0"
-    raise UnknownName(kind, text, names, todo=todo)
+    raise UnknownName(kind, text, names, remedy=todo)
 
 
 def without_times(value: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedstill.config.settings import Settings
 from fedstill.config.tables import NO_STREAM
 from fedstill.core.errors import ConfigError, FedstillError, InfeasiblePartition
-from fedstill.core.fields import of_kind
+from fedstill.core.fields import kind_text
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples
 from fedstill.core.stream import Cut, Stream
@@ -105,7 +105,7 @@ def _as_arrays(label: str, parts: object, function: Callable[..., object]) -> li
     place = definition(function)
     where = f" ({place})" if place else ""
     raise ConfigError(
-        f"{label} gives {of_kind(parts)}, not a list with an array of positions for each "
+        f"{label} gives {kind_text(parts)}, not a list with an array of positions for each "
         f"client{where}"
     )
 
@@ -236,7 +236,7 @@ def stream_of(settings: Settings, cut: Cut, split: ClientSplit | None) -> Stream
         lag=table.lag,
         join=table.join,
         stay=table.stay,
-        kept=table.past == "kept",
+        keeps_data=table.past == "kept",
         seed=_stream_seed(settings),
         absent=absent,
     )

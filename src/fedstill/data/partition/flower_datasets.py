@@ -44,7 +44,7 @@ def flower_datasets(
     arguments |= options or {}
     for name in arguments:
         if name not in parameters:
-            raise UnknownName("option", name, parameters, where=f"partition {partitioner}")
+            raise UnknownName("option", name, parameters, place=f"partition {partitioner}")
     try:
         parts = _parts(partitioner_class(**arguments), labels)
     # What partitioners raise for options or labels that do not fit, at construction and at the
@@ -87,5 +87,5 @@ def _class(name: str) -> Any:
         if class_name.endswith("Partitioner") and class_name != "Partitioner"
     ]
     if name not in names:
-        raise UnknownName("partitioner", name, names, where="Flower Datasets")
+        raise UnknownName("partitioner", name, names, place="Flower Datasets")
     return getattr(partitioners, name)

@@ -21,7 +21,7 @@ import torch.utils.data as torch_data
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError, DataError, UnknownName, on_one_line
-from fedstill.core.fields import Count, of_kind, plain_value, problem
+from fedstill.core.fields import Count, kind_text, plain_value, problem
 from fedstill.core.process_settings import process_settings
 from fedstill.data.dataset import (
     FILE,
@@ -125,7 +125,7 @@ def _check_fields(name: str, fields: Mapping[str, Any], legal: Sequence[str]) ->
         if key in legal:
             continue
         if key not in (*FIELDS, *PAIR_FIELDS):
-            raise UnknownName("field", key, legal, where=f"dataset {name!r}")
+            raise UnknownName("field", key, legal, place=f"dataset {name!r}")
         kind = "tensors"
         if legal is PAIR_FIELDS:
             kind = "columns"
@@ -551,7 +551,7 @@ def _check_items(source: _Source) -> None:
         return
     hint = ", which is read in one order only" if is_stream else ""
     raise ConfigError(
-        f"{source.part} is {of_kind(data)}{hint}, not a data set: give (values, labels), a torch "
+        f"{source.part} is {kind_text(data)}{hint}, not a data set: give (values, labels), a torch "
         "Dataset of (value, label) pairs with a length, a DataFrame, a Hugging Face Dataset, or "
         "what fedstill.from_tensors(NAME, train=(values, labels)) makes"
     )

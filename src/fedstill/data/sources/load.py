@@ -21,7 +21,7 @@ from fedstill.core.errors import (
     UnknownName,
     on_one_line,
 )
-from fedstill.core.fields import Count, of_kind, plain_value
+from fedstill.core.fields import Count, kind_text, plain_value
 from fedstill.core.process_settings import process_settings
 from fedstill.core.registry import Entry, lookup, names, register, short_name
 from fedstill.core.user_code import reason
@@ -99,7 +99,7 @@ def load_dataset(
     name = plain_value(name)
     fields = plain_value(fields)
     if not isinstance(name, str):
-        raise ConfigError(f"a data set is named by a text or a path, not {of_kind(name)}")
+        raise ConfigError(f"a data set is named by a text or a path, not {kind_text(name)}")
     path, _, attribute = name.partition(":")
     if path.endswith(".py") or attribute:
         # Errors of the user's function are not shortened to one about the file.
@@ -153,7 +153,7 @@ def _folder_argument(entry: Entry, folder: Folder) -> dict[str, Any]:
 def _checked_dataset(name: str, data: object) -> Dataset:
     if not isinstance(data, Dataset):
         raise ConfigError(
-            f"dataset {short_name(name)!r} gave {of_kind(data)}; it must return a Dataset, as "
+            f"dataset {short_name(name)!r} gave {kind_text(data)}; it must return a Dataset, as "
             "fedstill.from_tensors makes one"
         )
     return data
@@ -185,7 +185,7 @@ def _check_fields(
 
 
 def _unknown_field(name: str, field: str, legal: Collection[str]) -> UnknownName:
-    return UnknownName("field", field, legal, where=f"dataset {name!r}")
+    return UnknownName("field", field, legal, place=f"dataset {name!r}")
 
 
 # Files, folders and the hub.

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError, DataError, on_one_line
-from fedstill.core.fields import of_kind
+from fedstill.core.fields import kind_text
 from fedstill.core.keys import drawing_from
 from fedstill.core.process_settings import process_settings
 from fedstill.data.dataset import (
@@ -467,7 +467,7 @@ class TorchItems:
         if isinstance(item, (tuple, list)) and len(item) == 2:
             return item[0], item[1]
         raise DataError(
-            f"{self.part}: example {index} is {of_kind(item)}; a torch data set must give pairs "
+            f"{self.part}: example {index} is {kind_text(item)}; a torch data set must give pairs "
             "(value, label)"
         )
 
@@ -502,7 +502,7 @@ class TorchItems:
         """An image as the bytes of a file, upright."""
         if not isinstance(picture, Image.Image):
             raise DataError(
-                f"{self.part}: example {index} is {of_kind(picture)}, and the first is a PIL "
+                f"{self.part}: example {index} is {kind_text(picture)}, and the first is a PIL "
                 "image; make them alike"
             )
         check_single_page(f"{self.part}: example {index}", picture)
@@ -528,7 +528,7 @@ class TorchItems:
             value, label = self._item(index)
             if not isinstance(value, (Tensor, np.ndarray)):
                 raise DataError(
-                    f"{self.part}: the value of example {index} is {of_kind(value)}; give a "
+                    f"{self.part}: the value of example {index} is {kind_text(value)}; give a "
                     "tensor, a NumPy array or a PIL image, of one kind"
                 )
             array = as_array(f"{self.part}: the values of example {index}", value)

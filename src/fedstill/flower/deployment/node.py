@@ -28,7 +28,6 @@ from fedstill.core.errors import (
     DeployFailed,
     FedstillError,
     Refused,
-    error_text,
     on_one_line,
 )
 from fedstill.core.registry import HOMES
@@ -611,7 +610,11 @@ def reply_to(question: Any, message: Incoming, member: Membership) -> Any:
     from flwr.app import Context, Error, Message, RecordDict
 
     from fedstill.flower.apps import client_app
-    from fedstill.flower.messages import RAISED, InstructionCheck
+    from fedstill.flower.messages import (
+        RAISED,
+        InstructionCheck,
+        error_text,
+    )
 
     config = {"partition-id": member.client, "site": str(member.folder / "site.toml")}
     context = Context(message.run, message.node, config, RecordDict(), {})
