@@ -16,6 +16,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.labels import gini_index, proportions
 from fedstill.core.records import Payload, Stage, State, World
+from fedstill.methods.sfedkd import discrepancy_weights
 from fedstill.running.preparation import prepare
 from loops import context_of, states_after
 
@@ -95,14 +96,26 @@ def test_sfedkd_weighs_teachers_by_the_counts_of_the_task_in_which_they_trained(
     counted = {stage.round: state.extra.tensor("labels") for stage, _, _, state in each}
     assert not torch.equal(counted[2], counted[3]), "the task changes in round 3"
     lacking = 0
-    for stage, _, given, _ in each:
-        teachers = list(given.many("teacher"))
+    for stage, client, given, state in each:
+        teachers = list(state.extra.many("teacher"))
         if not teachers:
             continue
-        rows = counted[stage.round - 1][teachers]
-        assert torch.equal(given.tensor("teacher_labels"), rows)
+        shares = proportions(counted[stage.round - 1][teachers])
+        g, h = discrepancy_weights(shares, proportions(counted[stage.round][client]))
+        torch.testing.assert_close(given.tensor("g"), g)
+        torch.testing.assert_close(given.tensor("h"), h)
         lacking += int((counted[stage.round][teachers].sum(1) == 0).sum())
     assert lacking, "a teacher has no data in the new task"
+
+
+def test_sfedkd_sends_weights_of_teachers_and_neither_their_labels_nor_their_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    topology = {"kind": "sequential", "clients": 6, "sampled": 3}
+    each, _ = sent({"name": "sfedkd", "k": 2}, monkeypatch, topology=topology, seed=0)
+    for stage, _, given, _ in each:
+        if stage.round > 1:
+            assert set(given) == {"params", "teacher.0", "teacher.1", "g", "h"}
 
 
 SIDE_BY_SIDE = ("feddyn", "feddc", "fedavgm", "fednova", "ccvr", "fedproto", "feddf")

@@ -54,6 +54,10 @@ def binary(z: Tensor, t: Tensor, y: Tensor) -> Tensor:
     return kl(p, q)
 
 
+def full(z: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    return kl(t.softmax(1), z.softmax(1))
+
+
 def removed(z: Tensor, t: Tensor, y: Tensor) -> Tensor:
     return kl(others(t, y).softmax(1), others(z, y).softmax(1))
 
@@ -179,7 +183,9 @@ def phis(timing: str, source: str, delta: float):
 
 @pytest.mark.parametrize("timing", ["stale", "exact"])
 @pytest.mark.parametrize("source", ["f", "G"])
-@pytest.mark.parametrize(("tckd", "first"), [("target", target), ("binary", binary)])
+@pytest.mark.parametrize(
+    ("tckd", "first"), [("target", target), ("binary", binary), ("full", full)]
+)
 def test_fedadkd(timing: str, source: str, tckd: str, first: Term) -> None:
     fields = {
         "alpha": 0.8,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import toys
 from fedstill import losses
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import InfeasiblePartition
-from fedstill.core.labels import proportions
+from fedstill.core.labels import Metric
 from fedstill.core.records import NOTHING, Payload, Reply, Stage, TrainingStart, many
 from fedstill.methods.cwc import CWC
 from fedstill.methods.sfedkd import SFedKD, discrepancy_weights
@@ -93,17 +95,35 @@ def test_equal_label_distributions_give_equal_weights() -> None:
 @pytest.mark.parametrize("metric", ["l1", "l2", "kl", "js"])
 def test_a_client_whose_teachers_all_have_its_own_labels_weighs_them_equally(metric: str) -> None:
     counts = torch.tensor([6, 0, 3, 1, 0])
-    world = ready_for("sfedkd").world
-    down = Payload(
-        {"params": world.initial(0), **many("teacher", {c: world.initial(0) for c in (1, 4, 5)})},
-        teacher_labels=torch.stack([counts, 3 * counts, 10 * counts]),
-    )
-    view = SimpleNamespace(proportions=proportions(counts), client=0)
-    start = (
-        SFedKD(distance=metric).work(Stage(2, 0, "train", (0,))).begin(down, NOTHING, view, world)
-    )  # type: ignore[arg-type]
+    start = _start_with_teachers(metric, student=counts, teachers=(counts, 3 * counts, 10 * counts))
     for weights in (start["g"], start["h"]):
         torch.testing.assert_close(weights, torch.full((3, 1), 1 / 3, dtype=torch.float64))
+
+
+def test_a_client_that_missed_the_census_weighs_its_teachers_equally() -> None:
+    nothing = torch.zeros(5, dtype=torch.int64)
+    teachers = (torch.tensor([6, 0, 3, 1, 0]), torch.tensor([0, 9, 0, 0, 1]))
+    start = _start_with_teachers("kl", student=nothing, teachers=teachers)
+    for weights in (start["g"], start["h"]):
+        torch.testing.assert_close(weights, torch.full((2, 1), 1 / 2, dtype=torch.float64))
+
+
+def _start_with_teachers(
+    metric: Metric, student: torch.Tensor, teachers: Sequence[torch.Tensor]
+) -> TrainingStart:
+    """How client 0 starts with the models of clients 1, 2, ... and these label counts."""
+    world = ready_for("sfedkd").world
+    method = SFedKD(distance=metric)
+    stage = Stage(2, 0, "train", (0,))
+    models = {client: world.initial(0) for client, _ in enumerate(teachers, start=1)}
+    labels = torch.zeros(world.clients, len(student), dtype=torch.int64)
+    labels[0] = student
+    state = method.initial_state(world).next(
+        groups=many("teacher", models), labels=labels, teacher_labels=torch.stack(list(teachers))
+    )
+    payload = method.payload_for_client(state, 0, stage, world)
+    view: Any = SimpleNamespace(client=0)
+    return method.work(stage).begin(payload, NOTHING, view, world)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
@@ -250,7 +270,7 @@ def test_a_round_sends_as_much_as_the_method_says(name: str, k: int, down: int, 
     )
     sent = method.payload_for_client(state, stages[0].clients[0], stages[0], world)
     assert sent is not None
-    assert sent.nbytes == down * size + (8 * k * world.classes if name == "sfedkd" else 0)
+    assert sent.nbytes == down * size + (8 * 2 * k if name == "sfedkd" else 0)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ it. "mask1000" is DKD's formula, "slice" the not-true part of the divergence ove
 Reading: figure 4 varies alpha for the IID or the other clients of a hybrid split, and does not
 say how: here one group is the first clients, as the partition ``hybrid`` numbers them, and each
 group has an alpha (``feddkd_groups``).
-Reading: eq. 3 sums over classes a quantity defined for the label only; ``tckd`` "target" is the
-equation as printed, "binary" DKD's two-way divergence. "binary" is the default of ``feddkd``,
-"target" of ``feddkd_groups`` and ``fedadkd``. Only with "target" was FedADKD above FedNTD when we
-ran both (docs/results/fedadkd.md).
+Reading: eq. 3 sums over classes a quantity defined for the label only. ``tckd`` "target" is that
+quantity for the label, "binary" DKD's two-way divergence, "full" the divergence over all classes,
+which the sum suggests. "binary" is the default of ``feddkd``, "target" of ``feddkd_groups`` and
+``fedadkd``. Of "target" and "binary", FedADKD was above FedNTD only with "target" when we ran both
+(docs/results/fedadkd.md).
 Reading: no temperature is given; both terms are multiplied by tau^2, as DKD's code does.
 Reading: eq. 7 prints G where Algorithm 1 asks for f(G); ``phi_source`` chooses, f(G) by default.
 Reading: Algorithm 1 computes phi before any client has sent its G, which starts at 1.
@@ -63,13 +64,21 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.losses import nckd, nckd_slice, nckd_zero, target_kl, tckd
+from fedstill.losses import kd, nckd, nckd_slice, nckd_zero, target_kl, tckd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedntd import FromGlobal
 
 Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 NCKD: dict[str, Loss] = {"removed": nckd, "mask1000": nckd, "zero": nckd_zero, "slice": nckd_slice}
-TCKD: dict[str, Loss] = {"target": target_kl, "binary": tckd}
+
+
+def all_classes(student: Tensor, teacher: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Knowledge distillation over all classes, which needs no labels; one value per example."""
+    return kd(student, teacher, temperature)
+
+
+TCKD: dict[str, Loss] = {"target": target_kl, "binary": tckd, "full": all_classes}
+TrueClassTerm = Literal["target", "binary", "full"]
 
 
 @method("feddkd")
@@ -85,9 +94,9 @@ class FedDKD(FedAvg):
     """Weight of the not-true-class distillation (NCKD)."""
     temperature: Positive = 1.0
     """Temperature of both (tau)."""
-    tckd: Literal["target", "binary"] = "binary"
-    """The true-class term: FedADKD's eq. 3 ("target"), or the divergence of true class and rest
-    ("binary").
+    tckd: TrueClassTerm = "binary"
+    """The true-class term: the label's part of FedADKD's eq. 3 ("target"), the divergence of true
+    class and rest ("binary"), or the divergence over all classes ("full").
     """
     nckd_mode: Literal["removed", "mask1000", "zero", "slice"] = "removed"
     """How the true class is treated in NCKD: removed ("mask1000" alike), its logit 0, or its part
@@ -106,7 +115,7 @@ class FedDKDOfGroups(FedDKD):
     Source: FedADKD's paper, section II.B and figure 4.
     """
 
-    tckd: Literal["target", "binary"] = "target"
+    tckd: TrueClassTerm = "target"
     first: Share = 0.1
     """Share of all clients, rounded to whole ones, in the first group; a ``hybrid`` split's IID
     share, for one.
@@ -165,7 +174,7 @@ class FedADKD(FedDKD):
     permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE
 
     alpha: NonNegative = 3.0
-    tckd: Literal["target", "binary"] = "target"
+    tckd: TrueClassTerm = "target"
     delta: Positive = 1.0
     """Spread of the heterogeneity map f(G) = log(1 + delta G)."""
     phi_timing: Literal["stale", "exact"] = "stale"

@@ -19,8 +19,9 @@ constant (``smoothing``).
 Reading: Algorithm 1 adds label shares up without normalising; here they are (see
 ``teachers.complementary``).
 Reading: teachers are the models as they were right after a client trained, kept by the server,
-which knows every client's labels from a census. Round 1 has none. Where K is more than the last
-round had models, all of them teach.
+which knows every client's labels from a census. It computes g and h and sends them with the
+teachers. A client learns neither whose models these are nor on which labels they were trained.
+Round 1 has no teachers. Where K is more than the last round had models, all of them teach.
 Reading: on topology "parallel" the teachers are the last round's local models, and what clients
 send is averaged.
 """
@@ -128,7 +129,9 @@ class TaughtByLastRound(FedSeq):
         return [candidates[i] for i in complementary(shares, self.k, self.distance)]
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        return Payload({"params": state.params, **many("teacher", state.extra.many("teacher"))})
+        # Clients need not know whose models these are: teachers are numbered from 0.
+        models = state.extra.many("teacher").values()
+        return Payload({"params": state.params, **many("teacher", dict(enumerate(models)))})
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
@@ -187,29 +190,32 @@ class SFedKD(TaughtByLastRound):
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         payload = super().payload_for_client(state, client, stage, world)
-        teachers = list(state.extra.many("teacher"))
-        if not teachers or not (self.g or self.h):
+        if not payload.many("teacher") or not (self.g or self.h):
             return payload
-        teacher_labels = state.extra.get("teacher_labels")
-        if teacher_labels is None:
-            # The first round after a run of an earlier version is resumed.
-            teacher_labels = state.extra.tensor("labels")[teachers]
-        return Payload(payload, teacher_labels=teacher_labels)
+        counts = state.extra.tensor("labels")[client]
+        if not bool(counts.sum() > 0):  # it missed the census: all teachers count alike
+            return payload
+        teachers = proportions(state.extra.tensor("teacher_labels"))
+        g, h = discrepancy_weights(teachers, proportions(counts), self.distance, self.smoothing)
+        weights = {}
+        if self.g:
+            weights["g"] = g
+        if self.h:
+            weights["h"] = h
+        return Payload(payload, **weights)
 
     def work(self, stage: Stage) -> ClientWork:
         return Discrepant(self)
 
 
 def start_with_teachers(payload: Payload) -> TrainingStart:
-    """Training from the received parameters, with the received models as teachers, by the id of
-    their client.
-    """
+    """Training from the received parameters, with the received models as teachers, by number."""
     teachers = {str(client): params for client, params in payload.many("teacher").items()}
     return TrainingStart(payload.params, teachers=teachers)
 
 
 def teacher_logits(step: Step, start: TrainingStart) -> Tensor:
-    """The teachers' logits (K, B, C), in the order of their clients' ids."""
+    """The teachers' logits (K, B, C), in the order of their numbers."""
     return torch.stack([step.teacher(name) for name in start.teachers])
 
 
@@ -224,19 +230,14 @@ class Discrepant(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        m = self.method
         start = start_with_teachers(payload)
         dtype = dtype_of(start.params)
         count = len(start.teachers)
         uniform = torch.full((count, 1), 1 / max(count, 1), dtype=dtype)
         weights = {"g": uniform, "h": uniform}
-        if start.teachers and (m.g or m.h):
-            shares = proportions(payload.tensor("teacher_labels"))
-            g, h = discrepancy_weights(shares, view.proportions, m.distance, m.smoothing)
-            if m.g:
-                weights["g"] = g.to(dtype).unsqueeze(1)  # (K, 1)
-            if m.h:
-                weights["h"] = h.to(dtype).unsqueeze(1)  # (K, 1)
+        for name in ("g", "h"):
+            if name in payload:
+                weights[name] = payload.tensor(name).to(dtype).unsqueeze(1)  # (K, 1)
         return replace(start, constants=weights)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
