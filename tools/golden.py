@@ -9,6 +9,7 @@ any line of that file that matches nothing. The results of REV are cached under 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import hashlib
 import json
 import os
@@ -47,10 +48,25 @@ class Difference:
     field: str
     detail: str
 
-    @property
-    def key(self) -> tuple[str, str]:
-        """The cell and the field, by which an intended difference is listed."""
-        return self.cell, self.field
+
+@dataclass(frozen=True, order=True)
+class Intended:
+    """An entry of golden_differences.toml.
+
+    ``cell``: a shell pattern; an entry with ``*`` stands for many cells.
+    """
+
+    cell: str
+    field: str
+    reason: str
+
+    def covers(self, difference: Difference) -> bool:
+        """Whether a difference is one of those that this entry lists."""
+        return difference.field == self.field and self.concerns(difference.cell)
+
+    def concerns(self, cell: str) -> bool:
+        """Whether a cell has a name that fits the pattern."""
+        return fnmatch.fnmatchcase(cell, self.cell)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -207,37 +223,32 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def intended(path: Path) -> dict[tuple[str, str], str]:
-    """The intended differences with their reasons, by cell and field."""
+def intended(path: Path) -> list[Intended]:
+    """The intended differences with their reasons."""
     entries = tomllib.loads(path.read_text(encoding="utf-8")).get("difference", [])
-    return {(entry["cell"], entry["field"]): entry["reason"] for entry in entries}
+    return [Intended(**entry) for entry in entries]
 
 
 def report(
-    results: Results,
-    differences: Sequence[Difference],
-    reasons: Mapping[tuple[str, str], str],
-    quick: bool,
+    results: Results, differences: Sequence[Difference], listed: Sequence[Intended], quick: bool
 ) -> int:
     """Print the number of cells and what differs; return 1 if something is not as intended."""
-    unexpected = [d for d in differences if d.key not in reasons]
-    matched = {d.key for d in differences} & reasons.keys()
-    cells = {cell for cell, _ in reasons}
-    if quick:
-        cells &= results.keys()  # the others were not carried out
-    unmatched = sorted(key for key in reasons.keys() - matched if key[0] in cells)
+    unexpected = [d for d in differences if not any(entry.covers(d) for entry in listed)]
+    unmatched = [e for e in listed if not any(e.covers(difference) for difference in differences)]
+    if quick:  # other cells were not run
+        unmatched = [e for e in unmatched if any(e.concerns(cell) for cell in results)]
     accepted = [r for r in results.values() if "journal" in r]
     seconds = sum(r.get("seconds", 0.0) for r in results.values())
     for difference in unexpected[:MOST_SHOWN]:
         print(f"differs: {difference.cell}: {difference.field}: {difference.detail}")
     if len(unexpected) > MOST_SHOWN:
         print(f"... and {len(unexpected) - MOST_SHOWN} more")
-    for cell, field in unmatched:
-        print(f"listed as intended, but equal: {cell}: {field}")
+    for entry in unmatched:
+        print(f"listed as intended, but equal: {entry.cell}: {entry.field}")
     print(
         f"{len(results)} cells ({len(accepted)} runs, {len(results) - len(accepted)} refusals and "
         f"outputs) in {seconds:.0f} s: {len(unexpected)} unexpected differences, "
-        f"{len(matched)} intended, {len(unmatched)} listed without effect"
+        f"{len(differences) - len(unexpected)} intended, {len(unmatched)} listed without effect"
     )
     return 1 if unexpected or unmatched else 0
 

@@ -20,8 +20,8 @@ Reading: Algorithm 1 adds label shares up without normalising; here they are (se
 ``teachers.complementary``).
 Reading: teachers are the models as they were right after a client trained, kept by the server,
 which knows every client's labels from a census. It computes g and h and sends them with the
-teachers. A client learns neither whose models these are nor on which labels they were trained.
-Round 1 has no teachers. Where K is more than the last round had models, all of them teach.
+teachers, so that no client receives the labels of another. Round 1 has no teachers. Where K is more
+than the last round had models, all of them teach.
 Reading: on topology "parallel" the teachers are the last round's local models, and what clients
 send is averaged.
 """
@@ -129,9 +129,7 @@ class TaughtByLastRound(FedSeq):
         return [candidates[i] for i in complementary(shares, self.k, self.distance)]
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        # Clients need not know whose models these are: teachers are numbered from 0.
-        models = state.extra.many("teacher").values()
-        return Payload({"params": state.params, **many("teacher", dict(enumerate(models)))})
+        return Payload({"params": state.params, **many("teacher", state.extra.many("teacher"))})
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
@@ -209,13 +207,13 @@ class SFedKD(TaughtByLastRound):
 
 
 def start_with_teachers(payload: Payload) -> TrainingStart:
-    """Training from the received parameters, with the received models as teachers, by number."""
+    """Training from the received parameters, with the received models as teachers, by client."""
     teachers = {str(client): params for client, params in payload.many("teacher").items()}
     return TrainingStart(payload.params, teachers=teachers)
 
 
 def teacher_logits(step: Step, start: TrainingStart) -> Tensor:
-    """The teachers' logits (K, B, C), in the order of their numbers."""
+    """The teachers' logits (K, B, C), in the order of their clients' ids."""
     return torch.stack([step.teacher(name) for name in start.teachers])
 
 
