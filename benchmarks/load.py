@@ -92,11 +92,16 @@ def measure(sites: int, rounds: int) -> str:
     messages = 2 * sum(event["event"] == "client" for event in events)
     spent = [end.seconds - begin.seconds for begin, end in zip(before, after, strict=True)]
     top_server, top_site = peaks
-    return (
-        f"{sites:>5} {median(seconds):>10.2f} {link / messages:>17.3f} "
-        f"{spent[0] / messages:>8.3f} {sum(spent[1:]) / messages:>8.3f} {top_server.megabytes:>10.0f} "
-        f"{top_server.processes:>3} {top_site.megabytes:>8.0f} {top_site.processes:>3}"
+    cells = (
+        f"{sites:>5}",
+        f"{median(seconds):>10.2f}",
+        f"{link / messages:>17.3f}",
+        f"{spent[0] / messages:>8.3f}",
+        f"{sum(spent[1:]) / messages:>8.3f}",
+        f"{top_server.megabytes:>10.0f} {top_server.processes:>3}",
+        f"{top_site.megabytes:>8.0f} {top_site.processes:>3}",
     )
+    return " ".join(cells)
 
 
 def experiment(sites: int, rounds: int) -> Experiment:

@@ -1,4 +1,6 @@
-"""Questions of sites for messages: the gate holds them while there is none."""
+"""Questions of sites for messages, and of runs for replies: the gate holds them while there is
+none.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fedstill.flower.deployment.gate import KEY_HEADER, PULL, RUN_PUSH, Gate
+from fedstill.flower.deployment.gate import KEY_HEADER, PULL, PUSH, RUN_PULL, RUN_PUSH, Gate
 from flowers import needs_flower
-from gate_requests import Inside, SiteKey, instruction
+from gate_requests import Inside, SiteKey, instruction, reply, tree_of
 
 pytestmark = needs_flower
 
@@ -100,8 +102,6 @@ def test_a_question_is_held_until_a_run_sends_this_site_a_message() -> None:
 def test_a_site_that_got_a_message_is_not_held_when_it_asks_again() -> None:
     from flwr.proto.fleet_pb2 import PullMessagesResponse
 
-    from gate_requests import tree_of
-
     async def scenario() -> None:
         gate, inside = guarding()
         message = instruction("m", 5)
@@ -167,5 +167,64 @@ def test_a_run_whose_message_is_refused_wakes_nobody() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+    asyncio.run(scenario())
+
+
+# A run's questions for replies
+
+
+def run_pull(gate: Gate) -> tuple[Open, asyncio.Task[None]]:
+    from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+
+    body = PullAppMessagesRequest(message_ids=["m5"]).SerializeToString()
+    return begin(gate, RUN_PULL, body, **{KEY_HEADER.replace("-", "_"): KEY})
+
+
+async def reply_of(gate: Gate, inside: Inside, node: int) -> None:
+    """A site fetches its message, and sends its reply."""
+    from flwr.proto.fleet_pb2 import PullMessagesResponse, PushMessagesRequest
+    from flwr.proto.node_pb2 import Node
+
+    message = instruction(f"m{node}", node)
+    inside.answers[PULL] = PullMessagesResponse(
+        messages_list=[message], message_object_trees=[tree_of(message)]
+    ).SerializeToString()
+    await pull(gate, node)[1]
+    answer = reply("r", node, to=f"m{node}")
+    request = PushMessagesRequest(
+        node=Node(node_id=node), messages_list=[answer], message_object_trees=[tree_of(answer)]
+    )
+    await begin(gate, PUSH, request.SerializeToString(), **SITES[node].headers())[1]
+
+
+def test_a_runs_question_is_held_until_a_site_replies() -> None:
+    from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+
+    async def scenario() -> None:
+        gate, inside = guarding()
+        gate.mail.run_seconds = 30.0
+        held, task = run_pull(gate)
+        assert await is_held(task)
+        there = PullAppMessagesResponse(messages_list=[reply("r", 5, to="m5")])
+        inside.answers[RUN_PULL] = there.SerializeToString()
+        await reply_of(gate, inside, 5)
+        await asyncio.wait_for(task, 5)
+        assert held.answers[-1]["body"] == there.SerializeToString()
+        assert inside.came.count(RUN_PULL) == 2
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("status", [200, 403])
+def test_a_runs_question_is_answered_after_a_while_and_an_error_at_once(status: int) -> None:
+    async def scenario() -> None:
+        gate, inside = guarding()
+        gate.mail.run_seconds = SOON if status == 200 else 30.0
+        inside.status = status
+        held, task = run_pull(gate)
+        await asyncio.wait_for(task, 5)
+        assert held.answers[0]["status"] == status
+        assert inside.came == [RUN_PULL]
 
     asyncio.run(scenario())

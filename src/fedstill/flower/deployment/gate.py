@@ -92,11 +92,13 @@ MAX_PARTS = 100_000
 MAX_INSTRUCTIONS = 256
 """Instructions to one site that are remembered at a time."""
 
-RUN_PUSH = "/v1/runtime/push-messages"
-"""Where a run hands in messages for sites."""
+RUN_PUSH, RUN_PULL = "/v1/runtime/push-messages", "/v1/runtime/pull-messages"
+"""Where a run hands in messages for sites, and asks for their replies."""
 
-HOLD_SECONDS = 20.0
-"""How long a site's question for messages is held while there is none."""
+HOLD_SECONDS, RUN_HOLD_SECONDS = 20.0, 2.0
+"""How long a site's question for messages is held while there is none, and a run's for replies. A
+run also watches its deadline.
+"""
 
 log = logging.getLogger("fedstill.gate")
 
@@ -167,13 +169,37 @@ class Gate:
 
     async def _operator(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a request with the operator's key, and note which sites get messages by it."""
-        if scope["path"] != RUN_PUSH:
+        path = scope["path"]
+        if path not in (RUN_PUSH, RUN_PULL):
             return await self.app(scope, receive, _retryable(send))
         body = await _whole_body(receive)
         if body is None:
             return None
+        if path == RUN_PULL:
+            return await self._run_pull(body, scope, receive, send)
         await self.app(scope, _in_one_piece(body, receive), _retryable(send))
         self.mail.note_sent(body)
+
+    async def _run_pull(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a run's question for replies once there is one, or after a while."""
+        until = time.monotonic() + self.mail.run_seconds
+        while True:
+            replies = self.mail.replies
+            answer: list[MutableMapping[str, Any]] = []
+
+            async def collect(
+                message: MutableMapping[str, Any],
+                answer: list[MutableMapping[str, Any]] = answer,
+            ) -> None:
+                answer.append(message)
+
+            await self.app({**scope}, _in_one_piece(body, receive), _retryable(collect))
+            if not _is_without_replies(answer):
+                break
+            if not await self.mail.wait_for_reply(replies, until - time.monotonic()):
+                break
+        for message in answer:
+            await send(message)
 
     async def _site(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a site's request; raises Forbidden, before the body is read if that is possible.
@@ -195,6 +221,8 @@ class Gate:
         if path == PULL and site.node is not None:
             return await self._pull(site.node, body, scope, receive, send)
         await self.app(scope, _in_one_piece(body, receive), _retryable(send))
+        if path == PUSH:
+            self.mail.note_reply()
 
     async def _pull(
         self, node: int, body: bytes, scope: Scope, receive: Receive, send: Send
@@ -280,6 +308,20 @@ async def _body(receive: Receive, limit: int) -> bytes | None:
         raise Forbidden(408, f"the body did not come within {BODY_SECONDS:g} s") from None
 
 
+def _is_without_replies(answer: list[MutableMapping[str, Any]]) -> bool:
+    """Whether an answer of Flower's says that there is no reply yet."""
+    from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+    from google.protobuf.message import DecodeError
+
+    if any(message.get("status", 200) != 200 for message in answer):
+        return False
+    body = b"".join(message.get("body", b"") for message in answer)
+    try:
+        return not PullAppMessagesResponse.FromString(body).messages_list
+    except DecodeError:
+        return False
+
+
 async def _whole_body(receive: Receive) -> bytes | None:
     """The body of a request of the operator's; None if the connection ends before."""
     body = bytearray()
@@ -341,13 +383,17 @@ class Mail:
     """Holds the questions of sites that have no message, so that no site need ask often.
 
     A site has none if it got none, and no run has sent it one since it asked. ``seconds``: how long
-    a question is held.
+    its question is held. ``run_seconds``: how long that of a run for replies. ``replies``: how many
+    replies sites have sent since the server started.
     """
 
     seconds: float = HOLD_SECONDS
+    run_seconds: float = RUN_HOLD_SECONDS
+    replies: int = 0
     _sent: Counter[int] = field(default_factory=Counter, repr=False)
     _empty: dict[int, int] = field(default_factory=dict, repr=False)
     _held: dict[int, set[asyncio.Event]] = field(default_factory=dict, repr=False)
+    _runs: set[asyncio.Event] = field(default_factory=set, repr=False)
 
     def count(self, node: int) -> int:
         """How many messages were sent to a site since the server started."""
@@ -367,6 +413,27 @@ class Mail:
             self._sent[node] += 1
             for question in self._held.get(node, ()):
                 question.set()
+
+    def note_reply(self) -> None:
+        """Note that a site has sent a reply, and let go of the runs' questions."""
+        self.replies += 1
+        for question in self._runs:
+            question.set()
+
+    async def wait_for_reply(self, replies: int, seconds: float) -> bool:
+        """Wait until there are more replies than a number; whether there are in some seconds."""
+        if self.replies != replies or seconds <= 0:
+            return seconds > 0
+        question = asyncio.Event()
+        self._runs.add(question)
+        try:
+            async with asyncio.timeout(seconds):
+                await question.wait()
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            self._runs.discard(question)
 
     def note_pulled(self, node: int, sent: int, pulled: int | None) -> None:
         """Note what came of a site's question, which was asked after ``sent`` messages."""
