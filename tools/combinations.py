@@ -52,10 +52,10 @@ def plain(text: str, method: str) -> str:
     text = re.sub(rf"^method {re.escape(method)}(:| on topology \w+:)? ?", "", text)
     text = (
         re.sub(rf"(method )?\b{re.escape(method)}\b", "it", text, count=1)
-        if "uploads none" in text
+        if "sends none" in text
         else text
     )
-    return re.sub(r"; leave topology.kind out to get its own, \w+", "", text).strip()
+    return re.sub(r"; omit topology.kind to use its topology, \w+", "", text).strip()
 
 
 def columns(method: str, data: Dataset) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 NUMBERS = Path(__file__).parents[1] / "tests" / "methods" / "official_numbers.toml"
-HEAD = ("| method | what was executed | against ours |", "|---|---|---|")
+HEAD = ("| method | executed code | comparison with ours |", "|---|---|---|")
 
 
 def row(entry: Mapping[str, Any]) -> str:

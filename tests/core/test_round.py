@@ -148,7 +148,7 @@ def test_divergence_is_named_before_it_replaces_the_last_good_state(tmp_path: Pa
         (toys.toy("fedavg", clients={"models": ["mlp", "logistic"]}), "averages weights"),
         (
             toys.toy("toy_peers", topology={"kind": "parallel", "clients": 6}),
-            "does not know stage 'train'",
+            "stage 'train'",
         ),
     ],
 )

@@ -137,7 +137,7 @@ def check_quorum(
         raise TooFewReplies(_too_few(stage, accepted, least, rules, "no client answered"))
 
     first = refused[0]
-    example = f"client {first.client} {first.reason}"
+    example = f"client {first.client}: {first.reason}"
     if all(refusal.diverged for refusal in refused):
         raise Diverged(
             f"{place(stage)}: {example}; lower plan.lr, or clip gradients with plan.clip_norm"

@@ -91,7 +91,7 @@ class CCVR(FedAvg):
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if has_chain(stages):
-            return "after a chain there is no stage of the server's; set topology.kind = 'parallel'"
+            return "a chain has no server stage at the end; set topology.kind = 'parallel'"
         return no_linear_head(world)
 
     def payload_for_client(

@@ -69,7 +69,7 @@ class ClassValues(Method):
         if not has_chain(stages):
             return ""
         return (
-            "values of a class are means over clients, and in a chain one client acts at a time; "
+            "the values of a class are means over clients, and a stage of a chain has one client; "
             "set topology.kind = 'parallel'"
         )
 

@@ -82,7 +82,7 @@ class CWC(FedSeq):
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if not has_chain(stages):
-            return "in parallel no client passes an importance on; leave topology.kind out"
+            return "in parallel rounds, no client passes on the importance; omit topology.kind"
         if self.lseg and world.plans["train"].clip_norm > 0:
             return (
                 "method.lseg takes the penalty's gradient out again, which clipping hides; set "

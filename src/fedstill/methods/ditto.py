@@ -73,8 +73,8 @@ class Ditto(FedAvg):
         if any(stage.name == PERSONAL for stage in stages):
             return ""
         return (
-            "clients train models of their own; set topology.kind = 'parallel' and topology.before "
-            f"= {PERSONAL!r}"
+            "clients train personal models in an earlier stage; set topology.kind = 'parallel' and "
+            f"topology.before = {PERSONAL!r}"
         )
 
     def work(self, stage: Stage) -> ClientWork:

@@ -40,9 +40,8 @@ class FedAvgM(FedAvg):
         if not has_chain(stages):
             return ""
         return (
-            "a chain hands on the model as a client left it, and the server's momentum would move "
-            "it between clients; set plan.momentum for momentum on clients, or topology.kind = "
-            "'parallel'"
+            "in a chain, the server's momentum would change the model between two clients; set "
+            "plan.momentum for momentum at the clients, or topology.kind = 'parallel'"
         )
 
     def initial_state(self, world: World) -> State:

@@ -76,8 +76,8 @@ class FedDBE(PartlyShared):
         if any(stage.name == MEANS for stage in stages):
             return ""
         return (
-            "clients agree on a mean first; set topology.kind = 'parallel' and topology.first = "
-            f"{MEANS!r}"
+            "clients compute a common mean in a first stage; set topology.kind = 'parallel' and "
+            f"topology.first = {MEANS!r}"
         )
 
     def shares(self, entries: Sequence[str]) -> Sequence[str]:

@@ -80,8 +80,8 @@ class FedDC(FedAvg):
         if not has_chain(stages):
             return ""
         return (
-            "a chain hands on the model as a client left it, and the server's mean drift would "
-            "move it between clients; choose method fedprox, or topology.kind = 'parallel'"
+            "in a chain, the server's mean drift would change the model between two clients; "
+            "choose method fedprox, or topology.kind = 'parallel'"
         )
 
     def initial_state(self, world: World) -> State:

@@ -78,7 +78,7 @@ class FedDF(FedAvg):
             )
         if any(stage.name == TEACH_SERVER for stage in stages):
             return ""
-        return f"it needs its server's stage; set topology.server = {TEACH_SERVER!r}"
+        return f"it needs a server stage; set topology.server = {TEACH_SERVER!r}"
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != TEACH_SERVER:

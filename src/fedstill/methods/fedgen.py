@@ -115,7 +115,7 @@ class FedGen(FedAvg):
         if any(stage.name == GENERATE for stage in stages):
             return no_linear_head(world)
         return (
-            "it needs its server's stage; set topology.kind = 'parallel' and topology.server = "
+            "it needs a server stage; set topology.kind = 'parallel' and topology.server = "
             f"{GENERATE!r}"
         )
 

@@ -122,7 +122,7 @@ class FedGKDVote(FedGKD):
         if any(stage.name == WEIGH for stage in stages):
             return ""
         return (
-            "it needs its server's stage; set topology.kind = 'parallel' and topology.server = "
+            "it needs a server stage; set topology.kind = 'parallel' and topology.server = "
             f"{WEIGH!r}"
         )
 

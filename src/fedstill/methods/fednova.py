@@ -72,7 +72,7 @@ class FedNova(FedAvg):
         if not has_chain(stages):
             return ""
         return (
-            "it normalises changes that are averaged over clients, and a chain averages none; "
+            "it normalises the changes that the server averages, and a chain averages nothing; "
             "choose method fedseq, or scaffold for control variates, or topology.kind = 'parallel'"
         )
 

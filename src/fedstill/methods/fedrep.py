@@ -56,8 +56,8 @@ class FedRep(PartlyShared):
         if any(stage.name == HEAD for stage in stages):
             return ""
         return (
-            "clients fit their heads first; set topology.kind = 'parallel' and topology.before = "
-            f"{HEAD!r}"
+            "clients train their heads in an earlier stage; set topology.kind = 'parallel' and "
+            f"topology.before = {HEAD!r}"
         )
 
     def shares(self, entries: Sequence[str]) -> Sequence[str]:

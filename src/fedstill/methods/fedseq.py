@@ -36,4 +36,4 @@ class FedSeq(Method):
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if has_chain(stages):
             return ""
-        return "side by side it is method fedavg; choose that, or leave topology.kind out"
+        return "in parallel rounds, it equals method fedavg; choose that, or omit topology.kind"

@@ -85,7 +85,7 @@ class FedTGP(WithPrototypes):
         incompatibility = super().incompatibility(stages, world)
         if incompatibility or any(stage.name == PROTOTYPES for stage in stages):
             return incompatibility
-        return f"it needs its server's stage; set topology.server = {PROTOTYPES!r}"
+        return f"it needs a server stage; set topology.server = {PROTOTYPES!r}"
 
     def initial_state(self, world: World) -> State:
         spec = table_of(self.blank(SERVER, world))

@@ -94,7 +94,7 @@ class MetaFed(Method):
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if not has_chain(stages):
-            return "side by side there is no client before; leave topology.kind out"
+            return "in parallel rounds, there is no previous client; omit topology.kind"
         for stage in stages:
             if stage.name in world.plans and not world.plans[stage.name].validation:
                 return f"accuracy on held-out data decides; set plan.{stage.name}.validation = 0.2"

@@ -147,7 +147,7 @@ class QKTLightServer(QKTLight):
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         if not any(stage.name == TRANSFER_SERVER for stage in stages):
             raise IncompatibleMethod(
-                f"this method needs its server's stage: set topology.server = {TRANSFER_SERVER!r}"
+                f"this method needs a server stage; set topology.server = {TRANSFER_SERVER!r}"
             )
         return state
 

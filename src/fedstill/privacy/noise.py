@@ -320,7 +320,7 @@ def check_config(settings: Settings) -> None:
         )
     if privacy.protects_logits and Permit.NOISY_LOGITS not in settings.method.permits:
         raise IncompatibleMethod(
-            f"[privacy] protects logits that clients upload, and method "
-            f"{settings.named.method.label} uploads none; "
-            "leave it out, or choose a method that exchanges logits (hiper_fedkd, fedmd, dsfl)"
+            f"[privacy] protects logits that clients send, and method "
+            f"{settings.named.method.label} sends none; "
+            "omit it, or choose a method that exchanges logits (hiper_fedkd, fedmd, dsfl)"
         )

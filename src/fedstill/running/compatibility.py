@@ -289,8 +289,8 @@ def several_architectures(run: PlannedRun) -> str:
     if len(run.networks) == 1:
         return ""
     return (
-        f"method {run.method_name} averages weights, so all models must be one: leave "
-        "clients.models out, or choose a method whose clients exchange logits"
+        f"method {run.method_name} averages weights, so all clients need the same network; omit "
+        "clients.models, or choose a method whose clients exchange logits"
     )
 
 
@@ -327,12 +327,12 @@ def unknown_stage(run: PlannedRun) -> str:
         return ""
     if unknown[0] in run.method.schedule.values():
         return (
-            f"method {run.method_name} does not know stage {unknown[0]!r} of its own schedule; "
-            "write it into stages, and into plans"
+            f"method {run.method_name} does not define stage {unknown[0]!r} of its schedule; add "
+            "it to stages and plans"
         )
     return (
-        f"method {run.method_name} does not know stage {unknown[0]!r} of topology "
-        f"{run.topology_name}; leave topology.kind out to get its own, {run.method.topology}"
+        f"method {run.method_name} does not define stage {unknown[0]!r} of topology "
+        f"{run.topology_name}; omit topology.kind to use its topology, {run.method.topology}"
     )
 
 
@@ -573,8 +573,8 @@ def unstackable_clients(run: PlannedRun) -> str:
     stacked = [stage for stage in stages if stage.clients > 1]
     if not stacked:
         return (
-            f"engine = 'vectorised' stacks the clients of a stage, and topology "
-            f"{run.topology_name} has one at a time: set 'pooled'"
+            f"engine = 'vectorised' stacks the clients of a stage, and a stage of topology "
+            f"{run.topology_name} has one client; set engine = 'pooled'"
         )
     for stage in stacked:
         for spec in stage.specs:

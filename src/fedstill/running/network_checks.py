@@ -43,14 +43,14 @@ STRUCTURES: Mapping[Need, Structure] = {
     Need.FEATURES: Structure("features", "give it submodules body and head"),
     Need.HEAD: Structure("head", "give it submodules body and head"),
     Need.ETF: Structure(
-        "a simplex as its head", "set model.name = 'etf', and model.of to the network's name"
+        "a fixed simplex as its head", "set model.name = 'etf', and model.of to the network's name"
     ),
     Need.LEVELS: Structure("a body that is a chain of layers", "choose mlp, cnn or a ResNet"),
     Need.PAIR: Structure(
-        "a network of the client's own beside",
+        "a personal network at each client",
         "set model.name = 'pair', and model.own and model.shared",
     ),
-    Need.SLIM: Structure("a slimmable stage", "set model.name = 'resnet56'"),
+    Need.SLIM: Structure("a slimmable block", "set model.name = 'resnet56'"),
 }
 """The needs that a network meets by its structure."""
 
