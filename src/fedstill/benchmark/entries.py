@@ -56,8 +56,10 @@ MAX_FILE_BYTES = 32 << 20
 MAX_FILES = 1000
 """The maximum number of files and folders in an entry."""
 
-UNSAFE = re.compile(r"[<>|`\\\x00-\x1f\x7f]")
-"""Characters with a meaning in tables or pages, which names shown there must not contain."""
+UNSAFE = re.compile(r"[^ -~]|[<>|`\\]|^[=+\-@]|\]\(|^ | $")
+"""What names in tables and pages must not contain: all but printable ASCII, markup, formulas and
+links.
+"""
 
 CPU = "seconds_cpu"
 """The only time that an entry keeps: processor seconds."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from cyclopts import App, Parameter, Token, validators
 
-from fedstill.core.errors import ConfigError, FedstillError, UnknownName
+from fedstill.core.errors import ConfigError, FedstillError, UnknownName, neutral
 from fedstill.version import VERSION
 
 if TYPE_CHECKING:
@@ -114,5 +114,6 @@ def tracebacks(is_shown: bool) -> Iterator[None]:
 
 def say(text: str, code: int) -> int:
     """Prints one line on the standard error and returns the exit code."""
-    print(f"fedstill: {' '.join(text.split())}", file=sys.stderr)
+    line = " ".join(text.split())
+    print(f"fedstill: {neutral(line, 'terminal')}", file=sys.stderr)
     return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core import registry
-from fedstill.core.errors import ConfigError, FedstillError, UnknownName, on_one_line
+from fedstill.core.errors import ConfigError, FedstillError, UnknownName, neutral, on_one_line
 from fedstill.core.extensions import of_some_clients
 from fedstill.core.files import make_folder, write_whole
 from fedstill.export import standalone
@@ -143,14 +144,14 @@ def model_card(model: TrainedModel, measured: Measured | None) -> str:
             "---",
             "library_name: pytorch",
             f"pipeline_tag: {TASKS.get(model.inputs.kind, 'other')}",
-            f"tags: [federated-learning, fedstill, {about['method'].partition('.py')[0]}]",
+            f"tags: [federated-learning, fedstill, {_tag(about['method'])}]",
             "# license: state here and below the licence of this model",
             "---",
         ]
     )
     parts = [
         head,
-        f"# {about['method']} on {about['dataset']}, seed {about['seed']}",
+        neutral(f"# {about['method']} on {about['dataset']}, seed {about['seed']}", "markdown"),
         f"A classifier of {model.inputs.many} with {len(model.classes)} classes, trained by "
         f"federated learning with fedstill over {about['clients']} clients with different data.",
         _table(["", ""], list(_facts(model).items())),
@@ -166,6 +167,11 @@ def model_card(model: TrainedModel, measured: Measured | None) -> str:
         _table(["file", "contents"], [(f"`{name}`", text) for name, text in FILES.items()]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _tag(method: str) -> str:
+    """The name of a method as a word of YAML."""
+    return re.sub(r"[^\w.-]+", "-", method.partition(".py")[0])
 
 
 def _facts(model: TrainedModel) -> dict[str, str]:
@@ -286,7 +292,7 @@ def _limits(model: TrainedModel) -> list[str]:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = []
     for row in (head, ["---"] * len(head), *rows):
-        cells = " | ".join(cell.replace("|", "\\|") for cell in row)
+        cells = " | ".join(neutral(cell, "markdown") for cell in row)
         lines.append(f"| {cells} |")
     return "\n".join(lines)
 

@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
 
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError, CorruptFile, Interrupted, RunsFailed
@@ -109,9 +108,8 @@ class Comparison:
         if not self.groups:
             return "<Comparison of 0 runs>"
         out = io.StringIO()
-        Console(file=out, width=WIDTH, highlight=False, markup=False).print(
-            terminal.comparison_table(self.groups)
-        )
+        screen = terminal.SafeConsole(file=out, width=WIDTH, highlight=False, markup=False)
+        screen.print(terminal.comparison_table(self.groups))
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def _repr_html_(self) -> str:

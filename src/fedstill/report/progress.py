@@ -22,8 +22,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fedstill.core.errors import neutral
 from fedstill.metrics.classification import METRICS
-from fedstill.report.terminal import percent
+from fedstill.report.terminal import SafeConsole, percent
 from fedstill.running.compare import Outcome
 from fedstill.running.selection import STOP_REASON
 
@@ -233,7 +234,7 @@ class Lines:
 
     def _write(self, text: str) -> None:
         self._last_line = self.clock()
-        print(f"{self.label}: {text}", file=sys.stderr, flush=True)
+        print(neutral(f"{self.label}: {text}", "terminal"), file=sys.stderr, flush=True)
 
 
 def _seconds_per_round(first: Mark | None, latest: Mark) -> float:
@@ -290,7 +291,7 @@ def progress_bar() -> Progress:
 
 
 def _console() -> Console:
-    return Console(stderr=True, highlight=False, markup=False)
+    return SafeConsole(stderr=True, highlight=False, markup=False)
 
 
 # The runs of a comparison
@@ -431,7 +432,7 @@ class RunLines:
 
     def _write(self, text: str) -> None:
         self._last_line = self.clock()
-        print(text, file=sys.stderr, flush=True)
+        print(neutral(text, "terminal"), file=sys.stderr, flush=True)
 
 
 def _name(outcome: Outcome) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedstill.core.errors import ConfigError
+from fedstill.core.errors import ConfigError, neutral
 from fedstill.core.files import (
     TABLE_KINDS,
     check_may_overwrite,
@@ -201,14 +201,6 @@ def differences_in_all_digits(apart: Sequence[GroupDifference]) -> TextTable:
 # Formats of text tables.
 
 
-IN_LATEX = {
-    "\\": r"\textbackslash{}",
-    **{c: f"\\{c}" for c in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\^{}",
-}
-"""What LaTeX reads as a command, and what it prints as the sign."""
-
 NUMBER = r"[-+]?[\d.]+"
 """A number in a cell, whose sign LaTeX prints as such in mathematics alone."""
 
@@ -221,7 +213,8 @@ def csv_text(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     1,"x, y"
     """
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([head, *lines])
+    rows = [[neutral(cell, "csv") for cell in row] for row in (head, *lines)]
+    csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue()
 
 
@@ -233,14 +226,10 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     |---|---:|
     | a\\|b | 1.0 ± 0.2 |
     """
-    rows = [" | ".join(map(_escaped, row)) for row in (head, *lines)]
+    rows = [" | ".join(neutral(cell, "markdown") for cell in row) for row in (head, *lines)]
     titles, *body = [f"| {row} |" for row in rows]
     alignment = "|".join(["---", *["---:"] * (len(head) - 1)])
     return "\n".join([titles, f"|{alignment}|", *body, ""])
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|")
 
 
 def latex(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -268,7 +257,7 @@ def _in_latex(cell: str) -> str:
         return cell.replace("±", r"\pm").join("$$")
     if re.fullmatch(rf"{NUMBER}( to {NUMBER})?", cell):
         return re.sub(r"[-+][\d.]+", r"$\g<0>$", cell)
-    text = "".join(IN_LATEX.get(c, c) for c in cell)
+    text = neutral(cell, "latex")
     return text.replace("±", r"$\pm$").replace("−", "$-$").replace("–", "--")
 
 

@@ -12,10 +12,12 @@ from types import MappingProxyType
 from typing import IO, Literal, cast
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from fedstill.core.errors import neutral
 from fedstill.metrics.classification import METRICS
 from fedstill.report.summary import (
     COLUMNS,
@@ -65,13 +67,26 @@ class _Trimmed(io.TextIOBase):
         sys.stdout.flush()
 
 
+class SafeConsole(Console):
+    """A console in which names cannot command the terminal."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(neutral(segment.text, "terminal"), segment.style)
+
+
 def console(sentences: bool = False) -> Console:
     """The standard output, as wide as the terminal or as the variable ``COLUMNS`` says.
 
     sentences: whether the output is text rather than numbers; in a file or a pipe, the lines of
     text are broken.
     """
-    terminal = Console(highlight=False, markup=False)
+    terminal = SafeConsole(highlight=False, markup=False)
     if terminal.is_terminal:
         return terminal
     width: int | None = NUMBERS_WIDTH
@@ -79,7 +94,7 @@ def console(sentences: bool = False) -> Console:
         width = None
     elif sentences:
         width = SENTENCES_WIDTH
-    return Console(highlight=False, markup=False, file=cast("IO[str]", _Trimmed()), width=width)
+    return SafeConsole(highlight=False, markup=False, file=cast("IO[str]", _Trimmed()), width=width)
 
 
 def tell(screen: Console, text: str) -> None:

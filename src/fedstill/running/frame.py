@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.core.errors import ConfigError, UnknownName, neutral
 from fedstill.core.files import RUN_TABLE, check_may_overwrite, disk_error, named_path, replace_file
 from fedstill.metrics.values import Values
 from fedstill.running.directory import readable
@@ -309,6 +309,20 @@ def run_frames(run: Path) -> dict[str, pandas.DataFrame]:
     }
 
 
+def _without_formulas(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """A table in which neither names nor texts are formulas of a spreadsheet."""
+    safe = frame.rename(columns=lambda name: neutral(str(name), "csv"))
+    for column in safe.select_dtypes(exclude="number"):
+        safe[column] = safe[column].map(_without_formula)
+    return safe
+
+
+def _without_formula(value: Any) -> Any:
+    if isinstance(value, str):
+        return neutral(value, "csv")
+    return value
+
+
 def write_run_tables(run: Path, kind: str, folder: Path) -> Iterator[tuple[Path, int, int]]:
     """Write these tables to a folder as ``parquet`` or ``csv``, over older ones: (file, rows,
     columns) of each.
@@ -327,10 +341,9 @@ def write_run_tables(run: Path, kind: str, folder: Path) -> Iterator[tuple[Path,
     for path in paths.values():
         check_may_overwrite(path, RUN_TABLE)
     for name, frame in frames.items():
-        data = (
-            frame.to_parquet(index=False)
-            if kind == "parquet"
-            else frame.to_csv(index=False).encode()
-        )
+        if kind == "parquet":
+            data = frame.to_parquet(index=False)
+        else:
+            data = _without_formulas(frame).to_csv(index=False).encode()
         replace_file(paths[name], data, RUN_TABLE)
         yield paths[name], *frame.shape
