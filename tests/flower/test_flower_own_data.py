@@ -5,10 +5,10 @@ kind of method.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +107,8 @@ def over(
 ) -> None:
     """The experiment with these sites on a loopback grid."""
     flower = {"deadline": 30, "poll": 1, "data": "sites", "federation": "/federation"}
+    # Tests compare the events with those of a simulation, which has no stage of tests.
+    flower["test_every"] = int(bool(experiment.metrics))
     run(
         replace(experiment, engine="flower", flower=flower),
         out,
@@ -164,13 +166,11 @@ def test_under_secure_sums_a_sites_training_depends_on_a_number_that_it_keeps(
     numbers: list[int] = []
 
     def drawn(size: int) -> bytes:
-        if size != site_guards.NONCE_BYTES:
-            return os.urandom(size)
         numbers.append(size)
         return bytes([seed[0]]) * size
 
     seed = [1]
-    monkeypatch.setattr(site_guards.secrets, "token_bytes", drawn)
+    monkeypatch.setattr(site_guards, "secrets", SimpleNamespace(token_bytes=drawn))
     over(asked, own_sites(simulated(asked), tmp_path / "sites"), tmp_path / "whole")
     assert len(numbers) == CLIENTS, "one number for each site, whatever the number of rounds"
     assert model(tmp_path / "whole") != model(tmp_path / "serial")
@@ -357,8 +357,15 @@ def test_sites_send_histograms_from_which_the_server_computes_metrics(
 
 def test_metrics_of_the_server_model_are_on_the_examples_of_all_sites() -> None:
     events = [
-        {"event": "client", "client": client, "site_scores": report, "site_accuracy": 0.5}
-        for client, report in enumerate(map(as_histograms, site_predictions()))
+        {
+            "event": "client",
+            "name": "site_test",
+            "client": client,
+            "site_scores": as_histograms(predictions),
+            "site_accuracy": 0.5,
+            "site_test_examples": 30,
+        }
+        for client, predictions in enumerate(site_predictions())
     ]
     tests = SiteTests(RunMetrics(("auc", "recall"), 1), frozenset())
     for event in events:

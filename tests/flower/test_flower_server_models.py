@@ -124,6 +124,7 @@ def clustered(**changes: Any) -> Experiment:
 def at_sites(experiment: Experiment) -> Experiment:
     """The same experiment over sites that have the simulation's parts of the data."""
     flower = {"deadline": 30, "poll": 1, "data": "sites", "federation": "/federation"}
+    flower["test_every"] = int(bool(experiment.metrics))  # a simulation has no stage of tests
     return replace(experiment, engine="flower", flower=flower)
 
 

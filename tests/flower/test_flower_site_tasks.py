@@ -92,6 +92,7 @@ def at_sites(of: Experiment, **stream: Any) -> Experiment:
     """The same with sites, which have the tasks."""
     said = {k: v for k, v in of.stream.items() if k in ("head", "past", "lag", "stay", "join")}
     flower = {"deadline": 30, "poll": 1, "data": "sites", "federation": "/federation"}
+    flower["test_every"] = int(bool(of.metrics))  # a simulation has no stage of tests
     return replace(of, engine="flower", flower=flower, stream={**SITES, **said, **stream})
 
 

@@ -34,6 +34,7 @@ from fedstill.flower.facts import Facts
 from fedstill.flower.messages import PUBLIC_REASONS, Request, SiteReply, public_reason
 from fedstill.flower.site import REFUSED, Clerk, client_app
 from fedstill.flower.site_settings import Site
+from fedstill.running.preparation import prepare
 from flowers import needs_flower
 
 pytestmark = [needs_flower, pytest.mark.usefixtures("with_threads")]
@@ -227,6 +228,22 @@ def test_no_value_of_a_sites_data_is_in_a_refusal(
     assert answer.failure == public_reason(topic), caplog.text
     assert SECRET not in answer.header()
     assert str(tmp_path) not in answer.header()
+
+
+def test_the_server_cannot_check_guesses_about_a_sites_state(tmp_path: Path) -> None:
+    """A state never leaves. Its digest is keyed, and the key stays at the site."""
+    settings = settings_of(TABLE, method={"name": "moon"})
+    site = site_with(tmp_path, patients())
+    model = Payload(params=prepare(settings).world.initial(0))
+    answer = Clerk(site)(request_of(settings, payload=model))
+    assert answer.failure == ""
+    assert answer.memory is not None
+    name, identifier = answer.memory
+    (state,) = site.memory.rglob(name)
+    assert identifier != digest(state.read_bytes())
+    second = replace(STAGE, round=2)
+    later = request_of(settings, payload=model, stage=second, memory=answer.memory)
+    assert Clerk(site)(later).failure == ""
 
 
 # A server that asks again and again.

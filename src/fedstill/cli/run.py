@@ -259,6 +259,7 @@ def _rows(result: Result, has_queries_each_round: bool) -> Iterator[tuple[str, s
             yield title, percent(summary[key])
     yield from _metrics(summary)
     yield from _columns(result)
+    yield from _of_sites(summary)
     if has_queries_each_round:
         gains = [event["query_gain"] for event in result.history if "query_gain" in event]
         yield "gain, query after query", " → ".join(map(percent, gains))
@@ -271,6 +272,20 @@ def _rows(result: Result, has_queries_each_round: bool) -> Iterator[tuple[str, s
     for name, seconds in summary.get("seconds_measures", {}).items():
         yield f"of these, for the measure {name}", f"{seconds:.1f}"
     yield "directory", str(result.directory)
+
+
+MOST_SITES = 12
+"""More sites than this are not listed one by one."""
+
+
+def _of_sites(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The accuracy of the last model at each real site, on the site's own test set."""
+    from fedstill.report.terminal import percent
+
+    by_client = summary.get("own_test_by_client", {})
+    if "own_test_weighted" in summary and len(by_client) <= MOST_SITES:
+        for client, accuracy in by_client.items():
+            yield f"own tests, client {client}", percent(accuracy)
 
 
 def _columns(result: Result) -> Iterator[tuple[str, str]]:

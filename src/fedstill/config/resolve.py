@@ -64,6 +64,7 @@ from fedstill.config.validation import (
     validated,
     with_tuples,
 )
+from fedstill.continual.task_test import RoundInterval
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, as_table, value_text
 from fedstill.core.method import Method
@@ -291,7 +292,7 @@ class Parts:
             self.stream.named.name,
             self.plans,
             sites_test_rounds=self._sites_test_rounds,
-            sites_test_metrics=self._sites_test_model and bool(self.top.metrics),
+            sites_test_every=self._sites_test_every,
         )
 
     @property
@@ -300,6 +301,14 @@ class Parts:
         on_sites = self.top.engine == "flower" and self.flower.data == "sites"
         is_hidden = any(table.hides_client_models for table in self.packages.values())
         return on_sites and not is_hidden and not self.method.personal
+
+    @property
+    def _sites_test_every(self) -> RoundInterval | None:
+        """In which rounds real sites test the global model on their test sets; None for none."""
+        every = self.flower.test_every
+        if not self._sites_test_model or not every:
+            return None
+        return RoundInterval(every, self.top.rounds)
 
     @property
     def _sites_test_rounds(self) -> bool:

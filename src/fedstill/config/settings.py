@@ -160,7 +160,7 @@ class Settings(TopKeys):
             "model": named.model.table,
             "method": named.method.table,
             "clients": written_clients(self.clients_table, self.is_deployed),
-            "flower": self.flower.table,
+            "flower": written_flower(self.flower),
             "stream": {**named.stream.table, **self.stream.table},
             "stop": self.stop.table,
             "plan": {name: as_table(plan) for name, plan in self.plans.items()},
@@ -229,6 +229,16 @@ def _check_processes(settings: Settings, device: str) -> None:
             "name 'cpu' or 'cuda', which the server and all sites then need",
         )
     has_processes = settings.is_deployed or settings.flower.grid == "ray"
+    test_every = settings.flower.test_every
+    if settings.engine == "flower" and not settings.on_sites and test_every != 1:
+        raise contradiction(
+            "flower.test_every", "is for sites with data of their own, flower.data = 'sites'"
+        )
+    has_tests = test_every or settings.sites_test_rounds or settings.method.personal
+    if settings.on_sites and settings.metrics and not has_tests:
+        raise contradiction(
+            "flower.test_every", "= 0 leaves no tests, from which metrics are computed"
+        )
     if settings.engine == "flower" and has_processes and settings.live_names:
         raise ConfigError(
             f"{settings.live_names[0]!r} exists in this process only; put it in a file, and name "
@@ -378,6 +388,9 @@ OPTIONAL_PLAN_KEYS = (
 OPTIONAL_CLIENT_KEYS = ("max_examples",)
 """Keys of ``[clients]``."""
 
+OPTIONAL_FLOWER_KEYS = ("test_every",)
+"""Keys of ``[flower]``."""
+
 
 def written_top_keys(top: TopKeys) -> dict[str, Any]:
     """The keys outside all tables that a run's config has, in their order."""
@@ -398,6 +411,15 @@ def written_clients(table: ClientsTable, is_deployed: bool) -> dict[str, Any]:
     if is_deployed and values["failures"] == "tolerate":
         # Federations have always tolerated failures. Their sites have accepted configs without it.
         del values["failures"]
+    return {key: values[key] for key in table.table if key in values}
+
+
+def written_flower(table: FlowerTable) -> dict[str, Any]:
+    """The keys of ``[flower]`` that a run's config has."""
+    values = table.table
+    defaults = FlowerTable().table
+    optional = {key: values.pop(key) for key in OPTIONAL_FLOWER_KEYS}
+    values |= _not_default(optional, defaults)
     return {key: values[key] for key in table.table if key in values}
 
 

@@ -28,6 +28,7 @@ from fedstill.continual.task_test import (
     HELD_OUT_TEST,
     SITE_TEST,
     TEST_STAGES,
+    RoundInterval,
     RoundTests,
     TaskTests,
 )
@@ -61,22 +62,22 @@ def schedule_of(
     plans: Mapping[str, Plan],
     *,
     sites_test_rounds: bool = False,
-    sites_test_metrics: bool = False,
+    sites_test_every: RoundInterval | None = None,
 ) -> Schedule:
     """A run's schedule: the stages of the topology, and those that the method, its plans, tasks,
-    ``select_on`` and ``metrics`` need.
+    ``select_on`` and tests at real sites need.
 
     ``stream_kind``: the kind of ``[stream]``. ``sites_test_rounds``: whether real sites test the
-    global model after every round on the data that they hold out; ``sites_test_metrics``: whether
-    they do on their test sets.
+    global model after every round on the data that they hold out; ``sites_test_every``: the rounds
+    after which they test it on their test sets.
     """
     providers: list[StageProvider] = [FitStage(), RidgeStage()]
     if stream_kind == SITES and not method.personal:
         providers.append(TaskTests(method))
     if sites_test_rounds:
         providers.append(RoundTests(method, HELD_OUT_TEST))
-    elif sites_test_metrics:
-        providers.append(RoundTests(method, SITE_TEST))
+    elif sites_test_every is not None:
+        providers.append(RoundTests(method, SITE_TEST, sites_test_every))
     if takes_census(method, plans):
         providers.append(CensusStages())
     return Schedule(method, topology, tuple(providers))

@@ -502,6 +502,11 @@ class FlowerTable(Table):
         description="The maximum size of a reply, in megabytes. Usually, the expected size of the "
         "reply is a smaller limit.",
     )
+    test_every: CountOrZero = Field(
+        default=1,
+        description="Every how many rounds the sites test the global model on their own test "
+        "sets, if sites have data of their own. 0: never.",
+    )
     vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = Field(
         default=None,
         description="The number of token ids of a tokenizer file, if sites have data of their "

@@ -1,8 +1,8 @@
 """Stages in which real sites only test the model that answers for them on their own data.
 
 ``task_test``: at each task's end, on their test sets of the tasks so far. ``held_out_test``: after
-every round, on the examples that they hold out, to compare rounds by. ``site_test``: after every
-round, on their test sets, for the metrics of the run; ``held_out_test`` does that, too.
+every round, on the examples that they hold out, to compare rounds by. ``site_test``: every few
+rounds, on their test sets; the two other stages do that, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HELD_OUT_TEST = "held_out_test"
 """The name of the stage after every round in a run that compares rounds."""
 
 SITE_TEST = "site_test"
-"""The name of the stage after every round in a run that only records metrics."""
+"""The name of the stage every few rounds in a run that does not compare rounds."""
 
 TEST_STAGES = frozenset({TASK_TEST, HELD_OUT_TEST, SITE_TEST})
 """The names of all three."""
@@ -118,21 +118,39 @@ class TaskTests(StageProvider):
 
 
 @dataclass(frozen=True)
-class RoundTests(StageProvider):
-    """Provides a stage in which sites test, as the last one of every round.
+class RoundInterval:
+    """Every ``every`` rounds, and the last one."""
 
-    ``name``: the name of the stage, ``held_out_test`` or ``site_test``.
+    every: int
+    last: int
+
+    def __contains__(self, round: int) -> bool:
+        return round > 0 and (round % self.every == 0 or round == self.last)
+
+
+@dataclass(frozen=True)
+class RoundTests(StageProvider):
+    """Provides a stage in which sites test, as the last one of a round.
+
+    ``name``: the name of the stage, ``held_out_test`` or ``site_test``. ``rounds``: those with the
+    stage; None for all.
     """
 
     method: Method
     name: str
+    rounds: RoundInterval | None = None
 
     def actors(self) -> Mapping[str, StageActor]:
         """Who acts in the stage."""
         return {self.name: OnlyTest(self.method)}
 
     def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
-        """A round's stages, before a test by all clients."""
-        if round == 0:
+        """A round's stages, before a test by all clients.
+
+        At the end of a task, sites test their test sets anyway.
+        """
+        if round == 0 or (self.rounds is not None and round not in self.rounds):
+            return stages
+        if self.name == SITE_TEST and any(stage.name == TASK_TEST for stage in stages):
             return stages
         return [*stages, Stage(round, 0, self.name, everyone(world, round))]

@@ -104,6 +104,7 @@ ENGINE: Mapping[str, Callable[[Any], bool]] = {
     "seconds_measuring": _seconds,
     "seconds_reused": _seconds,
     "site_accuracy": _share,
+    "site_test_examples": is_count,
     "held_out_accuracy": _share,
     "held_out_examples": is_count,
     "held_out_score": _number_or_none,

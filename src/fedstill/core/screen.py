@@ -220,8 +220,12 @@ def stage_mismatch(reply: Reply, stage: Stage) -> str:
 
 
 def _claim(reply: Reply, most: int) -> str:
-    """Why a reply's number of examples is invalid; empty if it is valid."""
-    count = reply.examples
+    """Why a number of training or test examples is invalid; empty if both are valid."""
+    counts = (reply.examples, reply.metrics.get("site_test_examples", 0))
+    return next(filter(None, (_wrong_count(count, most) for count in counts)), "")
+
+
+def _wrong_count(count: object, most: int) -> str:
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         return f"claims {count!r} examples"
     if count <= most:

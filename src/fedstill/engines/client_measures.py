@@ -248,21 +248,30 @@ class OwnTestSets(ClientHook):
 
     def measured(self, trained: AtClient) -> dict[str, Any]:
         """``site_accuracy``, with tasks ``site_by_task``, and ``site_metrics`` or ``site_scores``;
-        nothing without a test set.
+        nothing without a test set. ``site_test_examples``: the size of a real site's test set, in
+        the stages whose answers count.
         """
         if trained.view.tests:
             return self._tested_by_task(trained)
         test = trained.view.test
         if test is None or len(test) == 0:
             return {}
+        counted = self._counted(trained.stage, len(test))
         if not self._records_metrics(trained.stage):
-            return {"site_accuracy": sum(trained.correct_by_class(trained.end, test)) / len(test)}
+            accuracy = sum(trained.correct_by_class(trained.end, test)) / len(test)
+            return {"site_accuracy": accuracy, **counted}
         outputs = outputs_by_example(
             predictor(trained.view.model, trained.end), test, trained.inputs
         )
         labels = test.labels.cpu()
         right = int((outputs.predicted == labels).sum())
-        return {"site_accuracy": right / len(test), **self._metrics(outputs, labels)}
+        return {"site_accuracy": right / len(test), **counted, **self._metrics(outputs, labels)}
+
+    def _counted(self, stage: Stage, examples: int) -> dict[str, int]:
+        """The size of a test set, if a real site reports it in a stage."""
+        if self.histogram_stages is None or stage.name not in self.histogram_stages:
+            return {}
+        return {"site_test_examples": examples}
 
     def _records_metrics(self, stage: Stage) -> bool:
         if not self.metrics.names:
@@ -292,7 +301,11 @@ class OwnTestSets(ClientHook):
         for task, count in right.items():
             by_task[task] = count / len(tests[task])
         examples = sum(len(test) for test in tests.values())
-        fields = {"site_accuracy": sum(right.values()) / examples, "site_by_task": by_task}
+        fields = {
+            "site_accuracy": sum(right.values()) / examples,
+            "site_by_task": by_task,
+            **self._counted(seen.stage, examples),
+        }
         if not self._records_metrics(seen.stage):
             return fields
         joined = Outputs(

@@ -6,8 +6,11 @@ What a capability protects there is in its guards (``core.extensions.SiteGuard``
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import logging
+import secrets
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +119,8 @@ class Clerk:
             self._refusals.check(request)
         ready = self._ready(request)
 
-        desk = Desk(self.site.memory, request.run, request.client)
+        is_secret = bool(self.site.data)
+        desk = Desk(self.site.memory, request.run, request.client, is_secret)
         make_folder(desk.place)
         with FileLock(desk.place / ".lock"):
             desk.note_facts(request.facts)
@@ -477,6 +481,9 @@ _GROUP = "up "
 FACTS = "facts.json"
 """The file with the digests of a run's facts about data."""
 
+STATE_KEY = "state-key"
+"""The file with the key of the digests of a real site's states."""
+
 KEPT = 2
 """How many stages' memories and replies are kept, beside the memory that counts."""
 
@@ -489,11 +496,15 @@ class Desk:
     and then the reply, which is only written when the memory is safe. So a stage that was asked for
     twice is answered from its reply, and one that was cut short is done again from the memory that
     counts. Guards keep their notes in the same folder (``core.extensions.SiteGuard``).
+
+    ``is_secret``: whether the server learns only keyed digests of the client's states. A plain
+    SHA-256 would let it check guesses about a state, and so about the data.
     """
 
     folder: Path
     run: str
     client: int
+    is_secret: bool = False
 
     @property
     def place(self) -> Path:
@@ -528,13 +539,23 @@ class Desk:
         path = self.place / version[0]
         try:
             data = read_file(path)
-            if digest(data) != version[1]:
+            if self._identifier(data) != version[1]:
                 raise BadPayload("its SHA-256 is not the one that counts")
             return decode(data, entries=MAX_LOCAL_ENTRIES)
         except (OSError, BadPayload) as error:
             raise CorruptFile(
                 f"the memory that counts, {version[0]}, cannot be used at this site: {error}"
             ) from error
+
+    def _identifier(self, data: bytes) -> str:
+        """Identifies a client's state for the server."""
+        if not self.is_secret:
+            return digest(data)
+        path = self.place / STATE_KEY
+        if not path.is_file():
+            make_folder(self.place)
+            write_secret(path, secrets.token_bytes(32))
+        return hmac.new(read_file(path), data, hashlib.sha256).hexdigest()
 
     def kept(self, request: Request) -> SiteReply | None:
         """The answer already given to the same request, if it is still here and whole."""
@@ -566,7 +587,7 @@ class Desk:
             data = encode(client_state)
             name = _memory(self.client, request.stage)
             write_secret(self.place / name, data)
-            answer = replace(answer, memory=(name, digest(data)))
+            answer = replace(answer, memory=(name, self._identifier(data)))
         note = json.dumps({"request": request.digest(), "answer": answer.header()})
         groups = {_GROUP + name: group for name, group in answer.content.items()}
         stored = Payload({"note": note, **groups})

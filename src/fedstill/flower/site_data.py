@@ -481,9 +481,10 @@ class Ready:
 def on_own_data(settings: Settings, facts: Facts, site: Site) -> Ready:
     """A run without tasks, ready on a site's own data."""
     own = own_data(settings, facts, site.data, site.public, site.tokenizer)
-    data = ClientData(
-        train=own.train, split=None, public=own.public, client_tests={site.client: own.test}
-    )
+    tests: dict[int, Examples] = {}
+    if site.evaluate:
+        tests[site.client] = own.test
+    data = ClientData(train=own.train, split=None, public=own.public, client_tests=tests)
     world = _world(settings, facts, own.public)
     sites = site_views(settings, world, facts.inputs(settings), data)
     check_at_site(settings, world, sites)
@@ -521,7 +522,7 @@ def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int) -> Re
         split=None,
         public=own.public,
         tasks=replace(cut, task=task_of_example),
-        task_tests=own.tests,
+        task_tests=own.tests if site.evaluate else {},
     )
     world = replace(_world(settings, facts, own.public), stream=stream)
     sites = site_views(settings, world, facts.inputs(settings), data)

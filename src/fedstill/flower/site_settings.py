@@ -38,6 +38,7 @@ class Site:
     written there.
     ``refuse``: measures that it takes part in no run with.
     ``repeat_sums``: whether it takes part in secure sums of several runs on the same data.
+    ``evaluate``: whether it tests models on its test set and reports the accuracy.
     """
 
     client: CountOrZero
@@ -52,6 +53,7 @@ class Site:
     files: tuple[str, ...] = ()
     refuse: tuple[str, ...] = ()
     repeat_sums: bool = False
+    evaluate: bool = True
 
 
 def load_site(path: Path) -> Site:

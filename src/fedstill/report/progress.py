@@ -251,6 +251,8 @@ def _numbers(event: Mapping[str, Any]) -> list[str]:
         numbers.append(f"for the clients {percent(event['personal_accuracy'])}")
     if "own_test_accuracy" in event:
         numbers.append(f"on own tests {percent(event['own_test_accuracy'])}")
+    if "own_test_weighted" in event:
+        numbers.append(f"weighted {percent(event['own_test_weighted'])}")
     server_numbers = [name for name in ("accuracy", "forgetting") if event[name] is not None]
     numbers += [f"{name} {percent(event[name])}" for name in server_numbers]
     for name, metric in METRICS.items():

@@ -140,6 +140,12 @@ COLUMNS = (
     _share(
         "own_test_worst", "own tests, worst", "the same for the client with the lowest accuracy"
     ),
+    _share(
+        "own_test_weighted",
+        "own tests, weighted",
+        "accuracy on the test examples of all sites together: each site counts by its number of "
+        "examples",
+    ),
     *map(_own_test_metric, METRICS.values()),
     _share(
         "in_local_accuracy", "in-local", "local models on classes in their client's proportions"

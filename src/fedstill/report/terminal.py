@@ -258,7 +258,9 @@ def _shown_columns(compared: Sequence[Group]) -> list[Column]:
 def _accuracy_columns(compared: Sequence[Group]) -> list[Column]:
     """Accuracies and metrics on clients' own tests, of clients' models, and of the server's."""
     own_metrics = [f"own_test_{metric}" for metric in METRICS]
-    columns = _measured_columns(compared, ["own_test_accuracy", "own_test_worst"])
+    columns = _measured_columns(
+        compared, ["own_test_accuracy", "own_test_worst", "own_test_weighted"]
+    )
     columns += _measured_columns(compared, own_metrics)
     if any(group.has_personal_models for group in compared):
         columns += PERSONAL

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.continual.task_test import TEST_STAGES
 from fedstill.core.extensions import Event, Fields, Observer, RoundResult
 from fedstill.core.records import Examples
 from fedstill.data.views import SiteViews
@@ -230,10 +231,22 @@ class _JoinedTests:
 # ---- at real sites -------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class SiteTest:
+    """The report of a real site on its test set.
+
+    predictions: from the counts and histograms that it sent; None if the run has no metrics.
+    """
+
+    accuracy: float
+    examples: int
+    predictions: Predictions | None
+
+
 @dataclass
 class SiteTests(Observer):
-    """Metrics of the models that real sites test on their own test sets, computed from the counts
-    and histograms that sites send.
+    """Accuracies and metrics of the models that real sites test on their own test sets. Metrics are
+    computed from the counts and histograms that sites send.
 
     personal: the stages after which a client's own model is its answer; empty if the server's model
     answers for all clients.
@@ -241,42 +254,64 @@ class SiteTests(Observer):
 
     metrics: RunMetrics
     personal: Collection[str]
-    _predictions: dict[int, Predictions] = field(default_factory=dict)
-    _accuracies: dict[int, float] = field(default_factory=dict)
+    _tests: dict[int, SiteTest] = field(default_factory=dict)
 
     def on_event(self, event: Event) -> None:
         """Remember what sites reported: of the server's model until the round ends, of their own
         models until they test these again.
         """
-        if event["event"] == "client" and "site_scores" in event:
-            client = event["client"]
-            self._predictions[client] = from_histograms(event["site_scores"], self.metrics.positive)
-            self._accuracies[client] = event["site_accuracy"]
+        if event["event"] == "client" and self._is_test(event):
+            predictions = None
+            if "site_scores" in event:
+                predictions = from_histograms(event["site_scores"], self.metrics.positive)
+            self._tests[event["client"]] = SiteTest(
+                accuracy=event["site_accuracy"],
+                examples=event["site_test_examples"],
+                predictions=predictions,
+            )
         elif event["event"] == "round" and not self.personal:
-            self._predictions.clear()
-            self._accuracies.clear()
+            self._tests.clear()
+
+    def _is_test(self, event: Event) -> bool:
+        """Whether a site reports the accuracy of a model that answers for it."""
+        is_counted = event["name"] in (self.personal or TEST_STAGES)
+        return is_counted and {"site_accuracy", "site_test_examples"} <= event.keys()
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
         """Fields of a round's event; none if no site reported.
 
-        These are ``own_test_fields``, and ``own_test_auc_error``: the largest possible difference
-        of a site's AUC from the exact one. If the server has no test set, the metrics of its model
-        are those on the test sets of all sites together.
+        These are ``own_test_fields``; ``own_test_weighted``: the accuracy on the test examples of
+        all sites together; and ``own_test_auc_error``: the largest possible difference of a site's
+        AUC from the exact one. If the server has no test set, the metrics of its model are those on
+        the test sets of all sites together.
         """
-        if not self._predictions:
+        if not self._tests:
             return {}
-        by_client = {
-            client: ClientTest(self._accuracies[client], self.metrics.of(predictions))
-            for client, predictions in sorted(self._predictions.items())
-        }
-        fields = own_test_fields(by_client)
-        errors = [auc_error(predictions) for predictions in self._predictions.values()]
+        tests = dict(sorted(self._tests.items()))
+        fields = own_test_fields(
+            {client: self._client_test(test) for client, test in tests.items()}
+        )
+        examples = sum(test.examples for test in tests.values())
+        if examples:
+            right = sum(test.accuracy * test.examples for test in tests.values())
+            fields["own_test_weighted"] = right / examples
+        known_predictions = [
+            test.predictions for test in tests.values() if test.predictions is not None
+        ]
+        if not known_predictions:
+            return fields
+        errors = [auc_error(predictions) for predictions in known_predictions]
         known = [error for error in errors if error is not None]
         if "auc" in self.metrics.names and known:
             fields["own_test_auc_error"] = max(known)
         if self.personal or so_far.get("accuracy") is not None:
             return fields
-        return {**self.metrics.of(joined(list(self._predictions.values()))), **fields}
+        return {**self.metrics.of(joined(known_predictions)), **fields}
+
+    def _client_test(self, test: SiteTest) -> ClientTest:
+        if test.predictions is None:
+            return ClientTest(test.accuracy)
+        return ClientTest(test.accuracy, self.metrics.of(test.predictions))
 
 
 # ---- the fields of a round's event ---------------------------------------------------------------

@@ -201,6 +201,7 @@ class Round(Evaluated, total=False):
     personal_forgetting: float | None
     own_test_accuracy: Share | None
     own_test_worst: Share | None
+    own_test_weighted: Share | None
     in_local_accuracy: Share | None
     out_local_accuracy: Share | None
     selection_score: float | None

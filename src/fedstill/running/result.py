@@ -316,6 +316,7 @@ OF_LAST = (
     *PERSONAL,
     "own_test_accuracy",
     "own_test_worst",
+    "own_test_weighted",
     "own_test_by_client",
     *RECORDED,
     *(f"own_test_{metric}" for metric in METRICS),
