@@ -256,9 +256,9 @@ STAGE_TITLES = {"fit": "alone", "transfer": "phase 1", "refine": "phase 2"}
 PLANE_HEIGHT = 400
 
 ABOUT_BOUNDARIES = (
-    "Each point is a test image of a class that the client asked for (ringed) or has. The axes are "
-    "the first two principal components of the model's features. The background is the class that "
-    "the model's head predicts there. Below: accuracy by class on the whole test set."
+    "Each point is a test example of a class that the client asked for (ringed) or has. The axes "
+    "are the first two principal components of the model's features. The background is the class "
+    "that the model's head predicts there. Below: accuracy by class on the whole test set."
 )
 
 
@@ -334,7 +334,7 @@ def _steps(low: float, high: float) -> list[float]:
 
 
 def _points(look: Look) -> list[Trace]:
-    """The test images of each class that the client asked for, or has."""
+    """The test examples of each class that the client asked for, or has."""
     event = look.event
     traces = []
     for number in [*event["query"], *event["own"]]:

@@ -53,7 +53,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Where a look has the test images: labels (n,), and places (n,) under each model."""
+    """Where a look has the test examples: labels (n,), and places (n,) under each model."""
 
     look: Look
     labels: Sequence[int]

@@ -139,7 +139,7 @@ def _charts(groups: Sequence[Group], style: Style, attacks: Sequence[str]) -> li
     found = [_curves(groups, style, attack) for attack in attacks]
     return [
         Chart(by_round, ABOUT_ROUNDS, "Area under the curve by round", "attack"),
-        Chart(found, ABOUT_CURVES, "Members found", "attack"),
+        Chart(found, ABOUT_CURVES, "Training examples found", "attack"),
     ]
 
 

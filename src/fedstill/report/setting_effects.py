@@ -85,9 +85,8 @@ def advice(tuning: Tuning, config: str, overrides: Sequence[str]) -> str:
     values = [f"{key}={_written(value)}" for key, value in best.values.items()]
     words = " ".join([config, *(f"-s '{v}'" for v in (*overrides, *values))]).strip()
     return (
-        f"trial {best.number} is the best of {len(tuning.trials)}. Its number is the best of many, "
-        "so it is too good: "
-        f"report the values on seeds that did not choose them:\n"
+        f"trial {best.number} is the best of {len(tuning.trials)}. Its number is too good, because "
+        "it is the best of many; report the values on other seeds:\n"
         f"  fedstill compare {words} --seeds {','.join(map(str, other))}"
     )
 
@@ -102,9 +101,12 @@ def write_tuning_page(tuning: Tuning, out: Path) -> Path:
     """
     head, rows = trial_lines(tuning)
     seeds = ", ".join(map(str, tuning.seeds))
+    point = f"the mean over the seeds {seeds}"
+    if len(tuning.seeds) == 1:
+        point = f"a run with seed {seeds}"
     about = (
-        f"Each point is the mean over seeds {seeds}. Do not report these numbers: they chose the "
-        "values."
+        f"Each point is {point}. Do not report these numbers, because they decided which values "
+        "were chosen."
     )
     blocks: list[Block] = [Paragraph(about)]
     if any(trial.scores for trial in tuning.trials):
@@ -133,7 +135,11 @@ def _with_our_layout(drawn: go.Figure) -> Figure:
     """
     figure = json.loads(drawn.to_json())
     settings: dict[str, Any] = figure["layout"]
-    axes = {key: axis for key, axis in settings.items() if key.startswith(("xaxis", "yaxis"))}
+    axes = {}
+    for key, axis in settings.items():
+        if key.startswith(("xaxis", "yaxis")):
+            title = {**axis.get("title", {}), "standoff": 12}
+            axes[key] = {**axis, "title": title, "automargin": True}
     return Figure(figure["data"], layout(hovermode="closest", **axes))
 
 

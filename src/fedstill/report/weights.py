@@ -339,8 +339,8 @@ def _contour(look: Look, model: str, plane: str, losses_shown: LossRange) -> Fig
         colorscale="Viridis",
         reversescale=True,
         line={"width": 0.6, "color": "rgba(255,255,255,0.6)"},
-        # The empty line keeps the title off the highest number.
-        colorbar={"thickness": 10, "outlinewidth": 0, "title": {"text": "loss<br> "}},
+        # On top of the bar, the title would touch the highest number.
+        colorbar={"thickness": 10, "outlinewidth": 0, "title": {"text": "loss", "side": "right"}},
         hovertemplate="%{x}, %{y}: loss %{z:.4f}<extra></extra>",
     )
     middle = new_trace(
