@@ -8,7 +8,9 @@ import base64
 import contextlib
 import http.client
 import shutil
+import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 from fedstill.core.errors import DeployFailed
-from fedstill.flower.deployment import certificates, folder, programs
+from fedstill.flower.deployment import certificates, folder, programs, superlink
 from fedstill.flower.deployment.control import Control, public_key
 from fedstill.flower.deployment.folder import write_app
 from fedstill.flower.deployment.gate import KEY_HEADER
@@ -140,6 +142,48 @@ def test_a_stranger_with_the_certificate_gets_nothing(what: str, three: Deployme
     assert line in text
 
 
+@contextlib.contextmanager
+def flooded(address: str, connections: int) -> Iterator[list[socket.socket]]:
+    """Strangers that hold so many connections without a word, and open new ones all the time."""
+    host, _, port = address.rpartition(":")
+    held: list[socket.socket] = []
+    is_over = threading.Event()
+
+    def flood() -> None:
+        while not is_over.is_set():
+            held.append(socket.create_connection((host, int(port)), 30))
+            if len(held) > connections:
+                held.pop(0).close()
+                is_over.wait(0.01)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        yield held
+    finally:
+        is_over.set()
+        thread.join()
+        for connection in held:
+            connection.close()
+
+
+def test_a_run_goes_on_while_strangers_hold_all_connections_that_they_get(
+    three: Deployment, tmp_path: Path
+) -> None:
+    """More than the server grants to one address, which is that of the sites here, too."""
+    count = superlink.MAX_CONNECTIONS // 2 + 200
+    began = time.monotonic()
+    with flooded(three.federation.address, count) as held:
+        three.until(lambda: len(held) >= count, "the strangers to have their connections")
+        done = over(three, experiment("fedavg", "parallel"), tmp_path / "run")
+        assert len(held) >= count
+    print(f"\n{count} idle connections: two rounds in {time.monotonic() - began:.0f} s")
+    assert done.returncode == 0, done.stderr
+    clients = [e for e in events(tmp_path / "run") if e["event"] == "client"]
+    assert len(clients) == 6
+    assert not any("refused" in e for e in clients)
+
+
 def test_a_plain_text_request_gets_nothing(three: Deployment) -> None:
     host, _, port = three.federation.address.rpartition(":")
     with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=60)) as connection:
@@ -190,7 +234,7 @@ def test_a_sites_key_opens_its_own_messages_only_and_a_request_once(
     assert pulling(three, own, node, when)[0] == 200
     again = pulling(three, own, node, when)
     assert again == (401, "fedstill: this request was made before\n")
-    assert pulling(three, other, node)[0] == 401, "client 1's key, client 0's node"
+    assert pulling(three, other, node)[0] == 403, "client 1's key, client 0's node"
     certificates.make_client(tmp_path / "unknown.key")
     assert pulling(three, tmp_path / "unknown.key", node)[0] == 401
     assert pulling(three, own, node, "2020-01-01T00:00:00+00:00")[0] == 401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import logging
 import os
@@ -256,8 +257,6 @@ def test_a_body_is_cut_off_where_it_is_too_large_whatever_length_was_said() -> N
 
 
 def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
-
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.05)
 
     async def receive() -> dict[str, Any]:
@@ -266,6 +265,22 @@ def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 
     answer = asked(guarding(Inside()), PULL, receive=receive, **SITE_KEYS[0].headers())
     assert answer["status"] == 408
+
+
+def test_a_site_has_few_requests_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MAX_AT_ONCE", 1)
+    one_gate = guarding(Inside())
+
+    async def receive() -> dict[str, Any]:
+        body = own_pull()
+        headers = SITE_KEYS[0].headers()
+        second = await asyncio.to_thread(asked, one_gate, PULL, body=body, **headers)
+        assert second["status"] == 429
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    for _ in range(2):
+        answer = asked(one_gate, PULL, receive=receive, **SITE_KEYS[0].headers())
+        assert answer["status"] == 200
 
 
 def test_a_connection_that_ends_within_a_body_is_no_request() -> None:

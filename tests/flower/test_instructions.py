@@ -22,6 +22,7 @@ from fedstill.flower.messages import (
     SIGNED,
     InstructionCheck,
     Request,
+    SiteReply,
     content,
     header_and_payload,
     sign,
@@ -228,3 +229,17 @@ def test_a_site_does_only_what_the_server_has_signed(
     assert answer.has_error() != is_signed
     if not is_signed:
         assert PUBLIC_REASONS["signature"] in answer.error.reason
+
+
+def test_equal_answers_of_two_sites_have_no_part_in_common() -> None:
+    """The attack: Flower tells a site which parts the server has, so it could try label counts."""
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+    counts = Payload({"labels": torch.tensor([3, 0, 7])})
+    answers = [content(SiteReply(0, 1, 0, counts)) for _ in range(2)]
+    first, second = (set(get_all_nested_objects(answer)) for answer in answers)
+    header = answers[0].config_records["header"].object_id
+    assert first & second == {header}
+    for answer in answers:
+        header_text, payload = header_and_payload(answer, 1 << 20)
+        assert SiteReply.of(header_text, payload).content["labels"].tolist() == [3, 0, 7]

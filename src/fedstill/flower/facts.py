@@ -152,7 +152,8 @@ class Facts:
 
     def check_config(self, settings: Settings) -> None:
         """Raise Refused for facts that contradict what the run's config says about the data."""
-        data, flower = settings.data, settings.flower
+        data = settings.data
+        flower = settings.flower
         agreements = {
             "data.columns": not data.columns or set(self.columns) == set(data.columns),
             "data.kind": not data.kind or data.kind == self.kind,

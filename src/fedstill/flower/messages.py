@@ -307,6 +307,13 @@ RAISED = 2
 TOO_MANY_ENTRIES = "the message holds too many groups and tensors"
 
 _STYPE = "fedstill.payload"
+_SALTED = "fedstill.salted"
+"""What the arrays of a message hold: the bytes of a group, or with ``SALT_BYTES`` after them."""
+
+SALT_BYTES = 16
+"""Random bytes after each group of an answer. Flower names arrays by their SHA-256, and tells a
+site which ones the server has: without them, a site could try what another has sent.
+"""
 
 
 def require_flower() -> None:
@@ -318,19 +325,29 @@ def require_flower() -> None:
 
 
 def content(message: Request | SiteReply) -> RecordDict:
-    """A request or an answer as a message's content. Equal groups give equal arrays, which Flower
-    uploads once.
+    """A request or an answer as a message's content. Equal groups of requests give equal arrays,
+    which Flower uploads once.
     """
-    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+    from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
-    payload = message.payload if isinstance(message, Request) else message.content
-    arrays = {}
-    for number, (name, group) in enumerate(payload.items()):
-        data = encode(Payload({name: group}))
-        arrays[f"{number:06d}"] = Array("uint8", (len(data),), _STYPE, data)
+    if isinstance(message, Request):
+        arrays = _arrays(message.payload, _STYPE, salt=0)
+    else:
+        arrays = _arrays(message.content, _SALTED, salt=SALT_BYTES)
     return RecordDict(
         {"header": ConfigRecord({"json": message.header()}), "groups": ArrayRecord(arrays)}
     )
+
+
+def _arrays(payload: Payload, kind: str, salt: int) -> dict[str, Any]:
+    """An array of bytes for each group of a payload, with so many random bytes after it."""
+    from flwr.app import Array
+
+    arrays = {}
+    for number, (name, group) in enumerate(payload.items()):
+        data = encode(Payload({name: group})) + secrets.token_bytes(salt)
+        arrays[f"{number:06d}"] = Array("uint8", (len(data),), kind, data)
+    return arrays
 
 
 def header_and_payload(
@@ -348,15 +365,16 @@ def header_and_payload(
         text = header.get("json")
     if groups is None or not isinstance(text, str) or len(records) != 2:
         raise BadPayload("the message is not fedstill's: it holds other records")
-    size = sum(len(array.data) for array in groups.values())
+    encoded = {key: _without_salt(array) for key, array in sorted(groups.items())}
+    size = sum(len(data) for data in encoded.values())
     if size > limit:
         raise BadPayload(f"the message has {size} bytes, over the limit of {limit}")
     if len(groups) > entries:
         raise BadPayload(TOO_MANY_ENTRIES)
 
     payload: dict[str, Any] = {}
-    for key in sorted(groups):
-        decoded = decode(groups[key].data, limit, min(entries, MAX_ENTRIES))
+    for key, data in encoded.items():
+        decoded = decode(data, limit, min(entries, MAX_ENTRIES))
         if len(decoded) != 1 or set(decoded) & set(payload):
             raise BadPayload(f"array {key[:20]!r} does not hold one group of its own")
         payload.update(decoded)
@@ -364,6 +382,14 @@ def header_and_payload(
     if entries < 0:
         raise BadPayload(TOO_MANY_ENTRIES)
     return text, Payload(payload)
+
+
+def _without_salt(array: Any) -> bytes:
+    """The bytes of a group in an array."""
+    data: bytes = array.data
+    if array.stype == _SALTED:
+        return data[:-SALT_BYTES]
+    return data
 
 
 def _entries(group: object) -> int:

@@ -56,10 +56,13 @@ SITES_PATHS = frozenset(
 )
 """All that Flower has for sites."""
 
-REGISTER, UNREGISTER = SITES + "register-node", SITES + "unregister-node"
+REGISTER = SITES + "register-node"
+UNREGISTER = SITES + "unregister-node"
 ACTIVATE = SITES + "activate-node"
-PULL, PUSH = SITES + "pull-messages", SITES + "push-messages"
-PULL_PART, PUSH_PART = SITES + "pull-object", SITES + "push-object"
+PULL = SITES + "pull-messages"
+PUSH = SITES + "push-messages"
+PULL_PART = SITES + "pull-object"
+PUSH_PART = SITES + "push-object"
 CONFIRM = SITES + "confirm-message-received"
 OF_RUNS = (SITES + "get-run", SITES + "get-fab")
 
@@ -88,6 +91,11 @@ EARLY_SECONDS = 5.0
 
 MAX_PARTS = 100_000
 """The parts of one message."""
+
+MAX_AT_ONCE = 16
+"""Requests of one site that are answered at a time; a site has two: for messages, and to show that
+it is there.
+"""
 
 MAX_INSTRUCTIONS = 256
 """Instructions to one site that are remembered at a time."""
@@ -144,6 +152,7 @@ class Gate:
     exchange: Exchange = field(init=False, repr=False)
     mail: Mail = field(init=False, repr=False)
     _used: dict[tuple[bytes, bytes], float] = field(default_factory=dict, repr=False)
+    _at_once: Counter[int | None] = field(default_factory=Counter, repr=False)
 
     def __post_init__(self) -> None:
         self.exchange = Exchange()
@@ -214,6 +223,19 @@ class Gate:
         limit = MAX_BODIES.get(path, MAX_BODY)
         _check_size(scope, limit)
         site = await self._signer(scope)
+        if self._at_once[site.node] >= MAX_AT_ONCE:
+            raise Forbidden(429, "this site asks for too much at once")
+        self._at_once[site.node] += 1
+        try:
+            await self._checked(site, limit, scope, receive, send)
+        finally:
+            self._at_once[site.node] -= 1
+
+    async def _checked(
+        self, site: Site, limit: int, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Pass on a request that a site has signed; raises Forbidden for what it may not ask."""
+        path = scope["path"]
         body = await _body(receive, limit)
         if body is None:
             return None

@@ -166,14 +166,15 @@ class Connection(socket.socket):
         super().__init__(fileno=descriptor)
         self.peer = peer
         self.is_evicted = False
-        self._connections: Connections | None = connections
+        self._is_noted = False
+        self._connections = connections
 
     def close(self) -> None:
         """Close the connection."""
         super().close()
-        connections, self._connections = self._connections, None
-        if connections is not None:
-            connections.closed(self)
+        if not self._is_noted:
+            self._is_noted = True
+            self._connections.closed(self)
 
     def evict(self) -> None:
         """End the connection for both sides; its owner then closes it."""
