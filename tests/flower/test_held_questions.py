@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from fedstill.flower.deployment.gate import KEY_HEADER, PULL, PUSH, RUN_PULL, RUN_PUSH, Gate
+from fedstill.flower.deployment.gate import (
+    CONTROL,
+    KEY_HEADER,
+    PULL,
+    PUSH,
+    RUN_PULL,
+    RUN_PUSH,
+    START_RUN,
+    TAKE_RUN,
+    Gate,
+)
 from flowers import needs_flower
 from gate_requests import Inside, SiteKey, instruction, reply, tree_of
 
@@ -226,5 +236,49 @@ def test_a_runs_question_is_answered_after_a_while_and_an_error_at_once(status: 
         await asyncio.wait_for(task, 5)
         assert held.answers[0]["status"] == status
         assert inside.came == [RUN_PULL]
+
+    asyncio.run(scenario())
+
+
+def take_run(gate: Gate) -> tuple[Open, asyncio.Task[None]]:
+    return begin(gate, TAKE_RUN, b"", **{KEY_HEADER.replace("-", "_"): KEY})
+
+
+def test_the_question_for_a_run_is_held_until_the_operator_starts_one() -> None:
+    from flwr.proto.runtime_pb2 import AcquireTaskResponse
+
+    async def scenario() -> None:
+        gate, inside = guarding()
+        _, task = take_run(gate)
+        assert await is_held(task)
+        there = AcquireTaskResponse(token="t")
+        there.task.task_id = 1
+        inside.answers[TAKE_RUN] = there.SerializeToString()
+        await begin(gate, START_RUN, b"", **{KEY_HEADER.replace("-", "_"): KEY})[1]
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_key_is_looked_up_again_once_the_operator_has_changed_something() -> None:
+    async def scenario() -> None:
+        looked_up = list[bytes]()
+
+        def node_of(key: bytes) -> int | None:
+            looked_up.append(key)
+            return 5 if len(looked_up) == 1 else None
+
+        gate = Gate(Inside(), KEY, node_of)
+        for _ in range(2):
+            first, task = pull(gate, 5)
+            await task
+            assert first.answers[0]["status"] == 200
+            gate.mail.seconds = 0
+        assert len(looked_up) == 1
+        path = CONTROL + "unregister-node"
+        await begin(gate, path, b"", **{KEY_HEADER.replace("-", "_"): KEY})[1]
+        revoked, task = pull(gate, 5)
+        await task
+        assert revoked.answers[0]["status"] == 401
 
     asyncio.run(scenario())

@@ -103,6 +103,11 @@ MAX_INSTRUCTIONS = 256
 RUN_PUSH, RUN_PULL = "/v1/runtime/push-messages", "/v1/runtime/pull-messages"
 """Where a run hands in messages for sites, and asks for their replies."""
 
+START_RUN, TAKE_RUN = "/v1/control/start-run", "/v1/runtime/acquire-task"
+"""Where the operator starts a run, and the server's command asks for a run to carry out."""
+
+CONTROL = "/v1/control/"
+
 HOLD_SECONDS, RUN_HOLD_SECONDS = 20.0, 2.0
 """How long a site's question for messages is held while there is none, and a run's for replies. A
 run also watches its deadline.
@@ -153,6 +158,8 @@ class Gate:
     mail: Mail = field(init=False, repr=False)
     _used: dict[tuple[bytes, bytes], float] = field(default_factory=dict, repr=False)
     _at_once: Counter[int | None] = field(default_factory=Counter, repr=False)
+    _nodes: dict[bytes, int] = field(default_factory=dict, repr=False)
+    _changes: int = 0
 
     def __post_init__(self) -> None:
         self.exchange = Exchange()
@@ -179,21 +186,30 @@ class Gate:
     async def _operator(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a request with the operator's key, and note which sites get messages by it."""
         path = scope["path"]
-        if path not in (RUN_PUSH, RUN_PULL):
-            return await self.app(scope, receive, _retryable(send))
+        if path not in (RUN_PUSH, RUN_PULL, TAKE_RUN):
+            try:
+                return await self.app(scope, receive, _retryable(send))
+            finally:
+                if path == START_RUN:
+                    self.mail.note_news()
+                if path.startswith(CONTROL):
+                    self._forget_nodes()
         body = await _whole_body(receive)
         if body is None:
             return None
-        if path == RUN_PULL:
-            return await self._run_pull(body, scope, receive, send)
+        if path in (RUN_PULL, TAKE_RUN):
+            return await self._held(body, scope, receive, send)
         await self.app(scope, _in_one_piece(body, receive), _retryable(send))
         self.mail.note_sent(body)
 
-    async def _run_pull(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a run's question for replies once there is one, or after a while."""
-        until = time.monotonic() + self.mail.run_seconds
+    async def _held(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a question for replies, or for a run, once there is one, or after a while."""
+        seconds = self.mail.seconds
+        if scope["path"] == RUN_PULL:
+            seconds = self.mail.run_seconds
+        until = time.monotonic() + seconds
         while True:
-            replies = self.mail.replies
+            news = self.mail.news
             answer: list[MutableMapping[str, Any]] = []
 
             async def collect(
@@ -203,9 +219,9 @@ class Gate:
                 answer.append(message)
 
             await self.app({**scope}, _in_one_piece(body, receive), _retryable(collect))
-            if not _is_without_replies(answer):
+            if not _is_empty(scope["path"], answer):
                 break
-            if not await self.mail.wait_for_reply(replies, until - time.monotonic()):
+            if not await self.mail.wait_for_news(news, until - time.monotonic()):
                 break
         for message in answer:
             await send(message)
@@ -243,8 +259,10 @@ class Gate:
         if path == PULL and site.node is not None:
             return await self._pull(site.node, body, scope, receive, send)
         await self.app(scope, _in_one_piece(body, receive), _retryable(send))
+        if path in (REGISTER, UNREGISTER):
+            self._forget_nodes()
         if path == PUSH:
-            self.mail.note_reply()
+            self.mail.note_news()
 
     async def _pull(
         self, node: int, body: bytes, scope: Scope, receive: Receive, send: Send
@@ -276,7 +294,7 @@ class Gate:
         signed = signed_by(scope)
         if signed is None:
             raise Forbidden(401, "this request is not signed")
-        node = await asyncio.to_thread(self.node_of, signed.key)
+        node = await self._node(signed.key)
         if node is None and scope["path"] not in (ACTIVATE, REGISTER):
             raise Forbidden(401, "this key is not listed")
         if not signed.is_valid(datetime.datetime.now(datetime.UTC)):
@@ -285,6 +303,21 @@ class Gate:
             self._use(signed)
             self.on_trusted(scope.get("client"))
         return Site(signed.key, node)
+
+    async def _node(self, key: bytes) -> int | None:
+        """The node with a key. It is remembered until the operator changes something."""
+        if key in self._nodes:
+            return self._nodes[key]
+        changes = self._changes
+        node = await asyncio.to_thread(self.node_of, key)
+        if node is not None and changes == self._changes:
+            self._nodes[key] = node
+        return node
+
+    def _forget_nodes(self) -> None:
+        """Look every key up again."""
+        self._changes += 1
+        self._nodes.clear()
 
     def _use(self, signed: Signed) -> None:
         """Note a signature; raises Forbidden for one that was used before."""
@@ -330,16 +363,18 @@ async def _body(receive: Receive, limit: int) -> bytes | None:
         raise Forbidden(408, f"the body did not come within {BODY_SECONDS:g} s") from None
 
 
-def _is_without_replies(answer: list[MutableMapping[str, Any]]) -> bool:
-    """Whether an answer of Flower's says that there is no reply yet."""
-    from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+def _is_empty(path: str, answer: list[MutableMapping[str, Any]]) -> bool:
+    """Whether an answer of Flower's says that there is no reply, or no run, yet."""
+    from flwr.proto.runtime_pb2 import AcquireTaskResponse, PullAppMessagesResponse
     from google.protobuf.message import DecodeError
 
     if any(message.get("status", 200) != 200 for message in answer):
         return False
     body = b"".join(message.get("body", b"") for message in answer)
     try:
-        return not PullAppMessagesResponse.FromString(body).messages_list
+        if path == RUN_PULL:
+            return not PullAppMessagesResponse.FromString(body).messages_list
+        return not AcquireTaskResponse.FromString(body).HasField("task")
     except DecodeError:
         return False
 
@@ -405,17 +440,17 @@ class Mail:
     """Holds the questions of sites that have no message, so that no site need ask often.
 
     A site has none if it got none, and no run has sent it one since it asked. ``seconds``: how long
-    its question is held. ``run_seconds``: how long that of a run for replies. ``replies``: how many
-    replies sites have sent since the server started.
+    its question is held. ``run_seconds``: how long that of a run for replies. ``news``: how many
+    replies sites have sent, and runs the operator has started, since the server started.
     """
 
     seconds: float = HOLD_SECONDS
     run_seconds: float = RUN_HOLD_SECONDS
-    replies: int = 0
+    news: int = 0
     _sent: Counter[int] = field(default_factory=Counter, repr=False)
     _empty: dict[int, int] = field(default_factory=dict, repr=False)
     _held: dict[int, set[asyncio.Event]] = field(default_factory=dict, repr=False)
-    _runs: set[asyncio.Event] = field(default_factory=set, repr=False)
+    _others: set[asyncio.Event] = field(default_factory=set, repr=False)
 
     def count(self, node: int) -> int:
         """How many messages were sent to a site since the server started."""
@@ -436,18 +471,18 @@ class Mail:
             for question in self._held.get(node, ()):
                 question.set()
 
-    def note_reply(self) -> None:
-        """Note that a site has sent a reply, and let go of the runs' questions."""
-        self.replies += 1
-        for question in self._runs:
+    def note_news(self) -> None:
+        """Note that there is a reply, or a run, and let go of the questions for them."""
+        self.news += 1
+        for question in self._others:
             question.set()
 
-    async def wait_for_reply(self, replies: int, seconds: float) -> bool:
-        """Wait until there are more replies than a number; whether there are in some seconds."""
-        if self.replies != replies or seconds <= 0:
+    async def wait_for_news(self, news: int, seconds: float) -> bool:
+        """Wait until there are more news than a number; whether there are in some seconds."""
+        if self.news != news or seconds <= 0:
             return seconds > 0
         question = asyncio.Event()
-        self._runs.add(question)
+        self._others.add(question)
         try:
             async with asyncio.timeout(seconds):
                 await question.wait()
@@ -455,7 +490,7 @@ class Mail:
         except TimeoutError:
             return False
         finally:
-            self._runs.discard(question)
+            self._others.discard(question)
 
     def note_pulled(self, node: int, sent: int, pulled: int | None) -> None:
         """Note what came of a site's question, which was asked after ``sent`` messages."""
