@@ -1,0 +1,62 @@
+"""A run waits while the server of its federation fails, and goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from fedstill.flower.deployment import folder
+from fedstill.flower.tasks import OUTAGE_SECONDS, Door
+from flowers import needs_flower
+
+pytestmark = needs_flower
+
+
+@contextmanager
+def answering(statuses: list[int], body: bytes) -> Iterator[str]:
+    """The address of a server that answers with these statuses, and then with 200."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            status = statuses.pop(0) if statuses else 200
+            self.send_response(status)
+            self.send_header("content-type", "application/protobuf")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_run_asks_again_where_the_server_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flwr.proto.node_pb2 import NodeInfo
+    from flwr.proto.runtime_pb2 import GetNodesRequest, GetNodesResponse
+    from flwr.supercore.retry import http_retry
+
+    monkeypatch.setattr(http_retry, "exponential", lambda **options: iter([0.01] * 99))
+    federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    answer = GetNodesResponse(nodes=[NodeInfo(node_id=7)]).SerializeToString()
+    statuses = [503, 503, 502]
+    with answering(statuses, answer) as address:
+        client = Door(address, federation.key, federation.signing_key).client("test")
+        assert client._retry_invoker.max_time == OUTAGE_SECONDS
+        nodes = client.GetNodes(GetNodesRequest()).nodes
+        client.close()
+    assert [node.node_id for node in nodes] == [7]
+    assert statuses == []
