@@ -170,14 +170,12 @@ def test_the_command_says_its_options_and_python_its_arguments(
     words = ["run", "own.toml", "--out", "one", "-q"]
     assert call(words) == 0
     assert call(words) == 2
-    said = (
-        "one is not empty; choose another --out, go on with `fedstill resume one`, or begin it "
-        "anew with --overwrite\n"
-    )
-    assert capsys.readouterr().err == f"fedstill: {said}"
+    error = capsys.readouterr().err
+    assert error.startswith("fedstill: one is not empty; ")
+    assert all(way in error for way in ("--out", "`fedstill resume one`", "--overwrite"))
     assert call([*words, "--overwrite"]) == 0
     for out, todo in (
-        (own / "one", "or begin it anew with overwrite=True"),
+        (own / "one", "overwrite=True"),
         (own / "own.toml", "directory with out="),
     ):
         with pytest.raises(RunExists) as caught:

@@ -60,7 +60,7 @@ def reproduce(
         data: Another data set than the paper's, in all columns.
         out: The directory of all runs. By default, one under runs/ named after the recipe and the
             changes.
-        jobs: How many runs at once. By default one per core, fewer if there is not enough memory.
+        jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         set_: A value in place of the recipe's, as key=value, e.g. -s data.train_size=10000. May be
             repeated.
         table: Run nothing; print the table of the existing runs.
@@ -248,7 +248,7 @@ def rank_run(
         methods: Only these rows, by name or by method, e.g. --methods fedavg,fedntd. By default,
             all rows and the bounds.
         out: The folder of runs and entries.
-        jobs: How many runs at once. By default one per core, fewer if there is not enough memory.
+        jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.benchmark import competing
@@ -289,7 +289,7 @@ def rank_choose(
         methods: Only these rows, by name or by method. By default, all.
         out: The folder of the runs; the choices are written to OUT/SUITE/chosen.toml, which rank
             run reads.
-        jobs: How many runs at once. By default one per core, fewer if there is not enough memory.
+        jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         into_suite: Also write the choices into the package; for maintainers of the suites.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
@@ -342,7 +342,7 @@ def rank_enter(
         track: Which question: space, time, both, chain, public or peers.
         name: The name of its row. By default, the name of its class.
         out: The folder of runs and entries.
-        jobs: How many runs at once. By default one per core, fewer if there is not enough memory.
+        jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.benchmark import competing
@@ -394,7 +394,7 @@ def rank_check(
         note: Record the level of a replay of whole runs in replayed.csv in this folder, which rank
             page reads.
         suite: The file of your own suite, if an entry belongs to it. May be repeated.
-        jobs: How many runs at once. By default one per core, fewer if there is not enough memory.
+        jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     import secrets
@@ -487,7 +487,7 @@ def rank_map(
         grid: Other axes: a key and its values, e.g. --grid topology.sampled=2,5. May be repeated.
         out: The folder of the runs, and of index.html, map.csv (a line for each run) and map.md. By
             default, one under runs/rank.
-        jobs: How many runs at once. By default one per core, fewer if there is not enough memory.
+        jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         into_package: Also add the map to those that ship, for maintainers: tier digits, the usual
             axes.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.

@@ -56,13 +56,13 @@ def compare_command(
         grid: Values of one key, e.g. --grid method.beta=0.1,1,10. May be repeated; all combinations
             are run.
         out: The directory for all runs and the report. By default, a new one under runs/.
-        jobs: How many runs at once. By default, one per core, fewer if memory is short.
+        jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         set_: A value that replaces the file's, as key=value. May be repeated.
         track: Report every round to these trackers: tensorboard (view with: tensorboard --logdir
             OUT), mlflow, wandb.
         overwrite: Replace runs that are damaged, or that have other settings, files or data.
-        debug: Print tracebacks of errors; a failing client ends its run, whatever clients.failures
-            is.
+        debug: Print tracebacks of errors; a failing client ends its run, regardless of
+            clients.failures.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.config.experiment import load
@@ -90,7 +90,7 @@ def demo(
     Args:
         seeds: Seeds of the runs. By default, 1,2,3.
         out: The directory for all runs and the report. By default, a new one under runs/.
-        jobs: How many runs at once. By default, one per core, fewer if memory is short.
+        jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         overwrite: Replace runs that are damaged, or that have other settings, files or data.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
@@ -357,7 +357,7 @@ def tune_command(
             metric that the config records, as auc, best_auc or own_test_auc. Unset, the metric that
             rank_by names, or else the first of these that the runs have.
         out: The directory for all trials and the page. By default, a new one under runs/.
-        jobs: How many runs at once. By default, one per core, fewer if memory is short.
+        jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         set_: A value that replaces the file's, as key=value. May be repeated.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """

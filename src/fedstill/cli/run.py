@@ -70,8 +70,8 @@ def run_command(
         track: Report every round to these trackers: tensorboard (files in the run's directory),
             mlflow, wandb.
         overwrite: Delete the run in OUT and start again; refused if OUT contains other files.
-        debug: Print tracebacks of errors; a failing client ends the run, whatever clients.failures
-            is.
+        debug: Print tracebacks of errors; a failing client ends the run, regardless of
+            clients.failures.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.config.resolve import settle
@@ -87,7 +87,7 @@ def run_command(
             )
         except Interrupted as stopped:
             return say(
-                "stopped after a whole stage; go on with: fedstill resume "
+                "stopped after a complete stage; continue with: fedstill resume "
                 f"{in_shell(str(stopped))}",
                 1,
             )
@@ -110,8 +110,8 @@ def resume_command(
         track: Also report to these trackers, from the first round on. The run's own trackers
             continue by themselves.
         trust_code: Trust the code that the run names, if it was not made on this machine.
-        debug: Print tracebacks of errors; a failing client ends the run, whatever clients.failures
-            is.
+        debug: Print tracebacks of errors; a failing client ends the run, regardless of
+            clients.failures.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.report.progress import followed
@@ -128,7 +128,7 @@ def resume_command(
             result = runner.resume(directory, watch=watch, debug=debug, track=track)
         except Interrupted as stopped:
             return say(
-                "stopped after a whole stage; go on with: fedstill resume "
+                "stopped after a complete stage; continue with: fedstill resume "
                 f"{in_shell(str(stopped))}",
                 1,
             )

@@ -36,7 +36,7 @@ def init_command(
     for each client.
 
     Args:
-        directory: New or empty.
+        directory: A new or empty folder.
         clients: How many clients.
         host: A name or address by which clients reach the server, for its certificate. May be
             repeated. By default, 127.0.0.1.
@@ -71,7 +71,7 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
 
     Args:
         directory: The federation's folder.
-        insecure_for_testing: Without TLS and without the list of keys, on a loopback address only.
+        insecure_for_testing: Use neither TLS nor the list of keys; on a loopback address only.
     """
     from fedstill.flower import tasks
     from fedstill.flower.deployment import folder, processes, programs
@@ -99,7 +99,8 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
 def admit_command(directory: Path) -> int:
     """Reload the list of keys while the server runs.
 
-    It lets in clients that are new on the list, and shuts out those that are no longer on it.
+    The server then accepts clients that are new on the list, and rejects those that are no longer
+    on it.
 
     Args:
         directory: The federation's folder. Keys are in its server/allowed, a file clientN.pub for
@@ -155,7 +156,7 @@ def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure =
     Args:
         directory: The client's folder, as `deploy init` made it.
         wait: How many seconds to keep asking a server that does not list this client's key yet.
-        insecure_for_testing: Without TLS and without a key, to a server on a loopback address only.
+        insecure_for_testing: Use neither TLS nor a key; for a server on a loopback address only.
     """
     from fedstill.flower.deployment import folder, node, processes, programs
 

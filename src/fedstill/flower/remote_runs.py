@@ -211,7 +211,7 @@ def _raise_if_ended(control: Control, run: int, folder: Path) -> None:
         return
     if end is not None and not (folder / "summary.json").is_file():
         raise DeployFailed(
-            f"the run ended on the server: {end}; go on with: fedstill resume {in_shell(folder)}"
+            f"the run ended on the server: {end}; continue with: fedstill resume {in_shell(folder)}"
         )
 
 

@@ -435,7 +435,7 @@ def kept_updates(folder: Path) -> list[KeptUpdate]:
     """
     updates = folder / UPDATES
     if not updates.is_dir():
-        raise ConfigError(f"{folder} keeps no updates; run it anew with keep_updates = true")
+        raise ConfigError(f"{folder} keeps no updates; run it again with keep_updates = true")
     events = read_journal(folder / "journal.jsonl")
     return [_kept_update(updates, event) for event in events if SEAL in event]
 

@@ -402,7 +402,7 @@ def make_way(variants: Sequence[Variant], overwrite: bool) -> None:
 def _clear(variant: Variant, reason: str, overwrite: bool) -> None:
     if not overwrite:
         raise RunExists(
-            f"{variant.folder} {reason}; choose another --out, or begin it anew with --overwrite"
+            f"{variant.folder} {reason}; choose another --out, or start again with --overwrite"
         )
     with locked(variant.folder):
         clear(variant.folder)

@@ -389,10 +389,10 @@ def check_used(folder: Path) -> None:
     if not holds_run(folder):
         raise RunExists(*_messages(f"{folder} is not empty, and what it holds is no run"))
     raise RunExists(
-        f"{folder} is not empty; {ANOTHER_DIRECTORY}, go on with "
-        f"fedstill.resume({str(folder)!r}), or begin it anew with overwrite=True",
-        f"{folder} is not empty; {ANOTHER_OUT}, go on with "
-        f"`fedstill resume {in_shell(folder)}`, or begin it anew with --overwrite",
+        f"{folder} is not empty; {ANOTHER_DIRECTORY}, continue with "
+        f"fedstill.resume({str(folder)!r}), or start again with overwrite=True",
+        f"{folder} is not empty; {ANOTHER_OUT}, continue with "
+        f"`fedstill resume {in_shell(folder)}`, or start again with --overwrite",
     )
 
 

@@ -293,7 +293,7 @@ def check_same(settings: Settings, start: Mapping[str, Any], start_now: Mapping[
 def _not_same(text: str) -> CorruptFile:
     """An error that says how to begin anew, in Python and for a command."""
     return CorruptFile(
-        f"{text}, or begin anew with overwrite=True", f"{text}, or begin anew with --overwrite"
+        f"{text}, or start again with overwrite=True", f"{text}, or start again with --overwrite"
     )
 
 
@@ -469,9 +469,9 @@ def check_config(folder: Path) -> None:
     if not same:
         config = in_shell(path.resolve())
         raise CorruptFile(
-            f"{path} has changed since the run began, and a run goes on with its own settings "
-            "alone: put it back; with others, more rounds for example, a new run may start from "
-            f"this one's model: fedstill run {config} --out NEW -s "
+            f"{path} has changed since the run began, and a run can only continue with its own "
+            "settings: restore the file. To use other settings, such as more rounds, start a new "
+            f"run from this run's model: fedstill run {config} --out NEW -s "
             f"start_from={in_shell(folder.resolve())}"
         )
 
@@ -488,7 +488,7 @@ def check_checkpoints(folder: Path) -> None:
     if last:
         text = (
             f"{folder} has come to round {last}, and has no checkpoint to go on from (a pack keeps "
-            "none): put its folder checkpoints back, or begin it anew with"
+            "none): put its folder checkpoints back, or start again with"
         )
         raise CorruptFile(f"{text} fedstill.run(..., overwrite=True)", f"{text} --overwrite")
 
