@@ -18,8 +18,8 @@ from fedstill.engines import cuda_graphs, precision
 from fedstill.engines.cuda_graphs import (
     MIN_STEPS,
     WARM_UP,
-    Recorder,
     Recording,
+    StepRecorder,
     WholeBatches,
     watched,
 )
@@ -51,8 +51,8 @@ class Training:
     def moves(self) -> list[Tensor]:
         return [self.weight, *[self.extra] * (self.calls > self.late > 0)]
 
-    def recorder(self, steps: int = MIN_STEPS) -> Recorder:
-        return Recorder(
+    def recorder(self, steps: int = MIN_STEPS) -> StepRecorder:
+        return StepRecorder(
             act=self.act,
             state=lambda: self.moves(),
             reads_epoch=lambda: self.asked,

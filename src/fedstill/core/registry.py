@@ -182,9 +182,7 @@ def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
         return _users_entry(kind, name, base or Path.cwd())
     from fedstill.core.user_code import name_advice  # only for errors
 
-    registered_names = names(kind)
-    remedy = name_advice(kind, name, registered_names)
-    raise UnknownName(kind, name, registered_names, remedy=remedy)
+    raise UnknownName(kind, name, names(kind), remedy=name_advice(kind, name, names(kind)))
 
 
 def registered_as(kind: str, target: object) -> str:

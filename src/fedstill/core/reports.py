@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# The limits of a report.
 MAX_COUNT = 2**53  # up to here, a float holds every integer
 MAX_SECONDS = 1e9
 MAX_WORD = 300  # characters in a text

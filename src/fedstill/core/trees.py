@@ -66,17 +66,11 @@ def norm(a: Tensors) -> float:
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     5.0
     """
-    entries = [_at_least_float32(entry.detach()) for entry in floats(a).values()]
-    if not entries:
+    real = [v.detach() if v.element_size() > 2 else v.detach().float() for v in floats(a).values()]
+    if not real:
         return 0.0
-    norms = torch.stack(torch._foreach_norm(entries))
+    norms = torch.stack(torch._foreach_norm(real))
     return float(torch.linalg.vector_norm(norms, dtype=torch.float64))
-
-
-def _at_least_float32(entry: Tensor) -> Tensor:
-    if entry.element_size() > 2:
-        return entry
-    return entry.float()
 
 
 def mean(trees: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -42,17 +43,25 @@ def workers() -> int:
     return int(value)
 
 
+@dataclass(frozen=True)
+class ThreadCounts:
+    """The torch threads of a client in a stage of ``several`` clients, and of a client ``alone`` or
+    a stack. The last bit of a sum depends on them, so they are part of a run's definition.
+    """
+
+    several: int = 1
+    alone: int = 1
+
+
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Meanwhile this thread computes with so many torch threads, and afterwards with as many as
-    before.
-    """
-    found = torch.get_num_threads()
+    """Compute with this number of torch threads within the block."""
+    previous = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(found)
+        torch.set_num_threads(previous)
 
 
 def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:

@@ -106,7 +106,7 @@ class Recording:
 
 
 @dataclass(kw_only=True)
-class Recorder:
+class StepRecorder:
     """Does the training steps of one client, and records and replays them where that pays."""
 
     act: Callable[[StepInputs], Terms]

@@ -40,7 +40,7 @@ from fedstill.models import contract
 from fedstill.models.contract import draws_random_numbers, freeze_norms
 
 if TYPE_CHECKING:
-    from fedstill.engines.cuda_graphs import Recorder
+    from fedstill.engines.cuda_graphs import StepRecorder
 
 Terms = dict[str, Tensor]
 """The terms of an objective by name, each averaged over a batch."""
@@ -162,7 +162,7 @@ class Training:
             teacher_on_batch=clients.teacher_on_batch,
         )
 
-    def _make_recorder(self) -> Recorder | None:
+    def _make_recorder(self) -> StepRecorder | None:
         """The recorder of steps as CUDA graphs; None if steps are not recorded."""
         clients = self.clients
         if not isinstance(clients, LoneClient) or not may_record_steps(clients.device):
@@ -170,9 +170,9 @@ class Training:
         # A step by a rule has batches of varying size; after_step makes a new trace in every step.
         if self.setup.rule is not None or self.acts_after_step:
             return None
-        from fedstill.engines.cuda_graphs import Recorder, whole_batches  # only for a card
+        from fedstill.engines.cuda_graphs import StepRecorder, whole_batches  # only for a card
 
-        return Recorder(
+        return StepRecorder(
             act=self._step,
             state=lambda: [*self.params.values(), *self.optimiser.state()],
             reads_epoch=lambda: self.networks.epoch_was_read,

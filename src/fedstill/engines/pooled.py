@@ -122,7 +122,7 @@ class PooledEngine(SerialEngine):
 
         def run(client: int) -> Reply:
             # The number of torch threads is a setting of each thread.
-            torch.set_num_threads(self.threads[0])
+            torch.set_num_threads(self.threads.several)
             return reply(client)
 
         # The largest clients start first. Started last, one of them would work alone at the end.

@@ -35,7 +35,7 @@ from fedstill.core.records import (
 from fedstill.core.reports import METHOD_REPORT
 from fedstill.core.trees import dtype_of
 from fedstill.engines.clients import TrainingSetup, trained_labels
-from fedstill.engines.cores import keep_freed_memory, torch_threads
+from fedstill.engines.cores import ThreadCounts, keep_freed_memory, torch_threads
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.precision import Precision
 from fedstill.engines.step import FrozenModel, frozen
@@ -200,10 +200,7 @@ class SerialEngine:
     world: World
     sites: Sites
     memory: Memory = field(default_factory=Memory)
-    threads: tuple[int, int] = (1, 1)
-    """The torch threads in a stage of several clients, and in a stage of one client or of a stack.
-    They are part of a run's definition, because the last bit of a sum depends on them.
-    """
+    threads: ThreadCounts = field(default_factory=ThreadCounts)
     precision: Precision = "fp32"
     hooks: tuple[ClientHook, ...] = ()
     """What extends the clients' work, in order."""
@@ -243,10 +240,11 @@ class SerialEngine:
 
     @contextmanager
     def _set_up(self, stage: Stage) -> Iterator[None]:
-        """Meanwhile this thread computes a stage."""
+        """Set the number of torch threads for a stage."""
         keep_freed_memory()
-        beside_others, alone = self.threads
-        count = alone if len(stage.clients) == 1 else beside_others
+        count = self.threads.several
+        if len(stage.clients) == 1:
+            count = self.threads.alone
         with torch_threads(count):
             yield
 

@@ -185,7 +185,7 @@ class VectorisedEngine(PooledEngine):
         began = time.perf_counter()
         starts = [started.start for started in group]
         views = [started.view for started in group]
-        with torch_threads(self.threads[1]):
+        with torch_threads(self.threads.alone):
             stack = train_stack(group[0].job.work, starts, views, setup)
         seconds = (time.perf_counter() - began) / len(group)
         return [TimedTraining(trained, seconds) for trained in stack]

@@ -153,7 +153,7 @@ class Checkpoints:
         for group, payload in {"params": Payload(params=state.params), **extra}.items():
             data = encode(payload)
             name = digest(data)
-            path, again = self._at(name), name in groups.values()
+            path, again = self._object_path(name), name in groups.values()
             groups[group] = name
             if not again and (name not in self._sound or not path.exists()):
                 yield path, data
@@ -174,7 +174,7 @@ class Checkpoints:
         )
         yield self.folder / "LATEST", name.encode()
 
-    def _at(self, name: str) -> Path:
+    def _object_path(self, name: str) -> Path:
         return self.objects / f"{name}.safetensors"
 
     def _load(self, name: str) -> Restored:
@@ -218,16 +218,16 @@ class Checkpoints:
     def _manifest(self, name: str) -> dict[str, Any]:
         path = self.folder / name
         try:
-            whole = json.loads(read_file(path))
-            manifest: dict[str, Any] = whole["manifest"]
-            if digest(json.dumps(manifest).encode()) != whole["sha256"]:
+            stored = json.loads(read_file(path))
+            manifest: dict[str, Any] = stored["manifest"]
+            if digest(json.dumps(manifest).encode()) != stored["sha256"]:
                 raise ValueError("its SHA-256 is not the one noted")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptFile(f"{path} is damaged: {error}") from error
         return manifest
 
     def _group(self, sha: str) -> Payload:
-        path = self._at(sha)
+        path = self._object_path(sha)
         data = read_sealed(path, sha)
         self._sound.add(sha)
         try:
@@ -245,13 +245,13 @@ class Checkpoints:
         names = sorted(p.name for p in self.folder.glob("*.json") if p.name <= newest)
         needed: set[str] = set()
         memory: set[str] = set()
-        kept = {*names[-CHECKPOINTS_KEPT:], *self._staying(names, rounds)}
-        for name in sorted(kept):
-            for manifest in self._whole(name):
+        retained = {*names[-CHECKPOINTS_KEPT:], *self._retained(names, rounds)}
+        for name in sorted(retained):
+            for manifest in self._readable_manifest(name):
                 needed.update(manifest["groups"].values())
                 memory.update(file for file, _ in manifest["memory"].values())
         for name in names:
-            if name not in kept:
+            if name not in retained:
                 remove(self.folder / name)
         for path in self.objects.glob("*.safetensors"):
             if path.stem not in needed:
@@ -259,13 +259,13 @@ class Checkpoints:
                 self._sound.discard(path.stem)
         return sorted(memory)
 
-    def _staying(self, names: Sequence[str], rounds: Collection[int]) -> list[str]:
+    def _retained(self, names: Sequence[str], rounds: Collection[int]) -> list[str]:
         """The last ones of every so many rounds, and of some rounds."""
         by_round = {_position(name).round: name for name in names}
         regular = [round for round in by_round if self.every and round % self.every == 0]
         return [name for round, name in by_round.items() if round in {*regular, *rounds}]
 
-    def _whole(self, name: str) -> Iterator[dict[str, Any]]:
+    def _readable_manifest(self, name: str) -> Iterator[dict[str, Any]]:
         try:
             yield self._manifest(name)
         except CorruptFile:

@@ -140,8 +140,8 @@ def reading_like(data: DataTable, about: DatasetInfo) -> dict[str, Any]:
     """
     if about.kind == "image":
         return {}
-    known = KNOWN_FOLDERS.get(data.name)
-    form = ReadingOptions() if known is None else known.options
+    known_folder = KNOWN_FOLDERS.get(data.name)
+    form = ReadingOptions() if known_folder is None else known_folder.options
     form = replace(form, **data.form)
     form = replace(form, kind=about.kind, owner="")
     if about.kind == "table" and about.columns:
@@ -379,17 +379,17 @@ def split_data(
 
 
 def scale_data(
-    settings: Settings, dataset: Dataset, data: ClientData, sent: Moments | None = None
+    settings: Settings, dataset: Dataset, data: ClientData, moments: Moments | None = None
 ) -> ClientData:
     """Scale the values of all examples, as ``data.standardise`` says.
 
-    sent: the mean and spread from the sums that real sites sent. Raises ConfigError for a public
+    moments: the mean and spread from the sums that real sites sent. Raises ConfigError for a public
     set that has no common unit.
     """
     # Noise is drawn in the units of the network's inputs, so it is never scaled.
     is_noise = settings.data.public_from == NOISE
     public = None if is_noise else data.public
-    scaler = fit_scaler(settings, dataset, data.train, data.split, public=public, sent=sent)
+    scaler = fit_scaler(settings, dataset, data.train, data.split, public=public, moments=moments)
     if public is not None and scaler.by_client is not None:
         raise ConfigError(
             "data.standardise = 'own' leaves no common units for a public set: set "

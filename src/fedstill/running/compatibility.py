@@ -299,10 +299,10 @@ def several_widths(run: PlannedRun) -> str:
     widths = {contract.width(spec): str(spec) for spec in sorted(run.networks, key=str)}
     if len(widths) == 1:
         return ""
-    shown = ", ".join(f"{spec} {width}" for width, spec in sorted(widths.items()))
+    widths_text = ", ".join(f"{spec} {width}" for width, spec in sorted(widths.items()))
     return (
         f"method {run.method_name} needs models with the same number of features, and they have: "
-        f"{shown}"
+        f"{widths_text}"
     )
 
 
@@ -311,12 +311,12 @@ def several_widths(run: PlannedRun) -> str:
 
 def misspelt_stage(run: PlannedRun) -> str:
     """A stage that a key of ``[topology]`` adds, and that neither the method nor anybody knows."""
-    known = run.method.stages | SHARED_STAGES
-    unknown = run.stage_names - known - set(run.method.schedule.values())
+    known_stages = run.method.stages | SHARED_STAGES
+    unknown = run.stage_names - known_stages - set(run.method.schedule.values())
     for key, value in run.settings.named.topology.values.items():
         if isinstance(value, str) and value in unknown:
             place = f"topology.{key}, with method {run.method_name}"
-            raise UnknownName("stage", value, known, place=place)
+            raise UnknownName("stage", value, known_stages, place=place)
     return ""
 
 

@@ -21,7 +21,7 @@ from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.records import SERVER, Payload, State
 from fedstill.core.rounds import RunContext, run_round
 from fedstill.data.dataset import Dataset
-from fedstill.engines.cores import torch_threads
+from fedstill.engines.cores import ThreadCounts, torch_threads
 from fedstill.engines.serial import Memory, SerialEngine, Version
 from fedstill.running.checkpoint import Checkpoints, Restored, StoredMemory
 from fedstill.running.evaluation import Evaluation, answering_models, client_predictors_of
@@ -135,10 +135,10 @@ def check_calls(on_round: OnRound | None, track: Track = ()) -> None:
     """Raise ConfigError for what is called in this process, where a federation would have to call
     it.
     """
-    for what, given in (("on_round is", on_round), ("trackers are", track)):
-        if given:
+    for subject, argument in (("on_round is", on_round), ("trackers are", track)):
+        if argument:
             raise ConfigError(
-                f"{what} called where the run is, and a federation's run is not in this process"
+                f"{subject} called where the run is, and a federation's run is not in this process"
             )
 
 
@@ -199,7 +199,7 @@ def complete(prepared: Prepared, engine: RunEngine, context: RunContext) -> Coll
         context = replace(context, world=prepared.world, engine=engine)
     sums = sums_work(settings, prepared.dataset.about, prepared.dataset.input_shape)
     moments, result = run_sums(sums, context)
-    prepared = prepare(settings, prepared.dataset, sent=moments)
+    prepared = prepare(settings, prepared.dataset, moments=moments)
     return Collected(prepared, remote.informed(engine, prepared), result)
 
 
@@ -243,7 +243,7 @@ class Driver:
 
     def go(self) -> Result:
         """Run from the last whole checkpoint to the end; from the beginning if there is none."""
-        with self.tracking, torch_threads(self.prepared.settings.threads[1]):
+        with self.tracking, torch_threads(ThreadCounts(*self.prepared.settings.threads).alone):
             restored = self.checkpoints.latest()
             state = self._start() if restored is None else self._resume(restored)
             state = self._run_rounds(state)
@@ -373,15 +373,16 @@ class Driver:
     def _evaluate(self, state: State, number: int) -> RoundResult:
         """What the server's models are worth after a round; 0 is before round 1."""
         method, world = self.context.method, self.context.world
-        where = f"after round {number}" if number else "before round 1"
-        with in_hook(method, "predictors", where):
+        moment = f"after round {number}" if number else "before round 1"
+        with in_hook(method, "predictors", moment):
             answers = answering_models(method, state, world)
         hook = "client_predictors" if method.has_client_predictors else "predictors"
-        with in_hook(method, hook, where):
+        with in_hook(method, hook, moment):
             client_predictors = client_predictors_of(method, answers, state, world)
 
         predictors = {
-            name: as_hook(method, "predictors", where, predict) for name, predict in answers.items()
+            name: as_hook(method, "predictors", moment, predict)
+            for name, predict in answers.items()
         }
         client_events: list[Event] = []
         if number:

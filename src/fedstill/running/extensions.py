@@ -57,13 +57,13 @@ class Extensions:
     observers: tuple[Observer, ...] = ()
     keepers: tuple[StageKeeper, ...] = ()
 
-    def __add__(self, other: Extensions) -> Extensions:
+    def __add__(self, further: Extensions) -> Extensions:
         """These extensions, followed by others."""
         return Extensions(
-            round_hooks=self.round_hooks + other.round_hooks,
-            middleware=self.middleware + other.middleware,
-            observers=self.observers + other.observers,
-            keepers=self.keepers + other.keepers,
+            round_hooks=self.round_hooks + further.round_hooks,
+            middleware=self.middleware + further.middleware,
+            observers=self.observers + further.observers,
+            keepers=self.keepers + further.keepers,
         )
 
     def wrapped(self, engine: Engine) -> Engine:
@@ -206,13 +206,13 @@ class Hostile:
     ) -> list[Reply]:
         """The replies of all clients, of which the hostile ones have changed theirs."""
         replies = self.engine.run(work, stage, payloads, seed)
-        return [self._sent(reply, payloads) for reply in replies]
+        return [self._hostile_reply(reply, payloads) for reply in replies]
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what the clients remember: hostile ones, too, remember what they trained."""
         self.engine.commit(stage, clients)
 
-    def _sent(self, reply: Reply, payloads: Mapping[int, Payload]) -> Reply:
+    def _hostile_reply(self, reply: Reply, payloads: Mapping[int, Payload]) -> Reply:
         if reply.client not in self.clients or reply.failure:
             return reply
         payload = payloads[reply.client]

@@ -114,12 +114,12 @@ def _summary(run: Run, metrics: Collection[str] | None = None) -> list[Numbers]:
 
 def _check_metric(name: str, folders: Sequence[RunFolder]) -> None:
     """Raises UnknownName for a metric that no run has, unless none has done a round."""
-    known: dict[str, None] = {}
+    metrics: dict[str, None] = {}
     for folder in folders:
         run = read_run(folder.path, folder.display_path)
-        known.update((c.metric, None) for c in (*run.numbers.columns(), *_summary(run)))
-    if known and not any(is_chosen(metric, [name]) for metric in known):
-        raise UnknownName("metric", name, known, place="load_runs")
+        metrics.update((c.metric, None) for c in (*run.numbers.columns(), *_summary(run)))
+    if metrics and not any(is_chosen(metric, [name]) for metric in metrics):
+        raise UnknownName("metric", name, metrics, place="load_runs")
 
 
 # The columns of all runs.
@@ -178,9 +178,9 @@ class _Blocks:
         """A column of texts that are the same in all rows of a block."""
         import pandas
 
-        known = {name: code for code, name in enumerate(dict.fromkeys(names))}
-        codes = self.repeated([known[name] for name in names], _code_type(known))
-        return pandas.Categorical.from_codes(codes, list(known))
+        codes_by_name = {name: code for code, name in enumerate(dict.fromkeys(names))}
+        codes = self.repeated([codes_by_name[name] for name in names], _code_type(codes_by_name))
+        return pandas.Categorical.from_codes(codes, list(codes_by_name))
 
     def indices(self, axis: str) -> pandas.arrays.IntegerArray:
         """What the numbers are about on an axis, missing where they are not about any."""
@@ -199,13 +199,13 @@ class _Blocks:
         import pandas
 
         names = dict.fromkeys(name for block in self.blocks for name in block.run.classes)
-        known = {name: code for code, name in enumerate(names)}
-        codes = np.full(self._rows, -1, _code_type(known))
+        codes_by_name = {name: code for code, name in enumerate(names)}
+        codes = np.full(self._rows, -1, _code_type(codes_by_name))
         for rows, block in self._slices():
             if "class" in block.numbers.about:
-                own_codes = np.array([known[name] for name in block.run.classes])
+                own_codes = np.array([codes_by_name[name] for name in block.run.classes])
                 codes[rows] = own_codes[block.numbers.about["class"]]
-        return pandas.Categorical.from_codes(codes, list(known))
+        return pandas.Categorical.from_codes(codes, list(codes_by_name))
 
     def _slices(self) -> Iterator[tuple[slice, _Block]]:
         for start, length, block in zip(
@@ -245,16 +245,18 @@ def frame_of_events(events: Sequence[Event], classes: Sequence[str]) -> pandas.D
     """Events of one kind, in their order. classes: their names, for what is measured of each
     class.
     """
-    shown = [{k: v for k, v in event.items() if k not in NOT_CELLS} for event in events]
-    return data_frame([dict(_flat("", event, classes)) for event in shown])
+    cells = [{k: v for k, v in event.items() if k not in NOT_CELLS} for event in events]
+    return data_frame([dict(_flat("", event, classes)) for event in cells])
 
 
 def frame_of_clients(events: Sequence[Event], classes: Sequence[str]) -> pandas.DataFrame:
     """Events of clients: ``refused`` is empty for a reply that was accepted, ``idle`` says who had
     nothing to do.
     """
-    whole = [{**e, "refused": e.get("refused", ""), "idle": e.get("idle", False)} for e in events]
-    return frame_of_events(whole, classes)
+    complete_events = [
+        {**e, "refused": e.get("refused", ""), "idle": e.get("idle", False)} for e in events
+    ]
+    return frame_of_events(complete_events, classes)
 
 
 def _flat(name: str, value: Any, classes: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -420,9 +420,9 @@ class JournalChecker:
             return "the event 'start' must be the first, and the only one of this name"
         self._has_started = True
         if name == "round":
-            before, self._last_round = self._last_round, event["round"]
-            if event["round"] <= before:
-                return f"round {event['round']} does not follow round {before}"
+            previous_round, self._last_round = self._last_round, event["round"]
+            if event["round"] <= previous_round:
+                return f"round {event['round']} does not follow round {previous_round}"
         return ""
 
     def _begin(self, start: Event) -> str:
@@ -433,8 +433,8 @@ class JournalChecker:
             return "stream.first_rounds does not have a round for each task"
         if len(start.get("test_counts", ())) not in (0, self.classes):
             return f"test_counts does not have {self.classes} classes"
-        named = [*self._tasks, *start.get("queries", {}).values()]
-        if any(number >= self.classes for classes in named for number in classes):
+        class_lists = [*self._tasks, *start.get("queries", {}).values()]
+        if any(number >= self.classes for classes in class_lists for number in classes):
             return f"the event 'start' names a class that is not one of {self.classes}"
         return ""
 

@@ -380,8 +380,8 @@ def _of_events(
     if metrics is not None:
         fields = {metric.partition("/")[0] for metric in metrics}
         events = [event for event in events if not fields.isdisjoint(event)]
-    for keys, alike in _by_place(events).items():
-        cells_by_field = _transposed(alike)
+    for keys, events_of_place in _by_place(events).items():
+        cells_by_field = _transposed(events_of_place)
         about = {key: np.array(cells_by_field[key], np.int64) for key in keys}
         for name, cells in cells_by_field.items():
             if name in NOT_NUMBERS or (fields is not None and name not in fields):
@@ -421,7 +421,10 @@ def _by_place(events: Sequence[Event]) -> dict[tuple[str, ...], list[Event]]:
         is_named = ("round" in event, "stage" in event, "client" in event)
         by_place.setdefault(is_named, []).append(event)
     axes = ("round", "stage", "client")
-    return {tuple(compress(axes, is_named)): alike for is_named, alike in by_place.items()}
+    return {
+        tuple(compress(axes, is_named)): events_of_place
+        for is_named, events_of_place in by_place.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -506,8 +509,10 @@ def _of_kinds(kinds: Set[type], cells: Sequence[Any], present: Set[type], about:
     """The cells of some types, of cells that are of the types ``present``."""
     if present <= kinds:
         return _Cells(cells, about)
-    at = [i for i, cell in enumerate(cells) if type(cell) in kinds]
-    return _Cells([cells[i] for i in at], {axis: indices[at] for axis, indices in about.items()})
+    positions = [i for i, cell in enumerate(cells) if type(cell) in kinds]
+    return _Cells(
+        [cells[i] for i in positions], {axis: indices[positions] for axis, indices in about.items()}
+    )
 
 
 def _repeated(about: About, lengths: Sequence[int]) -> About:
@@ -565,5 +570,7 @@ def _mean_by_round(metric: str, rounds: Indices, values: Values, weights: Values
     # Sums are in the order of the journal, so that they have the same bits everywhere.
     sums = np.bincount(rounds, weights * values)
     weight = np.bincount(rounds, weights)
-    there = np.flatnonzero(weight)
-    return Numbers(metric, sums[there] / weight[there], {"round": there})
+    weighted_rounds = np.flatnonzero(weight)
+    return Numbers(
+        metric, sums[weighted_rounds] / weight[weighted_rounds], {"round": weighted_rounds}
+    )

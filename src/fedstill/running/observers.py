@@ -424,12 +424,12 @@ class TaskEnds(Observer):
         models = _answering(result)
         if self.prepared.sites.common_test is None or len(self.tests) > 1 or not models:
             return fields
-        seen = list(stream.seen(task))
-        total = int(self._totals[0][seen].sum())
+        seen_classes = list(stream.seen(task))
+        total = int(self._totals[0][seen_classes].sum())
         right = {}
         for name, predict in models.items():
-            answers = self.evaluation.right_answers(predict, self.tests[0], seen)
-            right[name] = answers.among_seen[seen].sum()
+            answers = self.evaluation.right_answers(predict, self.tests[0], seen_classes)
+            right[name] = answers.among_seen[seen_classes].sum()
         fields["accuracy_seen"] = None
         if total:
             fields["accuracy_seen"] = _over_clients(right, result.client_predictors).item() / total
@@ -547,17 +547,17 @@ class TaskEnds(Observer):
         to come.
         """
         stream = self.prepared.world.stream
-        seen = list(stream.seen(task)) if task >= 0 else []
+        seen_classes = list(stream.seen(task)) if task >= 0 else []
         correct = []
         for number, test in enumerate(self.tests):
             is_past = len(self.tests) == 1 or number <= task
-            answers = self.evaluation.right_answers(predict, test, seen if is_past else ())
-            correct.append(answers.among_seen.where(self._mask(seen), answers.among_all))
+            answers = self.evaluation.right_answers(predict, test, seen_classes if is_past else ())
+            correct.append(answers.among_seen.where(self._mask(seen_classes), answers.among_all))
         return torch.stack(correct)
 
-    def _mask(self, seen: Sequence[int]) -> Tensor:
+    def _mask(self, seen_classes: Sequence[int]) -> Tensor:
         mask = torch.zeros(self.prepared.world.classes, dtype=torch.bool)
-        mask[list(seen)] = True
+        mask[list(seen_classes)] = True
         return mask
 
     def _row(
@@ -635,8 +635,8 @@ def mean_over_sites(rows: Collection[SiteRow], tasks: int) -> list[float | None]
 
 def _weighed(accuracy: Tensor, counts: Tensor) -> Tensor:
     """Class accuracies (C,) weighed by counts (clients, C); NaN for a client without any."""
-    known = counts * ~accuracy.isnan()
-    return (known @ accuracy.nan_to_num()) / known.sum(1)
+    measured_counts = counts * ~accuracy.isnan()
+    return (measured_counts @ accuracy.nan_to_num()) / measured_counts.sum(1)
 
 
 def _answering(result: RoundResult) -> Predictors:

@@ -29,6 +29,7 @@ from fedstill.data.inputs import Inputs
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import Arrival, SiteViews
 from fedstill.engines.client_measures import ClientMeasures
+from fedstill.engines.cores import ThreadCounts
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.precision import check_machine
@@ -108,7 +109,7 @@ class Prepared:
             world=self.world,
             sites=self.sites,
             memory=memory or Memory(),
-            threads=settings.threads,
+            threads=ThreadCounts(*settings.threads),
             precision=settings.precision,
             hooks=hooks,
             reply_cache=reply_cache,
@@ -158,12 +159,12 @@ def prepare(
     settings: Settings,
     dataset: Dataset | None = None,
     stored: StoredSplit | None = None,
-    sent: Moments | None = None,
+    moments: Moments | None = None,
 ) -> Prepared:
     """Make a run ready to start.
 
     dataset: in memory, instead of the one that the settings name. stored: the split that a run
-    began with; without it, one is drawn. sent: the mean and spread from the sums of real sites,
+    began with; without it, one is drawn. moments: the mean and spread from the sums of real sites,
     where these scale the examples; without it, examples stay as they are until the sites have sent
     them. Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod.
     """
@@ -172,7 +173,7 @@ def prepare(
     check_data(settings, dataset)
 
     data = split_data(settings, dataset, stored)
-    data = scale_data(settings, dataset, data, sent)
+    data = scale_data(settings, dataset, data, moments)
     world = _make_world(settings, dataset, data)
     sites = site_views(settings, world, _inputs(settings, dataset, data.scaler), data)
 
@@ -206,7 +207,7 @@ def prepare_again(settings: Settings, folder: Path, dataset: Dataset | None = No
     """
     stored = stored_split(folder)
     with code_of_run(folder):
-        return prepare(settings, dataset, stored, sent=_noted_sums(settings, folder))
+        return prepare(settings, dataset, stored, moments=_noted_sums(settings, folder))
 
 
 def _noted_sums(settings: Settings, folder: Path) -> Moments | None:

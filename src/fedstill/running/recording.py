@@ -347,31 +347,31 @@ class RunRecorder:
         return seconds
 
 
-def events_of_clients(result: StageResult, kept: Mapping[int, Fields]) -> Iterator[Fields]:
+def events_of_clients(result: StageResult, update_fields: Mapping[int, Fields]) -> Iterator[Fields]:
     """The events of a stage's clients, without the fields of observers.
 
-    ``kept``: fields of accepted clients on what was kept of their replies.
+    ``update_fields``: fields of accepted clients on what was kept of their replies.
     """
     stage = result.stage
-    where = {"event": "client", "round": stage.round, "stage": stage.index, "name": stage.name}
+    position = {"event": "client", "round": stage.round, "stage": stage.index, "name": stage.name}
     for reply in result.accepted:
         yield {
-            **where,
+            **position,
             "client": reply.client,
             "examples": reply.examples,
             "bytes_up": reply.content.nbytes,
             "bytes_down": result.payloads[reply.client].nbytes,
             **event_fields(reply.metrics),
-            **kept.get(reply.client, {}),
+            **update_fields.get(reply.client, {}),
         }
     for refusal in result.refused:
         payload = result.payloads.get(refusal.client)
         yield {
-            **where,
+            **position,
             "client": refusal.client,
             "refused": refusal.reason,
             "bytes_down": 0 if payload is None else payload.nbytes,
         }
     for client in stage.clients:
         if client not in result.payloads:
-            yield {**where, "client": client, "idle": True}
+            yield {**position, "client": client, "idle": True}

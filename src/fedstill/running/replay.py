@@ -19,7 +19,7 @@ from fedstill.core.process_settings import process_settings, steady
 from fedstill.core.records import Stage, State, World
 from fedstill.core.rounds import extended_world, run_round
 from fedstill.data.dataset import Dataset
-from fedstill.engines.cores import torch_threads
+from fedstill.engines.cores import ThreadCounts, torch_threads
 from fedstill.engines.serial import Memory, SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Position, Restored, StoredMemory
 from fedstill.running.directory import settings_of
@@ -138,7 +138,7 @@ class Replay:
         memory = self._memory()
         with (
             process_settings(),
-            torch_threads(settings.threads[1]),
+            torch_threads(ThreadCounts(*settings.threads).alone),
             closing(self.prepared.engine(memory, measured=False)) as run_engine,
         ):
             steady(settings.device)
@@ -263,8 +263,9 @@ class Session:
         """The same session, in which a client that acts alone has the torch threads, and so the
         bits, that it has beside others.
         """
-        threads = self.engine.threads[0]
-        return replace(self, engine=replace(self.engine, threads=(threads, threads)))
+        count = self.engine.threads.several
+        threads = ThreadCounts(several=count, alone=count)
+        return replace(self, engine=replace(self.engine, threads=threads))
 
 
 def _is_left_alone(scheduled: Sequence[Stage], stages: Sequence[Stage]) -> bool:

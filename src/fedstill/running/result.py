@@ -1,4 +1,4 @@
-"""What a finished run leaves: its final model, a summary, and the Result that Python hands back."""
+"""The results of a run: its final model, its summary, and the ``Result`` for Python."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ if TYPE_CHECKING:
     import pandas
 
 MOST_CLASSES = 12
-"""How many classes are shown: those that were forgotten most."""
+"""The most classes in a table: those with the greatest forgetting."""
 
 FAINTEST = 0.005
-"""The share of colour below which a cell has no background."""
+"""Below this strength, a cell has no background."""
 
 
 @dataclass(frozen=True)
 class Shade:
-    """A cell of a table, and how strong its background is, from 0 to 1: red for a loss, green for a
-    gain.
+    """A cell of a table, with a red background for a loss and a green one for a gain.
+
+    ``loss``: from -1 to 1; its absolute value is the strength of the background.
     """
 
     text: str
@@ -55,28 +56,28 @@ class Shade:
 
 
 def share(value: float | None) -> str:
-    """A share in percent, with a dash for none."""
+    """A share in percent; a dash for None and NaN."""
     return "–" if value is None or np.isnan(value) else f"{100 * value:.1f} %"
 
 
 def shaded(loss: float) -> Shade:
-    """A cell with what was lost of an accuracy."""
+    """A cell with the loss of an accuracy."""
     return Shade(share(loss), 0.0 if np.isnan(loss) else loss)
 
 
 def class_history(history: Sequence[Event]) -> list[list[float | None]]:
-    """Accuracies by class (rounds, C), from the events of all rounds: of the server's model, else
-    of the clients' own.
+    """Accuracies by class (rounds, C), from the events of all rounds.
 
-    Of the latter, the mean over clients, in the rounds in which they were measured.
+    They are the server model's. Without one, they are means over the clients' own models, in the
+    rounds in which these were measured.
     """
     classes = len(history[0]["class_accuracy"]) if history else 0
     return list(RunNumbers.of(history, classes).class_accuracy.values())
 
 
 def lost_by_class(history: Sequence[Event]) -> list[float]:
-    """What each class lost of its best earlier round, from the events of all rounds; NaN where it
-    was not measured.
+    """The forgetting of each class since its best earlier round, from the events of all rounds; NaN
+    for a class that was not measured.
     """
     rows = np.array(class_history(history), np.float64)
     lost: list[float] = forgetting_by_class(rows).tolist() if len(rows) else []
@@ -84,17 +85,15 @@ def lost_by_class(history: Sequence[Event]) -> list[float]:
 
 
 def most_forgotten(lost: Sequence[float]) -> list[int]:
-    """The classes to show, in their order: all if they are few, else those with the greatest
-    loss.
-    """
+    """The classes for a table, in their order: all, or those with the greatest forgetting."""
     losses = np.nan_to_num(np.array(lost), nan=-np.inf)
     order = np.argsort(-losses, kind="stable")
     return sorted(order[:MOST_CLASSES].tolist())
 
 
 def forgotten_table(classes: Sequence[str], history: Sequence[Event]) -> str:
-    """For each class its last accuracy, its best earlier one, and what it lost; empty if that was
-    not measured.
+    """A table of each class's last accuracy, best earlier accuracy and forgetting; empty if they
+    were not measured.
     """
     lost = lost_by_class(history)
     if np.isnan(lost).all() or len(lost) != len(classes):
@@ -110,7 +109,7 @@ def forgotten_table(classes: Sequence[str], history: Sequence[Event]) -> str:
 
 
 def note_on_classes(chosen: Sequence[int], classes: Sequence[object]) -> str:
-    """Which classes are shown; empty if all are."""
+    """A note on the choice of classes; empty if the table has all of them."""
     if len(chosen) == len(classes):
         return ""
     return f"the {len(chosen)} of {len(classes)} classes that were forgotten most"
@@ -159,17 +158,16 @@ def _cell(column: int, cell: str | Shade) -> str:
     return f'<td style="{style}">{html.escape(shade.text)}</td>'
 
 
-# The result that Python hands back.
+# ---- the result for Python -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """A finished run. ``accuracy`` and ``forgetting`` are the last round's; ``history`` has one
-    mapping a round.
+    """The result of a finished run. ``accuracy`` and ``forgetting`` are the last round's.
 
-    ``model``: the global model's parameters by name; ``fedstill.load_model`` makes a module of
-    them. ``measures``: what the run's measures gave, one mapping a measure and stage, in
-    order. ``classes``: their names.
+    ``history``: the event of each round. ``model``: the global model's parameters by name;
+    ``fedstill.load_model`` makes a module of them. ``measures``: the events of the run's measures,
+    in order. ``classes``: the names of the classes.
     """
 
     accuracy: float
@@ -183,8 +181,8 @@ class Result:
 
     @staticmethod
     def of(folder: Path | str) -> Result:
-        """The result of a finished run's directory; raises CorruptFile for a file that is damaged
-        or gone.
+        """The result in the directory of a finished run; raises CorruptFile for a damaged or
+        missing file.
         """
         folder = named_path(folder)
         events = journals.read_journal(folder / "journal.jsonl")
@@ -203,27 +201,27 @@ class Result:
         )
 
     def rounds(self) -> pandas.DataFrame:
-        """One row a round: what ``history`` has, with a column for each number.
+        """The numbers of ``history``: one row for each round, one column for each number.
 
-        Names inside names are joined by a dot, and a list over the classes has a column for each:
+        Nested names are joined by dots. A list over classes has a column for each class, such as
         ``class_accuracy.3``.
         """
         return frame_of_events(self.history, self.classes)
 
     def clients(self) -> pandas.DataFrame:
-        """One row for each client and stage, from the journal: examples, bytes, losses, seconds,
-        who was refused.
+        """The journal's numbers of clients: one row for each client and stage, with examples,
+        bytes, losses, seconds and refusals.
 
-        Raises CorruptFile if the run's directory is gone.
+        Raises CorruptFile if the run's directory is missing.
         """
         events = journals.read_journal(self.directory / "journal.jsonl")
         return frame_of_clients([e for e in events if e["event"] == "client"], self.classes)
 
     def label_counts(self) -> NDArray[np.int64]:
-        """How many training examples of each class each client has: (clients, C); (0, C) of real
-        sites, which keep it.
+        """The number of training examples by client and class, (clients, C); (0, C) for real
+        sites, which keep it secret.
 
-        Raises CorruptFile if the run's directory is gone or its split is damaged.
+        Raises CorruptFile if the run's directory is missing or its split is damaged.
         """
         start = journals.read_journal(self.directory / "journal.jsonl", limit=1)
         return read_label_counts(self.directory, start[0]).table().astype(np.int64)
@@ -242,8 +240,8 @@ class Result:
 
     @property
     def _numbers(self) -> dict[str, str]:
-        """The result in a few numbers, those of the clients' own models first where they are the
-        answer.
+        """The main numbers of the result. Those of clients' own models come first, if there are
+        any.
         """
         numbers = {
             title: share(self.summary[key])
@@ -259,7 +257,7 @@ class Result:
         return numbers
 
     def _repr_html_(self) -> str:
-        """The result in a notebook, with what each class has lost."""
+        """The result for a notebook, with the forgetting of each class."""
         facts = {**self._numbers, "rounds": str(len(self.history)), "in": str(self.directory)}
         return notebook(self._title, facts, forgotten_table(self.classes, self.history))
 
@@ -268,11 +266,11 @@ NUMBERS_OF_CLIENTS = {
     "for the clients": "personal_accuracy",
     "forgetting at clients": "personal_forgetting",
 }
-"""What a result says first of clients with models of their own, and its key in the summary."""
+"""The main numbers of clients' own models, with their keys in the summary."""
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
-    """The summary of a finished run; raises CorruptFile if it is none."""
+    """The summary of a finished run; raises CorruptFile if it is invalid."""
     path = folder / SUMMARY
     try:
         summary = json.loads(read_file(path))
@@ -284,7 +282,7 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _read_model(folder: Path) -> dict[str, Tensor]:
-    """The final model of a finished run; raises CorruptFile if it is not what was written."""
+    """The final model of a finished run; raises CorruptFile if it has changed."""
     path = folder / FINAL
     try:
         return safetensors.torch.load(read_final(path))
@@ -293,23 +291,23 @@ def _read_model(folder: Path) -> dict[str, Tensor]:
 
 
 def _damaged(path: Path, problem: object) -> CorruptFile:
-    """An error that says how to get a file of a finished run again."""
+    """The error for a damaged file of a finished run, with a remedy."""
     todo = f"delete summary.json, then `fedstill resume {in_shell(path.parent)}`"
     if not (path.parent / "checkpoints").is_dir():
         todo = "put it back: there are no checkpoints to make it from (a pack keeps neither)"
     return CorruptFile(f"{path} is damaged: {problem}; {todo}")
 
 
-# The summary of a run, and how a run is finished.
+# ---- the summary ---------------------------------------------------------------------------------
 
 
 SUMMARY = "summary.json"
 
 QUERIED = (*(f"query_{name}" for name in QUERY_MEASURES), UNTAUGHT)
-"""What a summary has of a run whose clients asked for classes."""
+"""Fields of the summary of a run whose clients asked for classes."""
 
 PERSONAL = ("personal_accuracy", "personal_accuracy_std", "personal_forgetting", "personal_clients")
-"""What a summary has of a run whose clients have models of their own."""
+"""Fields of the summary of a run whose clients have their own models."""
 
 OF_LAST = (
     *QUERIED,
@@ -327,13 +325,14 @@ OF_LAST = (
     "server_public_accuracy",
     "privacy",
 )
-"""The fields of the last round that a summary has as they are, where they are there."""
+"""Fields of the last round that a summary has unchanged, if the round has them."""
 
 
 def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
-    """What a summary says that follows from a journal's events, apart from times.
+    """The fields of a summary that follow from a journal's events, except times.
 
-    It has the last and the best accuracy and the mean of the last ten, as papers print any of them.
+    Among them are the last accuracy, the best one, and the mean of the last ten: papers print any
+    of these.
     """
     start = next((event for event in events if event["event"] == "start"), {})
     rounds = [event for event in events if event["event"] == "round"]
@@ -359,7 +358,7 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _last_personal(rounds: Sequence[Event]) -> dict[str, Any]:
-    """What was last measured of the clients' own models; empty if they were not measured."""
+    """The latest numbers of the clients' own models; empty if they were not measured."""
     for event in reversed(rounds):
         if "personal_clients" in event:
             return {key: event[key] for key in PERSONAL}
@@ -371,7 +370,7 @@ def summary_of(
     events: Sequence[Event],
     measures: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The run in one mapping; ``measures``: the seconds of each measure in all rounds."""
+    """The summary of a run; ``measures``: the seconds of each measure in all rounds."""
     rounds = [event for event in events if event["event"] == "round"]
     clients = [event for event in events if event["event"] == "client"]
 
@@ -403,7 +402,7 @@ def summary_of(
 
 
 def _frequent_class(settings: Settings, start: Event) -> dict[str, Any]:
-    """A warning where a class is so frequent in the test set that accuracy says little."""
+    """A warning if a class is so frequent in the test set that accuracy means little."""
     warning = frequent_class_warning(
         settings, start.get("classes", ()), start.get("test_counts", ())
     )
@@ -411,8 +410,8 @@ def _frequent_class(settings: Settings, start: Event) -> dict[str, Any]:
 
 
 def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None:
-    """Write ``model.safetensors`` and then ``summary.json``, with its SHA-256; a run with that file
-    is finished.
+    """Write ``model.safetensors``, and then ``summary.json`` with its SHA-256. A run is finished
+    when it has a summary.
     """
     params = {name: entry.detach().contiguous().clone() for name, entry in state.params.items()}
     data = safetensors.torch.save(params)
@@ -421,15 +420,15 @@ def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None
     write_whole(folder / SUMMARY, json.dumps(json_value(sealed), indent=2).encode())
 
 
-# The replies that were refused: what must not stand in the journal alone.
+# ---- refused replies, which a summary must mention -----------------------------------------------
 
 
 @dataclass(frozen=True)
 class Refusals:
-    """The replies of a run that were refused.
+    """The refused replies of a run.
 
-    ``refused``, ``accepted``: the events of clients whose reply was, in order. ``clients``: how
-    many the run has. ``rounds``: how many rounds are done.
+    ``refused``, ``accepted``: the events of clients whose replies were refused or accepted, in
+    order. ``clients``: the number of clients. ``rounds``: the number of finished rounds.
     """
 
     refused: Sequence[Mapping[str, Any]]
@@ -449,12 +448,12 @@ class Refusals:
 
     @property
     def refused_clients(self) -> list[int]:
-        """The clients that were refused at least once."""
+        """The clients with a refused reply."""
         return sorted({event["client"] for event in self.refused})
 
     @property
     def sentence(self) -> str:
-        """All of it in a sentence; empty where nothing was refused.
+        """The refusals in a sentence; empty if there are none.
 
         >>> no = {"client": 1, "round": 1, "refused": "failed: OSError: gone"}
         >>> Refusals.of([no, {"client": 0, "round": 1}, {**no, "round": 2}], 6, 2).sentence
@@ -476,7 +475,7 @@ class Refusals:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The keys of a run's summary: how many replies, and of whom and why if there are any."""
+        """The fields of a run's summary: the number of refused replies, and clients and reasons."""
         summary: dict[str, Any] = {"refused": len(self.refused)}
         if self.refused:
             summary["refused_clients"] = self.refused_clients
@@ -485,7 +484,7 @@ class Refusals:
 
     @property
     def _first(self) -> str:
-        """The first refusal: of whom, in which round, and why."""
+        """The first refusal: client, round and reason."""
         event = self.refused[0]
         client = f"client {event['client']}"
         if event["client"] == SERVER:
@@ -496,8 +495,6 @@ class Refusals:
         return f"{client} in {place}: {event['refused']}"
 
     def _refused_always(self, rounds: set[int]) -> bool:
-        """Whether none of these clients ever gave a reply that was accepted, in a run that has gone
-        on.
-        """
+        """Whether the run has refused replies, and never accepted one of the same clients."""
         accepted = {event["client"] for event in self.accepted if event["round"] > 0}
         return bool(rounds) and accepted.isdisjoint(self.refused_clients)

@@ -212,8 +212,8 @@ def resume(
             return remote.submit(settings, folder, True, watch or Quiet())
     trackers = ready_trackers(track)
     # which one that was killed leaves
-    done = (folder / "summary.json").is_file() and not (folder / HOLDER_FILE).exists()
-    if done and not behind(folder, settings, trackers):
+    is_complete = (folder / "summary.json").is_file() and not (folder / HOLDER_FILE).exists()
+    if is_complete and not behind(folder, settings, trackers):
         result = Result.of(folder)  # nothing is written, so that the folder may be read only
         _say_if_stopped_early(result)
         return result

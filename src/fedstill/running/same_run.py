@@ -210,8 +210,8 @@ class RunIdentity:
 
         start_now: the event ``start`` that a run on today's data would write.
         """
-        now = json_value(dict(start_now))
-        return [key for key, value in self.data.items() if not _is_equal(value, now.get(key))]
+        current = json_value(dict(start_now))
+        return [key for key, value in self.data.items() if not _is_equal(value, current.get(key))]
 
     def has_other_examples(self, digests: Mapping[str, str]) -> bool:
         """Whether the examples, given by the SHA-256 of each split, are not what they were.
@@ -305,18 +305,18 @@ def note_versions(
 
     events: the journal's; a version that they do not name is not compared. device: the run's.
     """
-    known = dict(events[0])
+    recorded = dict(events[0])
     for event in events:
         if event["event"] == "resumed" and isinstance(event.get("versions"), Mapping):
-            known.update(event["versions"])
+            recorded.update(event["versions"])
     versions = {
         name: version
         for name, version in software(device).items()
-        if known.get(name, version) != version
+        if recorded.get(name, version) != version
     }
     if not versions:
         return
-    earlier = {name: str(known[name]) for name in versions}
+    earlier = {name: str(recorded[name]) for name in versions}
     log.warning(
         "%s was run with %s and goes on with %s: its bits may differ from those of a run that was "
         "not stopped",
@@ -363,11 +363,15 @@ def other_settings(settings: Settings, folder: Path) -> list[str]:
     if not config.is_file() or read_file(config) == settings.toml.encode():
         return []
     values = flat(_identifying(settings, settings))
-    found = flat(_identifying(settings_of(folder), settings))
-    other = {key for key in values.keys() | found.keys() if values.get(key) != found.get(key)}
+    stored_values = flat(_identifying(settings_of(folder), settings))
+    different = {
+        key
+        for key in values.keys() | stored_values.keys()
+        if values.get(key) != stored_values.get(key)
+    }
     if is_finished(folder) and _has_known_examples(settings.data):
-        other.discard("data.folder")
-    return sorted(other)
+        different.discard("data.folder")
+    return sorted(different)
 
 
 def other_files(settings: Settings, folder: Path) -> list[str]:
@@ -421,11 +425,11 @@ def is_finished(folder: Path) -> bool:
     return (folder / "summary.json").is_file()
 
 
-def _identifying(settings: Settings, wanted: Settings) -> Mapping[str, Any]:
+def _identifying(settings: Settings, expected: Settings) -> Mapping[str, Any]:
     """The settings that identify a run: all but an engine with the serial engine's bits, or one
     that ``auto`` chose.
     """
-    if settings.engine in SAME_BITS or wanted.engine == "auto":
+    if settings.engine in SAME_BITS or expected.engine == "auto":
         return {**settings.tree, "engine": "serial"}
     return settings.tree
 
@@ -434,8 +438,8 @@ def _has_known_examples(data: DataTable) -> bool:
     """Whether a data set's name says which examples it has: its checksums are known, so other data
     are refused.
     """
-    known = KNOWN.get(data.name)
-    if known is None or not known.digests:
+    data_set = KNOWN.get(data.name)
+    if data_set is None or not data_set.digests:
         return False
     if data.image_column or data.label_column or data.images or data.form:
         return False

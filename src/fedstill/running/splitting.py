@@ -103,10 +103,10 @@ def _as_arrays(label: str, parts: object, function: Callable[..., object]) -> li
     if isinstance(parts, Iterable) and not isinstance(parts, (Mapping, Set, str)):
         return [np.asarray(part) for part in parts]
     place = definition(function)
-    where = f" ({place})" if place else ""
+    location = f" ({place})" if place else ""
     raise ConfigError(
         f"{label} gives {kind_text(parts)}, not a list with an array of positions for each "
-        f"client{where}"
+        f"client{location}"
     )
 
 

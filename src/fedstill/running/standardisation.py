@@ -91,11 +91,11 @@ def column_sums(values: Tensor) -> ColumnSums:
     """The sums of values (n, D) or (n, C, L), in which NaN stands for a missing value."""
     by_column = values.double().transpose(0, 1).flatten(1)
     is_known = ~by_column.isnan()
-    known = by_column.nan_to_num(0.0)
+    filled = by_column.nan_to_num(0.0)
     return ColumnSums(
         count=is_known.sum(1).double(),
-        total=known.sum(1),
-        squares=(known * known).sum(1),
+        total=filled.sum(1),
+        squares=(filled * filled).sum(1),
     )
 
 
@@ -262,9 +262,10 @@ def sums_work(settings: Settings, about: DatasetInfo, shape: tuple[int, ...]) ->
     ]
     for name, (low, high) in (settings.data.limits or {}).items():
         if name not in standardised:
-            known = ", ".join(standardised)[:200]
+            column_names = ", ".join(standardised)[:200]
             raise ConfigError(
-                f"data.limits names {name!r}, which is not among the standardised columns: {known}"
+                f"data.limits names {name!r}, which is not among the standardised columns: "
+                f"{column_names}"
             )
         if not low < high:
             raise ConfigError(
@@ -437,11 +438,11 @@ def fit_scaler(
     split: ClientSplit | None,
     *,
     public: Examples | None = None,
-    sent: Moments | None = None,
+    moments: Moments | None = None,
 ) -> Scaler:
     """The scaler of a run's examples; images, vectors and texts stay as they are.
 
-    split: which client has which of ``train``. sent: the mean and spread from the sums of real
+    split: which client has which of ``train``. moments: the mean and spread from the sums of real
     sites; before they have sent them, the scaler has none. Raises ConfigError where nobody has the
     mean and spread that the settings name.
     """
@@ -462,7 +463,7 @@ def fit_scaler(
         return _scaler_by_client(dataset, train, split)
     if origin == "summed" and settings.on_sites:
         sums_work(settings, dataset.about, dataset.input_shape)  # raises if it cannot be
-        return Scaler(origin) if sent is None else _scaler(origin, sent, dataset)
+        return Scaler(origin) if moments is None else _scaler(origin, moments, dataset)
     if origin == "server":
         if public is None:
             raise ConfigError("data.standardise = 'server' needs a public set: set data.public")
