@@ -38,7 +38,7 @@ def ready() -> Prepared:
 
 
 def pooled(ready: Prepared, count: int, memory: Memory | None = None) -> PooledEngine:
-    return PooledEngine(ready.world, ready.sites, memory or Memory(), (1, 1), workers=count)
+    return PooledEngine(ready.world, ready.sites, memory or Memory(), workers=count)
 
 
 def sent(ready: Prepared, stage: Stage = STAGE) -> dict[int, Payload]:
