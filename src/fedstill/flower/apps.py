@@ -4,6 +4,7 @@ client.
 
 from __future__ import annotations
 
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 from platformdirs import user_data_path
 
 from fedstill.config.experiment import from_tree
-from fedstill.flower.messages import require_flower
-from fedstill.flower.site import Clerk, Does
+from fedstill.flower.deployment.node import say
+from fedstill.flower.messages import Request, SiteReply, require_flower
+from fedstill.flower.site import Clerk, Does, prune_states
 from fedstill.flower.site import client_app as app_of
 from fedstill.flower.site_settings import Site, load_site
 from fedstill.running import runner
@@ -30,7 +32,30 @@ def clerk_of(context: Any) -> tuple[int, Does]:
         site = load_site(Path(str(config["site"])))
     else:
         site = Site(int(config["partition-id"]), user_data_path("fedstill") / "sites")
-    return site.client, Clerk(site)
+    prune_states(site.memory, site.keep_days)
+    return site.client, _reported(Clerk(site))
+
+
+def _reported(clerk: Does) -> Does:
+    """A clerk that prints a line for each stage that it has done."""
+
+    def answer(request: Request) -> SiteReply:
+        began = time.monotonic()
+        reply = clerk(request)
+        if not reply.failure:
+            say(_line(request, reply, time.monotonic() - began))
+        return reply
+
+    return answer
+
+
+def _line(request: Request, reply: SiteReply, seconds: float) -> str:
+    """What a site has done for a request."""
+    stage = request.stage
+    work = f"{reply.examples} examples"
+    if reply.idle:
+        work = "no data in this task"
+    return f"run {request.run[:8]}, round {stage.round}, {stage.name}: {work}, {seconds:.1f} s"
 
 
 def _server_app() -> Any:

@@ -1,15 +1,22 @@
-"""Commands for a federation of machines: deploy init, admit, key, renew, server and client."""
+"""Commands for a federation of machines: deploy init, add, remove, admit, key, renew, server,
+client and status.
+"""
 
 from __future__ import annotations
 
+import datetime
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from fedstill.core.files import in_shell
 from fedstill.version import VERSION
+
+if TYPE_CHECKING:
+    from fedstill.flower.deployment.control import RunStatus, SiteStatus
+    from fedstill.flower.deployment.folder import Federation
 
 deploy = App(
     name="deploy",
@@ -113,6 +120,106 @@ def admit_command(directory: Path) -> int:
     return 0
 
 
+@deploy.command(name="add")
+def add_command(directory: Path, *, clients: int) -> int:
+    """Add clients to a federation; a running server admits them at once.
+
+    Args:
+        directory: The federation's folder.
+        clients: How many clients to add.
+    """
+    from fedstill.flower.deployment import folder
+
+    federation, folders = folder.add_clients(folder.load_federation(directory), clients)
+    for path in folders:
+        print(f"{path}: bring this folder to its site over a secure channel, and delete it here")
+    print(f"topology.clients can be up to {federation.clients} from now on")
+    _print_admitted(federation)
+    return 0
+
+
+@deploy.command(name="remove")
+def remove_command(directory: Path, client: int) -> int:
+    """Remove a client that has left: its key opens nothing any more, and no run waits for it.
+
+    Its number stays free until `fedstill deploy key` gives it to a new site.
+
+    Args:
+        directory: The federation's folder.
+        client: The number of the client.
+    """
+    from fedstill.flower.deployment import folder
+
+    federation = folder.load_federation(directory)
+    folder.remove_client(federation, client)
+    print(f"client {client} is removed; `fedstill deploy key` can give its number to a new site")
+    _print_admitted(federation)
+    return 0
+
+
+def _print_admitted(federation: Federation) -> None:
+    """Have a running server reload the list of keys, and print what changes."""
+    from fedstill.flower.deployment import control, programs
+
+    try:
+        for line in programs.admit(federation, seconds=0):
+            print(line)
+    except (control.NotListening, control.NeverStarted):
+        print("the server is not running; it reads the list when it starts")
+
+
+@deploy.command
+def status(directory: Path) -> int:
+    """Show the sites of a federation, when the server last heard of each, and the current run.
+
+    Args:
+        directory: The federation's folder.
+    """
+    from fedstill.flower.deployment import certificates, control, folder, reach
+
+    federation = folder.load_federation(directory)
+    server = control.Control.of(federation)
+    for site in server.sites():
+        print(f"{site.name:<12} {site_state(site)}")
+    runs = server.runs_under_way()
+    for run in runs:
+        print(f"run {run.number}: {run_state(run)}")
+    if not runs:
+        print("no run is under way")
+    if server.certificates is not None:
+        until = certificates.last_day(federation.server / "server.crt")
+        print(reach.expiry_warning(until, str(directory)) or f"certificate valid until {until:%F}")
+    return 0
+
+
+def site_state(site: SiteStatus) -> str:
+    """Whether a site is there, and when the server last heard of it."""
+    from fedstill.report.progress import duration
+
+    if site.contact is None:
+        return "has never connected"
+    seconds = (datetime.datetime.now(datetime.UTC) - site.contact).total_seconds()
+    state = "offline"
+    if site.is_online:
+        state = "online"
+    return f"{state:<8} last contact {duration(max(0.0, seconds))} ago"
+
+
+def run_state(run: RunStatus) -> str:
+    """The directory of a run, and its last complete round."""
+    from fedstill.running.journal import read_journal
+    from fedstill.running.runs import JOURNAL
+
+    if not run.folder:
+        return "in a directory that the server has made"
+    path = Path(run.folder) / JOURNAL
+    if not path.is_file():
+        return f"{run.folder}, being prepared"
+    events = read_journal(path)
+    rounds = [event["round"] for event in events if event["event"] == "round"]
+    return f"{run.folder}, {max(rounds, default=0)} rounds are complete"
+
+
 @deploy.command(name="key")
 def key_command(directory: Path, client: int) -> int:
     """Create a new key for a client whose old key was lost or is no longer trusted.
@@ -131,7 +238,7 @@ def key_command(directory: Path, client: int) -> int:
 
 @deploy.command(name="renew")
 def renew_command(directory: Path, *, host: Hosts = ()) -> int:
-    """Renew the server's certificate, before or after it expires. Restart the server afterwards;
+    """Renew the server's certificate, before or after it expires. A running server takes it, and
     clients need no change.
 
     Args:
@@ -143,8 +250,8 @@ def renew_command(directory: Path, *, host: Hosts = ()) -> int:
     federation = folder.renew(folder.load_federation(directory), host)
     until = certificates.last_day(federation.server / "server.crt")
     print(
-        f"the certificate for {', '.join(federation.hosts)} is valid until {until:%Y-%m-%d}; start "
-        "the server again"
+        f"the certificate for {', '.join(federation.hosts)} is valid until {until:%Y-%m-%d}; a "
+        "server that runs takes it within seconds"
     )
     return 0
 

@@ -324,8 +324,20 @@ class Fleet:
 
     def _send_due(self, calls: dict[int, _Call], end: float) -> None:
         due = [call for call in calls.values() if call.answer is None and self._is_due(call)]
-        if due:
-            self._send(due, self._nodes(calls, end), end)
+        if not due:
+            return
+        self._send(due, self._nodes(calls, end), end)
+        self._fail_removed([call for call in due if not call.attempts])
+
+    def _fail_removed(self, calls: Sequence[_Call]) -> None:
+        """Fail the requests to clients that the federation has no more: nobody waits for them."""
+        registered = getattr(self.grid, "registered", None)
+        if registered is None or not calls:
+            return
+        clients = registered()
+        for call in calls:
+            if call.answer is None and call.request.client not in clients:
+                call.answer = _failed(call.request, "is not in the federation: no key is listed")
 
     def _is_due(self, call: _Call) -> bool:
         """Whether a request is to be sent, for the first time or again."""

@@ -611,6 +611,21 @@ class Desk:
                 remove(path)
 
 
+def prune_states(folder: Path, days: int) -> None:
+    """Delete the states and replies of runs that have asked nothing for some days; 0: never.
+
+    What guards have noted stays: it says what a site has answered with noise, or in secure sums.
+    """
+    if not days or not folder.is_dir():
+        return
+    oldest = time.time() - days * DAY
+    for place in folder.glob("*/client*"):
+        files = [*place.glob("*.reply"), *place.glob("client*.safetensors")]
+        if files and max(path.stat().st_mtime for path in files) < oldest:
+            for path in files:
+                remove(path)
+
+
 def _named(stage: Stage) -> str:
     return f"{stage.round:07d}-{stage.index:07d}"
 

@@ -39,6 +39,7 @@ class Site:
     ``refuse``: measures that it takes part in no run with.
     ``repeat_sums``: whether it takes part in secure sums of several runs on the same data.
     ``evaluate``: whether it tests models on its test set and reports the accuracy.
+    ``keep_days``: how long its states of a run stay after the last stage; 0: for ever.
     """
 
     client: CountOrZero
@@ -54,6 +55,7 @@ class Site:
     refuse: tuple[str, ...] = ()
     repeat_sums: bool = False
     evaluate: bool = True
+    keep_days: CountOrZero = 90
 
 
 def load_site(path: Path) -> Site:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedstill.flower import check_flower_installed
 from fedstill.flower.deployment import certificates
-from fedstill.flower.deployment.control import OperatorKey, trusting
+from fedstill.flower.deployment.control import Control, OperatorKey, trusting
 from fedstill.flower.deployment.folder import Federation, client_of_key, require_own_app
 from fedstill.flower.deployment.processes import end
 from fedstill.flower.messages import error_text
@@ -226,6 +226,12 @@ def federation_grid(door: Door, token: str) -> Grid:
             """
             numbers = {int(n.node_id): client_of_key(n.name) for n in self.get_nodes()}
             return {node: client for node, client in numbers.items() if client is not None}
+
+        def registered(self) -> set[int]:
+            """The clients whose keys are listed, whether they are there or not."""
+            control = Control(door.address, door.authority, door.key.read_bytes())
+            names = [name for name, _ in control.nodes().values()]
+            return {client for client in map(client_of_key, names) if client is not None}
 
     # Without TLS there are no listed keys.
     if door.authority is None:

@@ -4,6 +4,7 @@ sites there are.
 
 from __future__ import annotations
 
+import datetime
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +37,10 @@ class NotListening(NoAnswer):
     """The server cannot be reached (yet): it was not asked."""
 
 
+class NeverStarted(DeployFailed):
+    """The server of a federation was never started."""
+
+
 class OperatorKey:
     """Puts the operator's key into every request of one of Flower's clients; an interceptor, as
     Flower has them.
@@ -48,6 +53,52 @@ class OperatorKey:
         """Add the header, and go on."""
         context.request.headers[KEY_HEADER] = self._key
         return call_next(context)
+
+
+@dataclass(frozen=True)
+class SiteStatus:
+    """A site as the server knows it.
+
+    ``is_online``: whether it has shown lately that it is there. ``contact``: when the server last
+    heard of it; None: never.
+    """
+
+    name: str
+    is_online: bool
+    contact: datetime.datetime | None
+
+    @staticmethod
+    def of(node: Any) -> SiteStatus:
+        """The status in what Flower says of a node."""
+        from flwr.common.constant import HEARTBEAT_PATIENCE
+
+        times = [_time(node.last_activated_at), _time(node.last_deactivated_at)]
+        if node.last_activated_at and node.online_until:
+            # Flower notes only until when it takes the node for being there.
+            heard = node.online_until - HEARTBEAT_PATIENCE * node.heartbeat_interval
+            times.append(datetime.datetime.fromtimestamp(max(0.0, heard), datetime.UTC))
+        contact = max((time for time in times if time is not None), default=None)
+        return SiteStatus(node.name, node.status == "online", contact)
+
+
+def _time(text: str) -> datetime.datetime | None:
+    """A time as Flower writes it; None for an empty one."""
+    if not text:
+        return None
+    return datetime.datetime.fromisoformat(text)
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run that the server carries out.
+
+    ``number``: in Flower. ``folder``: the run's directory on the server; empty: it made one itself.
+    ``since``: when it began, as Flower writes it.
+    """
+
+    number: int
+    folder: str
+    since: str
 
 
 @dataclass(frozen=True)
@@ -67,7 +118,8 @@ class Control:
     def of(federation: Federation) -> Control:
         """The control over a federation's server, as it was last started.
 
-        Raises DeployFailed if it never was, or if the operator's key is another user's.
+        Raises NeverStarted if it never was, and DeployFailed if the operator's key is another
+        user's.
         """
         path = federation.server / "flwr" / "config.toml"
         try:
@@ -80,7 +132,7 @@ class Control:
             ) from error
         except (OSError, ValueError, KeyError) as error:
             how = f"start the server first: fedstill deploy server {federation.folder}"
-            raise DeployFailed(f"{how} ({error})") from error
+            raise NeverStarted(f"{how} ({error})") from error
 
     def start(self, app: Path, values: Mapping[str, Any]) -> int:
         """Start a run of a Flower app with values for its config; its number."""
@@ -127,6 +179,32 @@ class Control:
             for n in answer.nodes_info
             if n.status != "unregistered"
         }
+
+    def sites(self) -> list[SiteStatus]:
+        """The registered nodes and when the server last heard of each, by name."""
+        from flwr.proto.control_pb2 import ListNodesRequest
+
+        with self._asked("list-nodes") as client:
+            answer = client.ListNodes(ListNodesRequest())
+        nodes = [node for node in answer.nodes_info if node.status != "unregistered"]
+        return sorted(map(SiteStatus.of, nodes), key=lambda site: (len(site.name), site.name))
+
+    def runs_under_way(self) -> list[RunStatus]:
+        """The runs that have not ended."""
+        from flwr.common.serde import user_config_from_proto
+        from flwr.proto.control_pb2 import ListRunsRequest
+
+        with self._asked("list-runs") as client:
+            runs = client.ListRuns(ListRunsRequest()).run_dict.values()
+        return [
+            RunStatus(
+                number=run.run_id,
+                folder=str(user_config_from_proto(run.override_config).get("out", "")),
+                since=run.running_at or run.pending_at,
+            )
+            for run in runs
+            if run.status.status != "finished"
+        ]
 
     def register(self, name: str, key: bytes) -> None:
         """Let a node in under a name."""

@@ -18,8 +18,16 @@ from typing import Any
 import tomli_w
 
 from fedstill.core.errors import ConfigError, Refused, RunExists
-from fedstill.core.files import make_folder, parse_toml, read_toml, write_secret, write_whole
+from fedstill.core.files import (
+    make_folder,
+    parse_toml,
+    read_toml,
+    remove,
+    write_secret,
+    write_whole,
+)
 from fedstill.flower.deployment import certificates
+from fedstill.version import VERSION
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -41,6 +49,7 @@ memory = "memory"        # what the client remembers from round to round; must s
 # imports = ["mylab.methods:FedMine"]  # code beyond fedstill's own that a configuration may name
 # files = ["/data/open/flowers"]  # files and folders that a trial's configuration may name, beside sets known by name
 # refuse = ["contributions"]  # measures that this site takes part in no run with
+# keep_days = 90         # how long what the client remembers of a run stays after its last stage; 0: for ever
 """  # noqa: E501
 
 
@@ -90,6 +99,10 @@ class Federation:
     def client(self, client: int) -> Path:
         """The folder to bring to a client's machine."""
         return self.folder / f"client{client}"
+
+    def listed_key(self, client: int) -> Path:
+        """The public key of a client that is let in."""
+        return self.server / "allowed" / f"client{client}.pub"
 
 
 def _joined(host: str, port: int) -> str:
@@ -153,6 +166,34 @@ def rekey(federation: Federation, client: int) -> Path:
         raise ConfigError(f"client {client} must be from 0 to {federation.clients - 1}")
     _make_client(federation, client)
     return federation.client(client)
+
+
+def add_clients(federation: Federation, clients: int) -> tuple[Federation, list[Path]]:
+    """Give a federation more clients, with the next numbers; their folders.
+
+    Raises ConfigError for a number of clients that is not possible.
+    """
+    most = MAX_CLIENTS - federation.clients
+    if not 1 <= clients <= most:
+        raise ConfigError(f"--clients {clients} must be from 1 to {most}")
+    larger = replace(federation, clients=federation.clients + clients)
+    numbers = range(federation.clients, larger.clients)
+    for client in numbers:
+        _make_client(larger, client)
+    write_app(larger.app, larger.clients, VERSION)
+    _write(larger)
+    return larger, [larger.client(client) for client in numbers]
+
+
+def remove_client(federation: Federation, client: int) -> None:
+    """Take a client's key from the list. Its number stays its own; ``rekey`` gives it a new key.
+
+    Raises ConfigError for a client that is not listed.
+    """
+    path = federation.listed_key(client)
+    if not path.is_file():
+        raise ConfigError(f"client {client} is not listed: there is no {path}")
+    remove(path)
 
 
 def load_federation(folder: Path) -> Federation:
@@ -264,8 +305,7 @@ def _make_client(federation: Federation, client: int) -> None:
     for name, data in files.items():
         if not (folder / name).exists():
             write_whole(folder / name, data)
-    allowed = federation.server / "allowed" / f"client{client}.pub"
-    write_whole(allowed, (folder / "client.key.pub").read_bytes())
+    write_whole(federation.listed_key(client), (folder / "client.key.pub").read_bytes())
 
 
 def _read(path: Path, remedy: str) -> dict[str, Any]:

@@ -12,16 +12,21 @@ import asyncio
 import os
 import resource
 import socket
+import ssl
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstill.core.errors import ConfigError, FedstillError
 from fedstill.flower import check_flower_installed
+from fedstill.flower.deployment import certificates
 from fedstill.flower.deployment.gate import Asgi, Gate, Receive, Scope, Send, check_paths
 from fedstill.flower.deployment.processes import end_with_parent
+from fedstill.flower.deployment.reach import expiry_warning
 
 if TYPE_CHECKING:
     import uvicorn
@@ -116,6 +121,9 @@ HANDSHAKE_SECONDS = 10.0
 
 HEAD_SECONDS = 10.0
 """How long the head of a request may take, from the connection or from its first byte."""
+
+RENEWAL_SECONDS = 5.0
+"""Seconds between two looks at the certificate."""
 
 SHUTDOWN_SECONDS = 2
 """How long a server that ends waits for answers under way."""
@@ -351,8 +359,18 @@ def web_server(app: Any, config: Any) -> uvicorn.Server:
     )
 
 
+def _without_colours() -> None:
+    """Have Flower log plain text, without its warning about a setting that fedstill uses."""
+    check_flower_installed()
+    from flwr.supercore.logger import console_handler
+
+    console_handler.colored = False
+    console_handler.addFilter(lambda record: "SuperExec authentication is" not in str(record.msg))
+
+
 def serve() -> int:
     """Serve until a signal ends it; the exit status."""
+    _without_colours()
     try:
         connections = Connections(allowed_connections())
         gate, config = gated(connections.trust)
@@ -366,8 +384,53 @@ def serve() -> int:
         return 1
     server = web_server(gate, config)
     with listening, asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(server.serve(sockets=[listening]))
+        runner.run(_serve(server, listening))
     return 0
+
+
+async def _serve(server: uvicorn.Server, listening: Listener) -> None:
+    """Serve, with a certificate that may be renewed meanwhile."""
+    server.config.load()
+    renewal = asyncio.ensure_future(watch_certificate(server.config))
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        renewal.cancel()
+
+
+async def watch_certificate(config: uvicorn.Config, seconds: float = RENEWAL_SECONDS) -> None:
+    """Take a certificate that has been renewed, and warn once a day before it expires."""
+    if config.ssl is None or config.ssl_certfile is None:
+        return
+    path = Path(config.ssl_certfile)
+    loaded = path.read_bytes()
+    warned = ""
+    while True:
+        warning = expiry_warning(certificates.last_day(path), str(path.parent.parent))
+        today = time.strftime("%Y-%m-%d")
+        if warning and warned != today:
+            warned = today
+            print(f"fedstill: {warning}", flush=True)
+        await asyncio.sleep(seconds)
+        if path.read_bytes() != loaded and _reload(config):
+            loaded = path.read_bytes()
+            warned = ""
+            print("fedstill: the certificate has been renewed", flush=True)
+
+
+def _reload(config: uvicorn.Config) -> bool:
+    """Load the certificate and its key for connections from now on; whether they fit.
+
+    They do not while one of the two is being written.
+    """
+    files = (str(config.ssl_certfile), str(config.ssl_keyfile))
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)
+    except (OSError, ssl.SSLError):
+        return False
+    assert config.ssl is not None
+    config.ssl.load_cert_chain(*files)
+    return True
 
 
 if __name__ == "__main__":

@@ -1,0 +1,253 @@
+"""A federation over time: sites that join and leave, what the operator sees, certificates that are
+renewed while the server runs, and states that sites no longer need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import ssl
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedstill.cli import call
+from fedstill.core.errors import ConfigError
+from fedstill.core.records import Stage
+from fedstill.flower import commands
+from fedstill.flower.deployment import certificates, control, folder, programs, superlink
+from fedstill.flower.fleet import Fleet, Patience
+from fedstill.flower.messages import Request
+from fedstill.flower.site import prune_states
+from flowers import needs_flower
+
+pytestmark = needs_flower
+
+
+def made(path: Path, clients: int = 2) -> folder.Federation:
+    return folder.init(path / "fed", clients, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+
+
+def listed(federation: folder.Federation) -> set[str]:
+    return set(programs.listed(folder.load_federation(federation.folder)))
+
+
+def test_a_site_joins_with_the_next_number_and_a_key_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    federation = made(tmp_path)
+    old = {path: path.read_bytes() for path in federation.client(1).iterdir()}
+    assert call(["deploy", "add", str(federation.folder), "--clients", "2"]) == 0
+    assert str(federation.client(3)) in capsys.readouterr().out
+    assert folder.load_federation(federation.folder).clients == 4
+    assert listed(federation) == {"client0", "client1", "client2", "client3"}
+    member = folder.membership(federation.client(3))
+    programs.check_client(member, insecure=False)
+    assert (member.client, member.address) == (3, federation.address)
+    assert {path: path.read_bytes() for path in federation.client(1).iterdir()} == old
+
+
+@pytest.mark.parametrize("clients", [0, -1, folder.MAX_CLIENTS])
+def test_a_number_of_clients_that_is_not_possible_changes_nothing(
+    clients: int, tmp_path: Path
+) -> None:
+    federation = made(tmp_path)
+    with pytest.raises(ConfigError, match="--clients"):
+        folder.add_clients(federation, clients)
+    assert folder.load_federation(federation.folder) == federation
+
+
+def test_a_site_that_has_left_is_no_longer_listed_and_its_number_can_be_given_away(
+    tmp_path: Path,
+) -> None:
+    federation = made(tmp_path, clients=3)
+    place = str(federation.folder)
+    before = federation.listed_key(1).read_bytes()
+    assert call(["deploy", "remove", place, "1"]) == 0
+    assert listed(federation) == {"client0", "client2"}
+    assert call(["deploy", "remove", place, "1"]) == 2
+    assert call(["deploy", "key", place, "1"]) == 0
+    assert listed(federation) == {"client0", "client1", "client2"}
+    assert federation.listed_key(1).read_bytes() != before
+
+
+class Nodes:
+    """A grid of a federation whose clients are listed, and none of them there."""
+
+    def __init__(self, clients: set[int]) -> None:
+        self.clients = clients
+
+    def members(self) -> dict[int, int]:
+        return {}
+
+    def registered(self) -> set[int]:
+        return self.clients
+
+
+def test_no_run_waits_for_a_site_that_was_removed() -> None:
+    now = SimpleNamespace(time=0.0)
+
+    def sleep(seconds: float) -> None:
+        now.time += max(seconds, 0.1)
+
+    clock = SimpleNamespace(monotonic=lambda: now.time, sleep=sleep)
+    request = Request("1", "", "", "run", 1, Stage(1, 0, "fit", (1,)))
+    removed = Fleet(Nodes({0, 2}), Patience(deadline=60), clock)  # type: ignore[arg-type]
+    (answer,) = removed.ask([request])
+    assert answer.failure
+    assert now.time == 0.0
+    absent = Fleet(Nodes({0, 1, 2}), Patience(deadline=60), clock)  # type: ignore[arg-type]
+    (answer,) = absent.ask([request])
+    assert answer.failure
+    assert 60 <= now.time < 70, "an absent site holds a stage up for its deadline, and no longer"
+
+
+# What the operator sees
+
+
+def node(**changes: Any) -> Any:
+    from flwr.proto.node_pb2 import NodeInfo
+
+    time_now = time.time()
+    activated = datetime.datetime.fromtimestamp(time_now - 600, datetime.UTC).isoformat()
+    values = {
+        "name": "client0",
+        "status": "online",
+        "last_activated_at": activated,
+        "online_until": time_now + 50,
+        "heartbeat_interval": 30,
+    }
+    return NodeInfo(**{**values, **changes})
+
+
+def test_the_last_contact_is_the_last_sign_of_life() -> None:
+    time_now = datetime.datetime.now(datetime.UTC)
+    site = control.SiteStatus.of(node())
+    assert site.is_online
+    assert site.contact is not None
+    assert abs((time_now - site.contact).total_seconds() - 10) < 5
+    left = (time_now - datetime.timedelta(hours=1)).isoformat()
+    gone = control.SiteStatus.of(
+        node(status="offline", last_deactivated_at=left, online_until=0, last_activated_at=left)
+    )
+    assert not gone.is_online
+    assert gone.contact is not None
+    assert abs((time_now - gone.contact).total_seconds() - 3600) < 5
+    fresh = node(status="registered", last_activated_at="", online_until=0)
+    assert control.SiteStatus.of(fresh).contact is None
+
+
+def test_status_shows_sites_the_run_and_its_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import toys
+    from fedstill.running.runner import run
+
+    run(toys.toy(rounds=2), tmp_path / "run", data=toys.blobs())
+    federation = made(tmp_path)
+    sites = [control.SiteStatus.of(node()), control.SiteStatus("client1", False, None)]
+    under_way = control.RunStatus(number=7, folder=str(tmp_path / "run"), since="")
+    server = SimpleNamespace(
+        sites=lambda: sites, runs_under_way=lambda: [under_way], certificates=b""
+    )
+    monkeypatch.setattr(control.Control, "of", staticmethod(lambda federation: server))
+    assert call(["deploy", "status", str(federation.folder)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "online" in printed[0]
+    assert "never" in printed[1]
+    assert "2 rounds" in printed[2]
+    certificates.make_server(
+        federation.server, certificates.authority_of(federation.folder), ["127.0.0.1"], 13
+    )
+    assert call(["deploy", "status", str(federation.folder)]) == 0
+    assert f"deploy renew {federation.folder}" in capsys.readouterr().out
+
+
+def test_a_run_without_a_round_has_none(tmp_path: Path) -> None:
+    state = commands.run_state(control.RunStatus(1, str(tmp_path), ""))
+    assert str(tmp_path) in state
+
+
+# Certificates
+
+
+def test_a_running_server_takes_a_renewed_certificate(tmp_path: Path) -> None:
+    federation = made(tmp_path)
+    taken = list[str]()
+    context = SimpleNamespace(load_cert_chain=lambda *files: taken.append(Path(files[0]).name))
+    files = {"ssl_certfile": federation.server / "server.crt"}
+    files["ssl_keyfile"] = federation.server / "server.key"
+    config = SimpleNamespace(ssl=context, **{name: str(path) for name, path in files.items()})
+
+    async def scenario() -> None:
+        watch = asyncio.ensure_future(superlink.watch_certificate(config, 0.01))  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        assert taken == []
+        certificate = files["ssl_certfile"].read_bytes()
+        other = made(tmp_path / "other")
+        files["ssl_certfile"].write_bytes((other.server / "server.crt").read_bytes())
+        await asyncio.sleep(0.05)
+        assert taken == [], "the key is still that of the old one"
+        files["ssl_certfile"].write_bytes(certificate)
+        await asyncio.sleep(0.05)
+        folder.renew(federation, ())
+        await asyncio.sleep(0.1)
+        watch.cancel()
+
+    asyncio.run(scenario())
+    assert taken == ["server.crt"]
+
+
+def test_programs_on_the_servers_machine_take_an_expired_certificate_of_its_authority(
+    tmp_path: Path,
+) -> None:
+    federation = made(tmp_path)
+    authority = certificates.authority_of(federation.folder)
+    certificates.make_server(federation.server, authority, ["127.0.0.1"], -1)
+    assert shakes_hands(federation, federation)
+    stranger = made(tmp_path / "other")
+    assert not shakes_hands(stranger, federation)
+
+
+def shakes_hands(client: folder.Federation, server: folder.Federation) -> bool:
+    """Whether a program beside one server trusts the certificate of another."""
+    _, trust = control.trusting((client.folder / "ca.crt").read_bytes())
+    assert isinstance(trust, ssl.SSLContext)
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    served.load_cert_chain(server.server / "server.crt", server.server / "server.key")
+    pipes = [ssl.MemoryBIO() for _ in range(2)]
+    near = trust.wrap_bio(pipes[0], pipes[1], server_hostname="127.0.0.1")
+    far = served.wrap_bio(pipes[1], pipes[0], server_side=True)
+    for _ in range(4):
+        for side in (near, far):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLError:
+                return False
+    return near.version() is not None
+
+
+# States
+
+
+def test_states_of_old_runs_are_deleted_and_what_guards_noted_stays(tmp_path: Path) -> None:
+    old, recent = (tmp_path / run / "client0" for run in ("old", "recent"))
+    for place in (old, recent):
+        place.mkdir(parents=True)
+        for name in ("0000001-0000000.reply", "client0-round1-stage0.safetensors", "noised"):
+            (place / name).write_bytes(b"x")
+    long_ago = time.time() - 91 * 86_400
+    for path in old.iterdir():
+        os.utime(path, (long_ago, long_ago))
+    prune_states(tmp_path, days=0)
+    assert len(list(old.iterdir())) == 3
+    prune_states(tmp_path, days=90)
+    assert [path.name for path in old.iterdir()] == ["noised"]
+    assert len(list(recent.iterdir())) == 3
+    prune_states(tmp_path / "nothing", days=90)
