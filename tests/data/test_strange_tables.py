@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedstill.core.errors import DataError
-from fedstill.data.sources import load_dataset
+from fedstill.data.sources import load_dataset, tables
 
 N = 40
 LABELS = [i % 2 for i in range(N)]
@@ -221,3 +221,25 @@ def test_a_validation_split_that_is_not_used_is_said() -> None:
     csv("mine/valid.csv")
     (warning,) = load_dataset("mine").about.warnings
     assert "'validation'" in warning
+
+
+def test_the_time_to_read_columns_does_not_grow_with_their_square(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is opened a few times, not once for each of its columns."""
+    opened = []
+    real = pq.ParquetFile
+
+    def counting(*given: Any, **options: Any) -> Any:
+        opened.append(given)
+        return real(*given, **options)
+
+    columns = {f"c{number}": ["a", "b"] for number in range(50)}
+    columns |= {f"l{number}": [[1, 2], [3, 4]] for number in range(50)}
+    path = tmp_path / "wide.parquet"
+    pq.write_table(pa.table(columns), path)
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile", counting)
+    read = tables.ParquetFrame((path,)).read(list(columns))
+    assert read.column_names == list(columns)
+    assert read.to_pydict() == columns
+    assert len(opened) <= 3

@@ -191,3 +191,66 @@ def test_what_is_no_text_is_named(text: object, says: str) -> None:
 def test_half_a_character_is_named() -> None:
     with pytest.raises(DataError, match="text 1"):
         encoded(["a", "\ud800"], "bytes", 10, 4)
+
+
+def bomb(*normalizers: dict[str, object], **fields: object) -> dict[str, object]:
+    """A tokenizer of words with these normalisers."""
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": {"type": "Sequence", "normalizers": list(normalizers)},
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1}, "unk_token": "[UNK]"},
+        **fields,
+    }
+
+
+def replacing(content: str, **pattern: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+BOMBS = {
+    "texts that grow tenfold twelve times": bomb(*[replacing("a" * 10, String="a")] * 12),
+    "texts between all characters": bomb(*[replacing("aa", Regex="")] * 30),
+    "one huge text": bomb(replacing("a" * 1_000_000, String="a")),
+    "a huge id": bomb(
+        model={"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 2**32 - 1}, "unk_token": "[UNK]"}
+    ),
+    "endless special tokens": bomb(
+        post_processor={
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "[UNK]", "type_id": 0}}] * 20_000,
+            "pair": [],
+            "special_tokens": {"[UNK]": {"id": "[UNK]", "ids": [0], "tokens": ["[UNK]"]}},
+        }
+    ),
+    "no table": [],
+}
+
+
+@pytest.mark.parametrize("attack", BOMBS)
+def test_a_tokenizers_file_cannot_exhaust_the_memory(attack: str, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(BOMBS[attack]))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        encoded(["a a a"], str(path), 0, 4)
+
+
+def test_a_tokenizers_file_is_read_in_one_way(tmp_path: Path) -> None:
+    """Two readers could take another one of two equal keys."""
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(bomb())[:-1] + ', "normalizer": null}')
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        encoded(["a"], str(path), 0, 4)
+
+
+def test_usual_normalisers_are_no_bomb(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    usual = [replacing("...", String="…"), replacing("a", Regex=" {2,}"), {"type": "NFKC"}]
+    path.write_text(json.dumps(bomb(*usual, {"type": "Prepend", "prepend": "a"})))
+    assert encoded(["a"], str(path), 0, 4).vocabulary == 3

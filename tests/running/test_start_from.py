@@ -5,6 +5,7 @@ clear refusals.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -220,6 +221,33 @@ def test_a_file_of_torch_that_is_no_model_is_refused(
         prepare(settle(going_on(tmp_path / "net.pt")), toys.blobs())
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "was_run").exists()
+
+
+def compressed(path: Path) -> None:
+    """Rewrite a file of torch.save so that a small file unpacks to a large one."""
+    with zipfile.ZipFile(path) as archive:
+        files = {entry: archive.read(entry) for entry in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("attack", ["one number", "shared", "compressed"])
+def test_a_small_file_of_torch_makes_no_large_model(attack: str, old: bool, tmp_path: Path) -> None:
+    shared = torch.zeros(1 << 16)
+    tensors = {
+        "one number": {"body.1.weight": torch.zeros(1).expand(1 << 40)},
+        "shared": {f"{number}": shared for number in range(5000)},
+        "compressed": {"body.1.weight": torch.zeros(1 << 16)},
+    }[attack]
+    torch.save(tensors, tmp_path / "net.pt", _use_new_zipfile_serialization=not old)
+    if attack == "compressed":
+        if old:
+            pytest.skip("the older format does not compress")
+        compressed(tmp_path / "net.pt")
+    with pytest.raises(CorruptFile, match=r"net\.pt"):
+        prepare(settle(going_on(tmp_path / "net.pt")), toys.blobs())
 
 
 @pytest.mark.parametrize("kept", [0, 10, 900], ids=str)

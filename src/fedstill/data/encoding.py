@@ -5,6 +5,7 @@ missing values; texts become token ids.
 from __future__ import annotations
 
 import functools
+import json
 import re
 import sys
 import unicodedata
@@ -20,7 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fedstill.core.errors import ConfigError, DataError, on_one_line
-from fedstill.core.files import digest
+from fedstill.core.files import digest, read_file
 from fedstill.data.dataset import DatasetInfo, Value, nfc
 
 # The names of the inputs. A column of numbers is one input; a categorical column is one input for
@@ -413,6 +414,16 @@ PADDING_NAMES = {"[PAD]", "<pad>", "<|pad|>", "[pad]", "<PAD>"}
 """The names of padding in tokenizers' files that do not say which token it is."""
 
 
+MAX_TOKENIZER_BYTES = 1 << 27
+"""The most bytes of a tokenizer's file; those of large language models have up to 34 MB."""
+
+MAX_GROWTH = 10_000
+"""How many times as long a tokenizer may make a text; known ones make it four times as long."""
+
+SPARE_IDS = 10_000
+"""How many ids a tokenizer may leave unused, besides as many as it uses."""
+
+
 @dataclass(frozen=True, eq=False)
 class TokenIds:
     """Texts as token ids."""
@@ -544,6 +555,58 @@ def _by_file(texts: Sequence[str], path: Path, length: int) -> TokenIds:
     return TokenIds(ids, size + shift, cut_count / max(len(texts), 1), sha)
 
 
+def _check_growth(content: bytes) -> None:
+    """Raise ValueError for a tokenizer's file that makes long texts of short ones.
+
+    Its normalisers replace characters by texts, one after another, so that a few lines could make
+    terabytes of a word.
+    """
+    if len(content) > MAX_TOKENIZER_BYTES:
+        raise ValueError(f"it has more than {MAX_TOKENIZER_BYTES:,} bytes")
+    tree = json.loads(content, object_pairs_hook=_without_repeated_keys)
+    if not isinstance(tree, Mapping):
+        raise TypeError("it is no table")
+    growth = 1.0
+    for key in ("normalizer", "pre_tokenizer", "post_processor"):
+        for part in _parts(tree.get(key)):
+            growth *= max(1.0, _growth_by(part))
+            if growth > MAX_GROWTH:
+                raise ValueError(f"its {key} makes texts more than {MAX_GROWTH} times as long")
+
+
+def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
+    """A part of a tokenizer and the parts of which it consists."""
+    if isinstance(value, Mapping):
+        yield value
+        for item in value.values():
+            yield from _parts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _parts(item)
+
+
+def _growth_by(part: Mapping[str, Any]) -> float:
+    """How many times as long a part of a tokenizer makes a text, at most."""
+    added = [
+        part.get(key) for key in ("content", "prepend", "replacement", "ids", "single", "pair")
+    ]
+    longest = max((len(value) for value in added if isinstance(value, (str, list))), default=0)
+    pattern = part.get("pattern")
+    if isinstance(pattern, Mapping) and isinstance(pattern.get("String"), str):
+        return longest / max(1, len(pattern["String"]))
+    if pattern is not None:
+        return 1.0 + longest  # an expression may match the empty text between all characters
+    return float(longest)
+
+
+def _without_repeated_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of JSON; raises ValueError if two readers could read it differently."""
+    table = dict(items)
+    if len(table) < len(items):
+        raise ValueError("a key is repeated")
+    return table
+
+
 def _zero_is_padding(tokenizer: Any) -> bool:
     """Whether the token of id 0 is padding: as the file says, or else by its name."""
     if tokenizer.padding is None or tokenizer.padding.get("pad_id") is None:
@@ -561,7 +624,8 @@ def _read_tokenizer(path: Path) -> tuple[Any, str]:
             "'fedstill[text]'"
         ) from error
     try:
-        content = path.read_bytes()
+        content = read_file(path)
+        _check_growth(content)
         tokenizer = Tokenizer.from_str(content.decode())
     except OSError as error:
         raise ConfigError(
@@ -572,6 +636,12 @@ def _read_tokenizer(path: Path) -> tuple[Any, str]:
             f"data.tokenizer = {str(path)!r} is no file of Hugging Face's tokenizers: "
             f"{on_one_line(error)}"
         ) from error
+    names = tokenizer.get_vocab(with_added_tokens=True)
+    if max(names.values(), default=0) > 2 * len(names) + SPARE_IDS:
+        raise ConfigError(
+            f"data.tokenizer = {str(path)!r} has {len(names):,} tokens with ids up to "
+            f"{max(names.values()):,}; a network would have an entry for each id"
+        )
     if getattr(tokenizer.model, "dropout", None):
         raise ConfigError(
             f"data.tokenizer = {str(path)!r} has dropout, which draws random tokens; set it to null"

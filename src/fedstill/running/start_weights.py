@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from fedstill.config.settings import Settings
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, CorruptFile, IncompatibleMethod, on_one_line
-from fedstill.core.files import digest, read_file, replaced_file
+from fedstill.core.files import digest, open_to_read, read_file, replaced_file
 from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.data.cache import cache_folder
 from fedstill.data.dataset import Dataset, DatasetInfo, examples_digest
@@ -43,6 +44,9 @@ PICKLED = (".pt", ".pth")
 
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 """Where training programs put the state dict, in a checkpoint that holds more."""
+
+SHARED = 4
+"""How many times its own bytes the tensors of a file may have: networks share some tensors."""
 
 REMEDY = "write torch.save(model.state_dict(), PATH)"  # of tensors, never a pickle of code
 """What makes a file that can be read: a dictionary of tensors, and no other Python object."""
@@ -151,7 +155,7 @@ def _stored(path: Path) -> dict[str, Tensor]:
 def _state_dict(path: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings(action="ignore"):
-            content: Any = torch.load(path, map_location="cpu", weights_only=True)  # never a pickle
+            content = _load_tensors(path)
     except Exception as error:  # whatever a hostile file makes of it
         if "weights_only" in str(error):
             raise ConfigError(
@@ -175,7 +179,42 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
         )
     if all(name.startswith(PARALLEL_PREFIX) for name in tensors):
         tensors = {name.removeprefix(PARALLEL_PREFIX): value for name, value in tensors.items()}
+    _check_sizes(path, tensors)
     return {name: _copied(value) for name, value in tensors.items()}
+
+
+def _load_tensors(path: Path) -> Any:
+    """What torch.save wrote to a file, without a pickle of code.
+
+    Raises ValueError for a compressed file, since torch.save compresses nothing, and a small file
+    could unpack to any size.
+    """
+    with open_to_read(path) as file:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise ValueError("its content is compressed")
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _check_sizes(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise CorruptFile for tensors that need far more memory than the file has bytes.
+
+    A tensor may repeat stored numbers, and many tensors may share them.
+    """
+    stored = path.stat().st_size
+    total = 0
+    for name, tensor in tensors.items():
+        if not _is_dense(tensor):
+            continue
+        size = tensor.numel() * tensor.element_size()
+        total += size
+        if size > stored or total > SHARED * stored:
+            raise CorruptFile(
+                f"{path} has {stored:,} bytes and names {total:,} bytes of tensors up to {name!r}; "
+                f"{REMEDY}"
+            )
 
 
 def _find_state_dict(content: Any) -> Mapping[Any, Any]:

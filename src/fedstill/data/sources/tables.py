@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -96,13 +96,15 @@ class ParquetFrame:
             claims = file_claims(path)
             stored = pq.read_schema(path)
             schema = normalised(path, stored)
+            all_names = stored.names
+            known = set(schema.names)
             for name in names:
-                if name not in schema.names:
+                if name not in known:
                     raise DataError(
                         f"{path} has no column {name!r}, which {self.files[0].name} has; write it "
                         "there, or name the columns to read in data.columns"
                     )
-            stored_names = {name: stored.names[schema.get_field_index(name)] for name in names}
+            stored_names = {name: all_names[schema.get_field_index(name)] for name in names}
             check_claims(path, claims, list(stored_names.values()))
             columns = _read_columns(path, claims, stored, list(stored_names.values()))
         arrays = [columns[stored_names[name]] for name in names]
@@ -144,14 +146,20 @@ def _read_columns(
 ) -> dict[str, pa.ChunkedArray]:
     """Columns by name. Columns of one width are read together, others one after another."""
     types = {name: schema.field(name).type for name in names}
+    texts = [name for name in names if holds_text(types[name])]
     fixed = [name for name in names if _has_fixed_width(types[name])]
-    reader = _ColumnReader(path, claims)
-    columns = reader.columns(fixed, FIXED_ROWS)
-    for name in names:
-        if holds_text(types[name]):
+    others = [name for name in names if name not in {*texts, *fixed}]
+    batch_rows = _rows_a_batch(claims, others)
+    # Opened once: every opening reads the metadata of all columns, of which there may be thousands.
+    with pq.ParquetFile(
+        path, buffer_size=PAGE_BUFFER, pre_buffer=False, read_dictionary=texts
+    ) as file:
+        reader = _ColumnReader(path, claims, file, types)
+        columns = reader.columns(fixed, FIXED_ROWS)
+        for name in texts:
             columns[name] = reader.texts(name)
-        elif name not in fixed:
-            columns |= reader.columns([name], _rows_a_batch(claims, name))
+        for name in others:
+            columns |= reader.columns([name], batch_rows[name])
     return columns
 
 
@@ -159,23 +167,24 @@ def _read_columns(
 class _ColumnReader:
     """Reads columns of a parquet file, and counts their bytes.
 
-    Raises DataError for more bytes than may be read.
+    ``file`` reads texts as references. Raises DataError for more bytes than may be read.
     """
 
     path: Path
     claims: pq.FileMetaData
+    file: pq.ParquetFile
+    types: Mapping[str, pa.DataType]
     bytes: int = 0
 
     def columns(self, names: Sequence[str], batch_rows: int) -> dict[str, pa.ChunkedArray]:
         """Some columns, read together in batches of rows."""
         if not names:
             return {}
-        with pq.ParquetFile(self.path, buffer_size=PAGE_BUFFER, pre_buffer=False) as file:
-            batches = []
-            for batch in file.iter_batches(batch_rows, columns=list(names), use_threads=False):
-                batches.append(batch)
-                self._count(batch.nbytes)
-            return self._joined(batches, file.schema_arrow, names)
+        batches = []
+        for batch in self.file.iter_batches(batch_rows, columns=list(names), use_threads=False):
+            batches.append(batch)
+            self._count(batch.nbytes)
+        return self._joined(batches, names)
 
     def texts(self, name: str) -> pa.ChunkedArray:
         """A column of texts.
@@ -183,11 +192,8 @@ class _ColumnReader:
         A text that a file stores once may stand in all rows. So rows are read as references to
         texts, and the bytes of the texts are counted before the references are replaced.
         """
-        with pq.ParquetFile(
-            self.path, buffer_size=PAGE_BUFFER, pre_buffer=False, read_dictionary=[name]
-        ) as file:
-            batches = list(file.iter_batches(FIXED_ROWS, columns=[name], use_threads=False))
-            column = self._joined(batches, file.schema_arrow, [name])[name]
+        batches = list(self.file.iter_batches(FIXED_ROWS, columns=[name], use_threads=False))
+        column = self._joined(batches, [name])[name]
         if not pa.types.is_dictionary(column.type):
             self._count(column.nbytes)
             return column
@@ -202,7 +208,7 @@ class _ColumnReader:
         check_ratio(self.path, self.bytes, self.path.stat().st_size)
 
     def _joined(
-        self, batches: Sequence[pa.RecordBatch], schema: pa.Schema, names: Sequence[str]
+        self, batches: Sequence[pa.RecordBatch], names: Sequence[str]
     ) -> dict[str, pa.ChunkedArray]:
         """The columns of all batches; DataError if they have other rows than the file claims."""
         count = sum(map(len, batches))
@@ -214,23 +220,48 @@ class _ColumnReader:
         columns = {}
         for name in names:
             chunks = [batch.column(name) for batch in batches]
-            arrow_type = schema.field(name).type
+            arrow_type = self.types[name]
             if chunks:
                 arrow_type = chunks[0].type  # it may be dictionary-encoded
             columns[name] = pa.chunked_array(chunks, arrow_type)
         return columns
 
 
-def _rows_a_batch(claims: pq.FileMetaData, name: str) -> int:
+def _rows_a_batch(claims: pq.FileMetaData, names: Sequence[str]) -> dict[str, int]:
     """The rows of a batch of lists, by the number of values that the metadata state."""
-    values: int = 0
-    for group in range(claims.num_row_groups):
-        for index in range(claims.num_columns):
-            chunk = claims.row_group(group).column(index)
-            if chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}."):
-                values += chunk.num_values
+    values = dict.fromkeys(names, 0)
+    for chunk in _chunks(claims):
+        name = _column_of(chunk.path_in_schema, values)
+        if name is not None:
+            values[name] += chunk.num_values
+    return {name: _rows_of_values(claims, count) for name, count in values.items()}
+
+
+def _rows_of_values(claims: pq.FileMetaData, values: int) -> int:
     bytes_a_row = max(1, 8 * values // max(1, claims.num_rows))
     return int(min(FIXED_ROWS, max(1, BATCH_BYTES // bytes_a_row)))
+
+
+def _chunks(claims: pq.FileMetaData) -> Iterator[pq.ColumnChunkMetaData]:
+    """The metadata of all columns in all row groups."""
+    for number in range(claims.num_row_groups):
+        group = claims.row_group(number)
+        for index in range(claims.num_columns):
+            yield group.column(index)
+
+
+def _column_of(path: str, names: Collection[str]) -> str | None:
+    """Which of some columns a stored column is, or is a part of; None if it is none of them.
+
+    >>> _column_of("a.list.element", {"a", "b"}), _column_of("c", {"a", "b"})
+    ('a', None)
+    """
+    end = len(path)
+    while end > 0:
+        if path[:end] in names:
+            return path[:end]
+        end = path.rfind(".", 0, end)
+    return None
 
 
 def _has_fixed_width(arrow_type: pa.DataType) -> bool:
@@ -261,13 +292,12 @@ def check_claims(path: Path, claims: pq.FileMetaData, names: Sequence[str]) -> N
 
     names: paths of columns; all columns below a path count.
     """
-    prefixes = tuple(f"{name}." for name in names)
-    sizes = []
-    for group in range(claims.num_row_groups):
-        for index in range(claims.num_columns):
-            chunk = claims.row_group(group).column(index)
-            if chunk.path_in_schema in names or chunk.path_in_schema.startswith(prefixes):
-                sizes.append(chunk.total_uncompressed_size)
+    columns = set(names)
+    sizes = [
+        chunk.total_uncompressed_size
+        for chunk in _chunks(claims)
+        if _column_of(chunk.path_in_schema, columns) is not None
+    ]
     if min(sizes, default=0) < 0:
         raise DataError(f"{path} says that a column holds {min(sizes)} bytes; write it again")
     check_ratio(path, sum(sizes), path.stat().st_size)
@@ -319,12 +349,9 @@ def _image_cells(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]
 
 def _has_dictionary(claims: pq.FileMetaData, columns: Sequence[str]) -> bool:
     """Whether a file says that it stores some of the columns as references to distinct values."""
-    for group in range(claims.num_row_groups):
-        for index in range(claims.num_columns):
-            chunk = claims.row_group(group).column(index)
-            if chunk.path_in_schema in columns and chunk.has_dictionary_page:
-                return True
-    return False
+    return any(
+        chunk.path_in_schema in columns and chunk.has_dictionary_page for chunk in _chunks(claims)
+    )
 
 
 def _as_cell(value: Any, arrow_type: pa.DataType) -> dict[str, Any] | None:
