@@ -49,6 +49,8 @@ memory = "memory"        # what the client remembers from round to round; must s
 # imports = ["mylab.methods:FedMine"]  # code beyond fedstill's own that a configuration may name
 # files = ["/data/open/flowers"]  # files and folders that a trial's configuration may name, beside sets known by name
 # refuse = ["contributions"]  # measures that this site takes part in no run with
+# evaluate = false  # report no accuracy on this site's test set
+# repeat_sums = true  # secure sums of several runs on the same data, which can reveal this site's model
 # keep_days = 90         # how long what the client remembers of a run stays after its last stage; 0: for ever
 """  # noqa: E501
 
