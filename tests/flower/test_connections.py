@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import ssl
 import threading
@@ -217,3 +218,20 @@ def test_too_few_files_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     limits.update(soft=256, hard=256)
     with pytest.raises(ConfigError, match="ulimit -n"):
         superlink.allowed_connections()
+
+
+def test_strangers_cannot_fill_the_log() -> None:
+    now = 1000.0
+    few = superlink.FewLines(lambda: now)
+
+    def lines(text: str, count: int) -> list[str]:
+        records = [logging.LogRecord("x", 30, "", 0, text, ("y",), None) for _ in range(count)]
+        return [record.getMessage() for record in records if few.filter(record)]
+
+    logged = lines("refused %s", 100)
+    assert len(logged) == superlink.LOG_LINES
+    assert set(logged[:-1]) == {"refused y"}
+    assert "left out" in logged[-1]
+    assert lines("another %s", 1) == ["another y"]
+    now += superlink.LOG_SECONDS + 1
+    assert lines("refused %s", 1) == ["refused y"]

@@ -39,7 +39,9 @@ NODES = (2**63 + 5, 12)
 def guarding(inside: Any, listed: bool = True) -> Gate:
     """A gate that knows two sites."""
     nodes = {key.public: node for key, node in zip(SITE_KEYS, NODES, strict=True)}
-    return Gate(inside, KEY, nodes.get, listed)
+    made = Gate(inside, KEY, nodes.get, listed)
+    made.mail.seconds = made.mail.run_seconds = 0.0
+    return made
 
 
 def own_pull(site: int = 0) -> bytes:
@@ -187,17 +189,26 @@ def test_nothing_is_read_of_a_request_without_a_listed_key_that_signed_it_now(
     assert (inside.came, one_gate._used) == ([], {})
 
 
-def test_an_unknown_key_may_only_ask_to_become_active() -> None:
-    from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
+def test_an_unknown_key_may_only_register_where_no_keys_are_listed() -> None:
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest, RegisterNodeFleetRequest
 
-    inside = Inside()
-    stranger = SiteSession(guarding(inside), SiteKey(), 99)
-    own = ActivateNodeRequest(public_key=stranger.key.public)
-    assert stranger.asks("activate-node", own)[0] == 200
-    other = ActivateNodeRequest(public_key=SITE_KEYS[0].public)
-    assert stranger.asks("activate-node", other)[0] == 403
-    assert stranger.asks("deactivate-node", DeactivateNodeRequest(node_id=NODES[0]))[0] == 401
-    assert stranger.gate._used == {}
+    for listed, status in ((True, 403), (False, 200)):
+        stranger = SiteSession(guarding(Inside(), listed), SiteKey(), 99)
+        own = stranger.key.public
+        other = SITE_KEYS[0].public
+        assert stranger.asks("activate-node", ActivateNodeRequest(public_key=own))[0] == 401
+        asked_for = RegisterNodeFleetRequest(public_key=own)
+        assert stranger.asks("register-node", asked_for)[0] == status
+        assert stranger.asks("register-node", RegisterNodeFleetRequest(public_key=other))[0] == 403
+        assert stranger.gate._used == {}
+
+
+def test_a_site_becomes_active_by_its_own_key() -> None:
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest
+
+    site, _ = sessions(Inside())
+    for key, status in ((site.key.public, 200), (SITE_KEYS[1].public, 403)):
+        assert site.asks("activate-node", ActivateNodeRequest(public_key=key))[0] == status
 
 
 def test_the_operator_alone_registers_sites_that_have_listed_keys() -> None:

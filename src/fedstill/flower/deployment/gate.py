@@ -22,7 +22,7 @@ import math
 import time
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,8 +89,11 @@ SIGNED_SECONDS = 305.0
 EARLY_SECONDS = 5.0
 """How far a signed time may be ahead of this machine's clock."""
 
-MAX_PARTS = 100_000
-"""The parts of one message."""
+MAX_PARTS = 30_000
+"""The parts of one answer of a site."""
+
+ANNOUNCED = 2
+"""Answers of one site whose parts are remembered; a site sends one after another."""
 
 MAX_AT_ONCE = 16
 """Requests of one site that are answered at a time; a site has two: for messages, and to show that
@@ -289,13 +292,13 @@ class Gate:
     async def _signer(self, scope: Scope) -> Site:
         """The site whose key has signed a request just now; raises Forbidden for any other request.
 
-        An unknown key may only ask to become active, which tells its owner that it is not listed.
+        An unknown key may only register, and only where no keys are listed.
         """
         signed = signed_by(scope)
         if signed is None:
             raise Forbidden(401, "this request is not signed")
         node = await self._node(signed.key)
-        if node is None and scope["path"] not in (ACTIVATE, REGISTER):
+        if node is None and (self.listed or scope["path"] != REGISTER):
             raise Forbidden(401, "this key is not listed")
         if not signed.is_valid(datetime.datetime.now(datetime.UTC)):
             raise Forbidden(401, "this request has no valid signature of the present time")
@@ -605,12 +608,18 @@ class Traffic:
     """What went between the server and one site.
 
     ``instructions``, ``answers``: by the id of an instruction; the answer is the id of the reply.
-    ``uploads``: the run of each object that the site has announced.
+    ``uploads``: the runs and parts of the latest answers, whose parts may still come.
     """
 
     instructions: dict[str, Instruction] = field(default_factory=dict)
     answers: dict[str, str] = field(default_factory=dict)
-    uploads: dict[str, dict[str, int]] = field(default_factory=dict)
+    uploads: dict[str, tuple[int, frozenset[str]]] = field(default_factory=dict)
+
+    def announce(self, instruction: str, run: int, parts: frozenset[str]) -> None:
+        """Note which parts will come with the answer to an instruction."""
+        self.uploads[instruction] = (run, parts)
+        for id in list(self.uploads)[:-ANNOUNCED]:
+            del self.uploads[id]
 
     def forget(self, time_now: float) -> None:
         """Forget instructions that have expired, and the oldest of too many."""
@@ -675,7 +684,7 @@ class Exchange:
             traffic.instructions[about.message_id] = Instruction(
                 run=about.run_id,
                 kind=about.message_type,
-                parts=frozenset(_parts(tree)),
+                parts=_parts(tree),
                 until=about.created_at + about.ttl,
             )
         return len(pulled.messages_list)
@@ -709,9 +718,10 @@ class Exchange:
         first = traffic.answers.setdefault(about.reply_to_message_id, about.message_id)
         if first != about.message_id:
             raise Forbidden(403, "the instruction has been answered")
-        announced = traffic.uploads.setdefault(about.reply_to_message_id, {})
-        for part in _parts(tree):
-            announced[part] = about.run_id
+        parts = _parts(tree)
+        if len(parts) > MAX_PARTS:
+            raise Forbidden(413, f"an answer has at most {MAX_PARTS} parts")
+        traffic.announce(about.reply_to_message_id, about.run_id, parts)
 
 
 def _check_instruction(id: str, run: int, traffic: Traffic) -> Instruction:
@@ -737,22 +747,20 @@ def _check_download(request: Any, traffic: Traffic) -> None:
 
 def _check_upload(request: Any, traffic: Traffic) -> None:
     """Raises Forbidden for a part that no answer of the site has announced."""
-    announced = traffic.uploads.values()
-    if not any(parts.get(request.object_id) == request.run_id for parts in announced):
+    announced = [parts for run, parts in traffic.uploads.values() if run == request.run_id]
+    if not any(request.object_id in parts for parts in announced):
         raise Forbidden(403, "the request brings a part of no answer of this site")
 
 
-def _parts(tree: Any) -> Iterator[str]:
-    """The ids of all objects in a tree; raises Forbidden for too many."""
+def _parts(tree: Any) -> frozenset[str]:
+    """The ids of all objects in a tree."""
+    ids = set()
     waiting = [tree]
-    count = 0
     while waiting:
         part = waiting.pop()
-        count += 1
-        if count > MAX_PARTS:
-            raise Forbidden(413, f"a message has at most {MAX_PARTS} parts")
         waiting.extend(part.children)
-        yield part.object_id
+        ids.add(part.object_id)
+    return frozenset(ids)
 
 
 def _parsed(path: str, body: bytes) -> Any:

@@ -9,6 +9,7 @@ key, and ours do what is installed. The web server is uvicorn, with limits of it
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import resource
 import socket
@@ -336,27 +337,58 @@ def timed_protocol() -> Any:
     return TimedProtocol
 
 
+LOG_SECONDS = 60.0
+LOG_LINES = 20
+"""In so many seconds, so many lines with one text are logged."""
+
+LOGGERS = ("fedstill.gate", "uvicorn.error", "asyncio")
+"""What strangers on the port can have written to the log."""
+
+
+class FewLines(logging.Filter):
+    """Leaves out lines of which there are too many, so that strangers cannot fill the disk."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._began = clock()
+        self._counts: Counter[str] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a line is logged; the last one says that others are left out."""
+        if self._clock() - self._began > LOG_SECONDS:
+            self._began = self._clock()
+            self._counts.clear()
+        text = str(record.msg)
+        self._counts[text] += 1
+        if self._counts[text] == LOG_LINES:
+            record.msg = f"{text} (more such lines are left out for {LOG_SECONDS:g} s)"
+        return self._counts[text] <= LOG_LINES
+
+
 def web_server(app: Any, config: Any) -> uvicorn.Server:
     """uvicorn for an application, with the options of Flower's server."""
     import uvicorn
     from flwr.supercore.http_logging import get_uvicorn_log_config
     from flwr.supercore.logger import console_handler
 
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=timed_protocol(),
-            ws="none",
-            interface="asgi3",
-            log_config=get_uvicorn_log_config(console_handler.level),
-            access_log=False,
-            proxy_headers=False,
-            # Questions of sites are held for longer.
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-            ssl_certfile=config.ssl_certfile,
-            ssl_keyfile=config.ssl_keyfile,
-        )
+    settings = uvicorn.Config(
+        app,
+        http=timed_protocol(),
+        ws="none",
+        interface="asgi3",
+        log_config=get_uvicorn_log_config(console_handler.level),
+        access_log=False,
+        proxy_headers=False,
+        # Questions of sites are held for longer.
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
     )
+    # The settings have made the loggers.
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(FewLines())
+    return uvicorn.Server(settings)
 
 
 def _without_colours() -> None:
