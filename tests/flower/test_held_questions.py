@@ -245,17 +245,35 @@ def take_run(gate: Gate) -> tuple[Open, asyncio.Task[None]]:
 
 
 def test_the_question_for_a_run_is_held_until_the_operator_starts_one() -> None:
-    from flwr.proto.runtime_pb2 import AcquireTaskResponse
+    """And it is passed on once, since Flower takes no signature twice."""
 
     async def scenario() -> None:
         gate, inside = guarding()
+        await take_run(gate)[1]
         _, task = take_run(gate)
         assert await is_held(task)
-        there = AcquireTaskResponse(token="t")
-        there.task.task_id = 1
-        inside.answers[TAKE_RUN] = there.SerializeToString()
+        assert inside.came.count(TAKE_RUN) == 1
         await begin(gate, START_RUN, b"", **{KEY_HEADER.replace("-", "_"): KEY})[1]
         await asyncio.wait_for(task, 5)
+        assert inside.came.count(TAKE_RUN) == 2
+        _, task = take_run(gate)
+        assert await is_held(task)
+        gate.mail.close()
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_ends_holds_nothing() -> None:
+    async def scenario() -> None:
+        gate, _ = guarding()
+        gate.mail.run_seconds = 30.0
+        await pull(gate, 5)[1]
+        held = [pull(gate, 5)[1], run_pull(gate)[1]]
+        assert await is_held(held[0])
+        assert await is_held(held[1])
+        gate.mail.close()
+        await asyncio.wait_for(asyncio.gather(*held), 5)
 
     asyncio.run(scenario())
 

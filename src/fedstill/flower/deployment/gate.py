@@ -194,23 +194,42 @@ class Gate:
                 return await self.app(scope, receive, _retryable(send))
             finally:
                 if path == START_RUN:
+                    self.mail.runs += 1
                     self.mail.note_news()
                 if path.startswith(CONTROL):
                     self._forget_nodes()
         body = await _whole_body(receive)
         if body is None:
             return None
-        if path in (RUN_PULL, TAKE_RUN):
-            return await self._held(body, scope, receive, send)
+        if path == TAKE_RUN:
+            return await self._take_run(body, scope, receive, send)
+        if path == RUN_PULL:
+            return await self._run_pull(body, scope, receive, send)
         await self.app(scope, _in_one_piece(body, receive), _retryable(send))
         self.mail.note_sent(body)
 
-    async def _held(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a question for replies, or for a run, once there is one, or after a while."""
-        seconds = self.mail.seconds
-        if scope["path"] == RUN_PULL:
-            seconds = self.mail.run_seconds
-        until = time.monotonic() + seconds
+    async def _take_run(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a question for a run as soon as there may be one, or after a while.
+
+        It is passed on once: Flower takes no signature twice.
+        """
+        if self.mail.runs_taken == self.mail.runs:
+            await self.mail.wait_for_news(self.mail.news, self.mail.seconds)
+        runs = self.mail.runs
+        answer = bytearray()
+
+        async def watched(message: MutableMapping[str, Any]) -> None:
+            answer.extend(message.get("body", b""))
+            await send(message)
+
+        await self.app(scope, _in_one_piece(body, receive), _retryable(watched))
+        self.mail.runs_taken = runs
+        if answer:
+            self.mail.runs_taken = -1  # there may be another one
+
+    async def _run_pull(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a run's question for replies once there is one, or after a while."""
+        until = time.monotonic() + self.mail.run_seconds
         while True:
             news = self.mail.news
             answer: list[MutableMapping[str, Any]] = []
@@ -222,7 +241,7 @@ class Gate:
                 answer.append(message)
 
             await self.app({**scope}, _in_one_piece(body, receive), _retryable(collect))
-            if not _is_empty(scope["path"], answer):
+            if not _is_empty(answer):
                 break
             if not await self.mail.wait_for_news(news, until - time.monotonic()):
                 break
@@ -366,18 +385,16 @@ async def _body(receive: Receive, limit: int) -> bytes | None:
         raise Forbidden(408, f"the body did not come within {BODY_SECONDS:g} s") from None
 
 
-def _is_empty(path: str, answer: list[MutableMapping[str, Any]]) -> bool:
-    """Whether an answer of Flower's says that there is no reply, or no run, yet."""
-    from flwr.proto.runtime_pb2 import AcquireTaskResponse, PullAppMessagesResponse
+def _is_empty(answer: list[MutableMapping[str, Any]]) -> bool:
+    """Whether an answer of Flower's says that there is no reply yet."""
+    from flwr.proto.runtime_pb2 import PullAppMessagesResponse
     from google.protobuf.message import DecodeError
 
     if any(message.get("status", 200) != 200 for message in answer):
         return False
     body = b"".join(message.get("body", b"") for message in answer)
     try:
-        if path == RUN_PULL:
-            return not PullAppMessagesResponse.FromString(body).messages_list
-        return not AcquireTaskResponse.FromString(body).HasField("task")
+        return not PullAppMessagesResponse.FromString(body).messages_list
     except DecodeError:
         return False
 
@@ -444,12 +461,16 @@ class Mail:
 
     A site has none if it got none, and no run has sent it one since it asked. ``seconds``: how long
     its question is held. ``run_seconds``: how long that of a run for replies. ``news``: how many
-    replies sites have sent, and runs the operator has started, since the server started.
+    replies sites have sent, and runs the operator has started, since the server started. ``runs``:
+    how many runs; ``runs_taken``: how many when the server's command last asked for one.
     """
 
     seconds: float = HOLD_SECONDS
     run_seconds: float = RUN_HOLD_SECONDS
     news: int = 0
+    runs: int = 0
+    runs_taken: int = -1
+    is_closed: bool = False
     _sent: Counter[int] = field(default_factory=Counter, repr=False)
     _empty: dict[int, int] = field(default_factory=dict, repr=False)
     _held: dict[int, set[asyncio.Event]] = field(default_factory=dict, repr=False)
@@ -474,6 +495,13 @@ class Mail:
             for question in self._held.get(node, ()):
                 question.set()
 
+    def close(self) -> None:
+        """Hold nothing any more: the server ends."""
+        self.is_closed = True
+        for held in (*self._held.values(), self._others):
+            for question in held:
+                question.set()
+
     def note_news(self) -> None:
         """Note that there is a reply, or a run, and let go of the questions for them."""
         self.news += 1
@@ -482,8 +510,10 @@ class Mail:
 
     async def wait_for_news(self, news: int, seconds: float) -> bool:
         """Wait until there are more news than a number; whether there are in some seconds."""
-        if self.news != news or seconds <= 0:
-            return seconds > 0
+        if self.is_closed or seconds <= 0:
+            return False
+        if self.news != news:
+            return True
         question = asyncio.Event()
         self._others.add(question)
         try:
@@ -504,7 +534,7 @@ class Mail:
 
     async def wait(self, node: int, receive: Receive) -> bool:
         """Wait until a site may have a message, or for a while; whether it is still there."""
-        if self._empty.get(node) != self._sent[node]:
+        if self.is_closed or self._empty.get(node) != self._sent[node]:
             return True
         question = asyncio.Event()
         held = self._held.setdefault(node, set())

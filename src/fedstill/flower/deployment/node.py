@@ -224,7 +224,12 @@ class Server:
         from flwr.proto.fleet_pb2 import PullMessagesRequest
 
         began = self.clock()
-        answer = self._ask(self.client.PullMessages, PullMessagesRequest(node=self.node))
+        try:
+            answer = self._ask(self.client.PullMessages, PullMessagesRequest(node=self.node))
+        except _Dropped as error:
+            raise NotAdmitted(
+                f"the server does not take this client's question: {error}"
+            ) from error
         if not answer.messages_list:
             if self.clock() - began > HELD_SECONDS:
                 self._pause = SOONEST
@@ -346,7 +351,7 @@ class Server:
         """Raise the error that a status stands for; return if the same may be asked again."""
         status = error.response.status_code
         text = " ".join(error.response.text.split())[:300]
-        if status in (429, 502, 503, 504):
+        if status == 429 or status >= 500:
             return
         if status in (401, 412):
             raise NotAdmitted(

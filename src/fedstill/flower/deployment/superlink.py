@@ -126,6 +126,9 @@ HEAD_SECONDS = 10.0
 RENEWAL_SECONDS = 5.0
 """Seconds between two looks at the certificate."""
 
+END_SECONDS = 0.2
+"""Seconds between two looks at whether the server is to end."""
+
 SHUTDOWN_SECONDS = 2
 """How long a server that ends waits for answers under way."""
 
@@ -416,18 +419,27 @@ def serve() -> int:
         return 1
     server = web_server(gate, config)
     with listening, asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(_serve(server, listening))
+        runner.run(_serve(server, listening, gate))
     return 0
 
 
-async def _serve(server: uvicorn.Server, listening: Listener) -> None:
-    """Serve, with a certificate that may be renewed meanwhile."""
+async def _serve(server: uvicorn.Server, listening: Listener, gate: Gate) -> None:
+    """Serve, with a certificate that may be renewed meanwhile, until a signal ends it."""
     server.config.load()
     renewal = asyncio.ensure_future(watch_certificate(server.config))
+    release = asyncio.ensure_future(_release_at_end(server, gate))
     try:
         await server.serve(sockets=[listening])
     finally:
         renewal.cancel()
+        release.cancel()
+
+
+async def _release_at_end(server: uvicorn.Server, gate: Gate) -> None:
+    """Have all questions answered that the gate holds once the server is to end."""
+    while not server.should_exit:
+        await asyncio.sleep(END_SECONDS)
+    gate.mail.close()
 
 
 async def watch_certificate(config: uvicorn.Config, seconds: float = RENEWAL_SECONDS) -> None:
