@@ -151,7 +151,7 @@ def test_a_run_with_tasks_is_a_matrix_too(
         toys.toy(rounds=2, partition={"kind": "iid"}, stream=stream), tmp_path / "run", toys.blobs()
     )
     (matrix,) = run_matrices(tmp_path)
-    assert matrix.own == (0, 0, 1, 1, 0)
+    assert matrix.class_tasks == (0, 0, 1, 1, 0)
     assert matrix.columns[0] == "class 0"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     numbers = {row.name: row.numbers for row in definition_rows([matrix])}

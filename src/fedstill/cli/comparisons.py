@@ -193,7 +193,7 @@ def carry_out(
 
     Raises RunBusy, before anything is done, if another comparison is under way in the folder.
     """
-    from fedstill.report.comparison import begun_of, followed_outcomes
+    from fedstill.report.comparison import followed_outcomes, started_folders
     from fedstill.running.directory import claimed, pack_of, unpack_if_packed
 
     if unpack_if_packed(folder):
@@ -202,7 +202,7 @@ def carry_out(
         outcomes = followed_outcomes(
             runs, jobs, quiet=quiet, debug=debug, overwrite=overwrite, track=track
         )
-        started = begun_of(runs, outcomes)
+        started = started_folders(runs, outcomes)
         if started:
             _present(started, folder, show=show)
     return _report_problems(outcomes, debug)

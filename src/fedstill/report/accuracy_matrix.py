@@ -1,4 +1,8 @@
-"""Accuracy matrices from files or runs, and the definitions of forgetting side by side."""
+"""Accuracy matrices, for the command ``forgetting``: read from CSV files or runs, and compared by
+many definitions of forgetting.
+
+An accuracy matrix has a row for the end of each task, and a column for each task or class.
+"""
 
 from __future__ import annotations
 
@@ -24,32 +28,36 @@ Unit = Literal["percent", "share"]
 
 @dataclass(frozen=True)
 class AccuracyMatrix:
-    """Accuracies in percent, (T, K), NaN for blanks; a row for each task's end.
+    """Accuracies in percent (T, K); NaN for blanks.
 
-    ``own``: where columns are classes, the task of each, from 0; None where columns are tasks.
-    ``initial``: the untrained model's (K,). ``notes``: how the file was read, a sentence each.
-    ``joined``: the same by task, where it is known better than as the mean over classes.
+    name: the file or the run.
+    columns: the names of the K tasks or classes.
+    class_tasks: the task of each class, from 0; None if columns are tasks.
+    initial: the accuracies of the untrained model (K,).
+    notes: sentences on how the file was read.
+    measured_task_matrix: the accuracies by task, if they were measured. They may differ from the
+    means over the classes of a task, which have different numbers of test examples.
     """
 
     name: str
     percent: Values
     columns: tuple[str, ...]
-    own: tuple[int, ...] | None = None
+    class_tasks: tuple[int, ...] | None = None
     initial: Values | None = None
     notes: tuple[str, ...] = ()
-    joined: AccuracyMatrix | None = None
+    measured_task_matrix: AccuracyMatrix | None = None
 
     @property
-    def tasks(self) -> AccuracyMatrix:
-        """The same by task; itself where columns are tasks."""
-        if self.joined is not None:
-            return self.joined
-        if self.own is None:
+    def task_matrix(self) -> AccuracyMatrix:
+        """The accuracies by task; the matrix itself if its columns are tasks."""
+        if self.measured_task_matrix is not None:
+            return self.measured_task_matrix
+        if self.class_tasks is None:
             return self
-        percent = by_task(self.percent, self.own)
+        percent = by_task(self.percent, self.class_tasks)
         initial = None
         if self.initial is not None:
-            initial = by_task([self.initial], self.own)[0]
+            initial = by_task([self.initial], self.class_tasks)[0]
         columns = _task_names(percent.shape[1])
         return AccuracyMatrix(
             name=self.name, percent=percent, columns=columns, initial=initial, notes=self.notes
@@ -58,32 +66,32 @@ class AccuracyMatrix:
     @property
     def column_tasks(self) -> NDArray[np.int64]:
         """The task of each column, from 0: (K,)."""
-        if self.own is None:
+        if self.class_tasks is None:
             return np.arange(len(self.columns), dtype=np.int64)
-        return np.array(self.own, dtype=np.int64)
+        return np.array(self.class_tasks, dtype=np.int64)
 
 
 def _task_names(count: int) -> tuple[str, ...]:
     return tuple(f"task {task + 1}" for task in range(count))
 
 
-# An accuracy matrix in a CSV file, by whomever: a row for each task's end, a column for each task
-# or class.
+# ---- CSV files -----------------------------------------------------------------------------------
 
 
 BLANKS = frozenset({"", "-", "–", "—", "nan", "none", "null", "na", "n/a"})
-"""What stands for a cell without accuracy, in any case of letters."""
+"""Texts of a cell without accuracy, in lower case."""
 
 UNTRAINED = frozenset({"0", "untrained", "initial"})
-"""What the first cell of the untrained model's row may be."""
+"""Names of the untrained model's row, in lower case."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cells:
-    """The body of a file.
+    """The cells of a file without names.
 
-    ``rows``: its cells. ``lines``: the line of each row in the file. ``names``: those of the
-    columns, and ``labels`` those of the rows; empty where the file has none.
+    rows: the texts of the cells.
+    lines: the line of each row in the file.
+    names, labels: the names of the columns and of the rows; empty if the file has none.
     """
 
     path: Path
@@ -94,7 +102,7 @@ class _Cells:
 
     @property
     def width(self) -> int:
-        """How many cells the longest row has."""
+        """The number of cells in the longest row."""
         return max(map(len, self.rows), default=0)
 
     def numbers(self) -> Values:
@@ -130,15 +138,20 @@ class _Cells:
 
 
 def read_matrix(
-    path: Path, unit: Unit | None = None, initial: Sequence[float] = (), own: Sequence[int] = ()
+    path: Path,
+    unit: Unit | None = None,
+    initial: Sequence[float] = (),
+    class_tasks: Sequence[int] = (),
 ) -> AccuracyMatrix:
-    """The accuracy matrix in a CSV file: commas, semicolons or tabs; with or without a line and a
-    column of names.
+    """Read the accuracy matrix in a CSV file.
 
-    ``unit``: of the numbers; left out, percent where one is above 1. ``initial``: the untrained
-    model's accuracies, if the file has no row for them. ``own``: where columns are classes, the
-    task of each, counted from 0 or from 1. Raises DataError with the cell's place for what is no
-    accuracy, ConfigError for lists that do not fit.
+    Cells are separated by commas, semicolons or tabs. The file may have a line and a column of
+    names. Raises DataError for a cell that is no accuracy, with its place, and ConfigError for
+    lists of another length than the file has columns.
+
+    unit: the unit of the numbers; by default, percent if a number is above 1.
+    initial: the accuracies of the untrained model, if the file has no row for them.
+    class_tasks: the task of each class, counted from 0 or from 1, if columns are classes.
     """
     cells = _without_labels(_without_names(_read_cells(path)))
     numbers = cells.numbers()
@@ -156,10 +169,10 @@ def read_matrix(
         untrained = percent[0]
         percent = percent[1:]
 
-    columns = _column_names(cells, is_by_class=bool(own))
+    columns = _column_names(cells, is_by_class=bool(class_tasks))
     matrix = AccuracyMatrix(str(path), percent, columns, initial=untrained)
-    if own:
-        matrix = _with_tasks_of_classes(matrix, own)
+    if class_tasks:
+        matrix = _with_class_tasks(matrix, class_tasks)
     _check_rows(matrix)
     notes = _notes(matrix)
     if unit is None:
@@ -193,7 +206,7 @@ def _delimiter(text: str) -> str:
 
 
 def _without_names(cells: _Cells) -> _Cells:
-    """The cells below a first line of names, if there is one."""
+    """Split off a first line of column names, if there is one."""
     if len(cells.rows) < 2 or any(_is_number(cell.strip()) for cell in cells.rows[0]):
         return cells
     names = tuple(cell.strip() for cell in cells.rows[0])
@@ -201,9 +214,7 @@ def _without_names(cells: _Cells) -> _Cells:
 
 
 def _without_labels(cells: _Cells) -> _Cells:
-    """The cells beside a first column of names, or of numbers that count the tasks, if there is
-    one.
-    """
+    """Split off a first column of row names or task numbers, if there is one."""
     labels = [row[0].strip() for row in cells.rows]
     if cells.width < 2 or len(labels) < 2 or not (_are_names(labels) or _count_tasks(labels)):
         return cells
@@ -212,16 +223,15 @@ def _without_labels(cells: _Cells) -> _Cells:
 
 
 def _are_names(labels: Sequence[str]) -> bool:
-    """Whether all but the first, which may be that of an untrained model, are texts."""
+    """Whether all labels are texts; the first one may be the untrained model's."""
     return all(label.lower() not in BLANKS and not _is_number(label) for label in labels[1:])
 
 
 def _count_tasks(labels: Sequence[str]) -> bool:
-    """Whether they are the numbers from 0 or from 1 on."""
+    """Whether the labels are the numbers from 0 or from 1 on."""
     from_zero = [str(row) for row in range(len(labels))]
     from_one = [str(row + 1) for row in range(len(labels))]
-    counts = [from_zero, from_one]
-    return list(labels) in counts
+    return list(labels) in (from_zero, from_one)
 
 
 def _is_number(text: str) -> bool:
@@ -232,7 +242,7 @@ def _is_number(text: str) -> bool:
 
 
 def _check_filled(numbers: Values, cells: _Cells) -> None:
-    """Raises DataError where no cell, or none of a row, has a number."""
+    """Raise DataError if no cell has a number, or no cell of a row."""
     blanks = np.isnan(numbers)
     if blanks.all():
         raise DataError(f"{cells.path}: no number in it; a row is a task's end, a column a task")
@@ -249,7 +259,7 @@ def _likely_unit(numbers: Values) -> Unit:
 
 
 def _check_range(numbers: Values, cells: _Cells, unit: Unit) -> None:
-    """Raises DataError with the place of the first number that is no accuracy."""
+    """Raise DataError for the first number outside the range of accuracies, with its place."""
     largest = {"percent": 100, "share": 1}[unit]
     outside = np.argwhere((numbers < 0) | (numbers > largest))
     if len(outside):
@@ -289,20 +299,20 @@ def _column_names(cells: _Cells, *, is_by_class: bool) -> tuple[str, ...]:
     return tuple(name or number for name, number in pairs)
 
 
-def _with_tasks_of_classes(matrix: AccuracyMatrix, own: Sequence[int]) -> AccuracyMatrix:
-    first = min(own)
-    are_complete = set(own) == set(range(first, max(own) + 1))
-    if len(own) != len(matrix.columns) or first not in (0, 1) or not are_complete:
+def _with_class_tasks(matrix: AccuracyMatrix, class_tasks: Sequence[int]) -> AccuracyMatrix:
+    first = min(class_tasks)
+    are_complete = set(class_tasks) == set(range(first, max(class_tasks) + 1))
+    if len(class_tasks) != len(matrix.columns) or first not in (0, 1) or not are_complete:
         raise ConfigError(
-            f"--class-tasks {','.join(map(str, own))}: give the task of each of the "
+            f"--class-tasks {','.join(map(str, class_tasks))}: give the task of each of the "
             f"{len(matrix.columns)} columns of {matrix.name}, counted from 0 or from 1, none left "
             "out"
         )
-    return replace(matrix, own=tuple(task - first for task in own))
+    return replace(matrix, class_tasks=tuple(task - first for task in class_tasks))
 
 
 def _check_rows(matrix: AccuracyMatrix) -> None:
-    """Raises DataError for more rows than tasks."""
+    """Raise DataError if there are more rows than tasks."""
     rows = len(matrix.percent)
     tasks = int(matrix.column_tasks.max()) + 1
     if rows > tasks:
@@ -314,7 +324,7 @@ def _check_rows(matrix: AccuracyMatrix) -> None:
 
 
 def _notes(matrix: AccuracyMatrix) -> list[str]:
-    """What is remarkable about the cells, as sentences."""
+    """Sentences on cells that the reader may have meant otherwise."""
     notes = []
     rows = len(matrix.percent)
     tasks = int(matrix.column_tasks.max()) + 1
@@ -343,14 +353,14 @@ def _notes(matrix: AccuracyMatrix) -> list[str]:
     return notes
 
 
-# The accuracy matrices of runs with tasks: of a run, or of all runs in a folder.
+# ---- runs with tasks -----------------------------------------------------------------------------
 
 
 def run_matrices(directory: Path) -> list[AccuracyMatrix]:
-    """The matrix of each run in a directory, by task, and by class where tasks differ in these.
+    """Read the matrix of each run in a directory.
 
-    Raises ConfigError where no run in it has tasks that ended, CorruptFile for a run that cannot be
-    read.
+    Columns are classes if each class belongs to one task, else tasks. Raises ConfigError if no run
+    has ended a task, and CorruptFile for a run that cannot be read.
     """
     runs = [run for run in find([directory]) if any(end["task"] for end in run.task_ends)]
     if not runs:
@@ -362,25 +372,24 @@ def run_matrices(directory: Path) -> list[AccuracyMatrix]:
 
 
 def _matrix(run: Run) -> AccuracyMatrix:
-    """The matrix by class, joined with that by task; or that by task alone."""
-    tasks = _task_matrix(run)
+    task_matrix = _task_matrix(run)
     classes: Sequence[Sequence[int]] = run.start["stream"]["classes"]
     ends = _ends(run)
     has_one_test_set = len(ends[0].get("totals", ())) == 1
     distinct = {tuple(of_task) for of_task in classes}
     if not has_one_test_set or len(distinct) < len(classes):
-        return tasks
+        return task_matrix
     task_of_class = {c: task for task, of_task in enumerate(classes) for c in of_task}
     initial = None
     if not run.task_ends[0]["task"]:
         initial = _class_accuracy(run.task_ends[0])
     return AccuracyMatrix(
-        name=tasks.name,
+        name=task_matrix.name,
         percent=np.array([_class_accuracy(end) for end in ends]),
         columns=tuple(run.classes),
-        own=tuple(task_of_class[c] for c in range(len(run.classes))),
+        class_tasks=tuple(task_of_class[c] for c in range(len(run.classes))),
         initial=initial,
-        joined=tasks,
+        measured_task_matrix=task_matrix,
     )
 
 
@@ -394,7 +403,7 @@ def _task_matrix(run: Run) -> AccuracyMatrix:
 
 
 def _ends(run: Run) -> list[dict[str, Any]]:
-    """The events of the ends of tasks; the untrained model's is none."""
+    """The events of the ends of tasks, without the untrained model's event, which has task 0."""
     return [end for end in run.task_ends if end["task"]]
 
 
@@ -406,16 +415,18 @@ def _class_accuracy(end: dict[str, Any]) -> Values:
     return 100 * np.divide(correct, totals, out=unknown, where=totals > 0)
 
 
-# The table of what people call forgetting over time, for one matrix or several, and in which way
-# they part.
+# ---- the table of definitions of forgetting ------------------------------------------------------
 
 
 DIGITS = 2
+"""Decimals of a number."""
+
 CHAUDHRY = next(d for d in TABLE if d.name == "average_forgetting")
-FORWARD_PLACE = 5
-"""The row of forward transfer, which needs the untrained model and so is no ``Definition``."""
-SHOWN_ROWS = 30
-"""Of a matrix with more rows or columns, none is printed."""
+"""The usual definition, with which the others are compared."""
+
+MOST_ROWS = 30
+"""A matrix with more rows or columns than these is not printed."""
+
 UNKNOWN = "–"
 
 
@@ -427,15 +438,15 @@ class MatrixColumn:
     is_by_class: bool
 
     @property
-    def shown(self) -> AccuracyMatrix:
-        """The matrix whose numbers stand in the column."""
+    def accuracies(self) -> AccuracyMatrix:
+        """The matrix from which the numbers of the column are computed."""
         if self.is_by_class:
             return self.matrix
-        return self.matrix.tasks
+        return self.matrix.task_matrix
 
     @property
     def unit(self) -> str:
-        """What the numbers are means over."""
+        """In words, whether the numbers are means over tasks or over classes."""
         if self.is_by_class:
             return "by class"
         return "by task"
@@ -444,38 +455,38 @@ class MatrixColumn:
         """The cell of a definition."""
         if self.is_by_class and not definition.by_class:
             return UNKNOWN
-        matrix = self.shown
-        value = definition.of(matrix.percent, matrix.own)
+        matrix = self.accuracies
+        value = definition.of(matrix.percent, matrix.class_tasks)
         if definition.name == "kept":
-            return _plain(100 * value)
+            return _text(100 * value)
         if definition.name == "worst_forgetting":
-            return f"{_plain(value)}{_worst_column(matrix)}"
-        return _plain(value)
+            return f"{_text(value)}{_worst_column(matrix)}"
+        return _text(value)
 
     @property
     def forward_transfer(self) -> str:
         """The cell of forward transfer."""
-        matrix = self.shown
+        matrix = self.accuracies
         if matrix.initial is None:
             return UNKNOWN
-        value = task_metrics.forward_transfer(matrix.percent, matrix.initial, matrix.own)
-        return _plain(value)
+        value = task_metrics.forward_transfer(matrix.percent, matrix.initial, matrix.class_tasks)
+        return _text(value)
 
 
 def matrix_columns(matrices: Sequence[AccuracyMatrix]) -> list[MatrixColumn]:
-    """Each matrix by task, and by class where its columns are classes."""
+    """A column by task for each matrix, and a column by class if the matrix has classes."""
     columns = []
     for matrix in matrices:
         columns.append(MatrixColumn(matrix, is_by_class=False))
-        if matrix.own is not None:
+        if matrix.class_tasks is not None:
             columns.append(MatrixColumn(matrix, is_by_class=True))
     return columns
 
 
 @dataclass(frozen=True)
 class DefinitionRow:
-    """A line of the table: a number's name, its formula in words, its source, and its value in each
-    of the ``matrix_columns``.
+    """A line of the table: the name of a number, its formula in words, its source, and its values
+    in the ``matrix_columns``.
     """
 
     name: str
@@ -505,30 +516,34 @@ def definition_rows(matrices: Sequence[AccuracyMatrix]) -> list[DefinitionRow]:
     for definition in TABLE:
         numbers = [column.number(definition) for column in columns]
         rows.append(DefinitionRow(definition.name, definition.says, definition.source, numbers))
-    forward = DefinitionRow(
+        if definition.name == "backward_transfer":
+            rows.append(_forward_transfer(columns))
+    return rows
+
+
+def _forward_transfer(columns: Sequence[MatrixColumn]) -> DefinitionRow:
+    """The line of forward transfer, which is no ``Definition``: it needs the untrained model."""
+    return DefinitionRow(
         "forward_transfer",
         "row before a task's own - untrained model; tasks after the first",
         "Lopez-Paz & Ranzato 2017, FWT",
         [column.forward_transfer for column in columns],
     )
-    rows.insert(FORWARD_PLACE, forward)
-    return rows
 
 
 def how_they_differ(matrix: AccuracyMatrix) -> Iterator[str]:
-    """How each other definition of forgetting differs from Chaudhry's on this matrix, by task: a
-    line each.
+    """Lines on how the other definitions of forgetting differ from Chaudhry's on this matrix, by
+    task.
     """
-    percent = matrix.tasks.percent
+    percent = matrix.task_matrix.percent
     usual = CHAUDHRY.of(percent, None)
     if math.isnan(usual):
         return
     for definition in TABLE:
-        if definition.differs:
-            value = definition.of(percent, None)
-            if not math.isnan(value):
-                distance = _distance(value - usual)
-                yield f"{definition.name}: {_plain(value)}, {distance}; {definition.differs}"
+        value = definition.of(percent, None)
+        if definition.differs and not math.isnan(value):
+            distance = _distance(value - usual)
+            yield f"{definition.name}: {_text(value)}, {distance}; {definition.differs}"
 
 
 def _distance(difference: float) -> str:
@@ -542,31 +557,29 @@ def _distance(difference: float) -> str:
 
 
 def matrix_rows(matrix: AccuracyMatrix) -> list[list[str]]:
-    """The matrix itself, a row for each task's end, the untrained model's first; nothing of a large
-    one.
-    """
-    if max(matrix.percent.shape) > SHOWN_ROWS:
+    """The rows of a matrix as texts, the untrained model's first; none for a large matrix."""
+    if max(matrix.percent.shape) > MOST_ROWS:
         return []
     rows = []
     if matrix.initial is not None:
-        rows.append(["untrained", *map(_plain, matrix.initial)])
+        rows.append(["untrained", *map(_text, matrix.initial)])
     for task, row in enumerate(matrix.percent, 1):
-        rows.append([f"after task {task}", *map(_plain, row)])
+        rows.append([f"after task {task}", *map(_text, row)])
     return rows
 
 
 def _worst_column(matrix: AccuracyMatrix) -> str:
     """The name of the column with the worst forgetting, in brackets; empty without any."""
-    worst = task_metrics.worst_forgetting(matrix.percent, matrix.own)[1]
+    worst = task_metrics.worst_forgetting(matrix.percent, matrix.class_tasks)[1]
     if worst is None:
         return ""
-    # it is counted among the columns whose task has come
+    # The index counts only the columns whose task has come.
     has_come = np.flatnonzero(matrix.column_tasks < len(matrix.percent))
     return f" ({matrix.columns[int(has_come[worst])]})"
 
 
-def _plain(value: float) -> str:
+def _text(value: float) -> str:
     if math.isnan(value):
         return UNKNOWN
-    # no minus before a zero
+    # Adding 0 removes the sign of a negative zero.
     return f"{value + 0.0:.{DIGITS}f}"

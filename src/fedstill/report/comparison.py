@@ -1,5 +1,5 @@
-"""Runs side by side, for Python and for notebooks: the table that ``fedstill compare`` prints, and
-as data frames.
+"""Comparisons in Python and in notebooks: ``Comparison`` shows runs that exist, and ``compare``
+carries them out, as ``fedstill compare`` does.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ if TYPE_CHECKING:
     import pandas
 
 
+# ---- runs that exist -----------------------------------------------------------------------------
+
 WIDTH = 160
-"""Columns of the table as text."""
+"""The width of the table as text, in characters."""
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Runs, grouped by all their settings but the seed: ``groups``. In a notebook it shows its
-    table.
+    """Groups of runs that differ only in their seed. A notebook shows the comparison as a table.
 
     >>> Comparison([])
     <Comparison of 0 runs>
@@ -68,28 +69,34 @@ class Comparison:
 
     @staticmethod
     def of(*runs: Result | Path | str) -> Comparison:
-        """Some runs: results, directories of runs, or directories with runs below them, finished or
-        not.
+        """Compare runs, finished or not.
 
-        Raises ConfigError for a directory without runs, CorruptFile for a run that cannot be read.
+        Raises ConfigError for a directory without runs, and CorruptFile for a run that cannot be
+        read.
+
+        runs: results, directories of runs, or directories with runs below them.
         """
-        return Comparison(
-            groups([run.directory if isinstance(run, Result) else named_path(run) for run in runs])
-        )
+        folders = []
+        for run in runs:
+            if isinstance(run, Result):
+                folders.append(run.directory)
+            else:
+                folders.append(named_path(run))
+        return Comparison(groups(folders))
 
     def table(self) -> pandas.DataFrame:
-        """One row for each group: means over seeds, and ``..._std``, their sample standard
-        deviation from two on.
+        """A row for each group: the mean of each number over seeds, and its sample standard
+        deviation, ``..._std``, if there are at least two.
 
-        Accuracies and forgetting are shares in [0, 1]; what was not measured is missing. ``seeds``:
-        over how many; ``runs`` has the runs themselves.
+        Accuracies and forgetting are shares in [0, 1]. Numbers that were not measured are missing.
+        ``seeds`` is the number of runs; the method ``runs`` returns a row for each.
         """
         columns = [*COLUMNS, *own_columns(self.groups)]
-        return data_frame([_of_group(group, columns) for group in self.groups])
+        return data_frame([_group_row(group, columns) for group in self.groups])
 
     def runs(self) -> pandas.DataFrame:
-        """One row for each run: its group, seed and directory, whether it is finished, rounds done,
-        and its numbers.
+        """A row for each run: its group, seed and directory, whether it is finished, the number of
+        its rounds, and its numbers.
         """
         rows = []
         for group in self.groups:
@@ -113,7 +120,7 @@ class Comparison:
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
-        """The comparison in a notebook: its table, and what each class has lost."""
+        """The comparison in a notebook: its table, and the forgetting of each class."""
         if not self.groups:
             return notebook("no runs", {})
         runs = sum(len(group.runs) for group in self.groups)
@@ -127,7 +134,7 @@ class Comparison:
         classes = next((group.classes for group in self.groups if group.classes), [])
         lost = {}
         for group in self.groups:
-            losses = _mean_loss_by_class(group)
+            losses = _mean_forgetting_by_class(group)
             if group.classes == classes and losses and not np.isnan(losses).all():
                 lost[group.label] = losses
         if not lost:
@@ -146,14 +153,16 @@ class Comparison:
         return [notebook_table(head, rows, "; ".join(filter(None, notes)))]
 
 
-def _mean_loss_by_class(group: Group) -> list[float]:
-    """What each class lost, the mean over the group's seeds; empty without a round."""
+def _mean_forgetting_by_class(group: Group) -> list[float]:
+    """The forgetting of each class, mean over the group's seeds; empty without a round."""
     losses = [lost_by_class(run.rounds) for run in group.started]
-    means: list[float] = np.mean(losses, axis=0).tolist() if losses else []
+    if not losses:
+        return []
+    means: list[float] = np.mean(losses, axis=0).tolist()
     return means
 
 
-def _of_group(group: Group, columns: Sequence[Column]) -> dict[str, Any]:
+def _group_row(group: Group, columns: Sequence[Column]) -> dict[str, Any]:
     """Mean and standard deviation of each number of a group."""
     row: dict[str, Any] = {
         "group": group.label,
@@ -164,12 +173,13 @@ def _of_group(group: Group, columns: Sequence[Column]) -> dict[str, Any]:
         spread = group.mean_spread(column.key)
         if spread:
             row[column.key] = spread.mean
-            row[f"{column.key}_std"] = spread.std if spread.runs > 1 else None
+            row[f"{column.key}_std"] = None
+            if spread.runs > 1:
+                row[f"{column.key}_std"] = spread.std
     return row
 
 
-# Several methods, settings and seeds side by side: from Python, and what the command ``compare``
-# shares with that.
+# ---- runs to carry out ---------------------------------------------------------------------------
 
 
 @process_settings()
@@ -185,17 +195,19 @@ def compare(
     debug: bool = False,
     quiet: bool = False,
 ) -> Comparison:
-    """Run methods × a grid × seeds, several runs at once, as ``fedstill compare`` does, and compare
-    them.
+    """Carry out runs for all methods, all values of a grid and all seeds, and compare them.
 
-    ``methods``, ``seeds``: unset, the experiment's. ``grid``: values by key, e.g.
-    ``{"method.beta": [0.1, 1]}``.
-    ``out``: the folder of the runs; unset, one is made under ``runs/``. The report and tables are
-    written there. The same call goes on where it was stopped; finished runs are left
-    alone. ``jobs``: how many runs at once, at least 1; unset, one a core. ``track``: trackers by
-    name. ``overwrite``, ``debug``: as for ``run``. ``quiet``: no progress. Raises ConfigError
-    before anything is trained, RunsFailed when all runs have ended and some of them failed, and
-    Interrupted after Ctrl-C.
+    The report and the tables are written to the folder of the runs. If the call is stopped, the
+    same call continues; finished runs are not repeated. Raises ConfigError before anything is
+    trained, RunsFailed after the last run if runs failed, and Interrupted after Ctrl-C.
+
+    methods, seeds: by default, those of the experiment.
+    grid: values by key, such as ``{"method.beta": [0.1, 1]}``.
+    out: the folder of the runs; by default, a new folder under ``runs/``.
+    jobs: the number of runs at a time, at least 1; by default, one per core.
+    track: names of trackers.
+    overwrite, debug: as for ``run``.
+    quiet: whether to print no progress.
     """
     methods, seeds, grid = plain_value(methods), plain_value(seeds), plain_value(grid)
     if isinstance(methods, str) or isinstance(seeds, int):
@@ -206,18 +218,20 @@ def compare(
         raise ConfigError(f"jobs = {jobs} must be at least 1")
     folder = named_path(out) if out else new_folder("compare")
     runs = variants(experiment, folder, methods, seeds, grid)
-    _check_lives(runs)
+    _check_importable(runs)
     unpack_if_packed(folder)
-    tracked = [track] if isinstance(track, str) else track
+    if isinstance(track, str):
+        track = [track]
     with claimed(folder):
-        with _main_hidden():
-            how = {"quiet": quiet, "debug": debug, "overwrite": overwrite}
-            outcomes = followed_outcomes(runs, jobs, track=tracked, **how)
-        begun = begun_of(runs, outcomes)
-        if begun:
-            write_files(begun, folder)
+        with _without_main_module():
+            outcomes = followed_outcomes(
+                runs, jobs, quiet=quiet, debug=debug, overwrite=overwrite, track=track
+            )
+        started = started_folders(runs, outcomes)
+        if started:
+            write_files(started, folder)
     _raise_unless_finished(outcomes, folder)
-    return Comparison.of(*begun)
+    return Comparison.of(*started)
 
 
 def followed_outcomes(
@@ -229,70 +243,81 @@ def followed_outcomes(
     overwrite: bool = False,
     track: Sequence[str] = (),
 ) -> list[Outcome]:
-    """Do the runs, and show how far they are unless ``quiet``."""
-    device = "cuda" if any(v.settings.device == "cuda" for v in runs) else "cpu"
+    """Carry out the runs, and show their progress unless ``quiet``."""
+    device = "cpu"
+    if any(variant.settings.device == "cuda" for variant in runs):
+        device = "cuda"
     with followed_runs(quiet) as shown:
         return carry_out_runs(
             runs, jobs or jobs_that_fit(device), shown.show, debug, overwrite, track
         )
 
 
-def begun_of(runs: Sequence[Variant], outcomes: Sequence[Outcome]) -> list[Path]:
-    """The folders of the runs that have done a round, and of those beside them that failed in the
-    first.
+def started_folders(runs: Sequence[Variant], outcomes: Sequence[Outcome]) -> list[Path]:
+    """The folders of the runs to compare: those that have completed a round, and those that failed
+    in their first round if another seed of the same settings completed one.
 
-    Not those of runs that others only start from, nor of a row none of whose runs has done a round.
+    Runs that only provide a start for other runs are left out.
     """
-    asked = {v.folder for v in runs}
-    there = [o for o in outcomes if o.variant.folder in asked]
-    rows = {o.variant.label for o in there if o.done}
-    return [
-        o.variant.folder
-        for o in there
-        if o.done or (o.variant.label in rows and _failed_at_once(o))
-    ]
+    folders = {variant.folder for variant in runs}
+    compared = [outcome for outcome in outcomes if outcome.variant.folder in folders]
+    labels = {outcome.variant.label for outcome in compared if outcome.done}
+    started = []
+    for outcome in compared:
+        is_beside_others = outcome.variant.label in labels
+        if outcome.done or (is_beside_others and _failed_in_first_round(outcome)):
+            started.append(outcome.variant.folder)
+    return started
 
 
-def _failed_at_once(outcome: Outcome) -> bool:
-    """Whether a run began and failed in its first round; its folder may hold another run, or a
-    damaged one.
+def _failed_in_first_round(outcome: Outcome) -> bool:
+    """Whether the run started and failed before it completed a round.
+
+    False if the folder holds a run with other settings, or a damaged run.
     """
     config = outcome.variant.folder / CONFIG
     if not outcome.problem or not config.is_file():
         return False
     try:
-        own = read_file(config).decode() == outcome.variant.settings.toml
-        return own and not read_run(outcome.variant.folder).rounds
-    except (CorruptFile, OSError, UnicodeDecodeError):  # which is the problem that is said
+        has_these_settings = read_file(config) == outcome.variant.settings.toml.encode()
+        return has_these_settings and not read_run(outcome.variant.folder).rounds
+    except (CorruptFile, OSError, UnicodeDecodeError):
+        # The outcome's problem already reports it.
         return False
 
 
-def write_files(begun: Sequence[Path], folder: Path) -> Path:
-    """Write the report of some runs, and their tables as files; the report's path."""
-    page = write_page(begun, folder / "report.html")
-    write_tables(groups(begun), folder / "tables")
+def write_files(runs: Sequence[Path], folder: Path) -> Path:
+    """Write the report and the tables of runs to a folder; returns the path of the report."""
+    page = write_page(runs, folder / "report.html")
+    write_tables(groups(runs), folder / "tables")
     return page
 
 
 def _raise_unless_finished(outcomes: Sequence[Outcome], folder: Path) -> None:
-    failures = [outcome for outcome in outcomes if outcome.problem]
-    failed = [f"{one.variant.label}, seed {one.variant.seed}: {one.problem}" for one in failures]
+    """Raise RunsFailed if a run failed, and Interrupted if a run is unfinished."""
+    failed = [outcome for outcome in outcomes if outcome.problem]
     if failed:
-        many = f"{len(failed)} of {len(outcomes)} runs failed"
-        todo = f"the others: fedstill.Comparison.of({str(folder)!r})"
-        raise RunsFailed(f"{many}: {'; '.join(failed)}; {todo}")
-    if left := sum(o.state != "finished" for o in outcomes):
+        problems = [f"{o.variant.label}, seed {o.variant.seed}: {o.problem}" for o in failed]
+        raise RunsFailed(
+            f"{len(failed)} of {len(outcomes)} runs failed: {'; '.join(problems)}; the others: "
+            f"fedstill.Comparison.of({str(folder)!r})"
+        )
+    unfinished = sum(outcome.state != "finished" for outcome in outcomes)
+    if unfinished:
         raise Interrupted(
-            f"stopped; the same call with out={str(folder)!r} goes on with {left} of "
+            f"stopped; the same call with out={str(folder)!r} goes on with {unfinished} of "
             f"{len(outcomes)} runs"
         )
 
 
-def _check_lives(runs: Sequence[Variant]) -> None:
-    """Runs are done by other processes, which cannot import what exists in this one only."""
-    lives = {name for run in runs for name in run.settings.live_names}
-    if lives:
-        names = ", ".join(sorted(name.removeprefix("python:") for name in lives))
+def _check_importable(runs: Sequence[Variant]) -> None:
+    """Raise ConfigError for classes and functions that exist in this process only.
+
+    Runs are processes of their own, which import what they need.
+    """
+    live_names = {name for run in runs for name in run.settings.live_names}
+    if live_names:
+        names = ", ".join(sorted(name.removeprefix("python:") for name in live_names))
         raise ConfigError(
             f"the runs of a comparison are processes of their own and cannot import {names}: put "
             "it in a file"
@@ -300,8 +325,12 @@ def _check_lives(runs: Sequence[Variant]) -> None:
 
 
 @contextmanager
-def _main_hidden() -> Iterator[None]:
-    """A script's processes do not execute the script again: nothing that they do is in it."""
+def _without_main_module() -> Iterator[None]:
+    """Replace the module ``__main__`` by an empty one.
+
+    Otherwise each process of a run would execute the script that started the comparison, and so
+    start it again. The processes use nothing of the script.
+    """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
