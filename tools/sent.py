@@ -19,5 +19,5 @@ def sent_table() -> str:
         summed = Permit.LINEAR_AGGREGATE in registry.lookup("method", method).build().permits
         rows.setdefault((*cells(method), "yes" if summed else "no"), []).append(f"`{method}`")
     lines = [f"| {', '.join(names)} | {' | '.join(row)} |" for row, names in rows.items()]
-    head = "| method | beside models | of it, made from labels | models as a secure sum |"
+    head = "| method | in addition to models | made from labels | models as a secure sum |"
     return "\n".join([head, "|---|---|---|---|", *lines, ""])

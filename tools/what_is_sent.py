@@ -120,7 +120,11 @@ def cells(method: str) -> tuple[str, str]:
 def shape_of(group: Group) -> str:
     """The shape of a tensor; that of a model for named ones; nothing for a number."""
     if isinstance(group, Mapping):
-        return shape_of(*group.values()) if len(group) == 1 else ", as large as a model's part"
+        return (
+            shape_of(*group.values())
+            if len(group) == 1
+            else ", in the shape of the sent parameters"
+        )
     return (
         f" ({', '.join(LETTERS.get(n, str(n)) for n in group.shape)})"
         if isinstance(group, Tensor)

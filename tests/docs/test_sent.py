@@ -12,7 +12,7 @@ from tools.sent import cells
         ("fedavg", "nothing", "nothing"),
         ("fedadkd", "`gini`", "`gini`"),
         ("dsfl", "`logits` (P, C)", "nothing"),
-        ("feddc", "`labels` (C), `change`, as large as a model's part", "`labels`"),
+        ("feddc", "`labels` (C), `change`, in the shape of the sent parameters", "`labels`"),
     ],
 )
 def test_some_of_it_by_hand(method: str, beside: str, told: str) -> None:
