@@ -19,7 +19,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.label_counts import census_stage
 from fedstill.core.records import Payload, Stage
 from fedstill.flower import fleet as arriving
-from fedstill.flower.fleet import Fleet, Patience, unfolded
+from fedstill.flower.fleet import UNREADABLE, Fleet, Patience, unfolded
 from fedstill.flower.messages import Request, SiteReply, content, require_flower
 from fedstill.flower.remote_runs import ReplyLimits
 from fedstill.running.preparation import prepare
@@ -210,7 +210,7 @@ def test_a_reply_that_flower_cannot_read_is_one_clients_failure(
     server = Server(2)
     beside(lambda: server.answer(0, alone(kind, body)), lambda: server.answer(1, good(1)))
     bad, other = asked(server, Patience(deadline=20, retries=0))
-    assert bad.startswith("answered with no answer: ")
+    assert bad.startswith(f"{UNREADABLE}: ")
     assert said in bad
     assert other == ""
 
@@ -241,7 +241,7 @@ def test_a_reply_over_the_limit_is_refused_before_all_of_it_is_here(
         lambda: server.answer(0, good(0, size=100_000)), lambda: server.answer(1, good(1, size=100))
     )
     large, small = asked(server, Patience(deadline=20, retries=0, max_bytes=1 << 16))
-    assert large.startswith("answered with no answer: the message has ")
+    assert large.startswith(f"{UNREADABLE}: ")
     assert "over the limit of 65536" in large
     assert small == ""
 

@@ -15,7 +15,14 @@ import toys
 from fedstill.cli import call
 from fedstill.config.experiment import from_tree
 from fedstill.config.resolve import settle
-from fedstill.core.errors import ClientFailed, ConfigError, CorruptFile, Diverged, TooFewReplies
+from fedstill.core.errors import (
+    ClientFailed,
+    ConfigError,
+    CorruptFile,
+    Diverged,
+    TooFewReplies,
+    UntrustedCode,
+)
 from fedstill.core.label_counts import Census
 from fedstill.running import journal as journals
 from fedstill.running.recording import Quiet
@@ -219,8 +226,10 @@ def test_a_file_that_was_mended_is_another_run(tmp_path: Path) -> None:
         run(experiment, tmp_path / "run", toys.blobs())
     path = tmp_path / "mine.py"
     path.write_text(path.read_text() + "# mended\n")
-    with pytest.raises(CorruptFile, match=r"mine\.py"):
+    with pytest.raises(UntrustedCode, match=r"mine\.py"):
         resume(tmp_path / "run", toys.blobs())
+    with pytest.raises(CorruptFile, match=r"mine\.py"):
+        resume(tmp_path / "run", toys.blobs(), trust_code=True)
 
 
 class ClosesAfter(Quiet):

@@ -231,7 +231,7 @@ def _ids(tree: Any) -> Iterator[str]:
         yield node.object_id
 
 
-UNREADABLE = "answered with no answer"
+UNREADABLE = "sent an invalid reply"
 
 GRACE = 5.0
 """Seconds by which a message outlives its stage: that the deadline has passed is then ours to say,
