@@ -319,7 +319,7 @@ def test_a_method_of_ones_own_is_measured_if_it_says_what_is_sent(tmp_path: Path
 
 def test_clients_that_remember_no_model_are_named() -> None:
     with pytest.raises(FedstillError, match="leakage: client 3"):
-        leakage._behind_logits(Payload(visits=1), 3)
+        leakage._model_of_logits(Payload(visits=1), 3)
 
 
 def test_every_engine_gives_the_same(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""The measure ``leakage``: how well it can be told, from what clients send, which examples they
-trained on; and a lower bound on a mechanism's epsilon, from its outputs with and without a canary.
+"""Attacks on privacy: the measure ``leakage``, which infers from uploads which examples clients
+trained on, and a lower bound on a mechanism's epsilon, from its outputs with and without a canary.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from fedstill.metrics.membership import LEAST_OUT, attack, confidences, likeliho
 from fedstill.metrics.values import Values
 from fedstill.privacy.noise import GROUP, Privacy
 
+# ---- membership inference ------------------------------------------------------------------------
+
 MOST = 2000
-"""The most members that are tried in a stage, shared equally among its clients."""
+"""The most members that the attacks use in a stage, shared equally among its clients."""
 
 
 @register("measure", "leakage")
@@ -35,86 +37,91 @@ class Leakage(Measure):
     """Membership inference: how well the server can recognise training examples from uploads and
     from the global model.
 
-    Members are clients' training examples, 2,000 at most; the others are as many test examples of
-    the same classes. So the classes that a client has give nothing away, which alone would name
-    most members where labels are uneven: what is asked is which of two images of a class was
-    trained on. Two attacks, with one threshold for all clients: the loss, and its likelihood ratio
-    to what the other clients of the stage sent, if these are three or more. Formulas and sources
-    are in ``metrics/membership.py``. In the journal: ``seen``, by what the server sees; ``raw``, by
-    the same before ``[privacy]``, if that is on; ``global``, at the end of a round, by the loss
-    under the server's model, on members of all clients.
-    Source: the question is left open by HiPer-FedKD, section 5.1.
-    Reading: where models are sent, the attack is on the model that was sent. Where logits on public
-    images are sent, it is the worst case: a server that chooses the public images plants those that
-    it asks about. So it is on what a client would send if they were public: its model's logits, as
-    its method sends them (standardised, say), clipped and with noise as ``[privacy]`` says. Nothing
-    is planted in the run. Logits on images that really are public give less away; ``global`` is the
-    model that learned from those. Any method can be measured whose clients send models
-    (``params``), or ``logits`` of a model that they remember as ``params`` if the method says by
-    ``sent_logits(logits)`` what is sent of them. Others are refused by name: of prototypes or of
-    logits that are made in an unknown way it cannot be told what planted images would have given.
-    Reading: all numbers that are sent are read as logits, also DS-FL's probabilities: their order
-    is nearly the same.
-    Reading: it is on one upload. Who asks for the same again averages the noise; epsilon counts
-    that.
-    Reading: the other clients are a poor sample of models that did not see an example: their
-    classes differ, and they started from a model that other rounds have shown it. Who trains models
-    for the attack finds more. Intervals count examples as independent, though a test image may
-    stand beside two clients' members.
+    Members are at most 2,000 training examples of clients. For each member there is another
+    example of the same class, from the test set. So an attack must tell two examples of a class
+    apart; it gains nothing from knowing which classes a client has. There are two attacks, each
+    with one threshold for all clients: by the loss, and by the ratio of its likelihood to that
+    under the uploads of the other clients, if these are at least three. ``metrics/membership.py``
+    has formulas and sources.
+
+    In the journal, ``seen`` are the attacks on what the server sees, and ``raw`` those on the same
+    before ``[privacy]``, if that is on. ``global`` is the attack by the loss under the server's
+    model at the end of a round, on members of all clients.
+
+    Source: HiPer-FedKD, section 5.1, leaves the question open.
+    Reading: if clients send models, the attacks use these models. If clients send logits on public
+    images, the attacks assume the worst case: a server that chooses the public images and plants
+    the examples in question. So they use the logits that the client would send on these examples,
+    as its method sends them (for example standardised), clipped and with noise as in ``[privacy]``.
+    Nothing is planted in the run. Logits on images that are really public reveal less; ``global``
+    is the model that learned from those. Any method can be measured whose clients send models
+    (``params``), or ``logits`` of a model that they keep as ``params`` if the method defines
+    ``sent_logits(logits)``. Other methods are rejected: of prototypes, for example, it is unknown
+    what planted images would have given.
+    Reading: all uploads of numbers are treated as logits, also the probabilities of DS-FL, whose
+    order is nearly the same.
+    Reading: the attacks use one upload. A server that asks several times averages the noise;
+    epsilon accounts for that.
+    Reading: the other clients are a poor sample of models that did not see an example. Their
+    classes differ, and they started from a model that other rounds have shown the example. An
+    attacker who trains models finds more. Intervals treat examples as independent, although one
+    test example may be paired with members of two clients.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"test", "client_data", "uploads"})
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
-        """The attacks on the stage's uploads, if there are any; at the end of a round on the global
-        model, too.
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
+        """The attacks on the stage's uploads, if there are any, and at the end of a round on the
+        global model.
         """
-        models = dict(_models(seen, context))
-        event: dict[str, Any] = {}
+        models = dict(_uploaded_models(result, context))
+        fields: dict[str, Any] = {}
         if models:
-            event |= _on_uploads(models, seen.stage, context)
-        if seen.ends_round:
-            event |= _on_global(seen, context)
-        return event or None
+            fields |= _attacks_on_uploads(models, result.stage, context)
+        if result.ends_round:
+            fields |= _attack_on_global_model(result, context)
+        return fields or None
 
-    def examples(self, test: int, clients: int, own: int) -> int:
-        """The candidates of all clients under each client's model, and once under the global
-        one.
-        """
-        return 2 * min(own, test * clients, MOST) * (clients + 1)
+    def examples(self, test: int, clients: int, client_examples: int) -> int:
+        """The candidates of all clients, under each client's model and under the global model."""
+        return 2 * min(client_examples, test * clients, MOST) * (clients + 1)
 
 
 @dataclass(frozen=True)
 class _Candidates:
-    """Members, then as many others, and to which client each belongs: (2n,) examples and ids.
+    """The examples of an attack (2n,): n members, then n other examples.
 
-    The i-th of the others is of the class of the i-th member and belongs to the same client.
+    The i-th other example has the class of the i-th member, and belongs to the same client.
+
+    owners: the client of each example (2n,).
     """
 
     examples: Examples
     owners: NDArray[np.int64]
 
     def attack(self, scores: Values) -> dict[str, Any]:
-        """An attack by these scores (2n,), as numbers."""
-        return attack(*np.split(scores, 2))
+        """The numbers of an attack by scores (2n,), which should be higher for members."""
+        member_scores, other_scores = np.split(scores, 2)
+        return attack(member_scores, other_scores)
 
 
-def _models(seen: StageResult, context: EvaluationContext) -> Iterator[tuple[int, Tensors]]:
-    """The models that a stage's replies hold, or whose logits they hold, by client."""
-    for reply in seen.accepted:
+def _uploaded_models(
+    result: StageResult, context: EvaluationContext
+) -> Iterator[tuple[int, Tensors]]:
+    """Each client that sent a model or its logits, and this model."""
+    for reply in result.accepted:
         if reply.client == SERVER:
             continue
         if "params" in reply.content:
             yield reply.client, reply.content.params
-        elif (
-            GROUP in reply.content
-            and isinstance(context.method, SaysLogits)
-            and context.remembered is not None
-        ):
-            yield reply.client, _behind_logits(context.remembered(reply.client), reply.client)
+            continue
+        has_logits = GROUP in reply.content and isinstance(context.method, SaysLogits)
+        if has_logits and context.remembered is not None:
+            client_state = context.remembered(reply.client)
+            yield reply.client, _model_of_logits(client_state, reply.client)
 
 
-def _behind_logits(client_state: Payload, client: int) -> Tensors:
+def _model_of_logits(client_state: Payload, client: int) -> Tensors:
     if "params" not in client_state:
         raise FedstillError(
             f"measure leakage: client {client} sent logits and remembers no model, a group 'params'"
@@ -122,88 +129,102 @@ def _behind_logits(client_state: Payload, client: int) -> Tensors:
     return client_state.params
 
 
-def _on_uploads(
+def _attacks_on_uploads(
     models: Mapping[int, Tensors], stage: Stage, context: EvaluationContext
 ) -> dict[str, Any]:
-    """The attacks on models that were sent, or whose logits were, by client."""
-    tried = _candidates(list(models), stage, context)
-    if tried is None:
+    """The attacks on models that clients sent, or whose logits they sent."""
+    clients = list(models)
+    candidates = _candidates(clients, stage, context)
+    if candidates is None:
         return {}
-    told = [
-        _told(client, params, tried.examples, stage, context) for client, params in models.items()
-    ]
-    raw, seen = (
-        np.stack([confidences(t, tried.examples.labels) for t in side])
-        for side in zip(*told, strict=True)
-    )
-    with_members = list(dict.fromkeys(tried.owners.tolist()))
-    own = _by_loss(seen, list(models), tried)
-    before_protection = {}
-    if _privacy_of(context).protects_logits:
-        before_protection["raw"] = _attacks(raw, list(models), tried)
-    return {
-        "members": len(own) // 2,
-        "clients": with_members,
-        "client_auc": [tried.attack(own[tried.owners == c])["auc"] for c in with_members],
-        "seen": _attacks(seen, list(models), tried),
-        **before_protection,
+    labels = candidates.examples.labels
+    raw_rows = []
+    seen_rows = []
+    for client, params in models.items():
+        upload = _upload(client, params, candidates.examples, stage, context)
+        raw_rows.append(confidences(upload.raw, labels))
+        seen_rows.append(confidences(upload.seen, labels))
+    seen = np.stack(seen_rows)
+
+    owners = list(dict.fromkeys(candidates.owners.tolist()))
+    scores = _scores_by_loss(seen, clients, candidates)
+    client_attacks = [candidates.attack(scores[candidates.owners == owner]) for owner in owners]
+    fields = {
+        "members": len(scores) // 2,
+        "clients": owners,
+        "client_auc": [client_attack["auc"] for client_attack in client_attacks],
+        "seen": _attacks(seen, clients, candidates),
     }
+    if _privacy_of(context).protects_logits:
+        fields["raw"] = _attacks(np.stack(raw_rows), clients, candidates)
+    return fields
 
 
-def _attacks(phi: Values, clients: Sequence[int], tried: _Candidates) -> dict[str, Any]:
-    """Both attacks, from the confidences (clients, 2n) of all in all; one, if there are too few
-    other clients.
+def _attacks(phi: Values, clients: Sequence[int], candidates: _Candidates) -> dict[str, Any]:
+    """Both attacks, or the one by the loss if there are too few other clients.
+
+    phi: the confidence of each client's upload in each candidate (clients, 2n).
     """
-    out = {"loss": tried.attack(_by_loss(phi, clients, tried))}
+    attacks = {"loss": candidates.attack(_scores_by_loss(phi, clients, candidates))}
     if len(clients) > LEAST_OUT:
-        out["likelihood_ratio"] = tried.attack(_by_ratio(phi, clients, tried))
-    return out
+        scores = _scores_by_ratio(phi, clients, candidates)
+        attacks["likelihood_ratio"] = candidates.attack(scores)
+    return attacks
 
 
-def _by_loss(phi: Values, clients: Sequence[int], tried: _Candidates) -> Values:
-    """Of each candidate (2n,) the confidence of the client that it belongs to."""
-    scores = np.zeros(len(tried.owners))
+def _scores_by_loss(phi: Values, clients: Sequence[int], candidates: _Candidates) -> Values:
+    """For each candidate (2n,), the confidence of its client's upload in it."""
+    scores = np.zeros(len(candidates.owners))
     for row, client in enumerate(clients):
-        mine = tried.owners == client
-        scores[mine] = phi[row, mine]
+        is_owned = candidates.owners == client
+        scores[is_owned] = phi[row, is_owned]
     return scores
 
 
-def _by_ratio(phi: Values, clients: Sequence[int], tried: _Candidates) -> Values:
-    """The same, compared with the other clients' confidences in it."""
-    scores = np.zeros(len(tried.owners))
+def _scores_by_ratio(phi: Values, clients: Sequence[int], candidates: _Candidates) -> Values:
+    """The same confidences, compared with those of the other clients' uploads."""
+    scores = np.zeros(len(candidates.owners))
     for row, client in enumerate(clients):
-        mine = tried.owners == client
-        if mine.any():
-            scores[mine] = likelihood_ratios(phi[row, mine], np.delete(phi, row, 0)[:, mine])
+        is_owned = candidates.owners == client
+        if is_owned.any():
+            other_clients = np.delete(phi, row, 0)
+            scores[is_owned] = likelihood_ratios(phi[row, is_owned], other_clients[:, is_owned])
     return scores
 
 
-def _on_global(seen: StageResult, context: EvaluationContext) -> dict[str, Any]:
-    """The loss under the server's model, if there is one and it was trained."""
-    params = seen.after.params
+def _attack_on_global_model(result: StageResult, context: EvaluationContext) -> dict[str, Any]:
+    """The attack by the loss under the server's model, if there is a model and it was trained."""
+    params = result.after.params
     if not params or same_bits(params, context.world.initial(SERVER)):
         return {}
-    tried = _candidates(range(context.world.clients), seen.stage, context)
-    if tried is None:
+    candidates = _candidates(range(context.world.clients), result.stage, context)
+    if candidates is None:
         return {}
-    logits = context.passes().logits(params, tried.examples, seen.after.model)
-    scores = confidences(logits, tried.examples.labels)
-    return {"global": {"members": len(scores) // 2, "loss": tried.attack(scores)}}
+    logits = context.passes().logits(params, candidates.examples, result.after.model)
+    scores = confidences(logits, candidates.examples.labels)
+    return {"global": {"members": len(scores) // 2, "loss": candidates.attack(scores)}}
 
 
-def _told(
-    client: int, params: Tensors, images: Examples, stage: Stage, context: EvaluationContext
-) -> tuple[Tensor, Tensor]:
-    """What a client's upload says of images (n, C): before ``[privacy]``, and as the server sees
-    it.
+@dataclass(frozen=True)
+class _Upload:
+    """What a client would send on some examples (n, C): before ``[privacy]``, and as the server
+    sees it.
     """
-    logits = context.passes().logits(params, images, context.world.model(client)).cpu()
-    sent = logits
+
+    raw: Tensor
+    seen: Tensor
+
+
+def _upload(
+    client: int, params: Tensors, examples: Examples, stage: Stage, context: EvaluationContext
+) -> _Upload:
+    logits = context.passes().logits(params, examples, context.world.model(client)).cpu()
+    raw = logits
     if isinstance(context.method, SaysLogits):
-        sent = context.method.sent_logits(logits)
+        raw = context.method.sent_logits(logits)
     seed = seed_for(context.world.seed, stage.round, stage.index, client, "leakage noise")
-    return sent, _privacy_of(context).protect(Payload({GROUP: sent}), seed).tensor(GROUP)
+    protected = _privacy_of(context).protect(Payload({GROUP: raw}), seed)
+    return _Upload(raw, protected.tensor(GROUP))
 
 
 def _privacy_of(context: EvaluationContext) -> Privacy:
@@ -216,56 +237,64 @@ def _privacy_of(context: EvaluationContext) -> Privacy:
 def _candidates(
     clients: Sequence[int], stage: Stage, context: EvaluationContext
 ) -> _Candidates | None:
-    """The same in every round; None if there are none: no client has an example of a class that has
-    test examples.
+    """The candidates of an attack, the same in every round.
+
+    None if no client has an example of a class that has test examples.
     """
     labels = context.test.labels.cpu()
     order = torch.randperm(len(labels), generator=context.draw("leakage others"))
-    # of each class, those taken last at the end
-    left = [order[labels[order] == c] for c in range(context.world.classes)]
-    inside = []
-    outside = []
+    # Test examples by class. Used ones move to the end, so that all are used equally often.
+    queues = [order[labels[order] == label] for label in range(context.world.classes)]
+    members = []
+    others = []
     owners = []
+    most_of_client = -(-MOST // len(clients))
     for client in clients:
-        own = _trained_on(client, stage, context)
-        mixed = torch.randperm(len(own), generator=context.draw(f"leakage {client}"))[
-            : -(-MOST // len(clients))
-        ]
-        classes = own.labels.cpu()[mixed]
-        for c, there in enumerate(left):
-            mine = mixed[classes == c][: len(there)]
-            inside.append(own.take(mine))
-            outside.append(context.test.take(there[: len(mine)]))
-            owners += [client] * len(mine)
-            left[c] = there.roll(-len(mine))
+        trained = _trained_on(client, stage, context)
+        draw = context.draw(f"leakage {client}")
+        drawn = torch.randperm(len(trained), generator=draw)[:most_of_client]
+        drawn_labels = trained.labels.cpu()[drawn]
+        for label, queue in enumerate(queues):
+            chosen = drawn[drawn_labels == label][: len(queue)]
+            members.append(trained.take(chosen))
+            others.append(context.test.take(queue[: len(chosen)]))
+            owners += [client] * len(chosen)
+            queues[label] = queue.roll(-len(chosen))
     if not owners:
         return None
-    examples = (
-        torch.cat(side)
-        for side in zip(*((e.values, e.labels) for e in (*inside, *outside)), strict=True)
+    parts = [*members, *others]
+    examples = Examples(
+        torch.cat([part.values for part in parts]), torch.cat([part.labels for part in parts])
     )
-    return _Candidates(Examples(*examples), np.array([*owners, *owners], dtype=np.int64))
+    return _Candidates(examples, np.array([*owners, *owners], dtype=np.int64))
 
 
 def _trained_on(client: int, stage: Stage, context: EvaluationContext) -> Examples:
-    """A client's examples but those that any stage holds out; of two shares held out, one holds the
-    other.
+    """A client's examples without those that any stage holds out.
+
+    Stages hold out nested sets, so the stage with the largest share decides.
     """
     plans = context.world.plans
-    most = max(plans, key=lambda name: plans[name].validation, default=stage.name)
-    return context.sites.view(client, replace(stage, name=most)).data
+    largest = max(plans, key=lambda name: plans[name].validation, default=stage.name)
+    return context.sites.view(client, replace(stage, name=largest)).data
+
+
+# ---- a lower bound on epsilon --------------------------------------------------------------------
 
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def epsilon_at_least(canary: Array, clean: Array, delta: float, confidence: float = 0.95) -> float:
-    """An epsilon that the true one is above with this confidence; 0 where the outputs tell nothing.
+    """A lower bound on the epsilon of a mechanism, with this confidence; 0 if the outputs reveal
+    nothing.
 
-    canary, clean: (n,) a score of each output of the mechanism on data with and without the canary,
-    at least 8 of each. A threshold, and which side of it counts, is chosen by the first half of the
-    scores; the second half says how often it tells. With the bounds of Clopper and Pearson on both
-    rates, ``epsilon >= log((TPR - delta) / FPR)``.
+    The first half of the scores chooses a threshold and its positive side; the second half gives
+    the rates of true and false positives. With the bounds of Clopper and Pearson on both rates,
+    ``epsilon >= log((TPR - delta) / FPR)``.
+
+    canary, clean: (n,) scores of the mechanism's outputs on data with and without the canary, at
+    least 8 of each.
 
     Source: Jagielski et al. (2020), "Auditing Differentially Private Machine Learning", section 3;
     Nasr et al. (2021).
