@@ -13,10 +13,10 @@ import pandas as pd
 import pytest
 
 from fedstill.config.experiment import Experiment
-from fedstill.core.errors import TooFewReplies
+from fedstill.core.errors import Refused, TooFewReplies
 from fedstill.core.files import digest
 from fedstill.flower.engine import LoopbackGrid
-from fedstill.flower.facts import accepted_text
+from fedstill.flower.facts import Facts, accepted_text
 from fedstill.flower.messages import PUBLIC_REASONS, Request, SiteReply
 from fedstill.flower.site import MOST_OFFERED, OFFERED, Clerk, client_app
 from fedstill.flower.site_settings import Site
@@ -158,6 +158,16 @@ def test_facts_that_contradict_the_config_are_refused_by_a_site_that_accepts_all
     reply = Clerk(hospital(tmp_path, 0))(hostile)
     assert PUBLIC_REASONS["config"] in reply.failure
     assert not reply.content
+
+
+@pytest.mark.parametrize(
+    "hidden", [{"columns": SECRETS}, {"marks": [0]}, {"origin": "own"}, {"vocabulary": 5}]
+)
+def test_images_have_no_facts_that_nobody_accepts(hidden: dict[str, Any]) -> None:
+    facts = {"classes": CLASSES, "shape": [1, 8, 8], "mean": [0.5], "std": [0.5]}
+    assert Facts.of(facts).acceptable().keys() == facts.keys()
+    with pytest.raises(Refused, match="images"):
+        Facts.of({**facts, **hidden})
 
 
 def test_what_is_not_accepted_is_written_for_the_operator(

@@ -37,7 +37,7 @@ class Web:
             ssl_certfile=str(certificates / "server.crt"),
             ssl_keyfile=str(certificates / "server.key"),
         )
-        self.listening = superlink.listener("127.0.0.1", 0, connections)
+        (self.listening,) = superlink.listeners("127.0.0.1", 0, connections)
         self.port = self.listening.getsockname()[1]
         self.server = superlink.web_server(self.app, config)
         self.thread = threading.Thread(target=self._run, daemon=True)

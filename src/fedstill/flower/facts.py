@@ -117,6 +117,9 @@ class Facts:
         if self.kind not in PLURALS or self.origin not in get_args(Origin):
             raise ValueError(f"kind {self.kind[:40]!r}, standardised {self.origin[:40]!r}")
         if self.kind == "image":
+            of_images = {name: getattr(self, name) for name in OF_IMAGES}
+            if self != Facts(**of_images):
+                raise ValueError(f"images have no facts but {', '.join(OF_IMAGES)}")
             return
         width = 0
         if self.shape:

@@ -17,7 +17,7 @@ import ssl
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -254,14 +254,20 @@ class Listener(socket.socket):
         return connection, peer
 
 
-def listener(host: str, port: int, connections: Connections) -> Listener:
-    """A socket that listens on an address and port; raises OSError if that is not possible."""
+def listeners(host: str, port: int, connections: Connections) -> list[Listener]:
+    """Sockets that listen on a port, one for each address of a host; raises OSError if that is not
+    possible.
+    """
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = infos[0]
-    listening = Listener(family, kind, protocol)
-    listening.connections = connections
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind(address)
+    listening = []
+    for family, kind, protocol, _, address in dict.fromkeys(infos):
+        listener = Listener(family, kind, protocol)
+        listener.connections = connections
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listening.append(listener)
     return listening
 
 
@@ -413,23 +419,23 @@ def serve() -> int:
         print(f"fedstill: {error}", file=sys.stderr)
         return 1
     try:
-        listening = listener(config.host, config.port, connections)
+        listening = listeners(config.host, config.port, connections)
     except OSError as error:
         print(f"fedstill: {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
         return 1
     server = web_server(gate, config)
-    with listening, asyncio.Runner(loop_factory=Loop) as runner:
+    with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(_serve(server, listening, gate))
     return 0
 
 
-async def _serve(server: uvicorn.Server, listening: Listener, gate: Gate) -> None:
+async def _serve(server: uvicorn.Server, listening: Sequence[socket.socket], gate: Gate) -> None:
     """Serve, with a certificate that may be renewed meanwhile, until a signal ends it."""
     server.config.load()
     renewal = asyncio.ensure_future(watch_certificate(server.config))
     release = asyncio.ensure_future(_release_at_end(server, gate))
     try:
-        await server.serve(sockets=[listening])
+        await server.serve(sockets=list(listening))
     finally:
         renewal.cancel()
         release.cancel()
