@@ -20,6 +20,7 @@ from fedstill.benchmark import replays, suites, tables
 from fedstill.benchmark.entries import read_entry
 from fedstill.benchmark.standings import read_rows
 from fedstill.cli import call
+from fedstill.core import user_modules
 from fedstill.core.errors import DataAbsent
 from fedstill.report import comparison
 from fedstill.running.compare import Outcome, Variant
@@ -301,7 +302,7 @@ def test_a_newcomer_to_a_suite_of_ones_own_stands_beside_the_entries_that_are_th
 
 
 def test_the_page_on_adding_a_method_gives_an_entry(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The FedGap of the documents, with the line on its tries that the page on the ranking adds."""
     page = (Path(__file__).parents[2] / "docs" / "add_a_method.md").read_text()
@@ -323,6 +324,11 @@ def test_the_page_on_adding_a_method_gives_an_entry(
     entry = tmp_path / "out" / "entries" / "digits-space" / "fedgap"
     assert f"fedstill rank check {entry.relative_to(tmp_path)} --replay 1" in said
     (tmp_path / "fedgap.py").unlink()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(user_modules, "_used", set())
+        elsewhere.setenv(user_modules.STATE, str(tmp_path / "of another user"))
+        assert call(["rank", "check", str(entry), "--replay", "2"]) == 2
+        assert "--trust-code" in capsys.readouterr().err
     assert call(["rank", "check", str(entry), "--replay", "2"]) == 0
     said = capsys.readouterr().out
     assert str(entry / "fedgap.py") in said

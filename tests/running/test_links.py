@@ -130,6 +130,13 @@ def test_a_pipe_as_a_config_is_an_error_at_once(tmp_path: Path) -> None:
         resume(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["a{}=1", "[a{}]", "x.'a'{}=1"])
+def test_a_config_takes_no_minutes_to_parse(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(text.format(".a" * 50_000))
+    with pytest.raises(ConfigError, match=r"config\.toml"):
+        fedstill.load(tmp_path / "config.toml")
+
+
 WRITING = {"write_text", "write_bytes", "rmtree", "unlink", "symlink_to", "copytree", "copyfile"}
 ELSEWHERE = {("running/directory.py", "copytree")}
 """Calls whose target is in a new temporary folder."""

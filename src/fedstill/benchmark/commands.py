@@ -374,6 +374,7 @@ def rank_check(
     note: Path | None = None,
     suite: SuiteFiles = (),
     jobs: Jobs = None,
+    trust_code: Flag = False,
     quiet: Quiet = False,
 ) -> int:
     """Check entries: files, settings, fields, journals and summaries; with --replay, repeat some of
@@ -381,7 +382,7 @@ def rank_check(
 
     The exit code is 1 if an entry is refused, or if it cannot be replayed because its data are
     missing. Without --replay, nothing of an entry is executed, and a consistently invented entry
-    passes. With --replay, the method's file is executed, if the entry has one.
+    passes. With --replay, the method's file is executed, if the entry has one and you trust it.
 
     Args:
         entries: At least one: folders of entries, or folders or packs that contain entries.
@@ -395,12 +396,15 @@ def rank_check(
             page reads.
         suite: The file of your own suite, if an entry belongs to it. May be repeated.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
+        trust_code: Trust the methods' files of these entries, if others made them.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     import secrets
 
-    from fedstill.benchmark.entries import find_entries
+    from fedstill.benchmark.entries import ENTRY_FILE, find_entries
     from fedstill.benchmark.replays import ReplayRequest, verdict
+    from fedstill.core.files import read_file
+    from fedstill.core.user_modules import trust_code_of
 
     _read_suites(suite)
     places: list[Path] = []
@@ -415,6 +419,9 @@ def rank_check(
     if number is None:
         number = secrets.randbelow(MAX_DRAW_NUMBER)
     request = ReplayRequest(runs=replay, rounds=rounds, number=number, note=note)
+    if trust_code:
+        for place in places:
+            trust_code_of(read_file(place / ENTRY_FILE))
     passed = True
     with executing(None, jobs, quiet) as execute:
         for place in places:

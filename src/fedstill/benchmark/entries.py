@@ -19,6 +19,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -40,6 +41,7 @@ from fedstill.config.overrides import flat
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, RunExists, on_one_line
 from fedstill.core.files import digest, make_folder, parse_toml, read_file, read_toml, write_whole
 from fedstill.core.registry import names as registered_names
+from fedstill.core.user_modules import code_named_by, trust_content
 from fedstill.running.compare import Variant
 from fedstill.running.directory import readable
 from fedstill.running.journal import CONFIG_SEAL, Event, without_times
@@ -211,7 +213,17 @@ def _write_files(folder: Path, files: Mapping[str, bytes], entry: Entry) -> None
     for path, data in files.items():
         make_folder((folder / path).parent)
         write_whole(folder / path, data)
-    write_whole(folder / ENTRY_FILE, tomli_w.dumps(entry.table).encode())
+    table = tomli_w.dumps(entry.table).encode()
+    write_whole(folder / ENTRY_FILE, table)
+    trust_content(table)
+
+
+@contextmanager
+def code_of_entry(folder: Path) -> Iterator[None]:
+    """Within it, code that an entry names is imported only if the user trusts it."""
+    path = folder / ENTRY_FILE
+    with code_named_by(path, read_file(path)):
+        yield
 
 
 def _run_files(folder: Path) -> Iterator[tuple[str, bytes]]:

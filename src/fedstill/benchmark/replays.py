@@ -25,6 +25,7 @@ import numpy as np
 from fedstill.benchmark.entries import (
     CPU,
     Entry,
+    code_of_entry,
     passed_checks,
     read_entry,
     run_path,
@@ -129,22 +130,23 @@ def replay_runs(
 ) -> Iterator[ReplayedRun]:
     """Replay runs, (column, seed), in a temporary folder, and compare each with the entry's.
 
-    The file of a new method is executed. ``rounds``: replay only this many; 0: all. Raises
-    DataAbsent if data are missing, Interrupted if a run was stopped, and RunsFailed if one failed
-    without diverging.
+    The file of a new method is executed if the user trusts it. ``rounds``: replay only this many;
+    0: all. Raises DataAbsent if data are missing, Interrupted if a run was stopped, RunsFailed if
+    one failed without diverging, and UntrustedCode for a method that the user does not trust.
     """
     with tempfile.TemporaryDirectory(prefix="fedstill-replay-") as name:
         folder = Path(name)
         method_file = None
         if entry.method_file:
             method_file = Path(shutil.copy(entry.folder / entry.method_file, folder))
-        suite = suite_of(entry, method_file)
-        changes = {**entry.fields, **first_rounds(rounds, suite, entry.row)}
         runs: list[Variant] = []
-        for column, seed in drawn:
-            runs += suite.recipe.variants([(entry.row, column)], (seed,), changes, folder)
-        for run in runs:
-            read_data(run.settings)
+        with code_of_entry(entry.folder):
+            suite = suite_of(entry, method_file)
+            changes = {**entry.fields, **first_rounds(rounds, suite, entry.row)}
+            for column, seed in drawn:
+                runs += suite.recipe.variants([(entry.row, column)], (seed,), changes, folder)
+            for run in runs:
+                read_data(run.settings)
         completed(runs, execute)
         for (column, seed), run in zip(drawn, runs, strict=True):
             yield _compare_replay(entry, run_path(column, seed), run, execute)

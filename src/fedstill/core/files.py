@@ -384,6 +384,9 @@ def _resumable_run(path: Path) -> Path | None:
 
 MARKS_OF_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 LINE_OF_ERROR = re.compile(r"\(at line (\d+), ")
+DEEP_KEY = re.compile(rb"""(?:([\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){100}""")
+"""A dotted key whose parsing would take minutes: the time grows with the square of its parts."""
+
 QUOTED_WINDOWS_PATH = re.compile(r'"([A-Za-z]:\\[^"]*)"')
 
 
@@ -399,6 +402,8 @@ def parse_toml(data: bytes) -> dict[str, Any]:
     """
     if data.startswith(MARKS_OF_UTF_16):
         raise ValueError("its encoding is UTF-16; save it as UTF-8")
+    if DEEP_KEY.search(data):
+        raise ValueError("it has a key of more than 100 parts")
     text = data.decode("utf-8-sig")
     try:
         return tomllib.loads(text)

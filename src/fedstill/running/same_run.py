@@ -35,7 +35,7 @@ from fedstill.config.named_tables import texts_in
 from fedstill.config.overrides import flat
 from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
-from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.errors import ConfigError, CorruptFile, UntrustedCode
 from fedstill.core.files import digest, in_shell, open_to_read, read_file
 from fedstill.core.process_settings import card_named
 from fedstill.core.records import State
@@ -351,6 +351,8 @@ def why_not_same(settings: Settings, folder: Path) -> str:
         check_config(folder)
     except CorruptFile as error:
         return f"holds a damaged run ({error})"
+    except UntrustedCode as error:
+        return f"holds a run of somebody else ({error})"
     files = other_files(settings, folder)
     if files:
         return f"holds a run that began before {', '.join(files)} changed"
