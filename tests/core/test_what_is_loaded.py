@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 FILES = 38
-LINES = 7_490
+LINES = 7_480
 """Ceilings, which may fall and not rise. The goal is 40 files and 6,500 lines."""
 
 NEEDED = [

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fedstill.benchmark.entries import UNSAFE
 from fedstill.cli.app import say
-from fedstill.core.errors import neutral
+from fedstill.core.files import neutral
 from fedstill.report import terminal
 from fedstill.report.table_files import csv_text, latex, markdown
 from fedstill.running import frame

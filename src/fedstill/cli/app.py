@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from cyclopts import App, Parameter, Token, validators
 
-from fedstill.core.errors import ConfigError, FedstillError, UnknownName, neutral
+from fedstill.core.errors import ConfigError, FedstillError, UnknownName
 from fedstill.version import VERSION
 
 if TYPE_CHECKING:
@@ -114,6 +114,8 @@ def tracebacks(is_shown: bool) -> Iterator[None]:
 
 def say(text: str, code: int) -> int:
     """Prints one line on the standard error and returns the exit code."""
+    from fedstill.core.files import neutral
+
     line = " ".join(text.split())
     print(f"fedstill: {neutral(line, 'terminal')}", file=sys.stderr)
     return code

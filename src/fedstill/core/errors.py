@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 TRACEBACK = "; see the traceback with --debug"
@@ -255,61 +254,3 @@ def cut_reason(text: str, most: int = MAX_REASON) -> str:
 def on_one_line(error: BaseException) -> str:
     """An exception of another library or of a user's code: its type and text, as one line."""
     return cut_reason(f"{type(error).__name__}: {error}".removesuffix(": "))
-
-
-# Texts from elsewhere, such as names of classes and runs, in what fedstill prints and writes.
-
-
-UNPRINTABLE = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
-)
-"""Characters that command a terminal, or change the direction of a text; tab and newline are not
-among them.
-"""
-
-FORMULA = re.compile(r"[=+\-@\t]")
-"""How a cell begins that a spreadsheet executes."""
-
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|[-+]?(inf|nan)", re.IGNORECASE)
-"""A cell that begins like a formula, and is none."""
-
-IN_MARKDOWN = {"|": "\\|", "<": "&lt;", ">": "&gt;", "](": "]\\("}
-"""What ends a cell, begins HTML, or makes a link, and how Markdown shows it as it is."""
-
-IN_LATEX = {
-    "\\": r"\textbackslash{}",
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\^{}",
-}
-"""What LaTeX reads as a command, and how it shows the sign."""
-
-Target = Literal["terminal", "csv", "markdown", "latex"]
-
-
-def neutral(text: str, target: Target) -> str:
-    """Return a text that commands nothing: no terminal, spreadsheet, browser or typesetter.
-
-    Control characters become "�". In Markdown and LaTeX the text is part of a line.
-
-    >>> neutral("=cmd()", "csv"), neutral("-0.5", "csv")
-    ("'=cmd()", '-0.5')
-    >>> neutral("<img src=x> a|b", "markdown"), neutral("a_b", "latex")
-    ('&lt;img src=x&gt; a\\\\|b', 'a\\\\_b')
-    """
-    text = UNPRINTABLE.sub("\ufffd", text)
-    if target == "csv":
-        if FORMULA.match(text) and not NUMBER.fullmatch(text):
-            return f"'{text}"
-        return text
-    if target == "markdown":
-        return _replaced(text, IN_MARKDOWN)
-    if target == "latex":
-        return _replaced(text, IN_LATEX)
-    return text
-
-
-def _replaced(text: str, signs: Mapping[str, str]) -> str:
-    """Return a text on one line in which some signs are replaced."""
-    pattern = "|".join(map(re.escape, signs))
-    return re.sub(pattern, lambda match: signs[match[0]], re.sub(r"[\t\n]", " ", text))

@@ -19,13 +19,13 @@ import shutil
 import stat
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from fedstill.core.errors import ConfigError, DiskFull
 
@@ -499,3 +499,62 @@ def replace_file(path: Path, data: bytes, kind: Kind) -> None:
     """Write a file as ``write_whole`` does; raises ConfigError over a file of another kind."""
     check_may_overwrite(path, kind)
     write_whole(path, data)
+
+
+# ---- texts from elsewhere ------------------------------------------------------------------------
+
+# Names of classes and runs, for example, may come from a stranger, and are printed and written.
+
+UNPRINTABLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
+)
+"""Characters that command a terminal, or change the direction of a text; tab and newline are not
+among them.
+"""
+
+FORMULA = re.compile(r"[=+\-@\t]")
+"""How a cell begins that a spreadsheet executes."""
+
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|[-+]?(inf|nan)", re.IGNORECASE)
+"""A cell that begins like a formula, and is none."""
+
+IN_MARKDOWN = {"|": "\\|", "<": "&lt;", ">": "&gt;", "](": "]\\("}
+"""What ends a cell, begins HTML, or makes a link, and how Markdown shows it as it is."""
+
+IN_LATEX = {
+    "\\": r"\textbackslash{}",
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\^{}",
+}
+"""What LaTeX reads as a command, and how it shows the sign."""
+
+Target = Literal["terminal", "csv", "markdown", "latex"]
+
+
+def neutral(text: str, target: Target) -> str:
+    """Return a text that commands nothing: no terminal, spreadsheet, browser or typesetter.
+
+    Control characters become "�". In Markdown and LaTeX the text is part of a line.
+
+    >>> neutral("=cmd()", "csv"), neutral("-0.5", "csv")
+    ("'=cmd()", '-0.5')
+    >>> neutral("<img src=x> a|b", "markdown"), neutral("a_b", "latex")
+    ('&lt;img src=x&gt; a\\\\|b', 'a\\\\_b')
+    """
+    text = UNPRINTABLE.sub("\ufffd", text)
+    if target == "csv":
+        if FORMULA.match(text) and not NUMBER.fullmatch(text):
+            return f"'{text}"
+        return text
+    if target == "markdown":
+        return _replaced(text, IN_MARKDOWN)
+    if target == "latex":
+        return _replaced(text, IN_LATEX)
+    return text
+
+
+def _replaced(text: str, signs: Mapping[str, str]) -> str:
+    """Return a text on one line in which some signs are replaced."""
+    pattern = "|".join(map(re.escape, signs))
+    return re.sub(pattern, lambda match: signs[match[0]], re.sub(r"[\t\n]", " ", text))

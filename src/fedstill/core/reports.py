@@ -236,26 +236,6 @@ def event_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def wrong_table(label: str, table: Any, classes: int) -> str:
-    """Why a table of right answers is invalid; empty if it is valid.
-
-    The table has ``counts`` of examples by class (C,), and the right answers among them ``before``
-    (optional) and ``after``. label: the table's name, for the message. classes: C; 0 if unknown.
-    """
-    required = {"counts", "after"}
-    if not isinstance(table, Mapping) or not required <= table.keys() <= {*required, "before"}:
-        return f"{label} is not a table of counts and after"
-    for name, value in table.items():
-        if not counts(value):
-            return f"{label}: {name} is not a list of counts"
-        if len(value) != (classes or len(table["counts"])):
-            return f"{label}: {name} has {len(value)} numbers for {classes} classes"
-    for name in ("before", "after"):
-        if any(right > n for right, n in zip(table.get(name, ()), table["counts"], strict=False)):
-            return f"{label}: {name} has more right answers than there are examples"
-    return ""
-
-
 def json_value(value: Any) -> Any:
     """A value for JSON: NaN and infinity become null."""
     if isinstance(value, Mapping):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fedstill.core import registry
-from fedstill.core.errors import ConfigError, FedstillError, UnknownName, neutral, on_one_line
+from fedstill.core.errors import ConfigError, FedstillError, UnknownName, on_one_line
 from fedstill.core.extensions import of_some_clients
-from fedstill.core.files import make_folder, write_whole
+from fedstill.core.files import make_folder, neutral, write_whole
 from fedstill.export import standalone
 from fedstill.export.programs import as_code, furthest
 from fedstill.export.trained_model import TrainedModel

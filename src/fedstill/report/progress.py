@@ -22,7 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fedstill.core.errors import neutral
+from fedstill.core.files import neutral
 from fedstill.metrics.classification import METRICS
 from fedstill.report.terminal import SafeConsole, percent
 from fedstill.running.compare import Outcome

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedstill.core.errors import ConfigError, neutral
+from fedstill.core.errors import ConfigError
 from fedstill.core.files import (
     TABLE_KINDS,
     check_may_overwrite,
     disk_error,
     make_folder,
+    neutral,
     write_whole,
 )
 from fedstill.metrics.ranks import Difference, paired_difference

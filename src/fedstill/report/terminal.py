@@ -17,7 +17,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from fedstill.core.errors import neutral
+from fedstill.core.files import neutral
 from fedstill.metrics.classification import METRICS
 from fedstill.report.summary import (
     COLUMNS,

@@ -16,8 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstill.core.errors import ConfigError, UnknownName, neutral
-from fedstill.core.files import RUN_TABLE, check_may_overwrite, disk_error, named_path, replace_file
+from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.core.files import (
+    RUN_TABLE,
+    check_may_overwrite,
+    disk_error,
+    named_path,
+    neutral,
+    replace_file,
+)
 from fedstill.metrics.values import Values
 from fedstill.running.directory import readable
 from fedstill.running.journal import Event, read_journal, without_garbage_collection

@@ -27,8 +27,8 @@ from fedstill.core.reports import (
     PROBE,
     has_valid_form,
     is_number,
-    wrong_table,
 )
+from fedstill.measures.local import wrong_table
 from fedstill.metrics.score_histograms import HISTOGRAMS, wrong_histograms
 
 Event = dict[str, Any]
