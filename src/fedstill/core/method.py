@@ -68,7 +68,7 @@ class Method:
     schedule: ClassVar[Mapping[str, Any]] = {}
     """Default options of the topology."""
     stages: ClassVar[frozenset[str]] = frozenset({"train"})
-    """The names of the stages that the method knows."""
+    """The names of the stages that the method defines."""
     needs: ClassVar[Need] = Need.SAME_SHAPES
     """What the method requires of a run, such as ``Need.SAME_SHAPES | Need.HEAD``."""
     adds: ClassVar[Addition] = Addition.NOTHING

@@ -68,9 +68,9 @@ class AFL(Method):
     plans: ClassVar[Mapping[str, Plan]] = {"train": NO_TRAINING}
 
     ridge: NonNegative = 1.0
-    """Weight of the squares of the last layer's weights (gamma); 0: least squares."""
+    """Weight of the L2 penalty on the last layer (gamma); 0: least squares."""
     balanced: bool = False
-    """Whether every class weighs alike, whatever its number of examples."""
+    """Whether all classes have equal weight, regardless of their numbers of examples."""
 
     def requires(self) -> Need:
         if self.balanced:

@@ -86,17 +86,15 @@ class Analytic(FedAvg):
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, SUM_UP: NO_TRAINING}
 
     ridge: NonNegative = 10.0
-    """Weight of the squares of the last layer's weights (rho)."""
+    """Weight of the L2 penalty on the last layer (rho)."""
     width: CountOrZero = 1250
-    """How many random features the last layer sees (M); 0: the network's own."""
+    """Number of random features before the last layer (M); 0: the features of the network."""
     groups: CountOrZero = 0
-    """Of how many random groups of theirs clients send sums (STSA-E's code: 5); 0: products of
-    features, exact.
+    """Number of random groups of examples whose sums a client sends (STSA-E's code: 5); 0: exact
+    products of features.
     """
     cosine: bool = True
-    """Whether classes are compared by the cosine with their column of the layer, so that rare ones
-    are not shrunk.
-    """
+    """Whether logits are cosines, so that the logits of rare classes are not too small."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         spec = world.model(SERVER)

@@ -53,9 +53,9 @@ class ASD(FedAvg):
     temperature: Positive = 1.0
     """Temperature of the distillation (T)."""
     b1: NonNegative = 1.0
-    """Power of the global model's certainty in an example's weight."""
+    """Exponent of the global model's certainty in the weight of an example."""
     b2: NonNegative = 1.0
-    """Power of the rarity of an example's label at the client in its weight."""
+    """Exponent of the rarity of the label at the client in the weight of an example."""
 
     def setting_warnings(self, world: World) -> str:
         if self.classes == "all":

@@ -85,9 +85,9 @@ class CCVR(FedAvg):
     }
 
     samples: CountOrZero = 200
-    """How many features are drawn of each class (M_c); 0: the head stays as it is."""
+    """Number of features sampled per class (M_c); 0: the head does not change."""
     covariance: Literal["full", "diagonal"] = "full"
-    """What is sent of a class's covariance: C D² numbers in all, or C D."""
+    """Form of the covariance of each class that clients send: C D² numbers in total, or C D."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if has_chain(stages):

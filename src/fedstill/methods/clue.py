@@ -83,11 +83,11 @@ class CLUE(LocalOnly):
     personal: ClassVar[frozenset[str]] = frozenset()
 
     share: PositiveShare = 0.1
-    """Share of each layer's entries that is taken from the helper, at least one entry."""
+    """Share of each layer's entries that is copied from the helper, at least one entry."""
     samples: Count = 20
-    """Examples of noise on which the peers' models are probed."""
+    """Number of noise examples on which the peers' models are probed."""
     participants: CountOrZero = 0
-    """Clients that take part in one exchange, the one that asks included; 0 is all."""
+    """Number of clients in one exchange, including the client that queries; 0: all."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         queries = world.get(Queries) or Queries()

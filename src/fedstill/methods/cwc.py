@@ -66,17 +66,17 @@ class CWC(FedSeq):
     weight: NonNegative = 0.01
     """Weight of the consolidation penalty (c)."""
     decay: Share = 0.5
-    """What the importance is multiplied by after every round (a), where ``memory`` is "ema"."""
+    """Factor by which the importance is multiplied after every round (a), with memory = "ema"."""
     epsilon: Positive = 1e-3
-    """What keeps importance finite where a parameter hardly moved (eps)."""
+    """Term that keeps the importance of hardly changed parameters finite (eps)."""
     memory: Literal["ema", "sliding", "sum"] = "ema"
-    """Which omegas count: all, decayed by rounds ("ema"), the last cycle's ("sliding"), or all
-    alike ("sum").
+    """Which omegas count: all, decayed by rounds ("ema"), those of the last cycle ("sliding"), or
+    all with equal weight ("sum").
     """
     clamp: bool = False
-    """Whether negative entries of an omega are cut off at 0."""
+    """Whether negative entries of an omega are set to 0."""
     lseg: bool = False
-    """Whether the path integral takes the gradient of the cross-entropy alone, not of the whole
+    """Whether the path integral uses the gradient of the cross-entropy instead of that of the whole
     loss.
     """
 

@@ -65,8 +65,8 @@ class Ditto(FedAvg):
     personal: ClassVar[frozenset[str]] = frozenset({PERSONAL})
 
     strength: NonNegative = 1.0
-    """How strongly a client's own model is held near the global one (lambda); 0: it is trained
-    alone.
+    """Weight of the penalty on the distance between the personal and the global model (lambda); 0:
+    independent training.
     """
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:

@@ -42,8 +42,8 @@ class DSFL(LogitExchange):
     plans: ClassVar[dict[str, Plan]] = {LOCAL: DSFL_PLAN, TEACH: DSFL_PLAN, DISTIL: DSFL_PLAN}
 
     aggregation: Literal["era", "mean"] = "era"
-    """How the clients' probabilities become the target: their mean sharpened ("era"), or the mean
-    as it is.
+    """How the clients' probabilities are combined into the target: their sharpened mean ("era"), or
+    their mean.
     """
     temperature: Positive = 0.1
     """Temperature of the sharpening (T)."""

@@ -55,7 +55,9 @@ class FD(ClassValues):
     """Clients distil from the other clients' mean logits of each class; networks may differ."""
 
     average_weights: bool = False
-    """Whether models are sent and averaged, too (FedDistill+); all networks must then be one."""
+    """Whether clients also send their models to be averaged (FedDistill+); all networks must then
+    be equal.
+    """
 
     def requires(self) -> Need:
         if self.average_weights:

@@ -93,14 +93,14 @@ class FedDKD(FedAvg):
     beta: NonNegative = 1.0
     """Weight of the not-true-class distillation (NCKD)."""
     temperature: Positive = 1.0
-    """Temperature of both (tau)."""
+    """Temperature of both distillations (tau)."""
     tckd: TrueClassTerm = "binary"
     """The true-class term: the label's part of FedADKD's eq. 3 ("target"), the divergence of true
     class and rest ("binary"), or the divergence over all classes ("full").
     """
     nckd_mode: Literal["removed", "mask1000", "zero", "slice"] = "removed"
-    """How the true class is treated in NCKD: removed ("mask1000" alike), its logit 0, or its part
-    left out.
+    """How NCKD treats the true class: removes it (also "mask1000"), sets its logit to 0, or omits
+    its part of the sum.
     """
 
     def work(self, stage: Stage) -> ClientWork:
@@ -117,8 +117,8 @@ class FedDKDOfGroups(FedDKD):
 
     tckd: TrueClassTerm = "target"
     first: Share = 0.1
-    """Share of all clients, rounded to whole ones, in the first group; a ``hybrid`` split's IID
-    share, for one.
+    """Share of all clients in the first group, rounded to whole clients; for example the IID share
+    of the partition hybrid.
     """
     alpha_first: NonNegative = 1.0
     """Weight of the true-class distillation on clients of the first group."""
@@ -176,13 +176,13 @@ class FedADKD(FedDKD):
     alpha: NonNegative = 3.0
     tckd: TrueClassTerm = "target"
     delta: Positive = 1.0
-    """Spread of the heterogeneity map f(G) = log(1 + delta G)."""
+    """Slope of the heterogeneity map f(G) = log(1 + delta G)."""
     phi_timing: Literal["stale", "exact"] = "stale"
-    """Which Gini indices count: those that clients sent last ("stale"), or those of a census
+    """Which Gini indices are used: the last that clients sent ("stale"), or those of a census
     ("exact").
     """
     phi_source: Literal["f", "G"] = "f"
-    """What phi is in proportion to: the map f(G), or the Gini index G itself."""
+    """Whether phi is proportional to the map f(G), or to the Gini index G."""
 
     def requires(self) -> Need:
         if self.phi_timing == "exact":

@@ -51,9 +51,9 @@ class FedAlign(FedAvg):
     }
 
     mu: NonNegative = 0.45
-    """Size of the alignment term, as a multiple of the cross-entropy's."""
+    """Size of the alignment term, relative to that of the cross-entropy."""
     width: Annotated[float, Interval(gt=0, lt=1)] = 0.25
-    """Width of the slim last stage, as a share of the full one (omega_S)."""
+    """Width of the slim last block, as a share of the full width (omega_S)."""
     iterations: Count = 10
     """Steps of the power method that finds the largest singular value."""
 

@@ -32,9 +32,9 @@ class FedAvgM(FedAvg):
     """FedAvg with momentum at the server: v = beta v + (w - mean), w = w - eta v."""
 
     momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.9
-    """What the running sum of changes is multiplied by in every round (beta)."""
+    """Factor by which the running sum of changes is multiplied in every round (beta)."""
     server_lr: Positive = 1.0
-    """How far the server moves along the running sum (eta)."""
+    """Learning rate of the server (eta)."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if not has_chain(stages):

@@ -74,23 +74,23 @@ class FedBE(FedDF):
     }
 
     temperature: Positive = 1.0
-    """Temperature of the ensemble's mean prediction; below 1 it is sharpened."""
+    """Temperature of the ensemble's mean prediction; values below 1 sharpen it."""
     distribution: Literal["gaussian", "dirichlet"] = "gaussian"
-    """What models are drawn from: entries around the average, or means of the clients' models with
-    drawn shares.
+    """Distribution of sampled models: entries around the average, or means of the clients' models
+    with random shares.
     """
     samples: CountOrZero = 10
-    """How many models are drawn (M)."""
+    """Number of sampled models (M)."""
     spread: NonNegative = 0.1
-    """What the Gaussian's standard deviations are multiplied by."""
+    """Factor by which the standard deviations of the Gaussian are multiplied."""
     concentration: Positive = 1.0
-    """How even the shares of the Dirichlet distribution are (alpha)."""
+    """Concentration of the Dirichlet distribution of the shares (alpha)."""
     cycle: Count = 25
-    """Steps in a cycle of the learning rate; at its end the weights are averaged."""
+    """Number of steps in a cycle of the learning rate; weights are averaged at its end."""
     low: PositiveShare = 0.4
-    """The share of the learning rate that is left at the end of a cycle."""
+    """Share of the learning rate that remains at the end of a cycle."""
     after: Share = 0.3
-    """The share of the server's steps before the first cycle."""
+    """Share of the server's steps before the first cycle."""
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         payload = super().payload_for_client(state, client, stage, world)

@@ -65,11 +65,12 @@ class FedCurv(FedAvg):
     permits: ClassVar[Permit] = Permit.NOTHING
 
     weight: NonNegative = 1.0
-    """Weight of the pull towards the other clients' models (lambda)."""
+    """Weight of the penalty on the distance to the other clients' models (lambda)."""
     samples: Count = 500
-    """About how many examples a client's Fisher information is taken from (s)."""
+    """Approximate number of examples from which a client computes its Fisher information (s)."""
     scope: Literal["all_seen", "last_round"] = "all_seen"
-    """Whose information counts: that of all clients ever seen, or of the last round's."""
+    """Whose information is used: that of all clients so far, or of the clients of the last round.
+    """
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if self.scope == "all_seen" or not has_chain(stages):

@@ -70,7 +70,7 @@ class FedDBE(PartlyShared):
 
     aggregation: Aggregation = "examples"
     kappa: NonNegative = 50.0
-    """How strongly the mean of a batch's features is drawn to the consensus."""
+    """Weight of the penalty on the distance between a batch's mean features and the consensus."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if any(stage.name == MEANS for stage in stages):

@@ -74,7 +74,8 @@ class FedDC(FedAvg):
 
     aggregation: Aggregation = "uniform"
     alpha: NonNegative = 0.01
-    """Weight of the penalty on leaving the global model less the client's drift (alpha)."""
+    """Weight of the penalty on the distance to the global model minus the client's drift (alpha).
+    """
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if not has_chain(stages):

@@ -76,11 +76,11 @@ class FedEWC(FedAvg):
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, IMPORTANCE: NO_TRAINING}
 
     weight: NonNegative = 1.0
-    """Weight of the pull to the last task's model (lambda)."""
+    """Weight of the penalty on the distance to the last task's model (lambda)."""
     gamma: Share = 0.9
-    """What share of earlier tasks' Fisher information stays at each task's end (gamma)."""
+    """Share of earlier tasks' Fisher information that remains at the end of each task (gamma)."""
     samples: Count = 500
-    """The most examples from which a client takes its Fisher information."""
+    """Largest number of examples from which a client computes its Fisher information."""
 
     def setting_warnings(self, world: World) -> str:
         return world.stream.nothing_before

@@ -101,15 +101,13 @@ class FedGen(FedAvg):
     decay: PositiveShare = 0.98
     """Factor by which both weights are multiplied after every round."""
     diversity: NonNegative = 1.0
-    """Weight of the generator's penalty on features that do not differ where their noise does
-    (eta).
-    """
+    """Weight of the generator's penalty on equal features for different noise (eta)."""
     noise: Count = 32
-    """How many numbers of noise the generator takes."""
+    """Number of noise inputs of the generator."""
     hidden: Count = 256
-    """The generator's hidden units."""
+    """Number of hidden units of the generator."""
     samples: Count = 1600
-    """How many pairs of noise and class the generator is trained on in a round."""
+    """Number of pairs of noise and class on which the generator trains in a round."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if any(stage.name == GENERATE for stage in stages):

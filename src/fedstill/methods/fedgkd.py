@@ -68,7 +68,7 @@ class FedGKD(FedAvg):
     weight: NonNegative = 0.1
     """Weight of the distillation (c)."""
     models: Count = 5
-    """How many of the last global models teach, this round's counted (M)."""
+    """Number of the last global models that are teachers, including this round's (M)."""
     temperature: Positive = 1.0
     """Temperature of the distillation (tau)."""
     from_round: Count = 2
@@ -116,7 +116,7 @@ class FedGKDVote(FedGKD):
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, WEIGH: Plan(epochs=0)}
 
     vote_temperature: Positive = 1.0
-    """Temperature of the votes (T_v): the larger, the more alike they are."""
+    """Temperature of the votes (T_v); a larger value makes them more equal."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if any(stage.name == WEIGH for stage in stages):

@@ -47,8 +47,8 @@ class FedLC(FedAvg):
     margin: NonNegative = 1.0
     """Scale of the margins (tau): a class of n examples has tau n^(-1/4)."""
     denominator: Literal["all", "others"] = "all"
-    """Which classes the label's probability is taken among: all, or the others as the paper prints
-    it.
+    """Classes in the denominator of the label's probability: all, or all others as printed in the
+    paper.
     """
 
     def work(self, stage: Stage) -> ClientWork:

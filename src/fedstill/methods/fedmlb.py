@@ -50,11 +50,11 @@ class FedMLB(FedAvg):
     branch: NonNegative = 1.0
     """Weight of the branches' mean cross-entropy (l2)."""
     agree: NonNegative = 1.0
-    """Weight of the mean divergence of the local answers from the branches' (l3)."""
+    """Weight of the mean divergence of the local predictions from the branches' (l3)."""
     temperature: Positive = 1.0
     """Temperature of that divergence (tau)."""
     detach: bool = False
-    """Whether the divergence leaves the branches as they are."""
+    """Whether the divergence does not train the branches."""
 
     def work(self, stage: Stage) -> ClientWork:
         return Branched(self)

@@ -59,7 +59,7 @@ class FedNova(FedAvg):
     permits: ClassVar[Permit] = Permit.NOTHING
 
     ccvr: Literal["off", "repo", "full"] = "off"
-    """The FedNTD repository's control variate: none, as it runs there, or with its global term
+    """Control variate of the FedNTD repository: none, as it runs there, or with its global term
     updated as well.
     """
 

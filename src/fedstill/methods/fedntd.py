@@ -67,9 +67,11 @@ class KDToNTD(FedAvg):
     """A mix of the distillation of all classes (mix 0) and of the not-true classes (mix 1)."""
 
     mix: Share = 0.5
-    """Share of the not-true distillation; the rest is that of all classes (lambda)."""
+    """Share of the not-true distillation; the remainder is the distillation of all classes
+    (lambda).
+    """
     temperature: Positive = 1.0
-    """Temperature of both (tau)."""
+    """Temperature of both distillations (tau)."""
 
     def setting_warnings(self, world: World) -> str:
         if self.mix < 1:

@@ -76,7 +76,7 @@ class FedProto(WithPrototypes):
     """Clients pull their features towards the mean features of each class; networks may differ."""
 
     aggregation: Weighting = "uniform"
-    """How clients that have a class are weighed: by their examples of it, or all alike."""
+    """Weights of the clients that have a class: by their examples of it, or equal."""
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World

@@ -63,7 +63,7 @@ class FedROD(PartlyShared):
 
     aggregation: Aggregation = "examples"
     gamma: NonNegative = 1.0
-    """Power of the label counts in the balanced softmax; 0: plain cross-entropy."""
+    """Exponent of the label counts in the balanced softmax; 0: plain cross-entropy."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         entries = world.initial(SERVER)

@@ -43,10 +43,10 @@ class FedRS(FedAvg):
     permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING
 
     alpha: Share = 0.5
-    """What the logits of missing classes are multiplied by (alpha); 1 is plain training."""
+    """Factor by which the logits of missing classes are multiplied (alpha); 1: plain training."""
     scaling: Literal["missing", "share"] = "missing"
-    """Which logits are scaled: of missing classes, or of all in proportion to their examples (the
-    paper's code).
+    """Which logits are scaled: those of missing classes, or all in proportion to their examples
+    (the paper's code).
     """
 
     def work(self, stage: Stage) -> ClientWork:

@@ -38,7 +38,7 @@ class FedSAM(FedAvg):
     permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING
 
     rho: NonNegative = 0.5
-    """How far from the parameters the gradient is taken; 0: at them."""
+    """Distance from the parameters at which the gradient is computed; 0: no perturbation."""
 
     def work(self, stage: Stage) -> ClientWork:
         return Sharp(self.rho)

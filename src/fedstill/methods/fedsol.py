@@ -49,15 +49,16 @@ class FedSOL(FedAvg):
     permits: ClassVar[Permit] = FedAvg.permits & ~Permit.PRIVATE_TRAINING
 
     rho: NonNegative = 1.0
-    """How far from the parameters the gradient is taken, at most; 0: at them."""
+    """Largest distance from the parameters at which the gradient is computed; 0: no perturbation.
+    """
     scale: Literal["adaptive", "fixed"] = "adaptive"
-    """Whether an entry is moved in proportion to how far training has moved it, or all alike
+    """Whether an entry is perturbed in proportion to its change in training, or all entries equally
     (Lambda).
     """
     temperature: Positive = 3.0
     """Temperature of the divergence from the global model."""
     part: Literal["all", "head", "body"] = "all"
-    """What is moved: the whole network, its last layer, or all but that."""
+    """Perturbed part: the whole network, its last layer, or all other layers."""
 
     def requires(self) -> Need:
         if self.part == "all":

@@ -79,7 +79,7 @@ class FedTGP(WithPrototypes):
     strength: NonNegative = 10.0
     """Weight of the distance to the prototypes (lambda)."""
     largest_margin: NonNegative = 100.0
-    """The most by which the server pushes prototypes apart (tau)."""
+    """Largest margin by which the server separates prototypes (tau)."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         incompatibility = super().incompatibility(stages, world)

@@ -53,12 +53,12 @@ class FML(PartlyShared):
     needs: ClassVar[Need] = Need.PAIR
 
     alpha: Share = 0.5
-    """Share of the labels in what the client's own network learns; the rest is what the shared one
-    says.
+    """Weight of the labels in the loss of the personal network; the remainder is the weight of the
+    shared network's predictions.
     """
     beta: Share = 0.5
-    """Share of the labels in what the shared network learns; the rest is what the client's own
-    says.
+    """Weight of the labels in the loss of the shared network; the remainder is the weight of the
+    personal network's predictions.
     """
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:

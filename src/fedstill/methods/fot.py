@@ -84,9 +84,9 @@ class FOT(FedAvg):
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, INPUTS: NO_TRAINING}
 
     keeps: Share = 0.98
-    """What share of a layer's inputs the kept directions hold, by their norm (eps)."""
+    """Share of the norm of a layer's inputs that the stored directions explain (eps)."""
     grows: NonNegative = 0.0
-    """How much larger that share becomes with each task (the code's eps_inc)."""
+    """Increase of this share with each task (the code's eps_inc)."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         layers = body_layers(module(world.model(SERVER), "frozen"))

@@ -49,7 +49,7 @@ class GLFCLocal(Replay):
     """
 
     size: CountOrZero = 2000
-    """The most examples that a client keeps (m)."""
+    """Largest number of examples that a client stores (m)."""
     choose: Literal["reservoir", "herding"] = "herding"
     """Which are kept: drawn evenly, or as many of each class, those whose features come nearest to
     its mean (iCaRL).

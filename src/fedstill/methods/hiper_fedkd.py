@@ -91,13 +91,13 @@ class HiPerFedKD(LogitExchange):
     }
 
     temperatures: Literal["off", "linear", "exponential"] = "exponential"
-    """How a client's temperature falls with its heterogeneity; off, it is 1."""
+    """How a client's temperature decreases with its heterogeneity; "off": it is 1."""
     z_score: bool = True
     """Whether logits are standardised over the classes."""
     temperature: Positive = 3.0
     """Temperature of the distillation (T)."""
     decay: NonNegative = 3.0
-    """How fast exponential temperatures fall with heterogeneity (k)."""
+    """Rate at which exponential temperatures decrease with heterogeneity (k)."""
     low: PositiveShare = 0.01
     """Lowest temperature of a client's cross-entropy."""
     high: PositiveShare = 0.99
@@ -105,8 +105,8 @@ class HiPerFedKD(LogitExchange):
     count_absent: bool = False
     """Whether classes that a client lacks count in its heterogeneity."""
     floor: PositiveShare | None = None
-    """What is added to the label's probability before its logarithm, in local training; unset:
-    nothing.
+    """Number that is added to the label's probability before the logarithm, in local training;
+    unset: none.
     """
 
     def __post_init__(self) -> None:

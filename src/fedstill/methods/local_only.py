@@ -119,7 +119,7 @@ class Ensemble(LocalOnly):
     personal: ClassVar[frozenset[str]] = frozenset()
 
     participants: CountOrZero = 0
-    """Clients whose models predict for a client, itself included; 0 is all."""
+    """Number of clients whose models predict for a client, including its own; 0: all."""
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         models = fitted_models(state)

@@ -90,7 +90,7 @@ class MetaFed(Method):
     good learns nothing from it (theta_2).
     """
     share_norms: bool = True
-    """Whether layers that normalise by statistics are taken over with the rest."""
+    """Whether normalisation layers with statistics are also copied."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if not has_chain(stages):

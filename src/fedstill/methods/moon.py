@@ -49,9 +49,9 @@ class Moon(FedAvg):
     needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES
 
     mu: NonNegative = 1.0
-    """Weight of the contrast."""
+    """Weight of the contrastive loss."""
     temperature: Positive = 0.5
-    """Temperature of the contrast (T)."""
+    """Temperature of the contrastive loss (T)."""
 
     def work(self, stage: Stage) -> ClientWork:
         return Contrasted(self)

@@ -68,7 +68,7 @@ class NaiveKD(LocalOnly):
     temperature: Positive = 1.0
     """Temperature of the distillation (tau)."""
     participants: CountOrZero = 0
-    """Clients that take part in a client's one exchange, itself included; 0 is all."""
+    """Number of clients in a client's exchange, including itself; 0: all."""
     over_teachers: Literal["sum", "mean"] = "mean"
     """Whether the distillation is the sum over the teachers, or their mean."""
 

@@ -141,7 +141,7 @@ class LGFedAvg(PartlyShared):
     """Clients keep their lower layers; the server averages the upper layers."""
 
     layers: CountOrZero = 1
-    """How many layers are averaged, from the top; 0: none, clients train alone."""
+    """Number of layers that are averaged, from the top; 0: none, clients train alone."""
 
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
         layer_of = {name: name.rpartition(".")[0] for name in entries}

@@ -76,15 +76,15 @@ class PFNM(FedAvgOnce):
     permits: ClassVar[Permit] = Permit.NOTHING  # the server needs each client's model
 
     gamma: Candidates = (1.0, 0.001, 50.0)
-    """How readily a unit becomes a new global one: the values to try."""
+    """Readiness to create a new global unit: the values to try."""
     variance: Candidates = (1.0, 0.1, 0.5)
     """Variance of clients' weights about the global ones (sigma^2): the values to try."""
     prior_variance: Candidates = (1.0, 10.0)
     """Variance of the global weights about their prior mean (sigma_0^2): the values to try."""
     most: Count = 700
-    """Global units of a layer from which on a client adds no more than one."""
+    """Number of global units in a layer above which a client adds at most one."""
     passes: CountOrZero = 5
-    """Passes over the clients after the first match."""
+    """Number of passes over the clients after the first match."""
 
     @property
     def settings(self) -> list[MatchingSettings]:

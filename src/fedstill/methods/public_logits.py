@@ -63,7 +63,8 @@ class LogitExchange(Method):
     personal: ClassVar[frozenset[str]] = frozenset({DISTIL})
 
     subset: CountOrZero = 0
-    """Public images of a round, drawn again for each; 0, or more than there are: all."""
+    """Number of public images in a round, drawn anew in each round; 0, or more than there are: all.
+    """
 
     @abstractmethod
     def sent_logits(self, logits: Tensor) -> Tensor:

@@ -102,17 +102,18 @@ class QKT(NaiveKD):
     over_teachers: Literal["sum", "mean"] = "sum"
     """Whether the distillation is the sum over the teachers of T_Q, or their mean."""
     query_weight: Positive = 1.5
-    """Weight of the classes asked for, where the client's other classes have 1 (lambda)."""
+    """Weight of the queried classes; the client's other classes have weight 1 (lambda)."""
     threshold: Share = 0.01
-    """Mean softmax on noise from which on a peer knows a class. 0.01 suits images only: on other
-    data all pass it.
+    """Mean softmax on noise above which a peer counts as knowing a class. 0.01 suits images only:
+    on other data, all peers pass.
     """
     samples: Count = 20
-    """Examples of noise on which the peers' models are probed."""
+    """Number of noise examples on which the peers' models are probed."""
     teachers: Literal["filtered", "all"] = "filtered"
-    """Who teaches: peers that know a class asked for, or all."""
+    """Which peers are teachers: those that know a queried class, or all."""
     classes: Literal["masked", "all"] = "masked"
-    """What is distilled: the client's own classes and those asked for, or all alike."""
+    """Classes that are distilled: the client's own and the queried ones, or all with equal weight.
+    """
     phases: Literal[1, 2] = 2
     """Whether there is a second phase, in which the head is refined."""
     head: Literal["local", "phase1"] = "local"
@@ -120,7 +121,7 @@ class QKT(NaiveKD):
     phase 1.
     """
     frozen: Share = 0.0
-    """Share of the head's entries, the most important ones, that phase 2 leaves as they are (Z)."""
+    """Share of the head's entries, the most important ones, that phase 2 does not change (Z)."""
     importance: Literal["rms", "mean", "objective"] = "rms"
     """How batches' gradients of cross-entropy make an importance: their rms, mean size, or rms of
     eq. 4's gradients.

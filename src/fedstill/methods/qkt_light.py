@@ -73,7 +73,7 @@ class QKTLight(QKT):
     itself, else "phase1".
     """
     phase1: Literal["student", "volunteer"] = "student"
-    """Who does phase 1: each student for itself, or the student with most examples for all."""
+    """Who runs phase 1: each student for itself, or the student with most examples for all."""
     phase1_over: Literal["sum", "mean", "same"] = "mean"
     """Whether phase 1, which is naive KD, is the sum over the teachers or their mean; "same": as
     ``over_teachers``.
@@ -138,10 +138,10 @@ class QKTLightServer(QKTLight):
     personal: ClassVar[frozenset[str]] = frozenset({FIT, REFINE})
 
     phase1: Literal["server"] = "server"  # type: ignore[assignment]
-    """Who does phase 1: the server, for all."""
+    """Who runs phase 1: the server, for all."""
     start: Literal["volunteer", "mean"] = "volunteer"
-    """What the server starts from: the model of the client with most examples, or the mean of
-    all.
+    """Start of the server's training: the model of the client with most examples, or the mean of
+    all models.
     """
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:

@@ -192,23 +192,23 @@ class Replay(FedAvg):
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, REMEMBER: NO_TRAINING}
 
     size: CountOrZero = 50
-    """The most examples that a client keeps (m)."""
+    """Largest number of examples that a client stores (m)."""
     choose: Literal["reservoir", "herding"] = "reservoir"
     """Which are kept: drawn evenly, or as many of each class, those whose features come nearest to
     its mean (iCaRL).
     """
     balance: Literal["none", "class"] = "none"
-    """Whether as many of each class are kept."""
+    """Whether the same number of examples is stored for each class."""
     beta: NonNegative | None = None
-    """Weight of the cross-entropy over kept examples against that over the client's own; unset: all
-    examples alike.
+    """Weight of the cross-entropy of stored examples relative to that of the client's data; unset:
+    all examples count equally.
     """
     alpha: NonNegative = 0.0
-    """Weight of the squared distance to the logits that kept examples had at their task's end
+    """Weight of the squared distance to the logits of stored examples at the end of their task
     (DER++: 0.5 each).
     """
     nearest_mean: bool = False
-    """Whether the model that answers by the nearest class mean is made and tested as well."""
+    """Whether a nearest-class-mean classifier is also created and tested."""
     answers: Literal["network", "nearest_mean"] = "network"
     """Whose accuracy the run's numbers are, from the first task's end on; ``nearest_mean`` makes
     that model, too.
@@ -417,7 +417,7 @@ class Remember(ClientWork):
 
     @property
     def by_class(self) -> bool:
-        """Whether as many of each class are kept."""
+        """Whether the same number of examples is stored for each class."""
         return self.method.balance == "class" or self.method.choose == "herding"
 
     def examples(self, task: int, payload: Payload, view: View, world: World) -> Payload:

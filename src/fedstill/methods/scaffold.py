@@ -47,7 +47,7 @@ class Scaffold(FedAvg):
     permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE  # two sums, weighted differently
 
     divide_by: Literal["effective_steps", "steps"] = "effective_steps"
-    """What a client's change is divided by: effective steps, in which momentum counts, or steps."""
+    """Divisor of a client's change: effective steps, which include momentum, or steps."""
 
     def initial_state(self, world: World) -> State:
         start = super().initial_state(world)

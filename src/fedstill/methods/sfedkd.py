@@ -74,11 +74,13 @@ class TaughtByLastRound(FedSeq):
     """
 
     k: CountOrZero = 5
-    """How many of the last round's models teach (K); where ``teacher_choice`` is "all", all do."""
+    """Number of teachers among the models of the last round (K); with teacher_choice = "all", all
+    of them.
+    """
     teacher_choice: Choice = "greedy"
-    """Which models teach: those that together know most classes, models drawn by key, or all."""
+    """Which models are teachers: those that together cover most classes, random ones, or all."""
     distance: Metric = "kl"
-    """Distance between label shares, by which teachers are chosen and weighed."""
+    """Distance between label shares, which selects and weights teachers."""
 
     def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         return ""
@@ -163,15 +165,15 @@ class SFedKD(TaughtByLastRound):
     beta: NonNegative = 3.0
     """Weight of the true-class distillation (TCKD)."""
     temperature: Positive = 4.0
-    """Temperature of both (tau)."""
+    """Temperature of both distillations (tau)."""
     tau2_scale: bool = True
-    """Whether both are multiplied by the square of the temperature."""
+    """Whether both terms are multiplied by the square of the temperature."""
     g: bool = True
-    """Whether NCKD weighs teachers by label distance (g_k); off, all alike."""
+    """Whether NCKD weights teachers by label distance (g_k) instead of equally."""
     h: bool = True
-    """Whether TCKD weighs teachers by label distance (h_k); off, all alike."""
+    """Whether TCKD weights teachers by label distance (h_k) instead of equally."""
     smoothing: Annotated[float, Interval(gt=0, le=1)] = SMOOTHING
-    """What both sides of a KL distance are smoothed by."""
+    """Number by which both sides of a KL distance are smoothed."""
 
     def requires(self) -> Need:
         if self.g or self.h:
