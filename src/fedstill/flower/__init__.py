@@ -6,6 +6,8 @@ small.
 
 from __future__ import annotations
 
+import time
+
 from fedstill.core.errors import ConfigError
 
 QUIET = {
@@ -28,3 +30,8 @@ def check_flower_installed() -> None:
         raise ConfigError(
             f"engine = 'flower' needs Flower: pip install 'fedstill[flower]' ({error})"
         ) from error
+
+
+def say(text: str) -> None:
+    """Print a line with the time, as a site's process does."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)

@@ -12,7 +12,7 @@ from typing import Any
 from platformdirs import user_data_path
 
 from fedstill.config.experiment import from_tree
-from fedstill.flower.deployment.node import say
+from fedstill.flower import say
 from fedstill.flower.messages import Request, SiteReply, require_flower
 from fedstill.flower.site import Clerk, Does, prune_states
 from fedstill.flower.site import client_app as app_of

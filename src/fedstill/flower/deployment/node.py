@@ -31,7 +31,7 @@ from fedstill.core.errors import (
     on_one_line,
 )
 from fedstill.core.registry import HOMES
-from fedstill.flower import check_flower_installed
+from fedstill.flower import check_flower_installed, say
 from fedstill.flower.deployment.folder import Membership, require_own_app
 from fedstill.flower.deployment.reach import (
     Problem,
@@ -79,11 +79,6 @@ APP_RUNS = ("flwr-serverapp", "")
 
 class NotAdmitted(DeployFailed):
     """The server refuses this site."""
-
-
-def say(text: str) -> None:
-    """Print a line with the time."""
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
 
 
 def serve_site(member: Membership, insecure: bool, wait: float) -> int:
