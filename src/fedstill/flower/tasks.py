@@ -24,7 +24,6 @@ from fedstill.flower.deployment import certificates
 from fedstill.flower.deployment.control import Control, OperatorKey, trusting
 from fedstill.flower.deployment.folder import Federation, client_of_key, require_own_app
 from fedstill.flower.deployment.processes import end
-from fedstill.flower.messages import error_text
 
 if TYPE_CHECKING:
     from flwr.app import Message
@@ -163,6 +162,7 @@ def server_task(door: Door, token: str, parent: int) -> None:
     from flwr.supercore.task_identity import TaskIdentity
 
     from fedstill.flower.apps import server_app
+    from fedstill.flower.messages import error_text
 
     grid = federation_grid(door, token)
     client = grid._runtime_client

@@ -41,7 +41,6 @@ from fedstill.flower.deployment.reach import (
     problem,
     split_address,
 )
-from fedstill.flower.messages import public_reason, topic_of
 
 if TYPE_CHECKING:
     import httpx
