@@ -9,7 +9,9 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from cyclopts import App
@@ -50,11 +52,7 @@ def test_list_of_methods_has_a_line_for_each_field(capsys: pytest.CaptureFixture
         for field in entry.fields:
             at = next(i for i in range(at + 1, len(lines)) if lines[i].startswith(f"{field} = "))
             assert joined(entry.sentences[field]) in whole
-    mix = (
-        "mix = 0.0 Share of the not-true distillation; the rest is that of all classes (lambda). "
-        "(number in [0, 1])"
-    )
-    assert mix in whole
+    assert re.search(r"mix = 0\.0 [^()]*\(lambda\)\. \(number in \[0, 1\]\)", whole)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -273,8 +271,10 @@ def test_help_says_what_each_parameter_is(
     sentences = dict(re.findall(r"^    (\w+): (.*)$", inspect.getdoc(command) or "", re.MULTILINE))
     assert set(sentences) == set(inspect.signature(command).parameters)
     shown = joined(said([*words, "--help"], capsys).replace("│", " "))
+    types = get_type_hints(command)
     for name, text in sentences.items():
-        assert text.replace("`", "") in shown, name
+        # A record of options has a line of help for each of its fields instead.
+        assert is_dataclass(types.get(name)) or text.replace("`", "") in shown, name
 
 
 @pytest.mark.parametrize("width", WIDTHS)
