@@ -613,6 +613,8 @@ def reply_to(question: Any, message: Incoming, member: Membership) -> Any:
         RAISED,
         InstructionCheck,
         error_text,
+        public_reason,
+        topic_of,
     )
 
     config = {"partition-id": member.client, "site": str(member.folder / "site.toml")}
