@@ -24,7 +24,7 @@ from fedstill.report.page import Report
 from fedstill.report.series import Look, last_looks, looks, matrix, reading
 from fedstill.running.runs import Group
 
-CLASSES = (
+CLASS_COLOURS = (
     "#4E79A7", "#F28E2B", "#59A14F", "#E15759", "#B07AA1",
     "#9C755F", "#EDC948", "#76B7B2", "#FF9DA7", "#79706E",
 )  # fmt: skip
@@ -36,7 +36,7 @@ HIDDEN_AXIS = {"visible": False}
 
 def class_colour(number: int) -> str:
     """The colour of a class."""
-    return CLASSES[number % len(CLASSES)]
+    return CLASS_COLOURS[number % len(CLASS_COLOURS)]
 
 
 def class_name(group: Group, number: int) -> str:
@@ -49,15 +49,15 @@ def class_name(group: Group, number: int) -> str:
 
 def class_key(group: Group) -> ColourKey:
     """The colours of the first classes of a group."""
-    names = group.classes[: 2 * len(CLASSES)]
+    names = group.classes[: 2 * len(CLASS_COLOURS)]
     return ColourKey([Label(class_colour(i), name) for i, name in enumerate(names)])
 
 
 def class_scale() -> list[list[Any]]:
     """A colour scale with a step for each colour of a class."""
-    count = len(CLASSES)
+    count = len(CLASS_COLOURS)
     scale: list[list[Any]] = []
-    for index, colour in enumerate(CLASSES):
+    for index, colour in enumerate(CLASS_COLOURS):
         scale.append([index / count, colour])
         scale.append([(index + 1) / count, colour])
     return scale
@@ -230,10 +230,10 @@ def _units(look: Look) -> Figure:
     trace = new_trace(
         "heatmap",
         y=[escaped(model) for model in models],
-        z=[[number % len(CLASSES) for number in row] for row in rows],
+        z=[[number % len(CLASS_COLOURS) for number in row] for row in rows],
         customdata=names,
         zmin=0,
-        zmax=len(CLASSES),
+        zmax=len(CLASS_COLOURS),
         colorscale=class_scale(),
         showscale=False,
         ygap=2,
@@ -279,14 +279,18 @@ def _stages(group: Group) -> list[Look]:
     """The looks of the first seed that has any: after the client last trained alone, and in the
     last round.
     """
-    every_look = list(looks(group, "boundaries"))
-    of_first = [look for look in every_look if look.run is every_look[0].run]
-    if not of_first:
+    all_looks = list(looks(group, "boundaries"))
+    of_first_run = [look for look in all_looks if look.run is all_looks[0].run]
+    if not of_first_run:
         return []
-    last = of_first[-1].event["round"]
-    alone = max((look.event["round"] for look in of_first if _is_alone(look)), default=0)
-    in_last = [look for look in of_first if _is_alone(look) or look.event["round"] == last]
-    return [look for look in in_last if not _is_alone(look) or look.event["round"] == alone]
+    last_round = of_first_run[-1].event["round"]
+    fit_round = max((look.event["round"] for look in of_first_run if _is_alone(look)), default=0)
+    chosen = []
+    for look in of_first_run:
+        wanted_round = fit_round if _is_alone(look) else last_round
+        if look.event["round"] == wanted_round:
+            chosen.append(look)
+    return chosen
 
 
 def _is_alone(look: Look) -> bool:
@@ -318,10 +322,10 @@ def _background(look: Look) -> Trace:
         "heatmap",
         x=_steps(*event["x_range"]),
         y=_steps(*event["y_range"]),
-        z=[[int(value) % len(CLASSES) for value in row] for row in plane],
+        z=[[int(value) % len(CLASS_COLOURS) for value in row] for row in plane],
         customdata=[[names[int(value)] for value in row] for row in plane],
         zmin=0,
-        zmax=len(CLASSES),
+        zmax=len(CLASS_COLOURS),
         colorscale=class_scale(),
         opacity=0.35,
         showscale=False,

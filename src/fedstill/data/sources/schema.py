@@ -191,39 +191,53 @@ NUMBER_LIKE = (
 )
 """A number, or a text that means one, such as 12 %, < 0.5, 0,5 and 1,234."""
 
-STRAY = b"stray"
-"""The key of a field's metadata for its first value that is no number."""
+STRAY_PLACE = b"stray place"
+STRAY_TEXT = b"stray text"
+"""Keys of a field's metadata: the place and the text of its first value that is no number."""
+
+
+@dataclass(frozen=True)
+class Stray:
+    """The first value of a column that is no number."""
+
+    place: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.place} has {self.text!r}"
 
 
 def with_strays(path: str, table: pa.Table) -> pa.Table:
     """A table in whose metadata text columns have their stray, if most values are numbers."""
     fields = []
     for field, column in zip(table.schema, table.columns, strict=True):
-        stray = ""
+        stray = None
         if holds_text(field.type):
-            stray = _first_stray(column)
-        if stray:
-            field = field.with_metadata({STRAY: f"{path}: {stray}"})
+            stray = _first_stray(path, column)
+        if stray is not None:
+            field = field.with_metadata({STRAY_PLACE: stray.place, STRAY_TEXT: stray.text})
         fields.append(field)
     return pa.Table.from_arrays(table.columns, schema=pa.schema(fields))
 
 
-def stray_of(field: pa.Field) -> str:
-    """The place and text of a column's stray, or ""."""
-    stray: bytes = (field.metadata or {}).get(STRAY, b"")
-    return stray.decode()
+def stray_of(field: pa.Field) -> Stray | None:
+    """The stray of a column, which is in the metadata of its field."""
+    metadata = field.metadata or {}
+    if STRAY_PLACE not in metadata:
+        return None
+    return Stray(metadata[STRAY_PLACE].decode(), metadata[STRAY_TEXT].decode())
 
 
-def _first_stray(column: pa.ChunkedArray) -> str:
+def _first_stray(path: str, column: pa.ChunkedArray) -> Stray | None:
     sample = column.slice(0, LOOKED_AT).drop_null()
     numbers = pc.sum(pc.match_substring_regex(sample, NUMBER_LIKE)).as_py() or 0
     if 2 * numbers <= len(sample):
-        return ""
+        return None
     strays = pc.indices_nonzero(pc.invert(pc.match_substring_regex(column, NUMBER)))
     if not len(strays):
-        return ""
+        return None
     row = strays[0].as_py()
-    return f"example {row} has {column[row].as_py()[:60]!r}"
+    return Stray(f"{path}: example {row}", column[row].as_py()[:60])
 
 
 # The schema: the role of each column.
@@ -366,13 +380,12 @@ def _check_strays(schema: pa.Schema, options: ReadingOptions, names: Iterable[st
         return
     for name in names:
         stray = stray_of(schema.field(name))
-        if not stray or name in dict(options.categorical):
+        if stray is None or name in dict(options.categorical):
             continue
-        if re.search(r"'[-+]?\d+,\d+'$", stray) and options.decimal == ".":
+        if re.fullmatch(r"[-+]?\d+,\d+", stray.text) and options.decimal == ".":
             remedy = 'set data.decimal = "," if commas are decimal marks'
         else:
-            value = stray.rpartition(" has ")[2]
-            remedy = f"if it means missing, set data.missing_values = [{value}]"
+            remedy = f"if it means missing, set data.missing_values = [{stray.text!r}]"
         raise DataError(
             f"{stray} in column {name!r}, which otherwise holds numbers; {remedy}; or correct it, "
             "leave the column out with data.columns, or name it in data.categorical if it holds "
