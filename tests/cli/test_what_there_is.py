@@ -4,6 +4,7 @@ memory.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -269,7 +270,8 @@ def test_help_says_what_each_parameter_is(
     command = functools.reduce(lambda group, word: group[word], words, app).default_command
     assert command is not None
     sentences = dict(re.findall(r"^    (\w+): (.*)$", inspect.getdoc(command) or "", re.MULTILINE))
-    assert set(sentences) == set(inspect.signature(command).parameters)
+    parameters = inspect.signature(command).parameters
+    assert set(sentences) == set(parameters)
     shown = joined(said([*words, "--help"], capsys).replace("│", " "))
     types = get_type_hints(command)
     for name, text in sentences.items():
