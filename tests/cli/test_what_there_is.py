@@ -4,7 +4,6 @@ memory.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import re
