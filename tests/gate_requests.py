@@ -94,7 +94,8 @@ def asked(
     asyncio.run(gate(scope, receive or whole, send))
     if not sent:
         return {}
-    return {**sent[0], "text": b"".join(m.get("body", b"") for m in sent).decode(errors="replace")}
+    answer = b"".join(message.get("body", b"") for message in sent)
+    return {**sent[0], "body": answer, "text": answer.decode(errors="replace")}
 
 
 class SiteSession:

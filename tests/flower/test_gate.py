@@ -454,6 +454,24 @@ def test_a_site_reaches_no_other_sites_runs_and_parts() -> None:
     assert len(inside.came) == came
 
 
+def test_a_site_learns_no_folder_of_the_server_from_a_run() -> None:
+    from flwr.proto.node_pb2 import Node
+    from flwr.proto.run_pb2 import GetRunRequest, GetRunResponse, Run
+    from flwr.proto.transport_pb2 import Scalar
+
+    inside = Inside()
+    site, _ = sessions(inside)
+    site.pulls(inside, instruction("own", site.node))
+    out = {"out": Scalar(string="/home/operator/runs/secret")}
+    run = Run(run_id=7, fab_hash="f", primary_task_type="t", override_config=out, bytes_recv=99)
+    inside.answers[gate.GET_RUN] = GetRunResponse(run=run).SerializeToString()
+    body = GetRunRequest(node=Node(node_id=site.node), run_id=7).SerializeToString()
+    answer = asked(site.gate, gate.GET_RUN, body=body, **site.key.headers())
+    expected = Run(run_id=7, fab_hash="f", primary_task_type="t")
+    assert GetRunResponse.FromString(answer["body"]).run == expected
+    assert dict(answer["headers"])[b"content-length"] == str(len(answer["body"])).encode()
+
+
 def test_a_site_speaks_for_no_other_site() -> None:
     from flwr.proto.fleet_pb2 import DeactivateNodeRequest, PullMessagesRequest
     from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest

@@ -64,7 +64,13 @@ PUSH = SITES + "push-messages"
 PULL_PART = SITES + "pull-object"
 PUSH_PART = SITES + "push-object"
 CONFIRM = SITES + "confirm-message-received"
-OF_RUNS = (SITES + "get-run", SITES + "get-fab")
+GET_RUN = SITES + "get-run"
+OF_RUNS = (GET_RUN, SITES + "get-fab")
+
+FOR_SITES = ("run_id", "fab_id", "fab_version", "fab_hash", "primary_task_type")
+"""What a site learns about a run from Flower. The rest names folders of the server, and counts what
+all sites have sent.
+"""
 
 MAX_BODY = 64 << 10
 MAX_BODIES = {PUSH: 16 << 20, PUSH_PART: 16 << 20}
@@ -280,6 +286,8 @@ class Gate:
         self.exchange.check(path, body, site)
         if path == PULL and site.node is not None:
             return await self._pull(site.node, body, scope, receive, send)
+        if path == GET_RUN:
+            send = _for_sites(send)
         await self.app(scope, _in_one_piece(body, receive), _retryable(send))
         if path in (REGISTER, UNREGISTER):
             self._forget_nodes()
@@ -436,6 +444,33 @@ def _retryable(send: Send) -> Send:
         await send(message)
 
     return send_retryable
+
+
+def _for_sites(send: Send) -> Send:
+    """Sends an answer about a run with what sites may know of it (``FOR_SITES``)."""
+    from flwr.proto.run_pb2 import GetRunResponse, Run
+
+    start: MutableMapping[str, Any] = {}
+    answer = bytearray()
+
+    async def send_less(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            start.update(message)
+            return
+        answer.extend(message.get("body", b""))
+        if message.get("more_body", False):
+            return
+        body = bytes(answer)
+        if start["status"] == 200:
+            run = GetRunResponse.FromString(body).run
+            known = Run(**{name: getattr(run, name) for name in FOR_SITES})
+            body = GetRunResponse(run=known).SerializeToString()
+        headers = [(k, v) for k, v in start["headers"] if k.lower() != b"content-length"]
+        start["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
+        await send(start)
+        await send({"type": "http.response.body", "body": body})
+
+    return send_less
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
