@@ -11,6 +11,7 @@ import pytest
 import toys
 from fedstill.core.errors import CorruptFile
 from fedstill.running.journal import read_journal
+from fedstill.running.numbers import RunNumbers
 from fedstill.running.runner import run
 
 C = toys.CLASSES
@@ -84,3 +85,13 @@ def test_a_line_that_is_no_event_is_named_with_its_number(whole: Path, tmp_path:
     number = len(path.read_text().splitlines())
     with pytest.raises(CorruptFile, match=rf"journal\.jsonl, line {number}: is not an event"):
         read_journal(path)
+
+
+def test_a_huge_round_of_a_client_takes_no_memory(whole: Path) -> None:
+    """An array up to this round would have 16 GB."""
+    events = read_journal(whole / "journal.jsonl")
+    client = next(event for event in events if event["event"] == "client" and "loss" in event)
+    huge = {**client, "round": 2**31 - 1}
+    numbers = RunNumbers.of([*events, huge])
+    term = next(iter(client["loss"]))
+    assert list(numbers.by_round(f"loss/{term}")) == [1, 2, 2**31 - 1]

@@ -567,10 +567,11 @@ def _mean_losses(clients: Sequence[Event]) -> Iterator[Numbers]:
 
 def _mean_by_round(metric: str, rounds: Indices, values: Values, weights: Values) -> Numbers:
     """The weighted mean of each round; none of a round without weight."""
+    # Rounds are numbered anew: a journal may name any, and an array up to it could fill the memory.
+    distinct, positions = np.unique(rounds, return_inverse=True)
     # Sums are in the order of the journal, so that they have the same bits everywhere.
-    sums = np.bincount(rounds, weights * values)
-    weight = np.bincount(rounds, weights)
-    weighted_rounds = np.flatnonzero(weight)
-    return Numbers(
-        metric, sums[weighted_rounds] / weight[weighted_rounds], {"round": weighted_rounds}
-    )
+    sums = np.bincount(positions, weights * values)
+    weight = np.bincount(positions, weights)
+    is_weighted = weight > 0
+    means = sums[is_weighted] / weight[is_weighted]
+    return Numbers(metric, means, {"round": distinct[is_weighted]})
