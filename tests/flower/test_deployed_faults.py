@@ -139,7 +139,7 @@ def test_clients_that_raise_are_slow_or_send_what_they_must_not_are_named_and_us
         == f"failed: did not reply within the deadline of {STAGE_SECONDS:g} s (flower.deadline)"
     )
     assert "not finite" in refused[2, 1]
-    assert "over the limit of 1048576" in refused[2, 2]
+    assert "over the limit" in refused[2, 2]
 
 
 def test_a_killed_server_is_resumed_to_the_bits_of_the_uninterrupted_run(
