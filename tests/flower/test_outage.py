@@ -1,7 +1,9 @@
-"""A run waits while the server of its federation fails, and goes on."""
+"""A run outlives a server that fails for a while, and a machine on which everything is slow."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ import pytest
 from fedstill.flower.deployment import folder
 from fedstill.flower.tasks import OUTAGE_SECONDS, Door
 from flowers import needs_flower
+from processes import beside_us
 
 pytestmark = needs_flower
 
@@ -60,3 +63,22 @@ def test_a_run_asks_again_where_the_server_has_failed(
         client.close()
     assert [node.node_id for node in nodes] == [7]
     assert statuses == []
+
+
+STARTS = """
+import sys
+from pathlib import Path
+from fedstill.flower import tasks
+def alive(client, parent):
+    raise SystemExit("torch" in sys.modules)
+tasks._alive = alive
+tasks.server_task(tasks.Door("127.0.0.1:1", Path(sys.argv[1]), Path(sys.argv[2])), "token", 1)
+"""
+
+
+def test_a_run_shows_that_it_is_there_before_it_imports_torch(tmp_path: Path) -> None:
+    """On a busy machine the import takes a minute, in which Flower would give the run up."""
+    federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    keys = [str(federation.key), str(federation.signing_key)]
+    command = [sys.executable, "-c", STARTS, *keys]
+    assert subprocess.run(command, env=beside_us(), check=False, timeout=300).returncode == 0

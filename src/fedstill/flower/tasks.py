@@ -161,12 +161,13 @@ def server_task(door: Door, token: str, parent: int) -> None:
     from flwr.proto.runtime_pb2 import PullTaskInputRequest, PushTaskOutputRequest
     from flwr.supercore.task_identity import TaskIdentity
 
-    from fedstill.flower.apps import server_app
-    from fedstill.flower.messages import error_text
-
     grid = federation_grid(door, token)
     client = grid._runtime_client
     with _alive(client, parent):
+        # Only now: these import torch, and Flower ends a task that shows no life for a minute.
+        from fedstill.flower.apps import server_app
+        from fedstill.flower.messages import error_text
+
         task = client.PullTaskInput(PullTaskInputRequest())
         context = context_from_proto(task.context)
         run = run_from_proto(task.run)
@@ -199,8 +200,6 @@ def federation_grid(door: Door, token: str) -> Grid:
     from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
     from flwr.superlink.grid import HttpGrid
 
-    from fedstill.flower.messages import sign
-
     key = certificates.signing_key(door.signing_key)
 
     class OperatorGrid(HttpGrid):  # type: ignore[misc]
@@ -211,6 +210,8 @@ def federation_grid(door: Door, token: str) -> Grid:
 
         def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
             """Sign messages, and send them."""
+            from fedstill.flower.messages import sign
+
             instructions = list(messages)
             for message in instructions:
                 sign(message, self.run.run_id, key)
