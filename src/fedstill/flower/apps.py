@@ -52,7 +52,9 @@ def _reported(clerk: Does) -> Does:
 def _line(request: Request, reply: SiteReply, seconds: float) -> str:
     """What a site has done for a request."""
     stage = request.stage
-    work = f"{reply.examples} examples"
+    work = "answered"
+    if reply.examples:
+        work = f"{reply.examples} examples"
     if reply.idle:
         work = "no data in this task"
     return f"run {request.run[:8]}, round {stage.round}, {stage.name}: {work}, {seconds:.1f} s"

@@ -146,7 +146,9 @@ def _network_reason(causes: list[BaseException], host: str, proxy: Proxy | None)
             return f"{subject} refused the connection; is it running?{advice}"
         if isinstance(cause, TimeoutError) or "Timeout" in type(cause).__name__:
             return f"{subject} did not answer in {CONNECT_SECONDS:g} s; a firewall?{advice}"
-    return f"{subject}: {str(causes[-1]) or type(causes[-1]).__name__}{advice}"
+    if _is_cut_off(causes[0]):
+        return f"{subject} closed the connection{advice}"
+    return f"{str(causes[-1]) or type(causes[-1]).__name__}{advice}"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
