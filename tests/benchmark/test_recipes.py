@@ -91,6 +91,7 @@ def test_cells_are_chosen_by_pattern() -> None:
         ("FedNTD", "CIFAR-10 .1"),
         ("FedNTD+ASD", "CIFAR-10 .1"),
         ("FedNova", "CIFAR-10 .1"),
+        ("FedNova as published", "CIFAR-10 .1"),
     ]
     with pytest.raises(UnknownName, match="FedXYZ"):
         recipe.cells(["FedXYZ:*"])

@@ -35,6 +35,7 @@ from fedstill.core.errors import (
     FedstillError,
     Interrupted,
     RunsFailed,
+    UntrustedCode,
 )
 from fedstill.core.files import digest
 from fedstill.running.compare import Outcome, Variant, carry_out_runs, variants
@@ -302,7 +303,7 @@ def test_a_newcomers_method_is_entered_and_checked_without_its_file_being_execut
     (entry.folder / "entry.toml").write_text(told)
     assert refusals(entry.folder) == []
     assert not list(entry.folder.rglob("__pycache__"))
-    with pytest.raises(ConfigError, match="executed"):
+    with pytest.raises(UntrustedCode, match=r"entry\.toml"):
         list(replay_runs(read_entry(entry.folder), [("even", 0)], tiny_ranking.do))
 
 

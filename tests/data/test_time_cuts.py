@@ -124,7 +124,7 @@ def test_a_column_that_holds_no_dates_is_refused_in_one_line(tmp_path: Path) -> 
         (["1.2.2023"], "has '1.2.2023'"),
         (
             ["2023-01-01", "2023-01-01"],
-            "must ascend, and 2023-01-01 does not come after 2023-01-01",
+            r"stream\.cuts.*2023-01-01",
         ),
     ],
 )

@@ -22,7 +22,7 @@ from kinds import NETWORKS, SHAPES, small_data
 pytestmark = pytest.mark.usefixtures("with_threads")
 
 METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
-REFUSED = {("fedalign", kind): "needs a model with a slimmable stage" for kind in SHAPES}
+REFUSED = {("fedalign", kind): "slimmable" for kind in SHAPES}
 REFUSED |= {("pfnm", "text"): "bag(hidden=(8,), width=6) has embeddings; choose another method"}
 """What cannot run on a kind, and what is said of it."""
 

@@ -209,7 +209,7 @@ def test_ctrl_c_in_a_stack_is_no_clients_failure(engine: str, failures: str) -> 
         ({"model": {"name": "resnet10", "norm": "batch_stats"}}, "BatchNorm2d"),
         ({"model": "simple_cnn"}, "dropout"),
         ({"plan": {"validation": 0.3, "patience": 2}}, "plan.patience"),
-        ({"method": "toy_chain"}, "one at a time"),
+        ({"method": "toy_chain"}, "sequential"),
     ],
 )
 def test_what_cannot_be_stacked_is_refused_before_round_1(

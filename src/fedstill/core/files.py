@@ -515,8 +515,10 @@ among them.
 FORMULA = re.compile(r"[=+\-@\t]")
 """How a cell begins that a spreadsheet executes."""
 
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|[-+]?(inf|nan)", re.IGNORECASE)
-"""A cell that begins like a formula, and is none."""
+_NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf|nan)"
+
+NUMBERS = re.compile(rf"{_NUMBER}(?: (?:to|±) {_NUMBER})?", re.IGNORECASE)
+"""A cell that begins like a formula, and is a number, an interval, or a mean and its spread."""
 
 IN_MARKDOWN = {"|": "\\|", "<": "&lt;", ">": "&gt;", "](": "]\\("}
 """What ends a cell, begins HTML, or makes a link, and how Markdown shows it as it is."""
@@ -539,12 +541,14 @@ def neutral(text: str, target: Target) -> str:
 
     >>> neutral("=cmd()", "csv"), neutral("-0.5", "csv")
     ("'=cmd()", '-0.5')
+    >>> neutral("+1.5 to +2", "csv"), neutral("+1.5|cmd", "csv")
+    ('+1.5 to +2', "'+1.5|cmd")
     >>> neutral("<img src=x> a|b", "markdown"), neutral("a_b", "latex")
     ('&lt;img src=x&gt; a\\\\|b', 'a\\\\_b')
     """
     text = UNPRINTABLE.sub("\ufffd", text)
     if target == "csv":
-        if FORMULA.match(text) and not NUMBER.fullmatch(text):
+        if FORMULA.match(text) and not NUMBERS.fullmatch(text):
             return f"'{text}"
         return text
     if target == "markdown":
