@@ -164,11 +164,11 @@ def server_task(door: Door, token: str, parent: int) -> None:
     grid = federation_grid(door, token)
     client = grid._runtime_client
     with _alive(client, parent):
+        task = client.PullTaskInput(PullTaskInputRequest())
         # Only now: these import torch, and Flower ends a task that shows no life for a minute.
         from fedstill.flower.apps import server_app
         from fedstill.flower.messages import error_text
 
-        task = client.PullTaskInput(PullTaskInputRequest())
         context = context_from_proto(task.context)
         run = run_from_proto(task.run)
         fab = fab_from_proto(task.fab)
