@@ -74,8 +74,13 @@ class Door:
             return None
         return self.certificates.read_bytes()
 
-    def client(self, component: str, *interceptors: Any) -> RuntimeHttpClient:
-        """A client of Flower's for this address, with the key in each request."""
+    def client(
+        self, component: str, *interceptors: Any, outage: float = OUTAGE_SECONDS
+    ) -> RuntimeHttpClient:
+        """A client of Flower's for this address, with the key in each request.
+
+        ``outage``: for how many seconds it repeats a request that fails.
+        """
         check_flower_installed()
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
         from flwr.supercore.retry import make_simple_http_retry_invoker
@@ -87,7 +92,7 @@ class Door:
         ]
         scheme, verify = trusting(self.authority)
         retry = make_simple_http_retry_invoker()
-        retry.max_time = OUTAGE_SECONDS
+        retry.max_time = outage
         return RuntimeHttpClient(
             f"{scheme}://{self.address}",
             interceptors=[*every_request, *interceptors],
@@ -102,7 +107,8 @@ class Door:
         may_ask = SuperExecAuthHttpInterceptor(
             master_secret=self.key.read_bytes(), protected_methods={ACQUIRE}
         )
-        return self.client("SuperExec", may_ask)
+        # The caller asks again, and also watches whether the server is still there.
+        return self.client("SuperExec", may_ask, outage=0.0)
 
     def command(self) -> list[str]:
         """The command that carries a run out."""
