@@ -62,6 +62,13 @@ def sessions(inside: Inside) -> tuple[SiteSession, SiteSession]:
 # Who is let in
 
 
+@pytest.fixture
+def _every_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was set up in this process limits how many lines are logged."""
+    monkeypatch.setattr(logging.getLogger("fedstill.gate"), "filters", [])
+
+
+@pytest.mark.usefixtures("_every_line")
 @pytest.mark.parametrize(
     "path",
     [

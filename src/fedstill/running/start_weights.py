@@ -184,7 +184,7 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def _load_tensors(path: Path) -> Any:
-    """What torch.save wrote to a file, without a pickle of code.
+    """What torch.save wrote to a file; only tensors are read, and no code runs.
 
     Raises ValueError for a compressed file, since torch.save compresses nothing, and a small file
     could unpack to any size.
