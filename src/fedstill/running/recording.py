@@ -1,8 +1,8 @@
-"""What a run writes: the journal's events, and a checkpoint after every stage.
+"""Writes a run to its directory: the journal's events, and a checkpoint after every stage.
 
-The events of a stage, the files that are kept of it, the checkpoint after it and the deletion of
-older ones are one transaction: a run that is killed goes on from the last checkpoint, and drops all
-that was written beyond it.
+The events of a stage, its files, its checkpoint and the deletion of older checkpoints are one
+transaction. If a run is killed, it resumes from the last checkpoint and drops everything that was
+written after it.
 """
 
 from __future__ import annotations
@@ -36,49 +36,50 @@ OnRound = Callable[[dict[str, Any]], object]
 
 
 class Progress(Protocol):
-    """Is told of every stage and every round that is done, and may ask the run to stop."""
+    """Is called after each stage and each round, and may stop the run."""
 
     def started(self, folder: Path, round: int) -> None:
-        """The run starts in its directory, or goes on there with a round."""
+        """Called when a run starts, or resumes with this round."""
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
-        """A stage is done."""
+        """Called after a stage."""
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
-        """A round is done and measured."""
+        """Called after a round and its evaluation, with the journal's event."""
 
     def stop(self) -> bool:
-        """Whether to end after this stage."""
+        """Whether to stop the run after this stage."""
 
 
 class Quiet:
-    """Shows nothing and never stops a run."""
+    """Shows no progress and never stops a run."""
 
     def started(self, folder: Path, round: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def stop(self) -> bool:
-        """Never."""
+        """Return False: the run goes on."""
         return False
 
 
-# ---- what the journal's first event says of the data ---------------------------------------------
+# ---- the data, in the journal's first event ------------------------------------------------------
 
 MOST_NAMES = 10_000
 """With more clients than this, the journal leaves out their names."""
 
 
 def data_fields(prepared: Prepared, has_split: bool) -> Fields:
-    """What the first event says of the data: classes, label counts of the test set, how inputs are
-    made of examples, networks, names, and what was left out.
+    """The fields of the first event that describe the data: classes, label counts of the test set,
+    inputs, networks, names of clients, and notes.
 
-    has_split: whether a split stands beside the journal, which then says who has which network.
+    has_split: whether the run's directory has a split file. That file names the networks, so the
+    event leaves them out.
     """
     data = prepared.dataset
     networks = prepared.world.client_models
@@ -103,22 +104,22 @@ def data_fields(prepared: Prepared, has_split: bool) -> Fields:
 
 
 def examples_seal(prepared: Prepared) -> Fields:
-    """The SHA-256 of all examples by split; none of real sites' own, nor of features, which differ
-    by the processor.
+    """The SHA-256 of the examples of each split.
+
+    Empty for data of real sites, which stay there, and for features of a backbone, whose bits
+    depend on the processor.
     """
     data = prepared.dataset
     if prepared.settings.on_sites or data.backbone_inputs is not None:
         return {}
-    splits = {"train": data.train, "test": data.test, "public": prepared.sites.public}
-    return {
-        "examples_sha256": {
-            name: examples_digest(each) for name, each in splits.items() if each is not None
-        }
-    }
+    digests = {"train": examples_digest(data.train), "test": examples_digest(data.test)}
+    if prepared.sites.public is not None:
+        digests["public"] = examples_digest(prepared.sites.public)
+    return {"examples_sha256": digests}
 
 
 def _standardised(scaler: Scaler) -> Fields:
-    """Whose mean and spread standardise the data, and the clients' own if they have them."""
+    """The origin of the mean and spread that standardise the data; by client, the values."""
     if scaler.origin == "none":
         return {}
     fields: Fields = {"standardise": scaler.origin}
@@ -144,27 +145,35 @@ def run_observers(
     folder: Path | None = None,
     memory: Memory | None = None,
 ) -> tuple[Observer, ...]:
-    """The observers of a run, in their order; measures come last, because they may give no field of
-    another.
+    """The observers of a run, in their order.
 
-    split: None where sites keep their data. selection: compares the rounds, if they are compared.
-    folder: the run's directory. memory: what clients remember, if it is in this process.
+    Measures come last: they must not return a field that another observer has written.
+
+    split: None if the data are at real sites.
+    selection: compares the rounds; None if they are not compared.
+    folder: the run's directory.
+    memory: the states of clients; None if they are in another process.
     """
-    settings, world, sites = prepared.settings, prepared.world, prepared.sites
-    label_counts = split.label_counts(world.classes) if split else ()
-    personal = settings.method.personal
-    selections = () if selection is None else (selection,)
-    return (
+    method = prepared.settings.method
+    world = prepared.world
+    sites = prepared.sites
+    label_counts: Sequence[Sequence[int]] = ()
+    if split is not None:
+        label_counts = split.label_counts(world.classes)
+
+    observers = [
         Forgetting(),
         *extensions.observers,
-        ClientAnswers(personal, label_counts, tests_by_class(sites, world.classes)),
-        ClientTests(sites, personal, prepared.metrics),
-        SiteTests(prepared.metrics, personal),
+        ClientAnswers(method.personal, label_counts, tests_by_class(sites, world.classes)),
+        ClientTests(sites, method.personal, prepared.metrics),
+        SiteTests(prepared.metrics, method.personal),
         TaskEnds(prepared, evaluation),
-        Traffic(world, Need.SAME_SHAPES in settings.method.requires()),
-        *selections,
-        Measures(prepared, extensions.round_hooks, folder, memory),
-    )
+        Traffic(world, Need.SAME_SHAPES in method.requires()),
+    ]
+    if selection is not None:
+        observers.append(selection)
+    observers.append(Measures(prepared, extensions.round_hooks, folder, memory))
+    return tuple(observers)
 
 
 # ---- the transaction -----------------------------------------------------------------------------
@@ -174,8 +183,9 @@ def run_observers(
 class RunRecorder:
     """Writes the events of a run and its checkpoints (``core.extensions.Recorder``).
 
-    ``memory``: what clients remember, of which checkpoints keep the index. ``start_fields``: the
-    fields of the first event that do not come from observers. ``rounds``: how many the run has.
+    memory: the states of clients; checkpoints contain its index.
+    start_fields: the fields of the first event that do not come from observers.
+    rounds: the number of planned rounds.
     """
 
     journal: Journal
@@ -189,38 +199,39 @@ class RunRecorder:
     selection: Selection | None = None
     """Compares the rounds; None if they are not compared."""
     stages: int = 1
-    """How many stages the round under way has."""
+    """The number of stages in the current round."""
     client_events: list[Event] = field(default_factory=list)
-    """The events of clients in the round under way."""
+    """The events of clients in the current round."""
     _seconds_saving: float = 0.0
     _seconds_measuring: float = 0.0
     _cpu_seconds: float = field(default_factory=time.process_time)
-    """What this process had spent when the last round ended."""
+    """The CPU time of this process at the end of the last round."""
 
     def start(self) -> None:
         """Write the first event."""
         self.journal.write("start", seconds_since_1970=time.time(), **self.all_start_fields())
 
     def all_start_fields(self) -> Fields:
-        """What the first event says, without its time."""
+        """The fields of the first event, except its time."""
         fields = dict(self.start_fields)
         for observer in self.observers:
             fields |= observer.start_fields()
         return fields
 
     def initial(self, result: RoundResult) -> None:
-        """Write what the server's models are worth before round 1."""
+        """Write the evaluation of the server's models before round 1."""
         self.journal.write("initial", **result.accuracies)
         self._append_round_events(result)
 
     def stage(self, result: StageResult) -> None:
-        """Write a finished stage, and save the state after it. Raises Interrupted if the run is
-        asked to stop.
+        """Write a finished stage, and save the state after it.
+
+        Raises Interrupted if ``progress`` stops the run.
         """
         began = time.perf_counter()
         # Files come before the events that name them, and both before the checkpoint.
-        kept = self._keep(result)
-        self.append_client_events(result, kept)
+        file_fields = self._write_files(result)
+        self.append_client_events(result, file_fields)
         measured = self._append_stage_events(result)
         self.save(result.after)
         stage = result.stage
@@ -233,7 +244,9 @@ class RunRecorder:
             raise Interrupted(str(self.journal.path.parent))
 
     def failed(self, result: StageResult, error: Exception) -> None:
-        """Write a stage that ends the run. It has no checkpoint, so a resumed run drops it."""
+        """Write a failed stage, which ends the run. It has no checkpoint, so a resumed run drops
+        its events.
+        """
         if self.journal.is_empty:
             self.start()
         self.append_client_events(result)
@@ -242,7 +255,7 @@ class RunRecorder:
     def round(self, result: RoundResult, elapsed: float, evaluating: float) -> Fields:
         """Write a finished round, and return its event.
 
-        elapsed: seconds of its stages; evaluating: seconds of its evaluation.
+        elapsed: the seconds of its stages. evaluating: the seconds of its evaluation.
         """
         began = time.perf_counter()
         fields: Fields = {"round": result.number, **result.accuracies}
@@ -256,19 +269,21 @@ class RunRecorder:
         return fields
 
     def append_client_events(
-        self, result: StageResult, kept: Mapping[int, Fields] | None = None
+        self, result: StageResult, file_fields: Mapping[int, Fields] | None = None
     ) -> None:
-        """Write one event for each client of a stage: accepted, refused, or without work.
+        """Write an event for each client of a stage: accepted, refused or idle.
 
-        ``kept``: fields of accepted clients on what was kept of their replies.
+        file_fields: by accepted client, the fields that describe its files.
         """
-        for event in events_of_clients(result, kept or {}):
+        for event in events_of_clients(result, file_fields or {}):
             for observer in self.observers:
                 event |= observer.client_fields(event, result)
             self.journal.append(event)
 
     def save(self, state: State) -> None:
-        """Make the journal and a state durable, and delete what no checkpoint needs any more."""
+        """Make the journal and a state durable, and delete states of clients that no checkpoint
+        needs.
+        """
         needed = self.checkpoints.save(
             state,
             dict(self.memory.index),
@@ -279,28 +294,32 @@ class RunRecorder:
         self.memory.prune(needed)
 
     def prune(self, state: State) -> None:
-        """Delete what no checkpoint up to a state needs any more; a killed run may have left it."""
+        """Delete what the last checkpoints up to a state do not need; a killed run may have left
+        it.
+        """
         self.memory.prune(self.checkpoints.prune(state, self.kept_rounds))
 
     @property
     def kept_rounds(self) -> list[int]:
-        """The rounds of which a checkpoint is kept to the end: the best one so far."""
+        """The rounds whose checkpoints stay until the end: the best round so far, if any."""
         if self.selection is None or self.selection.standing.best is None:
             return []
         return [self.selection.standing.best]
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the run ends before its last round."""
+        """Whether the run stops before its last planned round."""
         return self.selection is not None and bool(self.selection.stopped_because)
 
     def cut(self, round: int, stage: int) -> None:
-        """Delete what was kept of this stage and of later ones; the run begins or goes on here."""
+        """Delete the files of this stage and of later ones; the run starts or resumes here."""
         for keeper in self.keepers:
             keeper.cut(round, stage)
 
     def on_event(self, event: Event) -> None:
-        """Take notice of an event: when it is written, and when a run is resumed."""
+        """Update the recorder and its observers with an event, when it is written and when a run
+        is resumed.
+        """
         if event["event"] == "client":
             self.client_events.append(event)
         elif event["event"] == "round":
@@ -308,16 +327,16 @@ class RunRecorder:
         for observer in self.observers:
             observer.on_event(event)
 
-    def _keep(self, result: StageResult) -> Mapping[int, Fields]:
-        """Keep files of a stage; fields for the events of accepted clients."""
+    def _write_files(self, result: StageResult) -> Mapping[int, Fields]:
+        """Write the files of a stage; returns the fields that describe them, by accepted client."""
         fields: dict[int, Fields] = {reply.client: {} for reply in result.accepted}
         for keeper in self.keepers:
-            for client, of_keeper in keeper.keep(result).items():
-                fields[client] |= of_keeper
+            for client, keeper_fields in keeper.keep(result).items():
+                fields[client] |= keeper_fields
         return fields
 
     def _append_stage_events(self, result: StageResult) -> float:
-        """Write what observers see in a stage; the seconds that it took."""
+        """Write the observers' events of a stage; returns the seconds that this took."""
         began = time.perf_counter()
         for observer in self.observers:
             for event in observer.stage_events(result):
@@ -330,27 +349,27 @@ class RunRecorder:
                 self.journal.append(dict(event))
 
     def _seconds(self, elapsed: float, measuring: float) -> Fields:
-        """The times of a round's event; the clocks of the next round start."""
+        """The times of a round's event; resets the clocks for the next round."""
         training = elapsed - self._seconds_saving - self._seconds_measuring
-        cpu_before = self._cpu_seconds
-        self._cpu_seconds = time.process_time()
+        cpu_seconds = time.process_time()
         seconds: Fields = {
             "seconds_training": training,
             "seconds_saving": self._seconds_saving,
             "seconds_clients": sum(e.get("seconds_training", 0.0) for e in self.client_events),
             "seconds_measuring": measuring,
-            "seconds_cpu": self._cpu_seconds - cpu_before,
+            "seconds_cpu": cpu_seconds - self._cpu_seconds,
             "seconds": training + self._seconds_saving + measuring,
         }
+        self._cpu_seconds = cpu_seconds
         self._seconds_saving = 0.0
         self._seconds_measuring = 0.0
         return seconds
 
 
-def events_of_clients(result: StageResult, update_fields: Mapping[int, Fields]) -> Iterator[Fields]:
+def events_of_clients(result: StageResult, file_fields: Mapping[int, Fields]) -> Iterator[Fields]:
     """The events of a stage's clients, without the fields of observers.
 
-    ``update_fields``: fields of accepted clients on what was kept of their replies.
+    file_fields: by accepted client, the fields that describe its files.
     """
     stage = result.stage
     position = {"event": "client", "round": stage.round, "stage": stage.index, "name": stage.name}
@@ -362,15 +381,17 @@ def events_of_clients(result: StageResult, update_fields: Mapping[int, Fields]) 
             "bytes_up": reply.content.nbytes,
             "bytes_down": result.payloads[reply.client].nbytes,
             **event_fields(reply.metrics),
-            **update_fields.get(reply.client, {}),
+            **file_fields.get(reply.client, {}),
         }
     for refusal in result.refused:
-        payload = result.payloads.get(refusal.client)
+        bytes_down = 0
+        if refusal.client in result.payloads:
+            bytes_down = result.payloads[refusal.client].nbytes
         yield {
             **position,
             "client": refusal.client,
             "refused": refusal.reason,
-            "bytes_down": 0 if payload is None else payload.nbytes,
+            "bytes_down": bytes_down,
         }
     for client in stage.clients:
         if client not in result.payloads:
