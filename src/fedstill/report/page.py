@@ -22,6 +22,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from fedstill import manifest
+from fedstill.config.data_table import NO_DATA
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import PAGE, check_may_overwrite, disk_error, replace_file
 from fedstill.manifest import Part
@@ -152,7 +153,7 @@ def _title(compared: Sequence[Group]) -> str:
     listed = names[0]
     if len(names) > 1:
         listed = f"{', '.join(names[:-1])} and {names[-1]}"
-    return f"{listed} on {_values(compared, 'data.name')}"
+    return f"{listed} on {_data_names(compared)}"
 
 
 def _introduction(compared: Sequence[Group]) -> list[Block]:
@@ -182,7 +183,7 @@ def _facts(compared: Sequence[Group]) -> dict[str, str]:
         if used:
             versions.append(f"{name} {', '.join(used)}")
     return {
-        "data": _values(compared, "data.name"),
+        "data": _data_names(compared),
         "split": ", ".join(dict.fromkeys(split_text(group.settings) for group in compared)),
         "clients": _values(compared, "topology.clients"),
         "topology": _values(compared, "topology.kind"),
@@ -192,6 +193,14 @@ def _facts(compared: Sequence[Group]) -> dict[str, str]:
         "versions": ", ".join(versions),
         "last run written": f"{written:%Y-%m-%d %H:%M}",
     }
+
+
+def _data_names(compared: Sequence[Group]) -> str:
+    """The names of the data; a server without data has the name "none", and the sites have data."""
+    names = _values(compared, "data.name")
+    if names == NO_DATA:
+        return "sites' own data"
+    return names
 
 
 def _values(compared: Sequence[Group], key: str) -> str:

@@ -61,6 +61,13 @@ class RoundChart:
         return "accuracy" not in self.key
 
 
+OWN_TESTS = RoundChart(
+    "own_test_accuracy",
+    "Accuracy on own tests by round",
+    "The model that answers for each client, on the client's own test set; mean over clients. "
+    "Higher is better.",
+)
+
 OF_CLIENTS = (
     RoundChart(
         "personal_accuracy",
@@ -74,12 +81,7 @@ OF_CLIENTS = (
         "The mean drop of each client's own classes from their best earlier accuracy, for clients "
         "with own models. Lower is better.",
     ),
-    RoundChart(
-        "own_test_accuracy",
-        "Accuracy on own tests by round",
-        "The model that answers for each client, on the client's own test set; mean over clients. "
-        "Higher is better.",
-    ),
+    OWN_TESTS,
 )
 """What is drawn first where clients have models of their own."""
 
@@ -108,6 +110,8 @@ def learning_and_forgetting(report: Report) -> Section | None:
     charts: Sequence[RoundChart] = OF_THE_SERVER
     if any(group.has_personal_models for group in report.groups):
         charts = [*OF_CLIENTS, *OF_THE_SERVER]
+    elif not measured(report.groups, "accuracy"):
+        charts = [OWN_TESTS]  # a server without data
     drawn = [
         Chart(
             [lines(report.groups, report.style, chart.key, PERCENT)],
