@@ -35,7 +35,7 @@ POSSESSIVE = re.compile(r"['’]s?$")
 DIRECTIVE = re.compile(r"^::: .*$", re.MULTILINE)
 """A line of the reference that stands for the docstrings of a module."""
 MARKS = {"softbreak": " ", "hardbreak": " ", "code_inline": "`"}
-"""What stands for tokens that are not text; a piece of code word_counts as one word."""
+"""What stands for tokens that are not text; a piece of code counts as one word."""
 
 
 @dataclass(frozen=True)
