@@ -145,8 +145,8 @@ def _metadata(data: bytes, limit: int, entries: int) -> dict[str, Any]:
     if _may_exceed(text, entries):
         raise BadPayload(f"it holds more than {entries} tensors, the limit")
     try:
-        header = json.loads(text.decode(), object_pairs_hook=_unique)
-        metadata = json.loads(header[_METADATA][_KEY], object_pairs_hook=_unique)
+        header = json.loads(text.decode(), object_pairs_hook=table_of_unique_keys)
+        metadata = json.loads(header[_METADATA][_KEY], object_pairs_hook=table_of_unique_keys)
         groups = len(metadata["groups"])
         dimensions = {
             name: len(entry["shape"]) for name, entry in header.items() if name != _METADATA
@@ -223,7 +223,7 @@ def _plain(name: object) -> bool:
     )
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def table_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON table as a dictionary; raises ValueError if two entries have the same key."""
     table = dict(pairs)
     if len(table) != len(pairs):

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from fedstill.core.codec import table_of_unique_keys
 from fedstill.core.errors import ConfigError, DataError, on_one_line
 from fedstill.core.files import digest, read_file
 from fedstill.data.dataset import DatasetInfo, Value, nfc
@@ -297,6 +298,20 @@ def first_features(about: DatasetInfo) -> dict[str, int]:
     return positions
 
 
+def column_of_feature(about: DatasetInfo, feature: int) -> str:
+    """The column from which an input was made, by the input's position; not for marks.
+
+    >>> about = TableInputs(("age", "sex"), {"sex": ("f", "m")}).about
+    >>> column_of_feature(about, 0), column_of_feature(about, 2)
+    ('age', 'sex')
+    """
+    column = ""
+    for name, first in first_features(about).items():
+        if first <= feature:
+            column = name
+    return column
+
+
 def _width(column: str, categories: Mapping[str, Sequence[str]]) -> int:
     """The number of inputs that a column becomes."""
     if column in categories:
@@ -421,7 +436,10 @@ MAX_GROWTH = 10_000
 """How many times as long a tokenizer may make a text; known ones make it four times as long."""
 
 SPARE_IDS = 10_000
-"""How many ids a tokenizer may leave unused, besides as many as it uses."""
+"""How many ids a tokenizer may leave unused, in addition to as many as it uses."""
+
+INSERTION_KEYS = ("content", "prepend", "replacement", "ids", "single", "pair")
+"""The keys of a tokenizer's file whose texts or tokens are inserted into a text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -534,7 +552,7 @@ def _padded(rows: Iterator[Any], count: int, vocabulary: int, length: int) -> To
 def _by_file(texts: Sequence[str], path: Path, length: int) -> TokenIds:
     """As a file of Hugging Face's ``tokenizers`` says, its special tokens included."""
     tokenizer, sha = _read_tokenizer(path)
-    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    size = 1 + _largest_id(tokenizer)
     shift = 1
     if _zero_is_padding(tokenizer):
         shift = 0
@@ -556,14 +574,15 @@ def _by_file(texts: Sequence[str], path: Path, length: int) -> TokenIds:
 
 
 def _check_growth(content: bytes) -> None:
-    """Raise ValueError for a tokenizer's file that makes long texts of short ones.
+    """Raise ValueError for a tokenizer's file that is too large or makes long texts of short ones.
 
-    Its normalisers replace characters by texts, one after another, so that a few lines could make
-    terabytes of a word.
+    Its normalisers replace characters by texts, one after another. So a file of a few lines could
+    turn a word into terabytes. A key that occurs twice is refused, because the library may read
+    another of the two values than this check.
     """
     if len(content) > MAX_TOKENIZER_BYTES:
         raise ValueError(f"it has more than {MAX_TOKENIZER_BYTES:,} bytes")
-    tree = json.loads(content, object_pairs_hook=_without_repeated_keys)
+    tree = json.loads(content, object_pairs_hook=table_of_unique_keys)
     if not isinstance(tree, Mapping):
         raise TypeError("it is no table")
     growth = 1.0
@@ -575,7 +594,7 @@ def _check_growth(content: bytes) -> None:
 
 
 def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
-    """A part of a tokenizer and the parts of which it consists."""
+    """A part of a tokenizer, and all parts in it."""
     if isinstance(value, Mapping):
         yield value
         for item in value.values():
@@ -587,10 +606,8 @@ def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
 
 def _growth_by(part: Mapping[str, Any]) -> float:
     """How many times as long a part of a tokenizer makes a text, at most."""
-    added = [
-        part.get(key) for key in ("content", "prepend", "replacement", "ids", "single", "pair")
-    ]
-    longest = max((len(value) for value in added if isinstance(value, (str, list))), default=0)
+    insertions = [part.get(key) for key in INSERTION_KEYS]
+    longest = max((len(text) for text in insertions if isinstance(text, (str, list))), default=0)
     pattern = part.get("pattern")
     if isinstance(pattern, Mapping) and isinstance(pattern.get("String"), str):
         return longest / max(1, len(pattern["String"]))
@@ -599,12 +616,9 @@ def _growth_by(part: Mapping[str, Any]) -> float:
     return float(longest)
 
 
-def _without_repeated_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A table of JSON; raises ValueError if two readers could read it differently."""
-    table = dict(items)
-    if len(table) < len(items):
-        raise ValueError("a key is repeated")
-    return table
+def _largest_id(tokenizer: Any) -> int:
+    """The largest id of a token; 0 without tokens."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
 
 
 def _zero_is_padding(tokenizer: Any) -> bool:
@@ -625,22 +639,24 @@ def _read_tokenizer(path: Path) -> tuple[Any, str]:
         ) from error
     try:
         content = read_file(path)
-        _check_growth(content)
-        tokenizer = Tokenizer.from_str(content.decode())
     except OSError as error:
         raise ConfigError(
             f"data.tokenizer = {str(path)!r} cannot be read: {on_one_line(error)}"
         ) from error
-    except Exception as error:
+    try:
+        _check_growth(content)
+        tokenizer = Tokenizer.from_str(content.decode())
+    except Exception as error:  # the class of the library's errors is Exception itself
         raise ConfigError(
             f"data.tokenizer = {str(path)!r} is no file of Hugging Face's tokenizers: "
             f"{on_one_line(error)}"
         ) from error
-    names = tokenizer.get_vocab(with_added_tokens=True)
-    if max(names.values(), default=0) > 2 * len(names) + SPARE_IDS:
+    largest_id = _largest_id(tokenizer)
+    tokens = tokenizer.get_vocab_size(with_added_tokens=True)
+    if largest_id > 2 * tokens + SPARE_IDS:
         raise ConfigError(
-            f"data.tokenizer = {str(path)!r} has {len(names):,} tokens with ids up to "
-            f"{max(names.values()):,}; a network would have an entry for each id"
+            f"data.tokenizer = {str(path)!r} has {tokens:,} tokens with ids up to {largest_id:,}; "
+            "a network would have an entry for each id"
         )
     if getattr(tokenizer.model, "dropout", None):
         raise ConfigError(

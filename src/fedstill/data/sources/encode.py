@@ -29,6 +29,7 @@ from fedstill.data.dataset import (
 from fedstill.data.encoding import (
     Categories,
     category_name,
+    column_of_feature,
     distinct_values,
     encoded,
     first_features,
@@ -396,10 +397,11 @@ class _Rows:
         self, options: ReadingOptions, info: DatasetInfo, gaps: NDArray[np.bool_]
     ) -> str:
         row = int(np.flatnonzero(gaps)[0])
-        place = hint = ""
+        place = ""
+        hint = ""
         if info.features:
-            feature = int(np.flatnonzero(np.isnan(self.values[row].reshape(-1)))[0])
-            column = _column_of(info.features[feature], info)
+            feature = int(np.flatnonzero(np.isnan(self.values[row]))[0])
+            column = column_of_feature(info, feature)
             place = f" in column {column!r}"
             hint = missing_text_hint(self.frame, column, row)
         remedy = "'drop' to leave such rows out"
@@ -725,9 +727,3 @@ def _cut_or_filled(numbers: Floats, sizes: NDArray[np.int64], length: int) -> Fl
     row_of_number = np.repeat(np.arange(len(sizes)), sizes)
     rows[row_of_number[fits], places[fits]] = numbers[fits]
     return rows
-
-
-def _column_of(feature: str, info: DatasetInfo) -> str:
-    """The column of a feature: of ``sex=f`` the categorical column ``sex``, else its own name."""
-    categorical = [column for column, _ in info.categories if feature.startswith(f"{column}=")]
-    return max(categorical, key=len, default=feature)
