@@ -4,7 +4,7 @@ they agree; and the keys that a run's config.toml has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, TypeVar
@@ -209,6 +209,7 @@ def check_contradictions(settings: Settings, device: str) -> None:
     ``device``: the value of the config, which may be "auto"; that of the settings is resolved.
     """
     _check_processes(settings, device)
+    _check_site_tests(settings)
     _check_start(settings)
     _check_rounds(settings)
     _check_stream(settings)
@@ -229,6 +230,17 @@ def _check_processes(settings: Settings, device: str) -> None:
             "name 'cpu' or 'cuda', which the server and all sites then need",
         )
     has_processes = settings.is_deployed or settings.flower.grid == "ray"
+    if settings.engine == "flower" and has_processes and settings.live_names:
+        raise ConfigError(
+            f"{settings.live_names[0]!r} exists in this process only; put it in a file, and name "
+            "that"
+        )
+
+
+def _check_site_tests(settings: Settings) -> None:
+    """Raise WrongConfig for a ``flower.test_every`` that has no effect, or leaves metrics without
+    tests.
+    """
     test_every = settings.flower.test_every
     if settings.engine == "flower" and not settings.on_sites and test_every != 1:
         raise contradiction(
@@ -238,11 +250,6 @@ def _check_processes(settings: Settings, device: str) -> None:
     if settings.on_sites and settings.metrics and not has_tests:
         raise contradiction(
             "flower.test_every", "= 0 leaves no tests, from which metrics are computed"
-        )
-    if settings.engine == "flower" and has_processes and settings.live_names:
-        raise ConfigError(
-            f"{settings.live_names[0]!r} exists in this process only; put it in a file, and name "
-            "that"
         )
 
 
@@ -397,40 +404,34 @@ def written_top_keys(top: TopKeys) -> dict[str, Any]:
     values = {field.name: getattr(top, field.name) for field in fields(TopKeys)}
     defaults = {field.name: field.default for field in fields(TopKeys)}
     optional = {key: values.pop(key) for key in OPTIONAL_KEYS}
-    return {**values, **_not_default(optional, defaults)}
+    return {**values, **_written(optional, defaults, OPTIONAL_KEYS)}
 
 
 def written_clients(table: ClientsTable, is_deployed: bool) -> dict[str, Any]:
     """The keys of ``[clients]`` that a run's config has. ``is_deployed``: whether its clients are
     machines of a federation.
     """
-    values = table.table
-    defaults = ClientsTable().table
-    optional = {key: values.pop(key) for key in OPTIONAL_CLIENT_KEYS}
-    values |= _not_default(optional, defaults)
+    values = _written(table.table, ClientsTable().table, OPTIONAL_CLIENT_KEYS)
     if is_deployed and values["failures"] == "tolerate":
         # Federations have always tolerated failures. Their sites have accepted configs without it.
         del values["failures"]
-    return {key: values[key] for key in table.table if key in values}
+    return values
 
 
 def written_flower(table: FlowerTable) -> dict[str, Any]:
     """The keys of ``[flower]`` that a run's config has."""
-    values = table.table
-    defaults = FlowerTable().table
-    optional = {key: values.pop(key) for key in OPTIONAL_FLOWER_KEYS}
-    values |= _not_default(optional, defaults)
-    return {key: values[key] for key in table.table if key in values}
+    return _written(table.table, FlowerTable().table, OPTIONAL_FLOWER_KEYS)
 
 
 def written_plan(plan: Plan) -> dict[str, Any]:
     """The keys of a stage's plan that a run's config.toml has."""
-    values = as_table(plan)
-    defaults = as_table(Plan())
-    optional = {key: values.pop(key) for key in OPTIONAL_PLAN_KEYS}
-    values |= _not_default(optional, defaults)
-    return {key: values[key] for key in as_table(plan) if key in values}  # in the order of fields
+    return _written(as_table(plan), as_table(Plan()), OPTIONAL_PLAN_KEYS)
 
 
-def _not_default(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value != defaults[key]}
+def _written(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], optional: Collection[str]
+) -> dict[str, Any]:
+    """The values of a table in their order, without optional ones that have their defaults."""
+    return {
+        key: value for key, value in values.items() if key not in optional or value != defaults[key]
+    }
