@@ -27,7 +27,7 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
 from fedstill.config.settings import as_toml
 from fedstill.flower.deployment import folder
-from fedstill.flower.deployment.processes import descendants
+from fedstill.flower.deployment.programs import descendants
 from fedstill.running.journal import read_journal
 from fedstill.version import VERSION
 

@@ -22,7 +22,7 @@ from fedstill.config.resolve import settle
 from fedstill.config.settings import as_toml
 from fedstill.flower.deployment import folder
 from fedstill.flower.deployment.folder import Federation
-from fedstill.flower.deployment.processes import descendants
+from fedstill.flower.deployment.programs import descendants
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import run
 

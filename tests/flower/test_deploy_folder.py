@@ -17,7 +17,7 @@ import pytest
 import fedstill
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, RunExists
-from fedstill.flower.deployment import certificates, folder, processes, programs
+from fedstill.flower.deployment import certificates, folder, programs
 from flowers import needs_flower
 
 pytestmark = needs_flower
@@ -129,11 +129,11 @@ def test_one_server_runs_from_a_folder_at_a_time_and_touches_nothing_of_the_othe
     federation = made(tmp_path / "fed")
     (federation.server / "link.toml").write_text("as it was")
     before = {path: path.read_bytes() for path in federation.server.rglob("*") if path.is_file()}
-    with processes.alone(federation.server, "a server"):
+    with programs.alone(federation.server, "a server"):
         assert call(["deploy", "server", str(federation.folder)]) == 1
     after = {path: path.read_bytes() for path in federation.server.rglob("*") if path.is_file()}
     assert {path: data for path, data in after.items() if path.name != "lock"} == before
-    with processes.alone(federation.server, "a server"):
+    with programs.alone(federation.server, "a server"):
         pass
 
 
@@ -150,7 +150,7 @@ def test_one_client_runs_from_a_folder_at_a_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = made(tmp_path / "fed").client(0)
-    with processes.alone(here, "a client"):
+    with programs.alone(here, "a client"):
         assert call(["deploy", "client", str(here)]) == 1
     assert str(here) in capsys.readouterr().err
 

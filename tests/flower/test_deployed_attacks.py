@@ -20,10 +20,10 @@ import pytest
 
 from fedstill.core.errors import DeployFailed
 from fedstill.flower.deployment import certificates, folder, programs, superlink
-from fedstill.flower.deployment.control import Control, public_key
+from fedstill.flower.deployment.control import Control, public_key, write_link
 from fedstill.flower.deployment.folder import write_app
 from fedstill.flower.deployment.gate import KEY_HEADER
-from fedstill.flower.deployment.processes import descendants, running, wait_for_port
+from fedstill.flower.deployment.programs import descendants, running, wait_for_port
 from fedstill.flower.messages import public_reason
 from flowers import needs_flower
 from gate_requests import instruction, reply, tree_of
@@ -314,7 +314,7 @@ def hostile(place: Path, client: Path) -> Iterator[tuple[Control, folder.Federat
     for option, name in {"ca-cert": "ca.crt", "cert": "server.crt", "key": "server.key"}.items():
         command += [f"--ssl-{option}file", str(federation.server / name)]
     command += ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
-    programs.write_link(federation, insecure=False)
+    write_link(federation, insecure=False)
     control = Control.of(federation)
     with (place / "hostile.log").open("wb") as log:
         env = programs.environment(federation.server / "flwr")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstill.flower.deployment.processes import descendants
+from fedstill.flower.deployment.programs import descendants
 from fedstill.flower.messages import public_reason
 from flowers import needs_flower
 from processes import (

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstill.flower.deployment import certificates, folder, processes, programs
+from fedstill.flower.deployment import certificates, folder, programs
 from fedstill.flower.deployment.folder import Federation, Membership
 from flowers import needs_flower
 from processes import Deployment, fedstill_, fedstill_command, free_port
@@ -87,7 +87,7 @@ def flowers_own(member: Membership, insecure: bool) -> list[str]:
 def spoken(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with (
         log.open("wb") as file,
-        processes.running(command, programs.environment(log.parent), stdout=file, stderr=file) as p,
+        programs.running(command, programs.environment(log.parent), stdout=file, stderr=file) as p,
     ):
         yield p
 
@@ -122,7 +122,7 @@ def listening(other: Federation, days: int, host: str, stack: contextlib.ExitSta
     command = programs.superlink(other, False)
     certificates.make_server(other.server, certificates.authority_of(other.folder), [host], days)
     process = stack.enter_context(spoken(command, other.server / "log"))
-    processes.wait_for_port(other, process, 600)
+    programs.wait_for_port(other, process, 600)
 
 
 @pytest.mark.parametrize("what", SAYS)

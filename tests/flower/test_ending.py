@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fedstill.flower import tasks
-from fedstill.flower.deployment.processes import descendants, running
+from fedstill.flower.deployment.programs import descendants, running
 from flowers import needs_flower
 
 psutil = pytest.importorskip("psutil")
@@ -63,7 +63,7 @@ def runs(process: Any) -> bool:
 
 CHILD = """
 import time
-from fedstill.flower.deployment.processes import end_with_parent
+from fedstill.flower.deployment.programs import end_with_parent
 end_with_parent()
 print(1, flush=True)
 time.sleep(600)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fedstill.core.errors import ConfigError, Refused
-from fedstill.flower.deployment import folder, programs
+from fedstill.flower.deployment import control, folder
 from fedstill.flower.deployment.folder import (
     CODE,
     PYPROJECT,
@@ -125,16 +125,16 @@ def test_where_keys_are_listed_they_say_which_client_a_node_is() -> None:
 def test_the_list_of_keys_is_of_clients_each_with_a_key_of_its_own(tmp_path: Path) -> None:
     federation = folder.init(tmp_path / "fed", 2, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
     allowed = federation.server / "allowed"
-    assert sorted(programs.listed(federation)) == ["client0", "client1"]
+    assert sorted(control.listed(federation)) == ["client0", "client1"]
     (allowed / "client2.pub").write_bytes((allowed / "client1.pub").read_bytes())
     with pytest.raises(
         ConfigError, match=r"client2.pub: the file's name .* from client0.pub to client1.pub"
     ):
-        programs.listed(federation)
+        control.listed(federation)
     (allowed / "client2.pub").unlink()
     (allowed / "client1.pub").write_bytes((allowed / "client0.pub").read_bytes())
     with pytest.raises(ConfigError, match=r"client1\.pub .*client0"):
-        programs.listed(federation)
+        control.listed(federation)
     (allowed / "client1.pub").write_text("ssh-ed25519 AAAA")
     with pytest.raises(ConfigError, match=r"client1\.pub"):
-        programs.listed(federation)
+        control.listed(federation)

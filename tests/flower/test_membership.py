@@ -33,7 +33,7 @@ def made(path: Path, clients: int = 2) -> folder.Federation:
 
 
 def listed(federation: folder.Federation) -> set[str]:
-    return set(programs.listed(folder.load_federation(federation.folder)))
+    return set(control.listed(folder.load_federation(federation.folder)))
 
 
 def test_a_site_joins_with_the_next_number_and_a_key_of_its_own(

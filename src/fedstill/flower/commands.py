@@ -81,18 +81,18 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
         insecure_for_testing: Use neither TLS nor the list of keys; on a loopback address only.
     """
     from fedstill.flower import tasks
-    from fedstill.flower.deployment import folder, processes, programs
+    from fedstill.flower.deployment import control, folder, programs
 
     federation = folder.load_federation(directory)
-    with processes.alone(federation.server, "a server"):
-        processes.demand_free(federation)
+    with programs.alone(federation.server, "a server"):
+        programs.demand_free(federation)
         folder.ensure_keys(federation)
         command = programs.superlink(federation, insecure_for_testing)
-        programs.write_link(federation, insecure_for_testing)
+        control.write_link(federation, insecure_for_testing)
         programs.use_environment(federation.server / "flwr")
-        with processes.running(command, os.environ) as process:
-            processes.wait_for_port(federation, process)
-            for line in () if insecure_for_testing else programs.admit(federation):
+        with programs.running(command, os.environ) as process:
+            programs.wait_for_port(federation, process)
+            for line in () if insecure_for_testing else control.admit(federation):
                 print(line, flush=True)
             print(
                 f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it",
@@ -113,9 +113,9 @@ def admit_command(directory: Path) -> int:
         directory: The federation's folder. Keys are in its server/allowed, a file clientN.pub for
             each client.
     """
-    from fedstill.flower.deployment import folder, programs
+    from fedstill.flower.deployment import control, folder
 
-    lines = list(programs.admit(folder.load_federation(directory), seconds=0))
+    lines = list(control.admit(folder.load_federation(directory), seconds=0))
     print("\n".join(lines or ["nothing has changed"]))
     return 0
 
@@ -159,10 +159,10 @@ def remove_command(directory: Path, client: int) -> int:
 
 def _print_admitted(federation: Federation) -> None:
     """Have a running server reload the list of keys, and print what changes."""
-    from fedstill.flower.deployment import control, programs
+    from fedstill.flower.deployment import control
 
     try:
-        for line in programs.admit(federation, seconds=0):
+        for line in control.admit(federation, seconds=0):
             print(line)
     except (control.NotListening, control.NeverStarted):
         print("the server is not running; it reads the list when it starts")
@@ -265,10 +265,10 @@ def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure =
         wait: How many seconds to keep asking a server that does not list this client's key yet.
         insecure_for_testing: Use neither TLS nor a key; for a server on a loopback address only.
     """
-    from fedstill.flower.deployment import folder, node, processes, programs
+    from fedstill.flower.deployment import folder, node, programs
 
     member = folder.membership(directory)
     programs.check_client(member, insecure_for_testing)
-    with processes.alone(member.folder, "a client"):
+    with programs.alone(member.folder, "a client"):
         programs.use_environment(member.folder / "flwr")
         return node.serve_site(member, insecure_for_testing, wait)

@@ -23,7 +23,7 @@ from fedstill.flower import check_flower_installed
 from fedstill.flower.deployment import certificates
 from fedstill.flower.deployment.control import Control, OperatorKey, trusting
 from fedstill.flower.deployment.folder import Federation, client_of_key, require_own_app
-from fedstill.flower.deployment.processes import end
+from fedstill.flower.deployment.programs import end
 
 if TYPE_CHECKING:
     from flwr.app import Message

@@ -1,5 +1,5 @@
 """What the operator asks of a federation's server: to start a run, to stop it, how it goes, which
-sites there are.
+sites there are, and to let in those whose keys are listed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import tomli_w
+
 from fedstill.core.errors import ConfigError, DeployFailed
-from fedstill.core.files import read_toml
+from fedstill.core.files import make_folder, read_toml, write_whole
 from fedstill.flower import check_flower_installed
-from fedstill.flower.deployment.folder import Federation
+from fedstill.flower.deployment.folder import Federation, client_of_key
 from fedstill.flower.deployment.gate import KEY_HEADER
 from fedstill.flower.deployment.reach import bypass_proxies, problem
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from flwr.supercore.control import ControlHttpClient
 
 T = TypeVar("T")
+
+ANSWER_SECONDS = 180.0
+"""How long a server may take to answer once it listens; on a busy machine it takes a minute."""
 
 LINK = "fedstill"
 """The name that a federation's server has in Flower's own settings."""
@@ -256,6 +261,19 @@ class Control:
             client.close()
 
 
+def write_link(federation: Federation, insecure: bool) -> None:
+    """Tell the operator's commands where the server is: ``server/flwr/config.toml``."""
+    home = federation.server / "flwr"
+    make_folder(home)
+    link: dict[str, Any] = {"address": federation.local}
+    if insecure:
+        link["insecure"] = True
+    else:
+        link["root-certificates"] = str(federation.server / "ca.crt")
+    settings = {"superlink": {"default": LINK, LINK: link}}
+    write_whole(home / "config.toml", tomli_w.dumps(settings).encode())
+
+
 NO_CHECK_TIME = 0x200000
 """OpenSSL's flag for certificates that are taken although they have expired."""
 
@@ -291,6 +309,9 @@ def when_it_listens(ask: Callable[[], T], seconds: float) -> T:
             time.sleep(1.0)
 
 
+# Which clients the server lets in
+
+
 def public_key(path: Path) -> bytes:
     """The public key in an OpenSSH ``.pub`` file, as Flower's server stores it; raises ConfigError
     if it is none.
@@ -309,3 +330,57 @@ def public_key(path: Path) -> bytes:
             "makes"
         )
     return bytes(public_key_to_bytes(key))
+
+
+def listed(federation: Federation) -> dict[str, bytes]:
+    """{name: public key} of the clients that are let in; raises ConfigError for a file whose name
+    is no client's.
+    """
+    keys: dict[str, bytes] = {}
+    for path in sorted((federation.server / "allowed").glob("*.pub")):
+        client = client_of_key(path.stem)
+        if client is None or client >= federation.clients:
+            last = f"client{federation.clients - 1}"
+            raise ConfigError(
+                f"{path}: the file's name says which client has this key: from client0.pub to "
+                f"{last}.pub"
+            )
+        keys[path.stem] = public_key(path)
+        twice = [name for name, key in keys.items() if key == keys[path.stem] and name != path.stem]
+        if twice:
+            raise ConfigError(
+                f"{path} is the key of {twice[0]}, too: each client needs a key of its own"
+            )
+    return keys
+
+
+def admit(federation: Federation, seconds: float = ANSWER_SECONDS) -> Iterator[str]:
+    """Let in the clients whose keys are listed, and nobody else; a line for each change.
+
+    Raises DeployFailed for a key that was revoked.
+    """
+    control = Control.of(federation)
+    keys = listed(federation)
+    nodes = when_it_listens(control.nodes, seconds)
+    admitted = set()
+    for node, (name, key) in nodes.items():
+        if keys.get(name) == key:
+            admitted.add(name)
+        else:
+            control.unregister(node)
+            yield f"{name or node} is no longer let in: its key is not listed"
+    for name in sorted(keys.keys() - admitted):
+        try:
+            control.register(name, keys[name])
+        except DeployFailed as error:
+            if "already in use" not in str(error):
+                raise
+            number = client_of_key(name)
+            remedy = (
+                f"make client {number} a new one with `fedstill deploy key {federation.folder} "
+                f"{number}`"
+            )
+            raise DeployFailed(
+                f"{name}.pub was revoked once, and the server takes no key twice: {remedy}"
+            ) from error
+        yield f"{name} may connect from now on"

@@ -1,28 +1,40 @@
-"""The programs of a federation's server, as fedstill starts them, and the list of the clients that
-it lets in.
+"""The programs of a federation: their commands and environment, and how they are started, watched,
+and ended with all that they started.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import shutil
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import tomli_w
+from filelock import FileLock, Timeout
 
 from fedstill.core.errors import ConfigError, DeployFailed
-from fedstill.core.files import make_folder, write_whole
 from fedstill.flower import QUIET, check_flower_installed
 from fedstill.flower.deployment import certificates
-from fedstill.flower.deployment.control import LINK, Control, public_key, when_it_listens
-from fedstill.flower.deployment.folder import Federation, Membership, client_of_key, is_loopback
+from fedstill.flower.deployment.control import listed
+from fedstill.flower.deployment.folder import Federation, Membership, is_loopback
 
-ANSWER_SECONDS = 180.0
-"""How long a server may take to answer once it listens; on a busy machine it takes a minute."""
+if TYPE_CHECKING:
+    import psutil
+
+LISTEN_SECONDS = 180.0
+"""How long a server may take to listen; on a busy machine it takes a minute."""
+
+
+# What is started
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -130,68 +142,119 @@ def _check_loopback(host: str) -> None:
         )
 
 
-def listed(federation: Federation) -> dict[str, bytes]:
-    """{name: public key} of the clients that are let in; raises ConfigError for a file whose name
-    is no client's.
+# Programs under way
+
+
+@contextmanager
+def alone(folder: Path, what: str) -> Iterator[None]:
+    """While the block runs, no other process enters one for this folder; raises DeployFailed if one
+    is in it.
     """
-    keys: dict[str, bytes] = {}
-    for path in sorted((federation.server / "allowed").glob("*.pub")):
-        client = client_of_key(path.stem)
-        if client is None or client >= federation.clients:
-            last = f"client{federation.clients - 1}"
-            raise ConfigError(
-                f"{path}: the file's name says which client has this key: from client0.pub to "
-                f"{last}.pub"
-            )
-        keys[path.stem] = public_key(path)
-        twice = [name for name, key in keys.items() if key == keys[path.stem] and name != path.stem]
-        if twice:
-            raise ConfigError(
-                f"{path} is the key of {twice[0]}, too: each client needs a key of its own"
-            )
-    return keys
+    try:
+        with FileLock(folder / "lock", timeout=0):
+            yield
+    except Timeout:
+        raise DeployFailed(
+            f"{what} already runs from {folder}: stop it first, or leave it"
+        ) from None
 
 
-def write_link(federation: Federation, insecure: bool) -> None:
-    """Tell the operator's commands where the server is: ``server/flwr/config.toml``."""
-    home = federation.server / "flwr"
-    make_folder(home)
-    link: dict[str, Any] = {"address": federation.local}
-    if insecure:
-        link["insecure"] = True
-    else:
-        link["root-certificates"] = str(federation.server / "ca.crt")
-    settings = {"superlink": {"default": LINK, LINK: link}}
-    write_whole(home / "config.toml", tomli_w.dumps(settings).encode())
-
-
-def admit(federation: Federation, seconds: float = ANSWER_SECONDS) -> Iterator[str]:
-    """Let in the clients whose keys are listed, and nobody else; a line for each change.
-
-    Raises DeployFailed for a key that was revoked.
+@contextmanager
+def running(
+    command: Sequence[str], env: Mapping[str, str], **streams: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A program and whatever it starts, in a group of their own, all ended with this block or this
+    process.
     """
-    control = Control.of(federation)
-    keys = listed(federation)
-    nodes = when_it_listens(control.nodes, seconds)
-    admitted = set()
-    for node, (name, key) in nodes.items():
-        if keys.get(name) == key:
-            admitted.add(name)
-        else:
-            control.unregister(node)
-            yield f"{name or node} is no longer let in: its key is not listed"
-    for name in sorted(keys.keys() - admitted):
-        try:
-            control.register(name, keys[name])
-        except DeployFailed as error:
-            if "already in use" not in str(error):
-                raise
-            number = client_of_key(name)
-            remedy = (
-                f"make client {number} a new one with `fedstill deploy key {federation.folder} "
-                f"{number}`"
-            )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    process = subprocess.Popen(list(command), env=dict(env), start_new_session=True, **streams)
+    try:
+        yield process
+    finally:
+        end(process)
+
+
+def end_with_parent() -> None:
+    """Let this process end, as by SIGTERM, when the one that started it has: also where that was
+    killed.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def end(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:
+    """End a program that ``running`` started, and all that it started: asked first, then killed.
+
+    Flower's server detaches what it starts, so that its group alone is not enough.
+    """
+    import psutil
+
+    # Before anything ends: after a process has ended, its children cannot be found.
+    below = descendants(process.pid)
+    _signal_group(process.pid, signal.SIGTERM)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        below += descendants(process.pid)
+    _signal_group(process.pid, signal.SIGKILL)
+    for process_below in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process_below.kill()
+    process.wait()
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """The processes that a process has started, and those that they have; none if it has ended."""
+    import psutil
+
+    below: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        below = psutil.Process(pid).children(recursive=True)
+    return below
+
+
+def demand_free(federation: Federation) -> None:
+    """Raise DeployFailed where something listens on the federation's port already: it would be
+    taken for the server.
+    """
+    if _listens(federation):
+        raise DeployFailed(
+            f"something listens on {federation.local} already, perhaps a server whose command was "
+            "killed: stop it first"
+        )
+
+
+def _listens(federation: Federation) -> bool:
+    host, _, port = federation.local.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), 1):
+            return True
+    except OSError:
+        return False
+
+
+def wait_for_port(
+    federation: Federation, process: subprocess.Popen[bytes], seconds: float = LISTEN_SECONDS
+) -> None:
+    """Wait until the server answers; raises DeployFailed if it ends or does not."""
+    end_at = time.monotonic() + seconds
+    while time.monotonic() < end_at:
+        if process.poll() is not None:
             raise DeployFailed(
-                f"{name}.pub was revoked once, and the server takes no key twice: {remedy}"
-            ) from error
-        yield f"{name} may connect from now on"
+                f"the server ended at once, with status {process.returncode}; its output says why"
+            )
+        if _listens(federation):
+            return
+        time.sleep(0.3)
+    raise DeployFailed(f"the server did not listen on port {federation.port} within {seconds:g} s")

@@ -26,7 +26,7 @@ from fedstill.core.errors import ConfigError, FedstillError
 from fedstill.flower import check_flower_installed
 from fedstill.flower.deployment import certificates
 from fedstill.flower.deployment.gate import Asgi, Gate, Receive, Scope, Send, check_paths
-from fedstill.flower.deployment.processes import end_with_parent
+from fedstill.flower.deployment.programs import end_with_parent
 from fedstill.flower.deployment.reach import expiry_warning
 
 if TYPE_CHECKING:
