@@ -13,7 +13,8 @@ from typing import Any
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedstill.flower.deployment.gate import SITES, Gate
+from fedstill.flower.deployment.exchange import SITES
+from fedstill.flower.deployment.gate import Gate
 
 SERVER_NODE = 1
 

@@ -14,24 +14,15 @@ from typing import Any
 import pytest
 
 from fedstill.core.errors import ConfigError
-from fedstill.flower.deployment import folder, gate, programs
-from fedstill.flower.deployment.gate import (
-    KEY_HEADER,
-    MAX_BODIES,
-    MAX_BODY,
-    SITES,
-    SITES_PATHS,
-    Gate,
-    check_paths,
-)
+from fedstill.flower.deployment import exchange, folder, gate, programs
+from fedstill.flower.deployment.exchange import GET_RUN, PULL, PUSH_PART, SITES, SITES_PATHS
+from fedstill.flower.deployment.gate import KEY_HEADER, MAX_BODIES, MAX_BODY, Gate, check_paths
 from flowers import needs_flower
 from gate_requests import Inside, SiteKey, SiteSession, asked, instruction, reply, tree_of
 
 pytestmark = needs_flower
 
 KEY = b"k" * 43
-PULL = "/v1/fleet/pull-messages"
-PUSH_PART = "/v1/fleet/push-object"
 SITE_KEYS = (SiteKey(), SiteKey())
 NODES = (2**63 + 5, 12)
 
@@ -420,7 +411,7 @@ def test_a_message_of_too_many_parts_is_refused(monkeypatch: pytest.MonkeyPatch)
     inside = Inside()
     site, _ = sessions(inside)
     site.pulls(inside, instruction("own", site.node))
-    monkeypatch.setattr(gate, "MAX_PARTS", 1)
+    monkeypatch.setattr(exchange, "MAX_PARTS", 1)
     assert site.pushes(reply("r", site.node, to="own"))[0] == 413
 
 
@@ -471,9 +462,9 @@ def test_a_site_learns_no_folder_of_the_server_from_a_run() -> None:
     site.pulls(inside, instruction("own", site.node))
     out = {"out": Scalar(string="/home/operator/runs/secret")}
     run = Run(run_id=7, fab_hash="f", primary_task_type="t", override_config=out, bytes_recv=99)
-    inside.answers[gate.GET_RUN] = GetRunResponse(run=run).SerializeToString()
+    inside.answers[GET_RUN] = GetRunResponse(run=run).SerializeToString()
     body = GetRunRequest(node=Node(node_id=site.node), run_id=7).SerializeToString()
-    answer = asked(site.gate, gate.GET_RUN, body=body, **site.key.headers())
+    answer = asked(site.gate, GET_RUN, body=body, **site.key.headers())
     expected = Run(run_id=7, fab_hash="f", primary_task_type="t")
     assert GetRunResponse.FromString(answer["body"]).run == expected
     assert dict(answer["headers"])[b"content-length"] == str(len(answer["body"])).encode()
@@ -504,10 +495,10 @@ def test_instructions_are_forgotten_when_they_have_expired() -> None:
     site, _ = sessions(inside)
     site.pulls(inside, instruction("old", site.node, created_at=1000.0))
     assert site.pushes(reply("r", site.node, to="old"))[0] == 403
-    for number in range(gate.MAX_INSTRUCTIONS + 5):
+    for number in range(exchange.MAX_INSTRUCTIONS + 5):
         site.pulls(inside, instruction(f"i{number}", site.node))
     traffic = site.gate.exchange._of(site.node)
-    assert len(traffic.instructions) == gate.MAX_INSTRUCTIONS
+    assert len(traffic.instructions) == exchange.MAX_INSTRUCTIONS
 
 
 # Flower's server inside the gate

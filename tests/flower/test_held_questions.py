@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
+from fedstill.flower.deployment.exchange import PULL, PUSH
 from fedstill.flower.deployment.gate import (
     CONTROL,
     KEY_HEADER,
-    PULL,
-    PUSH,
     RUN_PULL,
     RUN_PUSH,
     START_RUN,

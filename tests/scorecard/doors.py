@@ -16,7 +16,8 @@ from typing import Any
 
 from fedstill.core.errors import FedstillError
 from fedstill.flower.deployment import certificates, folder, node, programs
-from fedstill.flower.deployment.gate import KEY_HEADER, MAX_BODY, PULL, Gate
+from fedstill.flower.deployment.exchange import PULL
+from fedstill.flower.deployment.gate import KEY_HEADER, MAX_BODY, Gate
 from fedstill.version import VERSION
 from scorecard.trials import Trials, scratch
 
