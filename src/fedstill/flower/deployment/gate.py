@@ -17,6 +17,7 @@ import asyncio
 import datetime
 import hmac
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -157,7 +158,7 @@ class Gate:
                     self.mail.note_news()
                 if path.startswith(CONTROL):
                     self._forget_nodes()
-        body = await _whole_body(receive)
+        body = await _body(receive)
         if body is None:
             return None
         if path == TAKE_RUN:
@@ -233,7 +234,7 @@ class Gate:
     ) -> None:
         """Pass on a request that a site has signed; raises Forbidden for what it may not ask."""
         path = scope["path"]
-        body = await _body(receive, limit)
+        body = await _site_body(receive, limit)
         if body is None:
             return None
         self.exchange.check(path, body, site)
@@ -328,26 +329,32 @@ def _check_size(scope: Scope, limit: int) -> None:
         raise Forbidden(413, f"a site's request says its length, here at most {limit} bytes")
 
 
-async def _body(receive: Receive, limit: int) -> bytes | None:
-    """The body of a request; None if the connection ends before.
-
-    Raises Forbidden for a body over the limit, whatever length it was said to have, and for one
-    that does not come in time.
+async def _site_body(receive: Receive, limit: int) -> bytes | None:
+    """The body of a site's request, as ``_body``; raises Forbidden, too, for one that does not come
+    in time.
     """
-    body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] != "http.request":
-                    return None
-                body += message.get("body", b"")
-                if len(body) > limit:
-                    raise Forbidden(413, f"the body is longer than {limit} bytes")
-                if not message.get("more_body", False):
-                    return bytes(body)
+            return await _body(receive, limit)
     except TimeoutError:
         raise Forbidden(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+
+
+async def _body(receive: Receive, limit: float = math.inf) -> bytes | None:
+    """The body of a request; None if the connection ends before.
+
+    Raises Forbidden for a body over the limit, whatever length its header gives.
+    """
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise Forbidden(413, f"the body is longer than {limit} bytes")
+        if not message.get("more_body", False):
+            return bytes(body)
 
 
 def _is_empty(answer: list[MutableMapping[str, Any]]) -> bool:
@@ -362,18 +369,6 @@ def _is_empty(answer: list[MutableMapping[str, Any]]) -> bool:
         return not PullAppMessagesResponse.FromString(body).messages_list
     except DecodeError:
         return False
-
-
-async def _whole_body(receive: Receive) -> bytes | None:
-    """The body of a request of the operator's; None if the connection ends before."""
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            return bytes(body)
 
 
 def _in_one_piece(body: bytes, receive: Receive) -> Receive:
