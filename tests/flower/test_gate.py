@@ -501,6 +501,19 @@ def test_instructions_are_forgotten_when_they_have_expired() -> None:
     assert len(traffic.instructions) == exchange.MAX_INSTRUCTIONS
 
 
+def test_a_reply_passes_until_flower_counts_its_instruction_as_expired() -> None:
+    from flwr.server.superlink.linkstate.utils import message_ttl_has_expired
+
+    sent = instruction("own", NODES[0], created_at=1000.0, ttl=60.0)
+    for now in (1000.0, 1059.9, 1060.0, 1060.1):
+        inside = Inside()
+        site, _ = sessions(inside)
+        site.gate.exchange.clock = lambda now=now: now
+        site.pulls(inside, sent)
+        status, _ = site.pushes(reply("r", site.node, to="own"))
+        assert (status == 403) == message_ttl_has_expired(sent.metadata, now), now
+
+
 # Flower's server inside the gate
 
 

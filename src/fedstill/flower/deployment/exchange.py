@@ -63,6 +63,10 @@ MAX_INSTRUCTIONS = 256
 """Instructions to one site that are remembered at a time."""
 
 
+OR_EXPIRED = ", or an instruction that has expired"
+"""Ends the reasons of refusals that also meet late replies: expired instructions are forgotten."""
+
+
 class Forbidden(Exception):
     """A request that the gate refuses; its text is the reason.
 
@@ -146,7 +150,8 @@ class Site:
 class Instruction:
     """A message of the server that a site has fetched.
 
-    ``parts``: the ids of all objects that it consists of. ``until``: the time at which it expires.
+    ``parts``: the ids of all objects that it consists of. ``until``: the time at which it expires
+    in Flower, too, whose server then drops a reply.
     """
 
     run: int
@@ -280,7 +285,7 @@ def _check_instruction(id: str, run: int, traffic: Traffic) -> Instruction:
     """A site's instruction; raises Forbidden for a message that this site was not sent."""
     instruction = traffic.instructions.get(id)
     if instruction is None or instruction.run != run:
-        raise Forbidden(403, "the request names a message that this site was not sent")
+        raise Forbidden(403, f"the request names a message that this site was not sent{OR_EXPIRED}")
     return instruction
 
 
@@ -294,14 +299,14 @@ def _check_download(request: Any, traffic: Traffic) -> None:
     """Raises Forbidden for a part of a message that was not sent to the site."""
     parts = [i.parts for i in traffic.instructions.values() if i.run == request.run_id]
     if not any(request.object_id in of_one for of_one in parts):
-        raise Forbidden(403, "the request names a part of no message to this site")
+        raise Forbidden(403, f"the request names a part of no message to this site{OR_EXPIRED}")
 
 
 def _check_upload(request: Any, traffic: Traffic) -> None:
     """Raises Forbidden for a part that no answer of the site has announced."""
     announced = [parts for run, parts in traffic.uploads.values() if run == request.run_id]
     if not any(request.object_id in parts for parts in announced):
-        raise Forbidden(403, "the request brings a part of no answer of this site")
+        raise Forbidden(403, f"the request brings a part of no announced reply{OR_EXPIRED}")
 
 
 def _parts(tree: Any) -> frozenset[str]:
