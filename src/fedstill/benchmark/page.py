@@ -128,10 +128,12 @@ def _axis_start(values: Sequence[float]) -> float:
 
 
 def _row_trace(row: RowPoint, side: str, colour: str) -> Trace:
-    """A point, with its name on one side; ``side`` is empty if there is no room for the name."""
+    """A point with its name on one side; ``side`` is empty if there is no room for the name."""
     text = ""
+    position = "top center"  # of no effect without a text
     if side:
         text = escaped(row.name)
+        position = side
     symbol = "circle"
     if row.is_bound:
         symbol = "diamond-open"
@@ -140,7 +142,7 @@ def _row_trace(row: RowPoint, side: str, colour: str) -> Trace:
         mode="markers+text",
         name=escaped(row.name),
         text=[text],
-        textposition=side or "top center",
+        textposition=position,
         textfont={"size": 10},
         x=[rounded(row.learned)],
         y=[rounded(row.kept)],
@@ -170,6 +172,13 @@ PLOT_HEIGHT = 330.0
 CHARACTER_WIDTH = 6.4
 LABEL_HEIGHT = 12.0
 MARKER_RADIUS = 5.0
+"""Approximate sizes of a label in the figure's small type, and of a marker, in pixels."""
+
+LABEL_DISTANCE = 12.0
+LABEL_DISTANCE_BESIDE = 7.0
+"""From the centre of a marker: to the centre of a label above or below, which must clear the
+marker, and to the near end of a label beside it.
+"""
 
 
 @dataclass(frozen=True)
@@ -226,16 +235,15 @@ def label_sides(points: Sequence[LabelledPoint], x_span: float, y_span: float) -
 
 
 def _label_box(label: str, marker: _Box, direction: tuple[float, float]) -> _Box:
-    """The approximate box of a label in the figure's small type, in a direction from its marker."""
+    """The approximate box of a label, in a direction from its marker."""
     right, up = direction
     half_width = CHARACTER_WIDTH / 2 * len(label)
-    # A label beside its point may be as high as the point; one above or below must clear it.
-    distance = 12.0
-    if right:
-        distance = 7.0
+    vertical_distance = LABEL_DISTANCE
+    if right:  # a label at a corner may overlap the marker's height
+        vertical_distance = LABEL_DISTANCE_BESIDE
     return _Box(
-        x=marker.x + right * (half_width + 7.0),
-        y=marker.y + up * distance,
+        x=marker.x + right * (half_width + LABEL_DISTANCE_BESIDE),
+        y=marker.y + up * vertical_distance,
         half_width=half_width,
         half_height=LABEL_HEIGHT / 2,
     )
@@ -268,6 +276,7 @@ def rank_figure(standings: Standings) -> Figure:
 
 
 def _rank_trace(standings: Standings, names: Sequence[str]) -> Trace:
+    """The mean rank of each row, with its interval."""
     above = [rounded(placed.rank_interval[1] - placed.rank) for placed in standings.placed]
     below = [rounded(placed.rank - placed.rank_interval[0]) for placed in standings.placed]
     return new_trace(
@@ -289,6 +298,7 @@ def _rank_trace(standings: Standings, names: Sequence[str]) -> Trace:
 
 
 def _bar(x: float, group: Sequence[str]) -> Trace:
+    """A vertical line through the rows of a group without significant differences."""
     return new_trace(
         "scatter",
         mode="lines+markers",
@@ -304,8 +314,8 @@ def task_matrix(row: RankedRow, column: str) -> Figure | None:
     """The accuracy on each task at each task's end, the mean over seeds; None without tasks."""
     matrices = [
         np.array(matrix, dtype=np.float64)
-        for (matrix_column, _), matrix in row.tasks.items()
-        if matrix_column == column
+        for (run_column, _seed), matrix in row.tasks.items()
+        if run_column == column
     ]
     shapes = {matrix.shape for matrix in matrices}
     if len(shapes) != 1:

@@ -44,24 +44,26 @@ from fedstill.report.page import Report
 from fedstill.running.journal import Event
 from fedstill.running.runs import JOURNAL, Group, Run
 
-# Queries that nobody answered: no peer's model reached the threshold on noise, so the client had no
-# teacher.
+# Queries without a teacher: no peer's model reached the threshold of the noise probe.
 
 
 def untaught(runs: Mapping[str, Sequence[Run]]) -> str:
-    """A sentence on them, by what the runs are called; empty if every query had a teacher."""
+    """A sentence on queries without a teacher, for the runs of each group; empty if all had one.
+
+    runs: the runs of a group, by the group's label.
+    """
     parts = []
-    for name, named_runs in runs.items():
-        without_teacher = sum(run.query_count.without_teacher for run in named_runs)
-        queries = sum(run.query_count.total for run in named_runs)
+    for label, group_runs in runs.items():
+        without_teacher = sum(run.query_count.without_teacher for run in group_runs)
+        queries = sum(run.query_count.total for run in group_runs)
         if without_teacher:
-            parts.append(f"{name}, {without_teacher} of {queries}")
+            parts.append(f"{label}, {without_teacher} of {queries}")
     if not parts:
         return ""
     return f"Queries that had no teacher, and count in all numbers: {'; '.join(parts)}."
 
 
-# Who asked for what, and why; and, where clients ask again, how query follows query.
+# The queries of each client with their reasons, and the course over rounds if clients ask again.
 
 
 MOST_QUERIES = 200
@@ -70,7 +72,7 @@ MOST_QUERIES = 200
 
 @contextmanager
 def reading_queries(run: Run) -> Iterator[None]:
-    """Damaged entries raise CorruptFile with the journal's name."""
+    """Within it, errors that damaged entries cause become CorruptFile with the journal's name."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -172,7 +174,10 @@ def one_after_another(groups: Sequence[Group], style: Style) -> Gallery | None:
 
 
 def _why(run: Run, answer: Mapping[str, Any]) -> str:
-    """What spoke for the classes of a query; journals of before say of label counts only."""
+    """The reasons for the classes of a query.
+
+    Older journals have no reasons. At that time, label counts were the only one.
+    """
     if run.settings.get("query.draw", "none") == "none":
         return "written in the config"
     reasons = answer.get(REASONS)
@@ -186,7 +191,7 @@ def _why(run: Run, answer: Mapping[str, Any]) -> str:
     )
 
 
-# What clients asked for: gain against forgetting, classes before and after, the noise probe beside
+# The effects of queries: gain against forgetting, accuracies by class, and the noise probe beside
 # label shares.
 
 
@@ -308,7 +313,10 @@ def _answers(run: Run) -> list[dict[str, Any]]:
 
 
 def _in_last(run: Run) -> list[Event]:
-    """What clients did in the last round; what those that asked but once did before it, too."""
+    """The clients' events in the last round.
+
+    If clients ask once, they train alone in an earlier round, and these events are included.
+    """
     last = max((event["round"] for event in run.clients if event.get("name") == FIT), default=0)
     return [event for event in run.clients if event["round"] >= last]
 
@@ -322,7 +330,7 @@ def _phases(run: Run) -> list[Event]:
 
 @dataclass(frozen=True)
 class Trade:
-    """What a client gained and forgot by asking."""
+    """The gain and the forgetting of a client by a query."""
 
     gain: float
     forgetting: float
@@ -354,13 +362,12 @@ def _trades(run: Run) -> list[Trade]:
 
 
 def _trade_points(trades: Sequence[Trade], group: Group, style: Style) -> list[Trace]:
-    """The clients as small points, and their mean as a large one."""
+    """A small point for each client of each seed, and a large one for their mean."""
     colour = style.colour(group)
+    marks = {"mode": "markers", "legendgroup": group.label, "name": group_name(group)}
     small = new_trace(
         "scatter",
-        mode="markers",
-        legendgroup=group.label,
-        name=group_name(group),
+        **marks,
         x=[rounded(trade.gain) for trade in trades],
         y=[rounded(trade.forgetting) for trade in trades],
         customdata=[f"client {trade.client}, seed {trade.seed}" for trade in trades],
@@ -370,9 +377,7 @@ def _trade_points(trades: Sequence[Trade], group: Group, style: Style) -> list[T
     )
     large = new_trace(
         "scatter",
-        mode="markers",
-        legendgroup=group.label,
-        name=group_name(group),
+        **marks,
         x=[rounded(sum(trade.gain for trade in trades) / len(trades))],
         y=[rounded(sum(trade.forgetting for trade in trades) / len(trades))],
         hovertemplate="mean: gain %{x:.1%}, forgetting %{y:.1%}",
@@ -483,15 +488,20 @@ def _epochs(run: Run) -> Figure:
 
 
 def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list[Trace]:
+    """A client's accuracy after each epoch, and a dotted line at its accuracy alone, if known.
+
+    index: the client's number among those that are drawn.
+    """
     scores: list[float] = []
     for event in _phases(run):
         if event["client"] == client:
             scores += event.get("scores", [])
-    level = None
+    accuracy_alone = None
     if alone is not None:
-        level = rounded(alone)
-    turn, place = divmod(index, len(COLOURS))
-    colour = COLOURS[place]
+        accuracy_alone = rounded(alone)
+    colour = COLOURS[index % len(COLOURS)]
+    # Clients that share a colour have different dashes.
+    dash = NOT_DOTTED[index // len(COLOURS) % len(NOT_DOTTED)]
     name = f"client {client}"
     trained = new_trace(
         "scatter",
@@ -501,7 +511,7 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
         name=name,
         x=list(range(1, len(scores) + 1)),
         y=[rounded(score) for score in scores],
-        line={"color": colour, "dash": NOT_DOTTED[turn % len(NOT_DOTTED)]},
+        line={"color": colour, "dash": dash},
     )
     trained_alone = new_trace(
         "scatter",
@@ -510,7 +520,7 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
         hovertemplate="%{y:.1%}",
         name=f"{name} alone",
         x=[1, len(scores)],
-        y=[level, level],
+        y=[accuracy_alone, accuracy_alone],
         line={"color": colour, "dash": "dot", "width": 1},
         showlegend=False,
     )
