@@ -2,7 +2,8 @@
 
 For each number, it starts a server and so many sites, runs FedNTD on digits over TLS, and prints
 seconds a round, processor time a message, and memory. A message is an instruction or a reply.
-"link" is the program that passes messages on; the server also has the process of the run. All sites
+"link" is Flower's SuperLink, which passes messages on; "server" is all processes of the server, the
+SuperLink and the run included. "in" counts its processes. All sites
 share this machine's cores, so seconds a round say more about their training than about a network.
 """
 
@@ -15,11 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import psutil
 
@@ -32,7 +32,10 @@ from fedstill.running.journal import read_journal
 from fedstill.version import VERSION
 
 CONNECT_SECONDS = 900.0
+"""How long all sites together may take to connect."""
+
 LINK = "deployment.superlink"
+"""A part of the command line of the SuperLink's process."""
 HEADER = (
     f"{'sites':>5} {'s a round':>10} {'link s a message':>17} {'server':>8} {'site':>8} "
     f"{'server MB':>10} {'in':>3} {'site MB':>8} {'in':>3}"
@@ -68,38 +71,36 @@ class Usage:
 
 def measure(sites: int, rounds: int) -> str:
     """The line of the table for a number of sites."""
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as programs:
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as commands:
         place = Path(name)
         hosts = ("127.0.0.1",)
         federation = folder.init(place / "fed", sites, hosts, hosts[0], free_port(), VERSION)
-        server = programs.enter_context(_command("server", federation.folder, place / "server"))
-        clients = [
-            programs.enter_context(
-                _command("client", federation.client(client), place / f"client{client}")
-            )
-            for client in range(sites)
-        ]
+        server = commands.enter_context(_command("server", federation.folder, place / "server"))
+        clients = []
         logs = [place / f"client{client}" for client in range(sites)]
+        for client, log in enumerate(logs):
+            command = _command("client", federation.client(client), log)
+            clients.append(commands.enter_context(command))
         _wait(lambda: all("connected" in log.read_text() for log in logs))
 
-        link = Usage.of(server.pid, LINK).seconds
+        link_before = Usage.of(server.pid, LINK).seconds
         before = [Usage.of(process.pid) for process in (server, *clients)]
         peaks = _run(federation, place, experiment(sites, rounds), (server, clients[0]))
-        link = Usage.of(server.pid, LINK).seconds - link
+        link_seconds = Usage.of(server.pid, LINK).seconds - link_before
         after = [Usage.of(process.pid) for process in (server, *clients)]
         events = read_journal(place / "run" / "journal.jsonl")
     seconds = [event["seconds_training"] for event in events if event["event"] == "round"]
     messages = 2 * sum(event["event"] == "client" for event in events)
-    spent = [end.seconds - begin.seconds for begin, end in zip(before, after, strict=True)]
-    top_server, top_site = peaks
+    cpu_seconds = [end.seconds - begin.seconds for begin, end in zip(before, after, strict=True)]
+    server_peak, site_peak = peaks
     cells = (
         f"{sites:>5}",
         f"{median(seconds):>10.2f}",
-        f"{link / messages:>17.3f}",
-        f"{spent[0] / messages:>8.3f}",
-        f"{sum(spent[1:]) / messages:>8.3f}",
-        f"{top_server.megabytes:>10.0f} {top_server.processes:>3}",
-        f"{top_site.megabytes:>8.0f} {top_site.processes:>3}",
+        f"{link_seconds / messages:>17.3f}",
+        f"{cpu_seconds[0] / messages:>8.3f}",
+        f"{sum(cpu_seconds[1:]) / messages:>8.3f}",
+        f"{server_peak.megabytes:>10.0f} {server_peak.processes:>3}",
+        f"{site_peak.megabytes:>8.0f} {site_peak.processes:>3}",
     )
     return " ".join(cells)
 
@@ -142,12 +143,12 @@ def _command(name: str, place: Path, log: Path) -> Iterator[subprocess.Popen[byt
 def _run(
     federation: folder.Federation,
     place: Path,
-    what: Experiment,
+    experiment: Experiment,
     watched: Sequence[subprocess.Popen[bytes]],
 ) -> list[Usage]:
     """Run an experiment to its end; the usage of each watched program at its peak of memory."""
     config = place / "run.toml"
-    config.write_text(as_toml({**settle(what).tree, "engine": "flower"}))
+    config.write_text(as_toml({**settle(experiment).tree, "engine": "flower"}))
     command = [sys.executable, "-m", "fedstill", "run", str(config), "-q"]
     command += ["--federation", str(federation.folder), "--out", str(place / "run")]
     peaks = [Usage.of(process.pid) for process in watched]
@@ -162,7 +163,8 @@ def _run(
     return peaks
 
 
-def _wait(is_true: Any) -> None:
+def _wait(is_true: Callable[[], bool]) -> None:
+    """Wait until a condition holds; raises TimeoutError if it never does."""
     end = time.monotonic() + CONNECT_SECONDS
     while not is_true():
         if time.monotonic() > end:

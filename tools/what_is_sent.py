@@ -120,16 +120,12 @@ def cells(method: str) -> tuple[str, str]:
 def shape_of(group: Group) -> str:
     """The shape of a tensor; that of a model for named ones; nothing for a number."""
     if isinstance(group, Mapping):
-        return (
-            shape_of(*group.values())
-            if len(group) == 1
-            else ", in the shape of the sent parameters"
-        )
-    return (
-        f" ({', '.join(LETTERS.get(n, str(n)) for n in group.shape)})"
-        if isinstance(group, Tensor)
-        else ""
-    )
+        if len(group) > 1:
+            return ", in the shape of the sent parameters"
+        return shape_of(*group.values())
+    if not isinstance(group, Tensor):
+        return ""
+    return f" ({', '.join(LETTERS.get(size, str(size)) for size in group.shape)})"
 
 
 def same(one: Group, other: Group) -> bool:

@@ -259,7 +259,7 @@ def _rows(result: Result, has_queries_each_round: bool) -> Iterator[tuple[str, s
             yield title, percent(summary[key])
     yield from _metrics(summary)
     yield from _columns(result)
-    yield from _of_sites(summary)
+    yield from _site_accuracies(summary)
     if has_queries_each_round:
         gains = [event["query_gain"] for event in result.history if "query_gain" in event]
         yield "gain, query after query", " → ".join(map(percent, gains))
@@ -274,16 +274,19 @@ def _rows(result: Result, has_queries_each_round: bool) -> Iterator[tuple[str, s
     yield "directory", str(result.directory)
 
 
-MOST_SITES = 12
-"""More sites than this are not listed one by one."""
+MAX_LISTED_SITES = 12
+"""With more sites, their accuracies are not listed."""
 
 
-def _of_sites(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The accuracy of the last model at each real site, on the site's own test set."""
+def _site_accuracies(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The accuracy of the last model at each real site, on the site's own test set.
+
+    Simulations have no weighted accuracy, and list no clients.
+    """
     from fedstill.report.terminal import percent
 
     by_client = summary.get("own_test_by_client", {})
-    if "own_test_weighted" in summary and len(by_client) <= MOST_SITES:
+    if "own_test_weighted" in summary and len(by_client) <= MAX_LISTED_SITES:
         for client, accuracy in by_client.items():
             yield f"own tests, client {client}", percent(accuracy)
 

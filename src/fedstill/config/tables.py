@@ -504,8 +504,8 @@ class FlowerTable(Table):
     )
     test_every: CountOrZero = Field(
         default=1,
-        description="Every how many rounds the sites test the global model on their own test "
-        "sets, if sites have data of their own. 0: never.",
+        description="The number of rounds between two tests of the global model on the sites' own "
+        "test sets, if sites have data of their own. The last round is also tested. 0: no tests.",
     )
     vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = Field(
         default=None,

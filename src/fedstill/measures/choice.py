@@ -144,7 +144,10 @@ def _trains(stage: Stage, world: World) -> bool:
     return plan is not None and stage.view == "private" and bool(plan.epochs or plan.steps)
 
 
-# ---- what measures need: each check returns what the run lacks and what to do, or nothing --------
+# ---- the needs of measures -----------------------------------------------------------------------
+
+# A check of a need returns an empty string if the run meets it; otherwise, what the run lacks, and
+# what to do.
 
 
 def _lacks_chain(setting: MeasuredRun) -> str:
@@ -164,7 +167,7 @@ def _lacks_models_side_by_side(setting: MeasuredRun) -> str:
 
 
 def _lacks_local_models(setting: MeasuredRun) -> str:
-    """Whether clients send models, and models of one architecture, so that they can be compared."""
+    """Clients must send models, and of one architecture, so that these can be compared."""
     if not any(_sends_models(stage, setting) for stage in setting.stages):
         return f"clients of method {setting.name} send no models; choose a method whose clients do"
     world = setting.world
@@ -175,7 +178,7 @@ def _lacks_local_models(setting: MeasuredRun) -> str:
 
 
 def _lacks_uploads(setting: MeasuredRun) -> str:
-    """Whether clients send models, or logits whose models are known here."""
+    """Clients must send models, or logits of models that are known in this process."""
     groups: set[str] = set()
     for stage in setting.stages:
         groups |= _sent(stage, setting.schedule, setting.world)
@@ -228,7 +231,7 @@ def _lacks_features(setting: MeasuredRun) -> str:
 
 
 def _lacks_plane(setting: MeasuredRun) -> str:
-    """Whether features are points on a plane, which can be drawn."""
+    """Features must be points on a plane, which can be drawn."""
     spec = setting.world.model(SERVER)
     width = contract.width(spec)
     if width == 2:
@@ -276,7 +279,7 @@ def _lacks_epochs(setting: MeasuredRun) -> str:
 
 
 def _lacks_held_out(setting: MeasuredRun) -> str:
-    """Whether there are examples with labels on which nobody trains."""
+    """There must be examples with labels on which nobody trains."""
     if setting.labelled or any(_holds_out(stage, setting.world) for stage in setting.stages):
         return ""
     return (
