@@ -19,7 +19,16 @@ from fedstill.report.blocks import (
     Section,
     group_label,
 )
-from fedstill.report.figures import COUNTS, Figure, Trace, escaped, layout, new_trace, rounded
+from fedstill.report.figures import (
+    COUNTS,
+    Figure,
+    Style,
+    Trace,
+    escaped,
+    layout,
+    new_trace,
+    rounded,
+)
 from fedstill.report.page import Report
 from fedstill.report.series import Look, last_looks, looks, matrix, reading
 from fedstill.running.runs import Group
@@ -40,7 +49,7 @@ def class_colour(number: int) -> str:
 
 
 def class_name(group: Group, number: int) -> str:
-    """A class's name, or its number where it has none."""
+    """A class's name, or its number if it has no name."""
     names = group.classes
     if number < len(names):
         return str(names[number])
@@ -67,11 +76,11 @@ def class_scale() -> list[list[Any]]:
 
 
 CIRCLE_DISTANCE = 3.2
-"""From the centre of one circle to that of the next, in radii."""
+"""The distance between the centres of two circles, in radii."""
 HIGHEST_BUMP = 0.5
 """The height of the highest bump of a circle, in radii."""
 LOWEST_BUMP = 0.01
-"""Below this share of the highest bump nothing is drawn: there the circle is bare."""
+"""Densities below this share of the highest bump are not drawn."""
 BANDWIDTH = 8.0
 """Degrees of the Gaussian that smooths counts of angles."""
 
@@ -83,21 +92,19 @@ ABOUT_CIRCLES = (
 
 
 def sphere(report: Report) -> Section | None:
-    """Where the classes are on the circle, model by model; None if it was not measured."""
-    found = last_looks(report.groups, "sphere")
-    if not found:
+    """The classes on the circle of features, model by model; None if they were not measured."""
+    group_looks = last_looks(report.groups, "sphere")
+    if not group_looks:
         return None
-    charts = [
-        Chart(
-            [_circles(look)],
-            f"{look.place}: {ABOUT_CIRCLES}",
-            group_label(look.group, report.style, look.place),
-            is_explained=True,
-        )
-        for look in found
-    ]
-    blocks = [Paragraph(ABOUT_CIRCLES), class_key(found[0].group), *charts]
+    charts = [_chart(look, _circles(look), ABOUT_CIRCLES, report.style) for look in group_looks]
+    blocks = [Paragraph(ABOUT_CIRCLES), class_key(group_looks[0].group), *charts]
     return Section("sphere", "Classes on the circle", blocks)
+
+
+def _chart(look: Look, figure: Figure, about: str, style: Style) -> Chart:
+    """The chart of a group's look, under the group's label."""
+    label = group_label(look.group, style, look.place)
+    return Chart([figure], f"{look.place}: {about}", label, is_explained=True)
 
 
 def _circles(look: Look) -> Figure:
@@ -126,7 +133,7 @@ def _circle(look: Look, counts: Sequence[Sequence[float]], centre: float) -> lis
     """The bare circle of a model, and the bumps of its classes; counts (C, bins)."""
     bins = len(counts[0])
     densities = [smoothed(row) for row in matrix(counts, len(look.group.classes), bins)]
-    highest = max((max(density) for density in densities), default=0.0) or 1.0
+    highest = max(map(max, densities), default=0.0)
     traces = [_ring(centre, [1.0] * bins, "#9aa4b0", "")]
     for number, density in enumerate(densities):
         radii = [_radius(value, highest) for value in density]
@@ -136,14 +143,14 @@ def _circle(look: Look, counts: Sequence[Sequence[float]], centre: float) -> lis
 
 
 def _radius(density: float, highest: float) -> float | None:
-    """How far from the centre a bump is drawn; None where there is none."""
+    """The distance of a bump's line from the centre; None if the density is too low to draw."""
     if density <= LOWEST_BUMP * highest:
         return None
     return 1 + HIGHEST_BUMP * density / highest
 
 
 def _ring(centre: float, radii: Sequence[float | None], colour: str, name: str) -> Trace:
-    """A closed line around a centre; one without a name is thin and silent."""
+    """A closed line around a centre. Without a name, it is thin and has no hover text."""
     x: list[float | None] = []
     y: list[float | None] = []
     for step, radius in enumerate(radii):
@@ -171,8 +178,9 @@ def _ring(centre: float, radii: Sequence[float | None], colour: str, name: str) 
 
 
 def smoothed(counts: Sequence[float], bandwidth: float = BANDWIDTH) -> list[float]:
-    """Counts around a circle as a density: each is spread by a Gaussian of so many degrees; the sum
-    stays.
+    """Smooth counts around a circle by a Gaussian kernel; the sum stays the same.
+
+    bandwidth: the standard deviation of the kernel in degrees.
     """
     bins = len(counts)
     bin_width = 360 / bins
@@ -180,9 +188,9 @@ def smoothed(counts: Sequence[float], bandwidth: float = BANDWIDTH) -> list[floa
     kernel = [_gaussian(angle / bandwidth) for angle in degrees]
     total = sum(kernel)
     densities = []
-    for place in range(bins):
-        weighed = [count * kernel[(place - index) % bins] for index, count in enumerate(counts)]
-        densities.append(sum(weighed) / total)
+    for centre in range(bins):
+        weighted = [count * kernel[(centre - index) % bins] for index, count in enumerate(counts)]
+        densities.append(sum(weighted) / total)
     return densities
 
 
@@ -201,41 +209,30 @@ ABOUT_UNITS = (
 
 
 def units(report: Report) -> Section | None:
-    """Which class each unit of the last hidden layer stands for, model by model; None if it was not
+    """The class of each unit of the last hidden layer, model by model; None if it was not
     measured.
     """
-    found = last_looks(report.groups, "units")
-    if not found:
+    group_looks = last_looks(report.groups, "units")
+    if not group_looks:
         return None
-    charts = [
-        Chart(
-            [_units(look)],
-            f"{look.place}: {ABOUT_UNITS}",
-            group_label(look.group, report.style, look.place),
-            is_explained=True,
-        )
-        for look in found
-    ]
-    blocks = [Paragraph(ABOUT_UNITS), class_key(found[0].group), Gallery(charts)]
+    charts = [_chart(look, _units(look), ABOUT_UNITS, report.style) for look in group_looks]
+    blocks = [Paragraph(ABOUT_UNITS), class_key(group_looks[0].group), Gallery(charts)]
     return Section("units", "The class of each unit", blocks)
 
 
 def _units(look: Look) -> Figure:
+    """A row of units for each model, coloured by class."""
     with reading(look) as event:
         models = [str(model) for model in event["models"]]
         classes = matrix(event["classes"], len(models), len(event["classes"][0]))
-        order = sorted(range(len(classes[0])), key=lambda unit: classes[0][unit])
+        received = classes[0]
+        order = sorted(range(len(received)), key=lambda unit: received[unit])
         rows = [[int(row[unit]) for unit in order] for row in classes]
         names = [[escaped(class_name(look.group, number)) for number in row] for row in rows]
-    trace = new_trace(
-        "heatmap",
+    trace = _class_map(
+        rows,
+        names,
         y=[escaped(model) for model in models],
-        z=[[number % len(CLASS_COLOURS) for number in row] for row in rows],
-        customdata=names,
-        zmin=0,
-        zmax=len(CLASS_COLOURS),
-        colorscale=class_scale(),
-        showscale=False,
         ygap=2,
         hovertemplate="%{y}: unit stands for %{customdata}<extra></extra>",
     )
@@ -247,6 +244,22 @@ def _units(look: Look) -> Figure:
         yaxis={"type": "category", "autorange": "reversed", "showgrid": False},
     )
     return Figure([trace], axes)
+
+
+def _class_map(
+    classes: Sequence[Sequence[int]], names: Sequence[Sequence[str]], **options: Any
+) -> Trace:
+    """A map of cells in the colours of their classes; names: the class names of the cells."""
+    return new_trace(
+        "heatmap",
+        z=[[number % len(CLASS_COLOURS) for number in row] for row in classes],
+        customdata=names,
+        zmin=0,
+        zmax=len(CLASS_COLOURS),
+        colorscale=class_scale(),
+        showscale=False,
+        **options,
+    )
 
 
 # Decision boundaries of a client that asked, stage by stage, with its accuracy by class below
@@ -263,38 +276,34 @@ ABOUT_BOUNDARIES = (
 
 
 def boundaries(report: Report) -> Section | None:
-    """For each group the planes of its first seed that has any; None if it was not measured."""
+    """For each group, the planes of its first run with any; None if they were not measured."""
     blocks: list[Block] = [Paragraph(ABOUT_BOUNDARIES)]
     for group in report.groups:
-        of_group = _stages(group)
-        if of_group:
+        stage_looks = _stage_looks(group)
+        if stage_looks:
             blocks.append(group_label(group, report.style))
-            blocks.append(Gallery([_stage(look) for look in of_group], "small"))
+            blocks.append(Gallery([_stage(look) for look in stage_looks], "small"))
     if len(blocks) == 1:
         return None
     return Section("boundaries", "Decision boundaries", blocks)
 
 
-def _stages(group: Group) -> list[Look]:
-    """The looks of the first seed that has any: after the client last trained alone, and in the
-    last round.
+def _stage_looks(group: Group) -> list[Look]:
+    """The looks of the first run with any: in the last round in which the client trained alone, and
+    in the last round.
     """
     all_looks = list(looks(group, "boundaries"))
-    of_first_run = [look for look in all_looks if look.run is all_looks[0].run]
-    if not of_first_run:
+    if not all_looks:
         return []
-    last_round = of_first_run[-1].event["round"]
-    fit_round = max((look.event["round"] for look in of_first_run if _is_alone(look)), default=0)
-    chosen = []
-    for look in of_first_run:
-        wanted_round = fit_round if _is_alone(look) else last_round
-        if look.event["round"] == wanted_round:
-            chosen.append(look)
-    return chosen
-
-
-def _is_alone(look: Look) -> bool:
-    return bool(look.event["name"] == "fit")
+    run_looks = [look for look in all_looks if look.run is all_looks[0].run]
+    alone = [look for look in run_looks if look.event["name"] == "fit"]
+    with_others = [look for look in run_looks if look.event["name"] != "fit"]
+    last_round = run_looks[-1].event["round"]
+    last_round_alone = max((look.event["round"] for look in alone), default=0)
+    return [
+        *(look for look in alone if look.event["round"] == last_round_alone),
+        *(look for look in with_others if look.event["round"] == last_round),
+    ]
 
 
 def _stage(look: Look) -> Chart:
@@ -314,21 +323,16 @@ def _stage(look: Look) -> Chart:
 
 
 def _background(look: Look) -> Trace:
-    """The class that the head predicts at each place of the plane."""
+    """The class that the head predicts at each point of a grid over the plane."""
     event = look.event
     names = [escaped(name) for name in look.group.classes]
-    plane = matrix(event["plane"], STEPS, STEPS)
-    return new_trace(
-        "heatmap",
+    plane = [[int(number) for number in row] for row in matrix(event["plane"], STEPS, STEPS)]
+    return _class_map(
+        plane,
+        [[names[number] for number in row] for row in plane],
         x=_steps(*event["x_range"]),
         y=_steps(*event["y_range"]),
-        z=[[int(value) % len(CLASS_COLOURS) for value in row] for row in plane],
-        customdata=[[names[int(value)] for value in row] for row in plane],
-        zmin=0,
-        zmax=len(CLASS_COLOURS),
-        colorscale=class_scale(),
         opacity=0.35,
-        showscale=False,
         hovertemplate="the head says %{customdata}<extra></extra>",
     )
 
@@ -346,14 +350,14 @@ def _points(look: Look) -> list[Trace]:
         ring: dict[str, Any] = {"width": 0}
         if number in event["query"]:
             ring = {"width": 1.5, "color": "black"}
-        images = [index for index, label in enumerate(event["labels"]) if label == number]
+        indices = [index for index, label in enumerate(event["labels"]) if label == number]
         traces.append(
             new_trace(
                 "scatter",
                 mode="markers",
                 name=name,
-                x=[event["x"][index] for index in images],
-                y=[event["y"][index] for index in images],
+                x=[event["x"][index] for index in indices],
+                y=[event["y"][index] for index in indices],
                 marker={"size": 6, "color": class_colour(number), "line": ring},
                 hovertemplate=f"{name}<extra></extra>",
             )
