@@ -36,6 +36,7 @@ from fedstill.report.figures import (
 )
 from fedstill.report.page import Report
 from fedstill.report.summary import NONE
+from fedstill.running.journal import Event
 from fedstill.running.runs import Group, Run
 
 
@@ -43,7 +44,7 @@ from fedstill.running.runs import Group, Run
 class ClientMeasure:
     """An accuracy of each client that the journal has by round.
 
-    examples: the examples that it is measured on. about: what it is, for the section's text.
+    examples: the test examples, in words. about: a description for the section's text.
     """
 
     name: str
@@ -58,7 +59,7 @@ class ClientMeasure:
 
     @property
     def key_before(self) -> str:
-        """The key of the accuracy before clients learned from the others."""
+        """The key of the accuracy before a client learns from other clients."""
         return f"{self.name}_before_by_client"
 
 
@@ -139,25 +140,25 @@ def _about(groups: Sequence[Group]) -> str:
     return " ".join([*sentences, "Values are means over seeds."])
 
 
-# What the journals have of clients
+# Accuracies and names of clients
 
 
 def _measures(groups: Iterable[Group]) -> list[ClientMeasure]:
-    """The accuracies that any of the groups has of its last round."""
+    """The measures that any of the groups has in its last round."""
     compared = list(groups)
     return [m for m in MEASURES if any(_last(group, m.key) for group in compared)]
 
 
 def _last(group: Group, key: str) -> dict[str, float]:
-    """A mapping of the last round by client, mean over the runs that have it."""
-    by_run = [run.rounds[-1].get(key) for run in group.started]
-    return _means([by_client for by_client in by_run if isinstance(by_client, Mapping)])
+    """The values by client in the last round, as means over the runs that have them."""
+    run_values = [run.rounds[-1].get(key) for run in group.started]
+    return _means([values for values in run_values if isinstance(values, Mapping)])
 
 
-def _means(mappings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of each client over the mappings that have a number of it."""
+def _means(run_values: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean by client of some runs' values, over the runs that have a value of the client."""
     values: dict[str, list[float]] = {}
-    for by_client in mappings:
+    for by_client in run_values:
         for client, value in by_client.items():
             if value is not None:
                 values.setdefault(client, []).append(float(value))
@@ -165,7 +166,7 @@ def _means(mappings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _ids(groups: Iterable[Group]) -> list[str]:
-    """The clients of which any accuracy is known, in the order of their numbers."""
+    """The clients with any accuracy, in the order of their numbers."""
     ids: set[str] = set()
     for group in groups:
         for measure in MEASURES:
@@ -174,7 +175,7 @@ def _ids(groups: Iterable[Group]) -> list[str]:
 
 
 def _name(groups: Iterable[Group], client: str) -> str:
-    """A client's name in the data, or else its number."""
+    """A client's name in the data, or its number if it has no name."""
     names = _client_names(groups)
     if int(client) < len(names):
         return str(names[int(client)])
@@ -182,7 +183,7 @@ def _name(groups: Iterable[Group], client: str) -> str:
 
 
 def _client_names(groups: Iterable[Group]) -> Sequence[str]:
-    """The names of the clients in the first run that has some; empty where none has."""
+    """The names of the clients in the first run that has names; empty if no run has."""
     for group in groups:
         for run in group.started:
             names: Sequence[str] = run.start.get("client_names", ())
@@ -204,12 +205,12 @@ def _network_in(run: Run, client: int) -> str:
 
 
 def _has_server_models(group: Group) -> bool:
-    """Whether the server has several models, each of which some clients use."""
+    """Whether the server has several models, and each client uses one of them."""
     return any("client_predictors" in run.rounds[-1] for run in group.started)
 
 
 def _server_model(group: Group, client: str) -> str:
-    """The name of the server's model that a client uses; by seed where it differs."""
+    """The name of the server's model that a client uses; by seed if seeds differ."""
     names = {}
     for run in group.started:
         by_client = run.rounds[-1].get("client_predictors", {})
@@ -244,13 +245,13 @@ def _table(groups: Sequence[Group]) -> Table:
 
 
 def _cell(group: Group, client: str, measure: ClientMeasure) -> Cell:
-    after = _last(group, measure.key).get(client)
-    before = _last(group, measure.key_before).get(client)
-    if after is None:
+    accuracy = _last(group, measure.key).get(client)
+    accuracy_before = _last(group, measure.key_before).get(client)
+    if accuracy is None:
         return NONE
-    if before is None:
-        return f"{100 * after:.1f}"
-    return ChangeCell(f"{100 * before:.1f}", f"{100 * after:.1f}")
+    if accuracy_before is None:
+        return f"{100 * accuracy:.1f}"
+    return ChangeCell(f"{100 * accuracy_before:.1f}", f"{100 * accuracy:.1f}")
 
 
 # Bars
@@ -306,12 +307,12 @@ def _bar_name(groups: Sequence[Group], client: str) -> str:
 
 
 def _server_bars(groups: Sequence[Group], style: Style) -> Figure:
-    groups = [group for group in groups if group.values("accuracy")]
+    tested_groups = [group for group in groups if group.values("accuracy")]
     trace = new_trace(
         "bar",
-        x=[group_name(group) for group in groups],
-        y=[rounded(fmean(group.values("accuracy"))) for group in groups],
-        marker={"color": [style.colour(group) for group in groups]},
+        x=[group_name(group) for group in tested_groups],
+        y=[rounded(fmean(group.values("accuracy"))) for group in tested_groups],
+        marker={"color": [style.colour(group) for group in tested_groups]},
         hovertemplate="%{x}: %{y:.2%}<extra></extra>",
     )
     return Figure([trace], layout(yaxis=PERCENT, xaxis={"type": "category"}, showlegend=False))
@@ -328,11 +329,11 @@ def _rounded(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class LearningRound:
-    """A round in which clients were measured before and after they learned from the others."""
+    """The accuracies of clients in a round, before and after they learned from other clients."""
 
     number: int
-    before: Mapping[str, float]
-    after: Mapping[str, float]
+    accuracy_before: Mapping[str, float]
+    accuracy: Mapping[str, float]
 
 
 def _course_charts(groups: Iterable[Group]) -> list[Chart]:
@@ -348,35 +349,40 @@ def _course_charts(groups: Iterable[Group]) -> list[Chart]:
 
 
 def _measured_rounds(group: Group) -> dict[ClientMeasure, list[LearningRound]]:
-    """By measure, the rounds in which it was taken twice."""
+    """By measure, the rounds that have it before and after learning."""
     by_measure = {measure: _rounds(group, measure) for measure in MEASURES}
     return {measure: rounds for measure, rounds in by_measure.items() if rounds}
 
 
 def _rounds(group: Group, measure: ClientMeasure) -> list[LearningRound]:
-    """The rounds with a value before and after, mean over the runs."""
-    events = [event for run in group.started for event in run.rounds]
-    numbers = sorted({event["round"] for event in events if measure.key_before in event})
+    """The rounds with a value before learning; the values are means over the runs."""
+    events_by_round: dict[int, list[Event]] = {}
+    for run in group.started:
+        for event in run.rounds:
+            events_by_round.setdefault(event["round"], []).append(event)
+
     rounds = []
-    for number in numbers:
-        of_round = [event for event in events if event["round"] == number]
-        before = [e[measure.key_before] for e in of_round if measure.key_before in e]
-        after = [e[measure.key] for e in of_round if measure.key in e]
-        rounds.append(LearningRound(number, _means(before), _means(after)))
+    for number, events in sorted(events_by_round.items()):
+        values_before = [e[measure.key_before] for e in events if measure.key_before in e]
+        values = [e[measure.key] for e in events if measure.key in e]
+        if values_before:
+            rounds.append(LearningRound(number, _means(values_before), _means(values)))
     return rounds
 
 
 def _course(group: Group, rounds: Sequence[LearningRound]) -> Figure:
-    """Two points for each round: half-way to it before learning, and at it after."""
+    """A line for each client, with two points for each round: the accuracy before learning is half
+    a round to the left of the accuracy after it.
+    """
     x: list[float] = []
-    for measured_round in rounds:
-        x += [measured_round.number - 0.5, measured_round.number]
+    for learning_round in rounds:
+        x += [learning_round.number - 0.5, learning_round.number]
     traces = []
     for index, client in enumerate(_ids([group])):
         y = []
-        for measured_round in rounds:
-            y.append(_rounded(measured_round.before.get(client)))
-            y.append(_rounded(measured_round.after.get(client)))
+        for learning_round in rounds:
+            y.append(_rounded(learning_round.accuracy_before.get(client)))
+            y.append(_rounded(learning_round.accuracy.get(client)))
         dash = DASHES[index // len(COLOURS) % len(DASHES)]
         traces.append(
             new_trace(
@@ -396,20 +402,18 @@ def _course(group: Group, rounds: Sequence[LearningRound]) -> Figure:
     return Figure(traces, layout(xaxis=across, yaxis=up))
 
 
-# What was sent
+# Communication
 
 
 def _traffic(groups: Iterable[Group]) -> str:
-    """A sentence on what was sent, beside what weights would have cost; empty where no run knows
-    that.
-    """
+    """A sentence that compares the bytes sent with the size of weights; empty if unknown."""
     parts = []
     for group in groups:
         runs = [run for run in group.started if _knows_weights(run)]
         if runs:
-            sent = fmean(_bytes_sent(run) for run in runs) / 1e6
-            weights = fmean(_bytes_as_weights(run) for run in runs) / 1e6
-            parts.append(f"{group.label} {sent:.4g} MB (weights: {weights:.4g} MB)")
+            megabytes = fmean(_bytes_sent(run) for run in runs) / 1e6
+            weight_megabytes = fmean(_bytes_as_weights(run) for run in runs) / 1e6
+            parts.append(f"{group.label} {megabytes:.4g} MB (weights: {weight_megabytes:.4g} MB)")
     if not parts:
         return ""
     return (
