@@ -1,5 +1,5 @@
 """The section on tasks over time: the accuracy matrix as a map, accuracy by task over rounds, and
-what was learned and kept.
+the plane of learned accuracy and kept share.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ABOUT_PLANE = (
     "constant. One point for each seed."
 )
 MOST_NUMBERS = 12
-"""A matrix of more tasks than these is drawn without numbers."""
+"""A matrix with more tasks than these is drawn without numbers."""
 
 BRIGHT = 0.6
 """From this accuracy on, the colour of a cell is so bright that its number is black."""
@@ -121,23 +121,22 @@ def run_rows(run: Run) -> Values:
 
 
 def matrix_map(group: Group) -> Figure:
-    """Task × task end, the mean over seeds, with the task's own end framed and its loss beside
-    it.
+    """A map of accuracy by task (rows) and task end (columns), as the mean over seeds.
+
+    A frame marks the end of each task. The last column has the forgetting of each task.
     """
     matrices = [run_rows(run) for run in _ended(group)]
     ends = min(len(matrix) for matrix in matrices)
     matrices = [matrix[:ends] for matrix in matrices]
     mean = np.mean(matrices, axis=0)
-    lost = np.mean([task_metrics.forgetting_by_column(matrix) for matrix in matrices], axis=0)
+    forgetting = np.mean([task_metrics.forgetting_by_column(m) for m in matrices], axis=0)
     tasks = mean.shape[1]
 
-    # the last column has no colours: there stands what was lost
-    rows = [[*(_percent(value) for value in mean[:, task]), None] for task in range(tasks)]
     trace = new_trace(
         "heatmap",
         x=[*(f"after {end + 1}" for end in range(ends)), "lost"],
         y=[f"task {task + 1}" for task in range(tasks)],
-        z=rows,
+        z=[_map_row(accuracies) for accuracies in mean.T],
         zmin=0,
         zmax=100,
         colorscale=ACCURACY,
@@ -145,11 +144,7 @@ def matrix_map(group: Group) -> Figure:
         hoverongaps=False,
         hovertemplate="%{y}, %{x}: %{z:.1f} %<extra></extra>",
     )
-    notes = [
-        _note(ends, task, value, "#888888")
-        for task, value in enumerate(lost)
-        if not math.isnan(value)
-    ]
+    notes = _forgetting_notes(forgetting, column=ends)
     if tasks <= MOST_NUMBERS:
         notes += _cell_notes(mean)
     axes = layout(
@@ -164,8 +159,22 @@ def matrix_map(group: Group) -> Figure:
     return Figure([trace], axes)
 
 
+def _map_row(accuracies: Values) -> list[float | None]:
+    """The accuracies of a task in percent, and a last cell without a colour for its forgetting."""
+    return [*map(_percent, accuracies), None]
+
+
+def _forgetting_notes(forgetting: Values, column: int) -> list[dict[str, Any]]:
+    """The number of each task's forgetting, in a column of the map."""
+    return [
+        _note(column, task, value, "#888888")
+        for task, value in enumerate(forgetting)
+        if not math.isnan(value)
+    ]
+
+
 def _cell_notes(mean: Values) -> list[dict[str, Any]]:
-    """The number of each cell, in the colour that can be read on it."""
+    """The number of each cell, in a colour that is legible on the cell's colour."""
     notes = []
     for (end, task), value in np.ndenumerate(mean):
         if math.isnan(value):
@@ -210,23 +219,18 @@ def _percent(value: float) -> float | None:
 
 
 def task_curves(group: Group) -> Figure:
-    """Accuracy on the classes of each task by round, one line for each task; the mean over seeds,
-    each with its own classes.
-    """
+    """Accuracy on the classes of each task by round, as a line for each task; means over seeds."""
     runs = _ended(group)
     traces = []
     for task in range(len(_task_classes(runs[0]))):
-        # the order of classes may be drawn by the seed
-        by_run = [_accuracy_on(run, _task_classes(run)[task]) for run in runs]
-        rounds = sorted(set.intersection(*(set(by_round) for by_round in by_run)))
-        means = [float(np.mean([by_round[number] for by_round in by_run])) for number in rounds]
+        curve = _task_curve(runs, task)
         traces.append(
             new_trace(
                 "scatter",
                 mode="lines",
                 name=f"task {task + 1}",
-                x=rounds,
-                y=[rounded(mean) for mean in means],
+                x=list(curve),
+                y=[rounded(accuracy) for accuracy in curve.values()],
                 line={"color": COLOURS[task % len(COLOURS)], "width": 2},
                 hovertemplate="%{y:.1%}",
             )
@@ -234,6 +238,14 @@ def task_curves(group: Group) -> Figure:
     up = {**PERCENT, **flat_range(y_values(traces), PERCENT)}
     across = {"title": {"text": "round"}, "rangemode": "tozero"}
     return Figure(traces, layout(xaxis=across, yaxis=up, shapes=changes(group)))
+
+
+def _task_curve(runs: Sequence[Run], task: int) -> dict[int, float]:
+    """The mean accuracy on a task by round, for the rounds that all runs have."""
+    # The classes of a task may differ by run, because the seed may draw their order.
+    curves = [_accuracy_on(run, _task_classes(run)[task]) for run in runs]
+    rounds = [number for number in sorted(curves[0]) if all(number in curve for curve in curves)]
+    return {number: float(np.mean([curve[number] for curve in curves])) for number in rounds}
 
 
 def changes(group: Group) -> list[dict[str, Any]]:
@@ -256,19 +268,20 @@ def _task_classes(run: Run) -> list[list[int]]:
 
 
 def _has_class_tasks(group: Group) -> bool:
-    """Whether tasks differ in their classes, and there is a test set of them."""
+    """Whether tasks differ in their classes and have a common test set."""
     run = _ended(group)[0]
     distinct = {tuple(classes) for classes in _task_classes(run)}
     return len(distinct) > 1 and "totals" in run.task_ends[-1]
 
 
 def _accuracy_on(run: Run, classes: Sequence[int]) -> dict[int, float]:
-    """The mean accuracy of some classes by round, where it is known of any."""
+    """The mean accuracy of some classes by round, without rounds that measured none of them."""
     means = {}
     for number, row in run.class_accuracy().items():
-        values = [row[c] for c in classes if row[c] is not None]
-        if values:
-            means[number] = float(np.mean([value for value in values if value is not None]))
+        accuracies = [row[c] for c in classes]
+        measured_accuracies = [value for value in accuracies if value is not None]
+        if measured_accuracies:
+            means[number] = float(np.mean(measured_accuracies))
     return means
 
 
@@ -276,7 +289,7 @@ def _accuracy_on(run: Run, classes: Sequence[int]) -> dict[int, float]:
 
 
 def learned_and_kept(groups: Sequence[Group], style: Style) -> Figure:
-    """What was learned and which share of it was kept, a point for each seed."""
+    """Learned accuracy and the share of it that was kept, as a point for each seed."""
     traces = equal_curves()
     for group in groups:
         matrices = [run_rows(run) for run in _ended(group)]
@@ -304,10 +317,11 @@ def learned_and_kept(groups: Sequence[Group], style: Style) -> Figure:
 
 def equal_curves() -> list[Trace]:
     """Curves of equal accuracy in the plane of learned and kept: 20, 40, 60 and 80 %."""
-    steps = [0.02 * step for step in range(1, 51)]
+    grid = [0.02 * step for step in range(1, 51)]
     curves = []
     for level in (0.2, 0.4, 0.6, 0.8):
-        x = [learned for learned in steps if learned >= level]
+        # Below the level, the kept share would exceed 1.
+        x = [learned for learned in grid if learned >= level]
         curves.append(
             new_trace(
                 "scatter",
