@@ -57,7 +57,7 @@ class RoundChart:
 
     @property
     def needs_two_rounds(self) -> bool:
-        """Whether the chart says nothing after one round: nothing is forgotten by then."""
+        """Whether the chart needs two rounds: nothing is forgotten after one."""
         return "accuracy" not in self.key
 
 
@@ -83,7 +83,7 @@ OF_CLIENTS = (
     ),
     OWN_TESTS,
 )
-"""What is drawn first where clients have models of their own."""
+"""Drawn first if clients have their own models."""
 
 OF_THE_SERVER = (
     RoundChart(
@@ -139,7 +139,7 @@ def _has_two_rounds(groups: Sequence[Group]) -> bool:
     return any(len(run.rounds) > 1 for group in groups for run in group.runs)
 
 
-# Lines of what the user's own measures gave
+# Lines of the user's own measures
 
 
 ABOUT_OWN = (
@@ -149,7 +149,7 @@ ABOUT_OWN = (
 
 
 def own_measures(report: Report) -> Section | None:
-    """What measures of the user's own gave by round; None if a run has none."""
+    """The numbers of the user's own measures by round; None if no run has any."""
     charts = [
         Chart([lines(report.groups, report.style, metric)], f"{metric}, by round.", metric)
         for metric in own_metrics(report.groups)
@@ -215,8 +215,9 @@ def _has_class_accuracy(group: Group) -> bool:
 
 
 def views(groups: Sequence[Group]) -> list[str]:
-    """What a reader may choose: the mean, and each seed, unless there is one seed only, or all of
-    them are too much to carry.
+    """The choices of a reader: the mean over seeds, and each seed.
+
+    Only the seed if there is one, and only the mean if the maps of all seeds would be too large.
     """
     seeds = sorted({seed for group in groups for seed in group.seeds})
     of_seeds = [f"seed {seed}" for seed in seeds]
@@ -230,7 +231,7 @@ def views(groups: Sequence[Group]) -> list[str]:
 
 
 def _variants(group: Group, shown_views: Sequence[str]) -> list[Figure]:
-    """The map of each view, and that of the first one as shares."""
+    """The map of each view, and the map of the first view as shares."""
     maps = [class_by_round(group, view) for view in shown_views]
     return [*maps, shares_by_round(group, shown_views[0])]
 
@@ -241,7 +242,7 @@ def class_by_round(group: Group, view: str) -> Figure:
 
 
 def shares_by_round(group: Group, view: str) -> Figure:
-    """The same as shares, which sum to 1 in each round.
+    """Accuracy of each class as a share of the round's sum over classes.
 
     Source: FedNTD, appendix E, figure 10.
     """
@@ -249,7 +250,7 @@ def shares_by_round(group: Group, view: str) -> Figure:
     figure = class_map(columns, group.classes, "round", f"no run with {view}")
     for trace in figure.traces:
         shares = [value for row in trace["z"] for value in row if value is not None]
-        # a map of zeros keeps the scale of percentages
+        # A map of zeros keeps the scale of percentages.
         trace["zmax"] = max(shares, default=0) or 100
     return figure
 
@@ -261,6 +262,7 @@ def _of_view(group: Group, view: str) -> dict[int, list[float | None]]:
 
 
 def _of_sum(row: Sequence[float | None]) -> list[float | None]:
+    """The accuracies of a round as shares of their sum."""
     total = sum(value for value in row if value is not None)
     if total == 0:
         return [None] * len(row)
@@ -281,7 +283,7 @@ def class_map(
 ) -> Figure:
     """Accuracy of each class (C,) by round or hop, which ``unit`` names.
 
-    absent: the text where there is none.
+    absent: the text of a map without columns.
     """
     rows = [[_percent(value) for value in row] for row in zip(*columns.values(), strict=True)]
     names = class_names(classes)
@@ -308,11 +310,12 @@ def class_map(
 
 @lru_cache
 def _map_layout(classes: int, unit: str, last: int, absent: str) -> Layout:
-    """The layout of maps with so many classes and so many rounds or hops, which share it.
+    """The layout of a map with so many classes. It is cached: many maps share it.
 
-    absent: the text of a map without any column.
+    last: the last round or hop. absent: the text of a map without columns.
     """
-    # hops are drawn side by side; a round takes the room up to the next one that was measured
+    # Hops are categories, side by side. Rounds are numbers: a cell fills the axis up to the next
+    # measured round.
     ticks: Mapping[str, Any] = {"type": "category"}
     if unit == "round":
         ticks = whole_numbers(1 + last)
@@ -368,11 +371,15 @@ def metrics_by_round(report: Report) -> Section | None:
 
 
 def _metric_chart(report: Report, metric: Metric, prefix: str, model: str) -> Chart:
-    direction = "Higher" if metric.larger_is_better else "Lower"
+    direction = "Lower"
+    if metric.larger_is_better:
+        direction = "Higher"
     title = metric.title[0].upper() + metric.title[1:]
     if prefix:
         title = f"{title} on own tests"
-    axis: Mapping[str, object] = PERCENT if metric.unit == "%" else {}
+    axis: Mapping[str, object] = {}
+    if metric.unit == "%":
+        axis = PERCENT
     return Chart(
         [lines(report.groups, report.style, f"{prefix}{metric.name}", axis)],
         f"{metric.description}. {model} {direction} is better.",
@@ -420,12 +427,12 @@ def _confusion_map(counts: Values, classes: Sequence[str]) -> Figure:
     names = class_names(classes)
     totals = counts.sum(1, keepdims=True)
     empty = np.full_like(counts, np.nan)
-    shares = np.divide(100 * counts, totals, out=empty, where=totals > 0)
+    percent = np.divide(100 * counts, totals, out=empty, where=totals > 0)
     trace = new_trace(
         "heatmap",
         x=names,
         y=names,
-        z=[[None if np.isnan(share) else round(share, 1) for share in row] for row in shares],
+        z=[[_cell(value) for value in row] for row in percent],
         customdata=counts.astype(int).tolist(),
         zmin=0,
         zmax=100,
@@ -443,3 +450,10 @@ def _confusion_map(counts: Values, classes: Sequence[str]) -> Figure:
         yaxis=class_axis("class"),
     )
     return Figure([trace], axes)
+
+
+def _cell(percent: float) -> float | None:
+    """The value of a confusion map's cell; None for a class without test examples."""
+    if np.isnan(percent):
+        return None
+    return round(percent, 1)
