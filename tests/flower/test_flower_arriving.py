@@ -21,7 +21,7 @@ from fedstill.core.records import Payload, Stage
 from fedstill.flower import fleet as arriving
 from fedstill.flower.fleet import UNREADABLE, Fleet, Patience, unfolded
 from fedstill.flower.messages import Request, SiteReply, content, require_flower
-from fedstill.flower.remote_runs import ReplyLimits
+from fedstill.flower.remote_runs import BYTES_OF_SHARES, ReplyLimits
 from fedstill.running.preparation import prepare
 from flowers import needs_flower
 
@@ -265,6 +265,13 @@ def test_the_limit_of_a_reply_follows_from_its_expected_content() -> None:
     model = Payload(params=large.world.initial(0)).nbytes
     assert model < ReplyLimits(large).of(0, stage) < 3 * model
     assert ReplyLimits(small).of(0, census_stage(small.world)) < 1 << 18
+
+
+def test_the_limit_of_a_reply_grows_with_the_clients_of_its_round() -> None:
+    limits = ReplyLimits(prepare(settle(toys.toy()), toys.blobs()))
+    few = limits.of(0, Stage(1, 0, "train", (0, 1)))
+    many = limits.of(0, Stage(2, 0, "train", tuple(range(500))))
+    assert many - few == 498 * BYTES_OF_SHARES
 
 
 def test_a_part_that_stands_in_an_array_many_times_counts_as_often() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, DeployFailed
+from fedstill.core.extensions import RoundHook
 from fedstill.core.files import digest, in_shell
 from fedstill.core.records import Examples, Group, Payload, Stage
 from fedstill.core.rounds import expected_reply
@@ -285,30 +287,26 @@ REPLY_ALLOWANCE = 1 << 16
 """Bytes that every reply may have beside its expected content."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReplyLimits:
     """The most bytes of each client's reply, computed from the form of a valid reply."""
 
     prepared: Prepared
-    _by_stage: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    @cached_property
+    def _hooks(self) -> Sequence[RoundHook]:
+        return run_extensions(self.prepared).round_hooks
 
     def of(self, client: int, stage: Stage) -> int:
         """The most bytes of the arrays in a client's reply to a stage; 0 if they are not known."""
-        key = (client, stage.name)
-        if key not in self._by_stage:
-            self._by_stage[key] = self._computed(client, stage)
-        return self._by_stage[key]
-
-    def _computed(self, client: int, stage: Stage) -> int:
         prepared = self.prepared
         if stage == sums_stage(prepared.world):
             about = prepared.dataset.about
             expected = sums_work(prepared.settings, about, prepared.dataset.input_shape).expected
         else:
-            hooks = run_extensions(prepared).round_hooks
             schedule = prepared.settings.schedule
             try:
-                expected = expected_reply(client, stage, prepared.world, schedule, hooks)
+                expected = expected_reply(client, stage, prepared.world, schedule, self._hooks)
             except Exception:
                 # The screen calls the function again when the reply is here, and names the error.
                 return 0
