@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,18 @@ def last_day(path: Path) -> datetime.datetime:
         raise ConfigError(f"{path} is no certificate: {error}") from error
 
 
+def trusted_pem(path: Path) -> bytes:
+    """The authority's certificate in a client's file, as PEM; raises ConfigError if TLS cannot use
+    it.
+    """
+    try:
+        data = path.read_bytes()
+        ssl.create_default_context(cadata=data.decode("ascii"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no certificate: {error}") from error
+    return data
+
+
 def named_hosts(path: Path) -> set[str]:
     """The hosts and addresses that the certificate in a file names."""
     from cryptography import x509
@@ -121,6 +134,20 @@ def make_client(path: Path) -> None:
     )
     write_secret(path, private)
     write_whole(path.with_name(path.name + ".pub"), public + b"\n")
+
+
+def client_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """The key in a file of ``make_client``; raises ConfigError if it holds none."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no private key: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{path} is a key of another kind than `deploy init` makes")
+    return key
 
 
 def make_signing_key(path: Path) -> None:

@@ -32,6 +32,7 @@ from fedstill.core.errors import (
 )
 from fedstill.core.registry import HOMES
 from fedstill.flower import check_flower_installed, say
+from fedstill.flower.deployment import certificates
 from fedstill.flower.deployment.folder import Membership, require_own_app
 from fedstill.flower.deployment.reach import (
     Problem,
@@ -159,18 +160,17 @@ class Server:
     @contextmanager
     def of(member: Membership, insecure: bool) -> Iterator[Server]:
         """The server of a site's federation; the site leaves it at the end of the block."""
+        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
         from flwr.supernode.fleet_http_client import FleetHttpClient
 
-        private, public = _key_pair(member, insecure)
-        watch = _Watch()
+        private = _private_key(member, insecure)
+        public = private.public_key()
+        authority = None
+        if not insecure:
+            authority = certificates.trusted_pem(member.folder / "ca.crt")
         client = FleetHttpClient.from_server_address(
-            member.address,
-            insecure,
-            _authority(member, insecure),
-            [*_interceptors(private, public), watch],
+            member.address, insecure, authority, _interceptors(private, public)
         )
-        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-
         server = Server(member.address, client, public_key_to_bytes(public), tls=not insecure)
         beat = threading.Thread(target=server._beat, daemon=True)
         try:
@@ -435,46 +435,24 @@ class _Watch:
 
 
 def _interceptors(private: Any, public: Any) -> list[Any]:
-    """What signs each request and adds Flower's version to it."""
+    """They add Flower's version to each request, sign it, and look at the server's certificate."""
     from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
     from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
     return [
         RuntimeVersionHttpInterceptor(component_name="SuperNode"),
         NodeAuthHttpInterceptor(private, public),
+        _Watch(),
     ]
 
 
-def _key_pair(member: Membership, insecure: bool) -> tuple[Any, Any]:
-    """The site's private and public key; a new pair without TLS."""
+def _private_key(member: Membership, insecure: bool) -> Any:
+    """The site's private key; a new one without TLS."""
     from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
     if insecure:
-        private: Any = ec.generate_private_key(ec.SECP384R1())
-        return private, private.public_key()
-    try:
-        private = load_ssh_private_key(member.key.read_bytes(), None)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{member.key} is no private key: {error}") from error
-    if not isinstance(private, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{member.key} is a key of another kind than `deploy init` makes")
-    return private, private.public_key()
-
-
-def _authority(member: Membership, insecure: bool) -> bytes | None:
-    """The certificate of the federation's authority; None without TLS."""
-    import ssl
-
-    if insecure:
-        return None
-    path = member.folder / "ca.crt"
-    try:
-        data = path.read_bytes()
-        ssl.create_default_context(cadata=data.decode("ascii"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no certificate: {error}") from error
-    return data
+        return ec.generate_private_key(ec.SECP384R1())
+    return certificates.client_key(member.key)
 
 
 # Processes that compute
