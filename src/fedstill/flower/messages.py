@@ -526,41 +526,55 @@ class InstructionCheck:
         sync_folder(self.used)
 
 
-# ---- reasons that leave a site -------------------------------------------------------------------
+# Reasons that leave a site
 
 
 PUBLIC_REASONS: Mapping[Topic, str] = {
-    "accept": "the site has not accepted this configuration: its operator adds the SHA-256 to "
-    "accept in site.toml",
+    "accept": (
+        "the site has not accepted this configuration: its operator adds the SHA-256 to "
+        "accept in site.toml"
+    ),
     "app": "the app is not the one that fedstill writes",
     "budget": "the request would exceed privacy.epsilon at the site",
     "classes": "the site has a class that the run does not list; compare the classes",
     "columns": "the site's columns are not those of the run; compare data.columns",
     "config": "the configuration does not work at the site: install the same versions there",
     "data": "the site's data do not fit the run, or the site has none",
-    "files": "the configuration has the site read files that its site.toml does not list under "
-    "files; or set flower.data = 'sites'",
+    "files": (
+        "the configuration has the site read files that its site.toml does not list under "
+        "files; or set flower.data = 'sites'"
+    ),
     "imports": "the configuration names code that the site's site.toml does not list under imports",
-    "limit": "the site has refused too many different requests and answers no new ones: its "
-    "operator may delete refused.json in its memory folder",
+    "limit": (
+        "the site has refused too many different requests and answers no new ones: its "
+        "operator may delete refused.json in its memory folder"
+    ),
     "measure": "the site takes part in no run with a measure or metric of this configuration",
     "noise": "the site has answered this stage with noise, and answers no other request for it",
     "public": "the site needs a copy of the run's public set: set public in its site.toml",
-    "range": "a change of the site's model has no room in the secure sum: raise "
-    "privacy.secure_range or lower plan.lr; or lower privacy.secure_bits",
-    "repeated": "the site has taken part in a secure sum of another run on the same data: its "
-    "operator may set repeat_sums in site.toml",
+    "range": (
+        "a change of the site's model has no room in the secure sum: raise "
+        "privacy.secure_range or lower plan.lr; or lower privacy.secure_bits"
+    ),
+    "repeated": (
+        "the site has taken part in a secure sum of another run on the same data: its "
+        "operator may set repeat_sums in site.toml"
+    ),
     "request": "the request is malformed, or does not belong to this run",
     "shape": "the site's examples do not have the run's kind, shape or vocabulary",
-    "signature": "the message is no new instruction to this site by the server whose key it has: "
-    "its operator may compare server.pub with the server's signing.pub, and the clocks",
+    "signature": (
+        "the message is no new instruction to this site by the server whose key it has: "
+        "its operator may compare server.pub with the server's signing.pub, and the clocks"
+    ),
     "state": "the site's state of this run is lost or damaged",
     "stage": "the stage is not in the run's schedule, or the run does not need it",
     "sum": "the request is not the next step of a secure sum that the site takes part in",
-    "tasks": "the site's tasks are not those of the run: see stream.kind, and tasks in its "
-    "site.toml",
-    "tokenizer": "the site needs a copy of the run's tokenizer file: set tokenizer in its "
-    "site.toml",
+    "tasks": (
+        "the site's tasks are not those of the run: see stream.kind, and tasks in its site.toml"
+    ),
+    "tokenizer": (
+        "the site needs a copy of the run's tokenizer file: set tokenizer in its site.toml"
+    ),
     "version": "the site has another version of fedstill than the server: install the same",
     "work": "the work failed at the site",
 }
