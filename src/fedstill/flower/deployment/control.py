@@ -150,7 +150,7 @@ class Control:
 
         packed = build_fab_from_disk(app)
         fab = fab_to_proto(Fab(digest(packed), packed, {}))
-        with self._asked("start-run") as client:
+        with self._client("start-run") as client:
             answer = client.StartRun(
                 StartRunRequest(fab=fab, override_config=user_config_to_proto(dict(values)))
             )
@@ -160,14 +160,14 @@ class Control:
         """Stop a run."""
         from flwr.proto.control_pb2 import StopRunRequest
 
-        with self._asked("stop-run") as client:
+        with self._client("stop-run") as client:
             client.StopRun(StopRunRequest(run_id=run))
 
     def ended(self, run: int) -> str | None:
         """How a run ended, in words; None if it has not."""
         from flwr.proto.control_pb2 import ListRunsRequest
 
-        with self._asked("list-runs") as client:
+        with self._client("list-runs") as client:
             status = client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run].status
         if status.status != "finished":
             return None
@@ -175,31 +175,28 @@ class Control:
 
     def nodes(self) -> dict[int, tuple[str, bytes]]:
         """The registered nodes: {id: (name, public key as the server stores it)}."""
-        from flwr.proto.control_pb2 import ListNodesRequest
-
-        with self._asked("list-nodes") as client:
-            answer = client.ListNodes(ListNodesRequest())
-        return {
-            n.node_id: (n.name, n.public_key)
-            for n in answer.nodes_info
-            if n.status != "unregistered"
-        }
+        return {node.node_id: (node.name, node.public_key) for node in self._registered()}
 
     def sites(self) -> list[SiteStatus]:
         """The registered nodes and when the server last heard of each, by name."""
+        sites = map(SiteStatus.of, self._registered())
+        # client2 before client10
+        return sorted(sites, key=lambda site: (len(site.name), site.name))
+
+    def _registered(self) -> list[Any]:
+        """The registered nodes, as Flower describes them."""
         from flwr.proto.control_pb2 import ListNodesRequest
 
-        with self._asked("list-nodes") as client:
+        with self._client("list-nodes") as client:
             answer = client.ListNodes(ListNodesRequest())
-        nodes = [node for node in answer.nodes_info if node.status != "unregistered"]
-        return sorted(map(SiteStatus.of, nodes), key=lambda site: (len(site.name), site.name))
+        return [node for node in answer.nodes_info if node.status != "unregistered"]
 
     def runs_under_way(self) -> list[RunStatus]:
         """The runs that have not ended."""
         from flwr.common.serde import user_config_from_proto
         from flwr.proto.control_pb2 import ListRunsRequest
 
-        with self._asked("list-runs") as client:
+        with self._client("list-runs") as client:
             runs = client.ListRuns(ListRunsRequest()).run_dict.values()
         return [
             RunStatus(
@@ -215,18 +212,19 @@ class Control:
         """Let a node in under a name."""
         from flwr.proto.control_pb2 import RegisterNodeRequest
 
-        with self._asked("register-node") as client:
+        with self._client("register-node") as client:
             client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
 
     def unregister(self, node: int) -> None:
         """Let a node in no more."""
         from flwr.proto.control_pb2 import UnregisterNodeRequest
 
-        with self._asked("unregister-node") as client:
+        with self._client("unregister-node") as client:
             client.UnregisterNode(UnregisterNodeRequest(node_id=node))
 
     @contextmanager
-    def _asked(self, what: str) -> Iterator[ControlHttpClient]:
+    def _client(self, request: str) -> Iterator[ControlHttpClient]:
+        """A client of Flower's for one request, whose errors name the request."""
         check_flower_installed()
         import httpx
         from flwr.supercore.control import ControlHttpClient
@@ -246,16 +244,16 @@ class Control:
         except httpx.HTTPStatusError as error:
             text = " ".join(error.response.text.split())[:300]
             raise DeployFailed(
-                f"the server refused {what}: {error.response.status_code} {text}"
+                f"the server refused {request}: {error.response.status_code} {text}"
             ) from error
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
             reached = problem(error, self.address, tls=scheme == "https")
             raise NotListening(
-                f"the server at {self.address} cannot be reached for {what}: {reached.reason}"
+                f"the server at {self.address} cannot be reached for {request}: {reached.reason}"
             ) from error
         except httpx.HTTPError as error:
             raise NoAnswer(
-                f"the server at {self.address} did not answer {what}: {error}"
+                f"the server at {self.address} did not answer {request}: {error}"
             ) from error
         finally:
             client.close()

@@ -95,27 +95,31 @@ def superlink(federation: Federation, insecure: bool) -> list[str]:
                 f"{server / name} is missing: without certificates the server does not start"
             )
         command += [option, str(server / name)]
-    if (until := certificates.last_day(server / "server.crt")) <= datetime.datetime.now(
-        datetime.UTC
-    ):
-        raise ConfigError(
-            f"{server / 'server.crt'} expired on {until:%Y-%m-%d}; run: fedstill deploy renew "
-            f"{federation.folder}"
-        )
-    if (host := federation.local.rpartition(":")[0].strip("[]")) not in certificates.named_hosts(
-        server / "server.crt"
-    ):
-        raise ConfigError(
-            f"{server / 'server.crt'} does not name {host}, by which programs on this machine "
-            "reach the server; "
-            f"run: fedstill deploy renew {federation.folder}"
-        )
+    _check_certificate(federation)
     if not listed(federation):
         raise ConfigError(
             f"{server / 'allowed'} lists no client's public key: without one the server does not "
             "start"
         )
     return [*command, "--enable-supernode-auth"]
+
+
+def _check_certificate(federation: Federation) -> None:
+    """Raise ConfigError for a certificate of the server that has expired, or that programs on this
+    machine would refuse.
+    """
+    path = federation.server / "server.crt"
+    remedy = f"run: fedstill deploy renew {federation.folder}"
+    until = certificates.last_day(path)
+    if until <= datetime.datetime.now(datetime.UTC):
+        raise ConfigError(f"{path} expired on {until:%Y-%m-%d}; {remedy}")
+
+    host = federation.local.rpartition(":")[0].strip("[]")
+    if host not in certificates.named_hosts(path):
+        raise ConfigError(
+            f"{path} does not name {host}, by which programs on this machine reach the server; "
+            f"{remedy}"
+        )
 
 
 def check_client(member: Membership, insecure: bool) -> None:
@@ -146,7 +150,7 @@ def _check_loopback(host: str) -> None:
 
 
 @contextmanager
-def alone(folder: Path, what: str) -> Iterator[None]:
+def alone(folder: Path, program_name: str) -> Iterator[None]:
     """While the block runs, no other process enters one for this folder; raises DeployFailed if one
     is in it.
     """
@@ -155,7 +159,7 @@ def alone(folder: Path, what: str) -> Iterator[None]:
             yield
     except Timeout:
         raise DeployFailed(
-            f"{what} already runs from {folder}: stop it first, or leave it"
+            f"{program_name} already runs from {folder}: stop it first, or leave it"
         ) from None
 
 
