@@ -153,6 +153,24 @@ def test_own_runs_are_trusted_until_a_file_changes(own: Path, marker: Path) -> N
     load_model(own, client=0)
 
 
+def test_modules_of_a_folder_in_site_packages_are_checked_too(
+    tmp_path: Path, state: Path, marker: Path
+) -> None:
+    """A stranger chooses the names of folders, and trusted code may import from its folder."""
+    code = tmp_path / "site-packages" / "run"
+    code.mkdir(parents=True)
+    (code / "mine.py").write_text("import hostile_neighbour\n")
+    (code / "hostile_neighbour.py").write_text(PAYLOAD.format(str(marker)))
+    config = b"a config that names mine.py"
+    user_modules._note_trusted({digest(config), digest((code / "mine.py").read_bytes())})
+    with (
+        user_modules.code_named_by(tmp_path / "config.toml", config),
+        pytest.raises(UntrustedCode, match=r"hostile_neighbour\.py"),
+    ):
+        user_modules.module_of_file(code / "mine.py")
+    assert not marker.exists()
+
+
 def test_trusted_code_of_another_config_is_not_trusted(own: Path) -> None:
     """A stranger may name the user's own file, with other arguments."""
     config = own / "config.toml"

@@ -10,7 +10,6 @@ bound to the SHA-256 of the file that names the code, and to that of each file o
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -143,7 +142,7 @@ def source_digest(target: Any) -> str:
 
 def _module_name(path: Path) -> str:
     # By path and content: a file that was edited, say during a notebook, is another module.
-    sha = hashlib.sha256(str(path).encode() + read_file(path)).hexdigest()
+    sha = digest(str(path).encode() + read_file(path))
     return f"{USER}{path.stem}_{sha[:8]}"
 
 
@@ -192,14 +191,20 @@ def _drop_outdated(folder: Path) -> None:
 def _add_neighbour(name: str, folder: Path) -> None:
     """Remember a new module, if it is a user's file in a folder."""
     path = Path(getattr(sys.modules[name], "__file__", None) or "/")
-    is_in_folder = path.is_relative_to(folder) and "site-packages" not in path.parts
-    if is_in_folder and path.suffix == ".py":
+    if _is_users(path, folder) and path.suffix == ".py":
         _neighbours[path] = Neighbour(name, _sha(path))
+
+
+def _is_users(path: Path, folder: Path) -> bool:
+    """Whether a file is a user's in a folder, and not an installed package's in an environment
+    there.
+    """
+    return path.is_relative_to(folder) and "site-packages" not in path.relative_to(folder).parts
 
 
 def _sha(path: Path) -> str:
     try:
-        return hashlib.sha256(read_file(path)).hexdigest()
+        return digest(read_file(path))
     except OSError:
         return ""
 
@@ -227,16 +232,16 @@ class _FolderFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.origin is None or not self._is_in_folder(Path(spec.origin)):
+        if spec is None or spec.origin is None:
+            return None
+        file = Path(spec.origin)
+        if not _is_users(file, self._folder):
             return None
         if isinstance(spec.loader, SourceFileLoader):
             spec.loader = _SourceLoader(fullname, spec.origin)
         else:
-            _check_trusted(Path(spec.origin), digest(read_file(Path(spec.origin))))
+            _check_trusted(file, digest(read_file(file)))
         return spec
-
-    def _is_in_folder(self, path: Path) -> bool:
-        return path.is_relative_to(self._folder) and "site-packages" not in path.parts
 
 
 # ---- trust in code that files of strangers name --------------------------------------------------
