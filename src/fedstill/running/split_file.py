@@ -25,8 +25,8 @@ SPLIT = "split.safetensors"
 """The file's name in a run's directory."""
 
 REMEDY = (
-    "restore it, or delete it, and summary.json too if the run is finished, and `fedstill resume` "
-    "the run: then the split is drawn again"
+    "restore it; or delete it (and summary.json, if the run is finished) and `fedstill resume` the "
+    "run, which draws the split again"
 )
 
 STORED_TYPES = (np.uint8, np.uint16, np.uint32, np.int64)
@@ -39,11 +39,12 @@ def _none() -> NDArray[Any]:
 
 @dataclass(frozen=True, eq=False)
 class StoredSplit:
-    """What the file of a run's split says.
+    """The content of a run's split file.
 
-    clients: which client has which training examples. labels: (n,) of ``clients.positions``, so
-    that readers need no data set to count them. network_names, networks: where clients have
-    different networks, their names, and the number of each client's (clients,).
+    clients: the training examples of each client. labels: (n,), of the examples at
+    ``clients.positions``, so that labels can be counted without the data set. network_names: the
+    names of the networks, if clients have different ones. networks: (clients,), the index of each
+    client's network in ``network_names``; empty if all have the server's.
     """
 
     clients: ClientSplit
@@ -53,9 +54,9 @@ class StoredSplit:
 
     @staticmethod
     def of_sites(sites: SiteViews, networks: Sequence[ModelSpec] = ()) -> StoredSplit | None:
-        """The split of a run, held-out examples included; None where sites keep their data.
+        """The split of a run, with held-out examples; None if sites keep their data.
 
-        networks: each client's, where not all clients have the server's.
+        networks: each client's network, unless all clients have the server's.
         """
         if sites.split is None:
             return None
@@ -87,7 +88,7 @@ class StoredSplit:
         """The file's content, in safetensors.
 
         ``positions`` (n,) and their ``labels`` (n,), client after client, and ``ends`` (clients,),
-        where each client's end; ``networks`` (clients,) where networks differ. Numbers have the
+        where each client's end; ``networks`` (clients,) if networks differ. Numbers have the
         smallest type that holds them.
         """
         arrays = {
@@ -101,8 +102,9 @@ class StoredSplit:
 
 
 def write_split(folder: Path, split: StoredSplit) -> dict[str, Any]:
-    """Write a run's split into its directory, completely or not at all; returns what the journal
-    says of it.
+    """Write a run's split into its directory, completely or not at all.
+
+    Returns the field ``split`` of the journal's event ``start``.
     """
     data = split.to_bytes()
     write_whole(folder / SPLIT, data)
@@ -118,7 +120,7 @@ def write_split(folder: Path, split: StoredSplit) -> dict[str, Any]:
 
 
 def restore_split(folder: Path, start: Mapping[str, Any], split: StoredSplit) -> None:
-    """Write the file of a run that lost it again, given the split as it is drawn now.
+    """Write a missing split file again. ``split``: the split as it is drawn now.
 
     Raises CorruptFile if the run began with another split.
     """
@@ -126,29 +128,31 @@ def restore_split(folder: Path, start: Mapping[str, Any], split: StoredSplit) ->
         return
     if digest(split.to_bytes()) != start["split"].get("sha256"):
         raise CorruptFile(
-            f"{folder / SPLIT} is gone, and the split that is drawn now is another than the run "
-            "began with; restore it"
+            f"{folder / SPLIT} is missing, and the split that is drawn now differs from the one "
+            "with which the run began; restore the file"
         )
     write_split(folder, split)
 
 
 def stored_split(folder: Path) -> StoredSplit | None:
-    """The split with which the run in a directory began; None if its journal names none yet, or the
-    file is not there.
+    """The split of the run in a directory; None if its journal names none yet, or if the file is
+    missing.
 
-    Raises CorruptFile, naming the file, if it is not what was written.
+    Raises CorruptFile, naming the file, if the file has changed.
     """
     if not (folder / "journal.jsonl").is_file() or not (folder / SPLIT).exists():
         return None
     events = read_journal(folder / "journal.jsonl", limit=1)
-    return read_split(folder, events[0]) if events else None
+    if not events:
+        return None
+    return read_split(folder, events[0])
 
 
 def read_split(folder: Path, start: Mapping[str, Any]) -> StoredSplit | None:
-    """The split that the event ``start`` of a run's journal names; None where it names none, as for
+    """The split that the event ``start`` of a run's journal names; None if it names none, as for
     real sites.
 
-    Raises CorruptFile, naming the file, if it is gone or is not what was written.
+    Raises CorruptFile, naming the file, if the file is missing or has changed.
     """
     if not isinstance(start.get("split"), Mapping):
         return None
@@ -161,21 +165,33 @@ def read_split(folder: Path, start: Mapping[str, Any]) -> StoredSplit | None:
         ) from error
     if digest(data) != start["split"].get("sha256"):
         raise CorruptFile(
-            f"{path}, the split of the run, is not what was written: its SHA-256 is another; "
+            f"{path}, the split of the run, has changed: its SHA-256 differs from the journal's; "
             f"{REMEDY}"
         )
+    names = tuple(str(name) for name in start["split"].get("networks", ()))
     try:
-        arrays = safetensors.numpy.load(data)
-        split = StoredSplit(
-            clients=ClientSplit(_integers(arrays, "positions"), _integers(arrays, "ends")),
-            labels=_integers(arrays, "labels"),
-            network_names=tuple(str(name) for name in start["split"].get("networks", ())),
-            networks=_integers(arrays, "networks") if "networks" in arrays else _none(),
-        )
+        split = _parse_split(data, names)
         _check_ranges(split, len(start.get("classes", ())))
     except (SafetensorError, KeyError, ValueError) as error:
         raise CorruptFile(f"{path} is no split of a run: {error}; {REMEDY}") from error
     return split
+
+
+def _parse_split(data: bytes, network_names: tuple[str, ...]) -> StoredSplit:
+    """Return the split of which ``StoredSplit.to_bytes`` made these bytes.
+
+    Raises SafetensorError, KeyError or ValueError for bytes of another form.
+    """
+    arrays = safetensors.numpy.load(data)
+    networks = _none()
+    if "networks" in arrays:
+        networks = _integers(arrays, "networks")
+    return StoredSplit(
+        clients=ClientSplit(_integers(arrays, "positions"), _integers(arrays, "ends")),
+        labels=_integers(arrays, "labels"),
+        network_names=network_names,
+        networks=networks,
+    )
 
 
 def _integers(arrays: Mapping[str, NDArray[Any]], name: str) -> NDArray[np.int64]:
@@ -193,19 +209,24 @@ def _check_ranges(split: StoredSplit, classes: int) -> None:
     """
     ends = split.clients.ends
     examples = len(split.clients.positions)
-    if (np.diff(ends) < 0).any() or ends[-1:].sum() != examples or len(split.labels) != examples:
-        raise ValueError("its arrays do not fit together")
+    if (np.diff(ends) < 0).any() or ends.max(initial=0) != examples:
+        raise ValueError("its clients' ends do not fit its positions")
+    if len(split.labels) != examples:
+        raise ValueError("it does not have one label for each position")
     if (split.labels >= classes).any():
         raise ValueError(f"it has a label above {classes - 1}")
-    clients = len(ends) if split.network_names else 0
-    if len(split.networks) != clients or (split.networks >= len(split.network_names)).any():
+
+    expected = 0
+    if split.network_names:
+        expected = len(ends)
+    if len(split.networks) != expected or (split.networks >= len(split.network_names)).any():
         raise ValueError("its networks do not fit its clients")
 
 
 def read_label_counts(folder: Path, start: Mapping[str, Any]) -> LabelCounts:
-    """Label counts by client of a run; of no client where nobody knows them.
+    """Label counts by client of a run; of no client if the run has no split.
 
-    Raises CorruptFile, naming the file, as ``read_split``.
+    Raises CorruptFile as ``read_split``.
     """
     return label_counts_of(read_split(folder, start), start)
 
@@ -221,7 +242,7 @@ def label_counts_of(split: StoredSplit | None, start: Mapping[str, Any]) -> Labe
 def networks_of(split: StoredSplit | None, start: Mapping[str, Any]) -> Sequence[str]:
     """The name of each client's network, given what ``read_split`` returned.
 
-    Empty where all clients have the server's network.
+    Empty if all clients have the server's network.
     """
     if split is None or not split.network_names:
         return [str(name) for name in start.get("models", [])]
@@ -230,5 +251,6 @@ def networks_of(split: StoredSplit | None, start: Mapping[str, Any]) -> Sequence
 
 def _narrow(array: NDArray[Any]) -> NDArray[Any]:
     """The same numbers, at least 0, in the smallest type."""
-    largest = int(array.max()) if len(array) else 0
-    return array.astype(next(t for t in STORED_TYPES if largest <= np.iinfo(t).max))
+    largest = int(array.max(initial=0))
+    smallest_type = next(kind for kind in STORED_TYPES if largest <= np.iinfo(kind).max)
+    return array.astype(smallest_type)
