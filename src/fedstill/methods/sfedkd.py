@@ -17,7 +17,7 @@ Reading: no temperature is named, and eq. 3 and 4 print no tau^2; we take DKD's 
 Reading: KL is infinite where a class is absent; both sides are smoothed by the paper's only
 constant (``smoothing``).
 Reading: Algorithm 1 adds label shares up without normalising; here they are (see
-``teachers.complementary``).
+``complementary``).
 Reading: teachers are the models as they were right after a client trained, kept by the server,
 which knows every client's labels from a census. It computes g and h and sends them with the
 teachers, so that no client receives the labels of another. Round 1 has no teachers. Where K is more
