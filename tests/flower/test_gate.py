@@ -31,7 +31,7 @@ def guarding(inside: Any, listed: bool = True) -> Gate:
     """A gate that knows two sites."""
     nodes = {key.public: node for key, node in zip(SITE_KEYS, NODES, strict=True)}
     made = Gate(inside, KEY, nodes.get, listed)
-    made.mail.seconds = made.mail.run_seconds = 0.0
+    made.held.seconds = made.held.run_seconds = 0.0
     return made
 
 

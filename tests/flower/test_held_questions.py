@@ -54,7 +54,7 @@ def guarding(seconds: float = 30.0) -> tuple[Gate, Inside]:
     inside = Inside()
     nodes = {key.public: node for node, key in SITES.items()}
     gate = Gate(inside, KEY, nodes.get)
-    gate.mail.seconds = seconds
+    gate.held.seconds = seconds
     return gate, inside
 
 
@@ -212,7 +212,7 @@ def test_a_runs_question_is_held_until_a_site_replies() -> None:
 
     async def scenario() -> None:
         gate, inside = guarding()
-        gate.mail.run_seconds = 30.0
+        gate.held.run_seconds = 30.0
         held, task = run_pull(gate)
         assert await is_held(task)
         there = PullAppMessagesResponse(messages_list=[reply("r", 5, to="m5")])
@@ -229,7 +229,7 @@ def test_a_runs_question_is_held_until_a_site_replies() -> None:
 def test_a_runs_question_is_answered_after_a_while_and_an_error_at_once(status: int) -> None:
     async def scenario() -> None:
         gate, inside = guarding()
-        gate.mail.run_seconds = SOON if status == 200 else 30.0
+        gate.held.run_seconds = SOON if status == 200 else 30.0
         inside.status = status
         held, task = run_pull(gate)
         await asyncio.wait_for(task, 5)
@@ -257,7 +257,7 @@ def test_the_question_for_a_run_is_held_until_the_operator_starts_one() -> None:
         assert inside.came.count(TAKE_RUN) == 2
         _, task = take_run(gate)
         assert await is_held(task)
-        gate.mail.close()
+        gate.held.close()
         await asyncio.wait_for(task, 5)
 
     asyncio.run(scenario())
@@ -266,12 +266,12 @@ def test_the_question_for_a_run_is_held_until_the_operator_starts_one() -> None:
 def test_a_server_that_ends_holds_nothing() -> None:
     async def scenario() -> None:
         gate, _ = guarding()
-        gate.mail.run_seconds = 30.0
+        gate.held.run_seconds = 30.0
         await pull(gate, 5)[1]
         held = [pull(gate, 5)[1], run_pull(gate)[1]]
         assert await is_held(held[0])
         assert await is_held(held[1])
-        gate.mail.close()
+        gate.held.close()
         await asyncio.wait_for(asyncio.gather(*held), 5)
 
     asyncio.run(scenario())
@@ -290,7 +290,7 @@ def test_a_key_is_looked_up_again_once_the_operator_has_changed_something() -> N
             first, task = pull(gate, 5)
             await task
             assert first.answers[0]["status"] == 200
-            gate.mail.seconds = 0
+            gate.held.seconds = 0
         assert len(looked_up) == 1
         path = CONTROL + "unregister-node"
         await begin(gate, path, b"", **{KEY_HEADER.replace("-", "_"): KEY})[1]

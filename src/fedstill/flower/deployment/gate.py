@@ -118,7 +118,7 @@ class Gate:
     listed: bool = True
     on_trusted: Callable[[Any], None] = lambda peer: None
     exchange: Exchange = field(init=False, repr=False)
-    mail: Mail = field(init=False, repr=False)
+    held: HeldQuestions = field(init=False, repr=False)
     _used: dict[tuple[bytes, bytes], float] = field(default_factory=dict, repr=False)
     _at_once: Counter[int | None] = field(default_factory=Counter, repr=False)
     _nodes: dict[bytes, int] = field(default_factory=dict, repr=False)
@@ -126,7 +126,7 @@ class Gate:
 
     def __post_init__(self) -> None:
         self.exchange = Exchange()
-        self.mail = Mail()
+        self.held = HeldQuestions()
         if len(self.key) < 32:
             raise ConfigError(
                 "the operator's key is shorter than 32 bytes: delete it, and a new one is made"
@@ -149,15 +149,21 @@ class Gate:
     async def _operator(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a request with the operator's key, and note which sites get messages by it."""
         path = scope["path"]
-        if path not in (RUN_PUSH, RUN_PULL, TAKE_RUN):
-            try:
-                return await self.app(scope, receive, _retryable(send))
-            finally:
-                if path == START_RUN:
-                    self.mail.runs += 1
-                    self.mail.note_news()
-                if path.startswith(CONTROL):
-                    self._forget_nodes()
+        if path in (RUN_PUSH, RUN_PULL, TAKE_RUN):
+            return await self._of_run(scope, receive, send)
+        try:
+            await self.app(scope, receive, _retryable(send))
+        finally:
+            # Also if the connection ended before the answer: Flower may have done what was asked.
+            if path == START_RUN:
+                self.held.runs += 1
+                self.held.note_event()
+            if path.startswith(CONTROL):
+                self._forget_nodes()
+
+    async def _of_run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a request of a run, or of the command that asks for runs."""
+        path = scope["path"]
         body = await _body(receive)
         if body is None:
             return None
@@ -165,33 +171,37 @@ class Gate:
             return await self._take_run(body, scope, receive, send)
         if path == RUN_PULL:
             return await self._run_pull(body, scope, receive, send)
+        await self._pass_on(body, scope, receive, send)
+        self.held.note_messages(body)
+
+    async def _pass_on(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a request whose body was read."""
         await self.app(scope, _in_one_piece(body, receive), _retryable(send))
-        self.mail.note_sent(body)
 
     async def _take_run(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a question for a run as soon as there may be one, or after a while.
 
         It is passed on once: Flower takes no signature twice.
         """
-        if self.mail.runs_taken == self.mail.runs:
-            await self.mail.wait_for_news(self.mail.news, self.mail.seconds)
-        runs = self.mail.runs
+        if self.held.runs_taken == self.held.runs:
+            await self.held.wait_for_event(self.held.events, self.held.seconds)
+        runs = self.held.runs
         answer = bytearray()
 
         async def watched(message: MutableMapping[str, Any]) -> None:
             answer.extend(message.get("body", b""))
             await send(message)
 
-        await self.app(scope, _in_one_piece(body, receive), _retryable(watched))
-        self.mail.runs_taken = runs
+        await self._pass_on(body, scope, receive, watched)
+        self.held.runs_taken = runs
         if answer:
-            self.mail.runs_taken = -1  # there may be another one
+            self.held.runs_taken = -1  # there may be another one
 
     async def _run_pull(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a run's question for replies once there is one, or after a while."""
-        until = time.monotonic() + self.mail.run_seconds
+        until = time.monotonic() + self.held.run_seconds
         while True:
-            news = self.mail.news
+            events = self.held.events
             answer: list[MutableMapping[str, Any]] = []
 
             async def collect(
@@ -200,10 +210,10 @@ class Gate:
             ) -> None:
                 answer.append(message)
 
-            await self.app({**scope}, _in_one_piece(body, receive), _retryable(collect))
+            await self._pass_on(body, {**scope}, receive, collect)
             if not _is_empty(answer):
                 break
-            if not await self.mail.wait_for_news(news, until - time.monotonic()):
+            if not await self.held.wait_for_event(events, until - time.monotonic()):
                 break
         for message in answer:
             await send(message)
@@ -242,11 +252,11 @@ class Gate:
             return await self._pull(site.node, body, scope, receive, send)
         if path == GET_RUN:
             send = _for_sites(send)
-        await self.app(scope, _in_one_piece(body, receive), _retryable(send))
+        await self._pass_on(body, scope, receive, send)
         if path in (REGISTER, UNREGISTER):
             self._forget_nodes()
         if path == PUSH:
-            self.mail.note_news()
+            self.held.note_event()
 
     async def _pull(
         self, node: int, body: bytes, scope: Scope, receive: Receive, send: Send
@@ -256,19 +266,19 @@ class Gate:
 
         The question of a site that has left is not passed on: it would take the message.
         """
-        if not await self.mail.wait(node, receive):
+        if not await self.held.wait_for_message(node, receive):
             return
-        sent = self.mail.count(node)
+        count = self.held.count(node)
         answer = bytearray()
 
         async def watched(message: MutableMapping[str, Any]) -> None:
             answer.extend(message.get("body", b""))
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                pulled = self.exchange.note_instructions(node, bytes(answer))
-                self.mail.note_pulled(node, sent, pulled)
+                fetched = self.exchange.note_instructions(node, bytes(answer))
+                self.held.note_answer(node, count, fetched)
             await send(message)
 
-        await self.app(scope, _in_one_piece(body, receive), _retryable(watched))
+        await self._pass_on(body, scope, receive, watched)
 
     async def _signer(self, scope: Scope) -> Site:
         """The site whose key has signed a request just now; raises Forbidden for any other request.
@@ -439,35 +449,38 @@ async def _refuse(scope: Scope, send: Send, status: int, reason: str) -> None:
     await send({"type": "http.response.body", "body": f"fedstill: {reason}\n".encode()})
 
 
-# Which sites have messages
+# Questions that are held until there is an answer
 
 
 @dataclass
-class Mail:
-    """Holds the questions of sites that have no message, so that no site need ask often.
+class HeldQuestions:
+    """Holds questions that would get an empty answer, so that nobody need ask often.
 
-    A site has none if it got none, and no run has sent it one since it asked. ``seconds``: how long
-    its question is held. ``run_seconds``: how long that of a run for replies. ``news``: how many
-    replies sites have sent, and runs the operator has started, since the server started. ``runs``:
-    how many runs; ``runs_taken``: how many when the server's command last asked for one.
+    A site has no message if its last answer was empty, and no run has sent it a message since. Runs
+    ask for replies, and the server's command asks for runs.
+
+    ``seconds``: how long a question of a site or of the command is held; ``run_seconds``: one of a
+    run. ``events``: the replies that sites have sent, and the runs that the operator has started.
+    ``runs``: the runs alone. ``runs_taken``: their number when the command last got an empty
+    answer.
     """
 
     seconds: float = HOLD_SECONDS
     run_seconds: float = RUN_HOLD_SECONDS
-    news: int = 0
+    events: int = 0
     runs: int = 0
     runs_taken: int = -1
     is_closed: bool = False
-    _sent: Counter[int] = field(default_factory=Counter, repr=False)
-    _empty: dict[int, int] = field(default_factory=dict, repr=False)
-    _held: dict[int, set[asyncio.Event]] = field(default_factory=dict, repr=False)
-    _others: set[asyncio.Event] = field(default_factory=set, repr=False)
+    _messages: Counter[int] = field(default_factory=Counter, repr=False)
+    _empty_at: dict[int, int] = field(default_factory=dict, repr=False)
+    _site_questions: dict[int, set[asyncio.Event]] = field(default_factory=dict, repr=False)
+    _server_questions: set[asyncio.Event] = field(default_factory=set, repr=False)
 
     def count(self, node: int) -> int:
         """How many messages were sent to a site since the server started."""
-        return self._sent[node]
+        return self._messages[node]
 
-    def note_sent(self, body: bytes) -> None:
+    def note_messages(self, body: bytes) -> None:
         """Note the sites to which a run sends messages, and let go of their questions."""
         from flwr.proto.runtime_pb2 import PushAppMessagesRequest
         from google.protobuf.message import DecodeError
@@ -478,31 +491,33 @@ class Mail:
             return  # Flower has refused it
         for message in request.messages_list:
             node = message.metadata.dst_node_id
-            self._sent[node] += 1
-            for question in self._held.get(node, ()):
+            self._messages[node] += 1
+            for question in self._site_questions.get(node, ()):
                 question.set()
 
     def close(self) -> None:
         """Hold nothing any more: the server ends."""
         self.is_closed = True
-        for held in (*self._held.values(), self._others):
-            for question in held:
+        for questions in (*self._site_questions.values(), self._server_questions):
+            for question in questions:
                 question.set()
 
-    def note_news(self) -> None:
+    def note_event(self) -> None:
         """Note that there is a reply, or a run, and let go of the questions for them."""
-        self.news += 1
-        for question in self._others:
+        self.events += 1
+        for question in self._server_questions:
             question.set()
 
-    async def wait_for_news(self, news: int, seconds: float) -> bool:
-        """Wait until there are more news than a number; whether there are in some seconds."""
+    async def wait_for_event(self, events: int, seconds: float) -> bool:
+        """Wait, for some seconds at most, until there are more events than a number; whether there
+        are.
+        """
         if self.is_closed or seconds <= 0:
             return False
-        if self.news != news:
+        if self.events != events:
             return True
         question = asyncio.Event()
-        self._others.add(question)
+        self._server_questions.add(question)
         try:
             async with asyncio.timeout(seconds):
                 await question.wait()
@@ -510,22 +525,25 @@ class Mail:
         except TimeoutError:
             return False
         finally:
-            self._others.discard(question)
+            self._server_questions.discard(question)
 
-    def note_pulled(self, node: int, sent: int, pulled: int | None) -> None:
-        """Note what came of a site's question, which was asked after ``sent`` messages."""
-        if pulled == 0:
-            self._empty[node] = sent
+    def note_answer(self, node: int, count: int, fetched: int | None) -> None:
+        """Note the answer to a site's question, which was asked after ``count`` messages.
+
+        ``fetched``: how many messages are in the answer; None for an error.
+        """
+        if fetched == 0:
+            self._empty_at[node] = count
         else:
-            self._empty.pop(node, None)
+            self._empty_at.pop(node, None)
 
-    async def wait(self, node: int, receive: Receive) -> bool:
-        """Wait until a site may have a message, or for a while; whether it is still there."""
-        if self.is_closed or self._empty.get(node) != self._sent[node]:
+    async def wait_for_message(self, node: int, receive: Receive) -> bool:
+        """Wait until a site may have a message, or for a while; whether it is still connected."""
+        if self.is_closed or self._empty_at.get(node) != self._messages[node]:
             return True
         question = asyncio.Event()
-        held = self._held.setdefault(node, set())
-        held.add(question)
+        questions = self._site_questions.setdefault(node, set())
+        questions.add(question)
         answerable = asyncio.ensure_future(question.wait())
         connection = asyncio.ensure_future(receive())
         try:
@@ -536,6 +554,6 @@ class Mail:
             )
             return not (connection.done() and connection.result()["type"] == "http.disconnect")
         finally:
-            held.discard(question)
+            questions.discard(question)
             answerable.cancel()
             connection.cancel()

@@ -445,7 +445,7 @@ async def _release_at_end(server: uvicorn.Server, gate: Gate) -> None:
     """Have all questions answered that the gate holds once the server is to end."""
     while not server.should_exit:
         await asyncio.sleep(END_SECONDS)
-    gate.mail.close()
+    gate.held.close()
 
 
 async def watch_certificate(config: uvicorn.Config, seconds: float = RENEWAL_SECONDS) -> None:
