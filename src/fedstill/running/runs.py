@@ -8,7 +8,7 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -179,20 +179,13 @@ def _personal_accuracy(
     """
     if not len(label_counts):
         class_accuracy = {}
-    tested = {
-        number: tuple(value is not None for value in accuracy)
-        for number, accuracy in class_accuracy.items()
-    }
-    # Rounds with the same tested classes share their means over clients.
-    shares = {mask: label_counts.mean_shares(np.array(mask)) for mask in set(tested.values())}
-    means = [
-        sum(
-            float(share) * value
-            for share, value in zip(shares[tested[number]], accuracy, strict=True)
-            if value is not None
-        )
-        for number, accuracy in class_accuracy.items()
-    ]
+    # Most rounds test the same classes, and a mean over many clients takes long.
+    mean_shares = functools.cache(lambda mask: label_counts.mean_shares(np.array(mask)))
+    means = []
+    for accuracies in class_accuracy.values():
+        is_tested = tuple(value is not None for value in accuracies)
+        pairs = zip(mean_shares(is_tested), accuracies, strict=True)
+        means.append(sum(float(share) * value for share, value in pairs if value is not None))
     rounds = np.array(list(class_accuracy), np.int64)
     return Numbers("personal_accuracy", np.array(means, np.float64), {"round": rounds})
 
@@ -217,10 +210,8 @@ def run_folders(directories: Iterable[Path]) -> list[RunFolder]:
             raise ConfigError(
                 f"there is no directory {directory}; name directories of runs, e.g. runs/"
             )
-        below = sorted(
-            _run_folders_below(directory, folder_of(requested)),
-            key=lambda folder: natural(folder.path),
-        )
+        below = list(_run_folders_below(directory, folder_of(requested)))
+        below.sort(key=lambda folder: natural(folder.path))
         if not below:
             raise ConfigError(
                 f"{directory} holds no run: no folder in it has both {CONFIG} and {JOURNAL}"
@@ -471,8 +462,13 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     >>> differing([{"rounds": 5, "method.beta": 1}, {"rounds": 5}])
     ['method.beta']
     """
-    keys = dict.fromkeys(k for s in settings for k in s)
-    return [k for k in keys if any(s.get(k, UNSET) != settings[0].get(k, UNSET) for s in settings)]
+    keys = dict.fromkeys(chain.from_iterable(settings))
+    return [key for key in keys if _differs(key, settings)]
+
+
+def _differs(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:
+    first = settings[0].get(key, UNSET)
+    return any(values.get(key, UNSET) != first for values in settings)
 
 
 SCHEDULE = {"topology.kind": "topology", "rounds": "rounds"}
@@ -524,12 +520,12 @@ def split_text(settings: Mapping[str, Any]) -> str:
     """Describe how the data were split: the partition and its parameters, or the sites' data."""
     if settings.get("engine") == "flower" and settings.get("flower.data") == "sites":
         return "sites' own data"
-    parameters = [
-        f"{key} {value_text(settings[f'partition.{key}'])}"
-        for key in ("alpha", "shards", "classes_per_client")
-        if f"partition.{key}" in settings
-    ]
-    return " ".join([value_text(settings.get("partition.kind", "–")), *parameters])
+    parts = [value_text(settings.get("partition.kind", UNSET))]
+    for name in ("alpha", "shards", "classes_per_client"):
+        key = f"partition.{name}"
+        if key in settings:
+            parts.append(f"{name} {value_text(settings[key])}")
+    return " ".join(parts)
 
 
 def group_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -540,24 +536,28 @@ def group_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     by_method: dict[str, list[Mapping[str, Any]]] = {}
     for values in settings:
         by_method.setdefault(method_of(values), []).append(values)
+    titles_by_method = {method: _key_titles(of_method) for method, of_method in by_method.items()}
     labels = []
     for values in settings:
         method = method_of(values)
-        same_method = by_method[method]
-        parts = [
-            f"{_short_key(key, same_method)}={value_text(values.get(key, UNSET))}"
-            for key in differing(same_method)
-        ]
+        titles = titles_by_method[method]
+        parts = [f"{title}={value_text(values.get(key, UNSET))}" for key, title in titles.items()]
         labels.append(", ".join([method, *parts]))
     return labels
 
 
-def _short_key(key: str, settings: Sequence[Mapping[str, Any]]) -> str:
+def _key_titles(settings: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the keys whose values differ, with a short title of each."""
+    keys = differing(settings)
+    return {key: _short_key(key, keys) for key in keys}
+
+
+def _short_key(key: str, keys: Sequence[str]) -> str:
     """Return the last part of a key, or the whole key if the last part is ambiguous."""
     last = key.rpartition(".")[2]
     if last == "name":
         return key
-    same_last_part = [other for other in differing(settings) if other.rpartition(".")[2] == last]
-    if len(same_last_part) > 1:
+    last_parts = [differing_key.rpartition(".")[2] for differing_key in keys]
+    if last_parts.count(last) > 1:
         return key
     return last
