@@ -210,7 +210,7 @@ def remembered_classes(report: Report) -> Section | None:
 
 def _has_class_accuracy(group: Group) -> bool:
     """Whether any class of any round has an accuracy."""
-    rows = [row for run in group.started for row in run.class_accuracy().values()]
+    rows = [row for run in group.started for row in run.numbers.class_accuracy.values()]
     return any(value is not None for row in rows for value in row)
 
 

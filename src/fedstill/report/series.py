@@ -91,7 +91,7 @@ def mean_over_seeds(group: Group, key: str) -> dict[int, float]:
 
 def class_means(runs: Sequence[Run]) -> dict[int, list[float | None]]:
     """Accuracy of each class by round, mean over the runs that have it: (C,) a round."""
-    curves = [run.class_accuracy() for run in runs]
+    curves = [run.numbers.class_accuracy for run in runs]
     rounds = sorted({number for curve in curves for number in curve})
     if not rounds:
         return {}

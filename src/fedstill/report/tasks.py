@@ -277,7 +277,7 @@ def _has_class_tasks(group: Group) -> bool:
 def _accuracy_on(run: Run, classes: Sequence[int]) -> dict[int, float]:
     """The mean accuracy of some classes by round, without rounds that measured none of them."""
     means = {}
-    for number, row in run.class_accuracy().items():
+    for number, row in run.numbers.class_accuracy.items():
         accuracies = [row[c] for c in classes]
         measured_accuracies = [value for value in accuracies if value is not None]
         if measured_accuracies:

@@ -27,7 +27,12 @@ from fedstill.core.files import (
 )
 from fedstill.metrics.values import Values
 from fedstill.running.directory import readable
-from fedstill.running.journal import Event, read_journal, without_garbage_collection
+from fedstill.running.journal import (
+    Event,
+    events_by_name,
+    read_journal,
+    without_garbage_collection,
+)
 from fedstill.running.numbers import BY_CLASS, Numbers, is_chosen
 from fedstill.running.runs import Run, RunFolder, label_runs, read_run, run_folders
 from fedstill.running.same_run import check_journal
@@ -311,10 +316,10 @@ def run_frames(run: Path) -> dict[str, pandas.DataFrame]:
     events = read_journal(folder / "journal.jsonl")
     check_journal(folder, events)
     classes = [str(name) for event in events[:1] for name in event.get("classes", [])]
-    rounds, clients = ([e for e in events if e["event"] == kind] for kind in ("round", "client"))
+    by_name = events_by_name(events)
     return {
-        "rounds": frame_of_events(rounds, classes),
-        "clients": frame_of_clients(clients, classes),
+        "rounds": frame_of_events(by_name.get("round", []), classes),
+        "clients": frame_of_clients(by_name.get("client", []), classes),
     }
 
 

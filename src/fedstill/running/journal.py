@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -184,6 +184,14 @@ def read_journal(path: Path, limit: int | None = None) -> list[Event]:
             if problem:
                 raise CorruptFile(f"{path}, line {position + 1}: {problem}; restore the file")
     return events
+
+
+def events_by_name(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """Group events by their names, each group in the order of the journal."""
+    by_name: dict[str, list[Event]] = {}
+    for event in events:
+        by_name.setdefault(event["event"], []).append(event)
+    return by_name
 
 
 @contextmanager

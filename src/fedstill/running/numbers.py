@@ -29,7 +29,7 @@ from fedstill.metrics import tasks
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.classification import CONFUSION, METRICS, best_round
 from fedstill.metrics.values import Values
-from fedstill.running.journal import Event
+from fedstill.running.journal import Event, events_by_name
 
 Indices = NDArray[np.int64]
 
@@ -134,7 +134,7 @@ class RunNumbers:
         if classes is None:
             starts = [event for event in events if event["event"] == "start"]
             classes = len(starts[0]["classes"]) if starts else 0
-        by_name = _by_name(events)
+        by_name = events_by_name(events)
         rounds = [event["round"] for event in by_name.get("round", ())]
         federation = _of_federation(by_name, classes)
         return RunNumbers(federation, rounds, classes, by_name.get("client", ()))
@@ -295,13 +295,6 @@ def _by_metric(columns: Iterable[Numbers]) -> dict[str, list[Numbers]]:
     for column in columns:
         by_metric.setdefault(column.metric, []).append(column)
     return by_metric
-
-
-def _by_name(events: Iterable[Event]) -> dict[str, list[Event]]:
-    by_name: dict[str, list[Event]] = {}
-    for event in events:
-        by_name.setdefault(event["event"], []).append(event)
-    return by_name
 
 
 def _of_federation(by_name: Mapping[str, Sequence[Event]], classes: int) -> Iterator[Numbers]:

@@ -27,7 +27,7 @@ from fedstill.metrics.local_models import QUERY_MEASURES, UNTAUGHT
 from fedstill.models.model_file import FINAL, MODEL_SEAL, read_final
 from fedstill.running import journal as journals
 from fedstill.running.frame import frame_of_clients, frame_of_events
-from fedstill.running.journal import Event
+from fedstill.running.journal import Event, events_by_name
 from fedstill.running.numbers import RunNumbers
 from fedstill.running.same_run import check_journal
 from fedstill.running.selection import STOP_REASON, selection_summary
@@ -43,6 +43,12 @@ MOST_CLASSES = 12
 FAINTEST = 0.005
 """Below this strength, a cell has no background."""
 
+STRONGEST = 0.6
+"""The greatest strength of a background: text stays legible on it."""
+
+LOSS_COLOUR = "200,60,40"
+GAIN_COLOUR = "40,140,80"
+
 
 @dataclass(frozen=True)
 class Shade:
@@ -57,12 +63,17 @@ class Shade:
 
 def share(value: float | None) -> str:
     """A share in percent; a dash for None and NaN."""
-    return "–" if value is None or np.isnan(value) else f"{100 * value:.1f} %"
+    if value is None or np.isnan(value):
+        return "–"
+    return f"{100 * value:.1f} %"
 
 
 def shaded(loss: float) -> Shade:
-    """A cell with the loss of an accuracy."""
-    return Shade(share(loss), 0.0 if np.isnan(loss) else loss)
+    """A cell with the loss of an accuracy; without a background for NaN."""
+    text = share(loss)
+    if np.isnan(loss):
+        return Shade(text)
+    return Shade(text, loss)
 
 
 def class_history(history: Sequence[Event]) -> list[list[float | None]]:
@@ -71,7 +82,9 @@ def class_history(history: Sequence[Event]) -> list[list[float | None]]:
     They are the server model's. Without one, they are means over the clients' own models, in the
     rounds in which these were measured.
     """
-    classes = len(history[0]["class_accuracy"]) if history else 0
+    if not history:
+        return []
+    classes = len(history[0]["class_accuracy"])
     return list(RunNumbers.of(history, classes).class_accuracy.values())
 
 
@@ -80,8 +93,10 @@ def lost_by_class(history: Sequence[Event]) -> list[float]:
     for a class that was not measured.
     """
     rows = np.array(class_history(history), np.float64)
-    lost: list[float] = forgetting_by_class(rows).tolist() if len(rows) else []
-    return lost
+    if not len(rows):
+        return []
+    losses: list[float] = forgetting_by_class(rows).tolist()
+    return losses
 
 
 def most_forgotten(lost: Sequence[float]) -> list[int]:
@@ -95,17 +110,19 @@ def forgotten_table(classes: Sequence[str], history: Sequence[Event]) -> str:
     """A table of each class's last accuracy, best earlier accuracy and forgetting; empty if they
     were not measured.
     """
-    lost = lost_by_class(history)
-    if np.isnan(lost).all() or len(lost) != len(classes):
+    losses = lost_by_class(history)
+    if np.isnan(losses).all() or len(losses) != len(classes):
         return ""
-    last = class_history(history)[-1]
-    chosen = most_forgotten(lost)
-    rows: list[list[str | Shade]] = [
-        [classes[c], share(last[c]), share(lost[c] + (last[c] or 0)), shaded(lost[c])]
-        for c in chosen
-    ]
+    accuracies = class_history(history)[-1]
+    chosen = most_forgotten(losses)
+    rows: list[list[str | Shade]] = []
+    for c in chosen:
+        loss = losses[c]
+        accuracy = accuracies[c]
+        best = loss + (accuracy or 0)
+        rows.append([classes[c], share(accuracy), share(best), shaded(loss)])
     head = ["class", "accuracy", "best earlier round", "forgotten"]
-    return notebook_table(head, rows, note_on_classes(chosen, lost))
+    return notebook_table(head, rows, note_on_classes(chosen, losses))
 
 
 def note_on_classes(chosen: Sequence[int], classes: Sequence[object]) -> str:
@@ -143,19 +160,26 @@ def notebook_table(
 
 
 def _style(column: int) -> str:
-    alignment = "right" if column else "left"
+    alignment = "left" if column == 0 else "right"
     return f"padding:0.15em 0.6em;text-align:{alignment}"
 
 
 def _cell(column: int, cell: str | Shade) -> str:
-    shade = cell if isinstance(cell, Shade) else Shade(cell)
-    colour = "200,60,40" if shade.loss > 0 else "40,140,80"
-    depth = min(0.6, abs(shade.loss))
-    ground = ""
-    if depth >= FAINTEST:
-        ground = f";background:rgba({colour},{depth:.2f})"
-    style = f"{_style(column)};white-space:nowrap{ground}"
-    return f'<td style="{style}">{html.escape(shade.text)}</td>'
+    if isinstance(cell, str):
+        cell = Shade(cell)
+    style = f"{_style(column)};white-space:nowrap{_background(cell.loss)}"
+    return f'<td style="{style}">{html.escape(cell.text)}</td>'
+
+
+def _background(loss: float) -> str:
+    """The style of a cell's background; empty for a loss near 0."""
+    colour = GAIN_COLOUR
+    if loss > 0:
+        colour = LOSS_COLOUR
+    strength = min(STRONGEST, abs(loss))
+    if strength < FAINTEST:
+        return ""
+    return f";background:rgba({colour},{strength:.2f})"
 
 
 # ---- the result for Python -----------------------------------------------------------------------
@@ -187,16 +211,17 @@ class Result:
         folder = named_path(folder)
         events = journals.read_journal(folder / "journal.jsonl")
         check_journal(folder, events)
+        by_name = events_by_name(events)
         summary = _read_summary(folder)
         model = _read_model(folder)
         return Result(
             accuracy=summary["accuracy"],
             forgetting=summary["forgetting"],
-            history=[event for event in events if event["event"] == "round"],
+            history=by_name.get("round", []),
             model=model,
             directory=folder,
             summary=summary,
-            measures=[event for event in events if event["event"] == "measure"],
+            measures=by_name.get("measure", []),
             classes=tuple(events[0]["classes"]) if events else (),
         )
 
@@ -215,7 +240,7 @@ class Result:
         Raises CorruptFile if the run's directory is missing.
         """
         events = journals.read_journal(self.directory / "journal.jsonl")
-        return frame_of_clients([e for e in events if e["event"] == "client"], self.classes)
+        return frame_of_clients(events_by_name(events).get("client", []), self.classes)
 
     def label_counts(self) -> NDArray[np.int64]:
         """The number of training examples by client and class, (clients, C); (0, C) for real
@@ -228,8 +253,9 @@ class Result:
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name} {value}" for name, value in self._numbers.items())
-        plural = "" if len(self.history) == 1 else "s"
-        rounds = f"{len(self.history)} round{plural}"
+        rounds = "1 round"
+        if len(self.history) != 1:
+            rounds = f"{len(self.history)} rounds"
         return f"<Result: {self._title}: {numbers}; {rounds}, in {self.directory}>"
 
     @property
@@ -334,8 +360,9 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
     Among them are the last accuracy, the best one, and the mean of the last ten: papers print any
     of these.
     """
-    start = next((event for event in events if event["event"] == "start"), {})
-    rounds = [event for event in events if event["event"] == "round"]
+    by_name = events_by_name(events)
+    start = next(iter(by_name.get("start", ())), {})
+    rounds = by_name.get("round", [])
     numbers = RunNumbers.of([event for event in events if event["event"] != "client"])
     summary = numbers.summary
     last_round = rounds[-1]
@@ -371,8 +398,8 @@ def summary_of(
     measures: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The summary of a run; ``measures``: the seconds of each measure in all rounds."""
-    rounds = [event for event in events if event["event"] == "round"]
-    clients = [event for event in events if event["event"] == "client"]
+    by_name = events_by_name(events)
+    rounds = by_name.get("round", [])
 
     of_journal = summary_from_journal(events)
     answer = "server"
@@ -395,7 +422,7 @@ def summary_of(
         "answer": answer,
         **of_journal,
         **_frequent_class(settings, events[0]),
-        **Refusals.of(clients, settings.clients, len(rounds)).summary,
+        **Refusals.of(by_name.get("client", ()), settings.clients, len(rounds)).summary,
         **seconds,
         "seconds_measures": dict(measures or {}),
     }
@@ -403,10 +430,12 @@ def summary_of(
 
 def _frequent_class(settings: Settings, start: Event) -> dict[str, Any]:
     """A warning if a class is so frequent in the test set that accuracy means little."""
-    warning = frequent_class_warning(
-        settings, start.get("classes", ()), start.get("test_counts", ())
-    )
-    return {"frequent_class": warning} if warning else {}
+    classes = start.get("classes", ())
+    test_counts = start.get("test_counts", ())
+    warning = frequent_class_warning(settings, classes, test_counts)
+    if not warning:
+        return {}
+    return {"frequent_class": warning}
 
 
 def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None:
@@ -466,8 +495,9 @@ class Refusals:
         rounds = {event["round"] for event in self.refused if event["round"] > 0}
         clients = f"{len(self.refused_clients)} of {self.clients} clients"
         if self._refused_always(rounds):
-            often = "in every round" if len(rounds) == self.rounds else "whenever they took part"
-            extent = f"{clients} refused {often}"
+            extent = f"{clients} refused whenever they took part"
+            if len(rounds) == self.rounds:
+                extent = f"{clients} refused in every round"
         else:
             replies = f"{len(self.refused)} of {len(self.refused) + len(self.accepted)} replies"
             extent = f"{replies} refused, of {clients}, in {len(rounds)} of {self.rounds} rounds"

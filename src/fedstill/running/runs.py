@@ -22,7 +22,7 @@ from fedstill.data.client_split import LabelCounts
 from fedstill.metrics.classification import METRICS
 from fedstill.running import journal as journals
 from fedstill.running.directory import folder_of, packs_below, readable
-from fedstill.running.journal import Event, with_later_looks
+from fedstill.running.journal import Event, events_by_name, with_later_looks
 from fedstill.running.numbers import LearningRates, Numbers, RunNumbers
 from fedstill.running.same_run import check_config, check_journal, settings_but_seed
 from fedstill.running.selection import STOP_REASON, BestRound, best_round
@@ -161,14 +161,6 @@ class Run:
         without_teacher = sum(not chosen for chosen in teachers.values())
         return QueryCount(without_teacher=without_teacher, total=len(teachers))
 
-    def class_accuracy(self) -> dict[int, list[float | None]]:
-        """Return the accuracy of each class by round, as (C,) shares.
-
-        The value is None for a class without test examples. If the server has no model, these are
-        means over the personal models of the clients that were evaluated in a round.
-        """
-        return self.numbers.class_accuracy
-
 
 def _personal_accuracy(
     class_accuracy: Mapping[int, Sequence[float | None]], label_counts: LabelCounts
@@ -239,9 +231,7 @@ def read_run(folder: Path, display_path: Path | None = None) -> Run:
     path = folder / JOURNAL
     events = journals.read_journal(path)
     check_journal(folder, events)
-    by_name: dict[str, list[Event]] = {}
-    for event in events:
-        by_name.setdefault(event["event"], []).append(event)
+    by_name = events_by_name(events)
     start = next(iter(by_name.get("start", ())), {})
     split = read_split(folder, start)
     return Run(
