@@ -37,21 +37,21 @@ there.
 MAX_CLIENTS = 10_000
 
 SITE = """\
-# What this site allows, and where its data are. Paths are relative to this folder.
+# The data of this site, and what it allows. Paths are relative to this folder.
 client = {client}
-memory = "memory"        # what the client remembers from round to round; must survive a restart
+memory = "memory"        # the client's state between rounds; keep it across restarts
 
-# data = "/data/mine"    # parquet or CSV files, images by class, or an .npz; unset: trials on public data only
-# tasks = "folders"      # for runs with tasks: data has task1, task2, …; or time_column = "acquired", a column of dates
-# public = "/data/public"  # the public set, where a method needs one: a copy of the server's
-# tokenizer = "/data/tokenizer.json"  # where a run on texts has a tokenizer's file: a copy of the server's
-# accept = ["…"]         # SHA-256 of what this site runs, as files in memory/offered; unset: any, []: none
-# imports = ["mylab.methods:FedMine"]  # code beyond fedstill's own that a configuration may name
-# files = ["/data/open/flowers"]  # files and folders that a trial's configuration may name, beside sets known by name
-# refuse = ["contributions"]  # measures that this site takes part in no run with
-# evaluate = false  # report no accuracy on this site's test set
-# repeat_sums = true  # secure sums of several runs on the same data, which can reveal this site's model
-# keep_days = 90         # how long what the client remembers of a run stays after its last stage; 0: for ever
+# data = "/data/mine"    # parquet, CSV, .npz or image folders by class; without it, the site can take part in trials only
+# tasks = "folders"      # for runs with tasks: folders task1, task2, …; or time_column = "acquired", a column of dates
+# public = "/data/public"  # for runs with public data: a copy of the server's set
+# tokenizer = "/data/tokenizer.json"  # for runs with a tokenizer's file: a copy of the server's
+# accept = ["SHA-256 of a file in memory/offered"]  # accept only these; omit the key to accept all; [] accepts none
+# imports = ["mylab.methods:FedMine"]  # code outside fedstill that a config may use; install it here
+# files = ["/data/open/flowers"]  # files and folders that a trial may read
+# refuse = ["contributions"]  # measures and metrics that this site does not take part in
+# evaluate = false       # report no accuracy on this site's test set
+# repeat_sums = true     # allow secure sums of several runs on the same data, which can reveal this site's model
+# keep_days = 90         # delete a run's state after so many days without a request; 0: never
 """  # noqa: E501
 
 
