@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import fedstill
+from fedstill.config.resolve import settle
+from fedstill.running.preparation import read_data
 from docs.test_documents import blocks
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
@@ -26,7 +28,7 @@ def execute(title: str) -> None:
 
 
 def test_heart_disease(folder: Path) -> None:
-    (folder / "heart").mkdir()
+    (folder / "heart_source").mkdir()
     for hospital in HOSPITALS:
         text = ""
         for i in range(12):
@@ -34,12 +36,12 @@ def test_heart_disease(folder: Path) -> None:
             text += (
                 f"{40 + i}.0,1,{1 + i % 4}.0,130,{cholesterol},0,{i % 3},150,0,1.5,?,?,?,{i % 5}\n"
             )
-        (folder / "heart" / f"processed.{hospital}.data").write_text(text)
+        (folder / "heart_source" / f"processed.{hospital}.data").write_text(text)
     execute("heart.py")
 
-    data = fedstill.load_dataset(
-        "heart", categorical=(("cp", (1, 2, 3, 4)), ("restecg", (0, 1, 2))), missing="drop"
-    )
+    categories = {"cp": [1, 2, 3, 4], "restecg": [0, 1, 2]}
+    table = {"name": "heart", "categorical": categories, "missing": "drop"}
+    data = read_data(settle(fedstill.Experiment(data=table)))
     assert data.classes == ("disease", "healthy")
     assert data.input_shape == (15,)
     assert len(data.train) == 4 * 7  # one of eight misses a value
