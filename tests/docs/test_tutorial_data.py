@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import fedstill
+from docs.test_documents import blocks
 from fedstill.config.resolve import settle
 from fedstill.running.preparation import read_data
-from docs.test_documents import blocks
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 
