@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fedstill.flower.deployment import folder
+from fedstill.flower.deployment.node import Incoming, Outgoing, Server
 from fedstill.flower.tasks import OUTAGE_SECONDS, Door
 from flowers import needs_flower
 from processes import beside_us
@@ -82,3 +85,24 @@ def test_a_run_shows_that_it_is_there_before_it_imports_torch(tmp_path: Path) ->
     keys = [str(federation.key), str(federation.signing_key)]
     command = [sys.executable, "-c", STARTS, *keys]
     assert subprocess.run(command, env=beside_us(), check=False, timeout=300).returncode == 0
+
+
+def test_a_site_whose_reply_is_refused_prints_the_reason_and_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import httpx
+    from flwr.proto.node_pb2 import Node
+
+    reason = "fedstill: the request names an instruction that has expired\n"
+    response = httpx.Response(403, text=reason, request=httpx.Request("POST", "https://fed"))
+
+    def refuse(request: object) -> None:
+        response.raise_for_status()
+
+    client: Any = SimpleNamespace(PushMessages=refuse)
+    server = Server("fed:8443", client, b"", node=Node(node_id=5))
+    message = Incoming(run=7, node=5, root="m", metadata=b"", parts={}, app=b"", is_app_run=True)
+    server.send(Outgoing(metadata=b"", tree=b"", parts={}), message)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "403" in line
+    assert reason.strip() in line
