@@ -450,8 +450,9 @@ class Refusals:
         make_folder(self.folder)
         with FileLock(self.folder / ".refused.lock"):
             oldest = note.time - DAYS_KEPT * DAY
-            notes = [other for other in self._notes() if other.time > oldest]
-            if not any(other[1:] == note[1:] for other in notes):
+            notes = [earlier for earlier in self._notes() if earlier.time > oldest]
+            is_noted = any(earlier._replace(time=note.time) == note for earlier in notes)
+            if not is_noted:
                 write_secret(self.folder / REFUSED, json.dumps([*notes, note]).encode())
 
     def _notes(self) -> list[RefusalNote]:

@@ -267,7 +267,6 @@ UNDER_WAY = "secure-sum"
 REVEALED = "secure-sums"
 """The file in a client's folder with the clients left in each sum of which shares were revealed."""
 
-
 NONCE = "nonce"
 """The file in a client's folder with the random number that its training depends on."""
 
@@ -419,6 +418,7 @@ class SiteSums(SiteGuard):
         if self.runs is None:
             return seed
         drawn = hashlib.sha256(self.runs.nonce() + str(seed).encode()).digest()
+        # In [0, 2**63), as the seeds of core.keys.
         return int.from_bytes(drawn[:8], "big") >> 1
 
     def answer(self, request: SiteRequest, respond: Callable[[Payload], Reply]) -> Reply:
