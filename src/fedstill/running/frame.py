@@ -56,18 +56,18 @@ INDEX_TYPES = {
 def load_runs(
     paths: Path | str | Sequence[Path | str], metrics: Collection[str] | str | None = None
 ) -> pandas.DataFrame:
-    """The numbers of runs as one long table, a row for each number.
+    """Load the numbers of runs as one long table, with a row for each number.
 
-    ``paths``: directories of runs or comparisons, or packs of them (``NAME.runs.tar.xz``); a run
-    need not be finished. ``metrics``: which to load; unset, all. The name ``loss`` also stands for
-    all names below it, such as ``loss/ce``.
+    ``paths``: directories of runs or comparisons, or packs of them (``NAME.runs.tar.xz``). The runs
+    may be unfinished. ``metrics``: the metrics to load; all by default. The name ``loss`` also
+    stands for all names below it, such as ``loss/ce``.
 
-    The columns are ``run`` (its path), ``group`` (what tells its settings from those of the other
-    runs), ``seed``, ``stage``, ``round`` (0: before training), ``epoch``, ``task`` (from 1),
-    ``client`` (-1: the server), ``class``, ``metric`` and ``value``. A number about the whole
-    federation has no client, one about the whole round no stage, and one about the whole run
-    (``summary/accuracy``) no round. What was not measured has no row. Accuracies and forgetting are
-    shares in [0, 1], times are in seconds.
+    The columns are ``run`` (its path), ``group`` (a label of the settings in which runs differ),
+    ``seed``, ``stage``, ``round`` (0: before training), ``epoch``, ``task`` (from 1), ``client``
+    (-1: the server), ``class``, ``metric`` and ``value``. A number about the whole federation has
+    no client, one about the whole round no stage, and one about the whole run
+    (``summary/accuracy``) no round. Values that were not measured have no row. Accuracies and
+    forgetting are shares in [0, 1], times are in seconds.
 
     Raises ConfigError for a path without runs, CorruptFile for a damaged run, UnknownName for a
     metric that none of the runs has.
@@ -85,12 +85,12 @@ def load_runs(
     return _frame(runs)
 
 
-# One run after another.
+# ---- runs, one after another ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRun:
-    """What the frame needs of a run. ``numbers``: those of the metrics that are loaded."""
+    """A run without its events: the numbers of the chosen metrics, and their labels."""
 
     name: str
     seed: int
@@ -101,7 +101,6 @@ class LoadedRun:
 
 
 def _loaded(run: Run, metrics: Collection[str] | None) -> LoadedRun:
-    """A run without its events."""
     return LoadedRun(
         name=str(run.display_path),
         seed=run.seed,
@@ -113,7 +112,7 @@ def _loaded(run: Run, metrics: Collection[str] | None) -> LoadedRun:
 
 
 def _summary(run: Run, metrics: Collection[str] | None = None) -> list[Numbers]:
-    """The numbers of a whole run."""
+    """The numbers about the whole run."""
     if metrics is not None and not any(metric.startswith(SUMMARY) for metric in metrics):
         return []
     numbers = {f"{SUMMARY}/{name}": value for name, value in run.numbers.summary.items()}
@@ -125,7 +124,7 @@ def _summary(run: Run, metrics: Collection[str] | None = None) -> list[Numbers]:
 
 
 def _check_metric(name: str, folders: Sequence[RunFolder]) -> None:
-    """Raises UnknownName for a metric that no run has, unless none has done a round."""
+    """Raise UnknownName for a metric that no run has, unless no run has finished a round."""
     metrics: dict[str, None] = {}
     for folder in folders:
         run = read_run(folder.path, folder.display_path)
@@ -134,7 +133,7 @@ def _check_metric(name: str, folders: Sequence[RunFolder]) -> None:
         raise UnknownName("metric", name, metrics, place="load_runs")
 
 
-# The columns of all runs.
+# ---- the columns of all runs ---------------------------------------------------------------------
 
 
 def _frame(runs: Sequence[LoadedRun]) -> pandas.DataFrame:
@@ -160,14 +159,14 @@ def _frame(runs: Sequence[LoadedRun]) -> pandas.DataFrame:
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows of the frame that follow one another: the numbers of one metric of one run."""
+    """Consecutive rows of the frame: the numbers of one metric of one run."""
 
     run: LoadedRun
     numbers: Numbers
 
 
 class _Blocks:
-    """The rows of the frame, block by block; makes its columns."""
+    """Makes the columns of the frame from its blocks of rows."""
 
     def __init__(self, blocks: Sequence[_Block]) -> None:
         self.blocks = blocks
@@ -183,7 +182,7 @@ class _Blocks:
         return values
 
     def repeated(self, values: Sequence[int], kind: Any) -> NDArray[Any]:
-        """What is the same in all rows of a block: one value a block, (rows,)."""
+        """A column (rows,) whose values are the same in all rows of a block: one value a block."""
         return np.repeat(np.array(values, kind), self._lengths)
 
     def category(self, names: Sequence[str]) -> pandas.Categorical:
@@ -195,7 +194,7 @@ class _Blocks:
         return pandas.Categorical.from_codes(codes, list(codes_by_name))
 
     def indices(self, axis: str) -> pandas.arrays.IntegerArray:
-        """What the numbers are about on an axis, missing where they are not about any."""
+        """The indices of the numbers on an axis; missing for numbers without this axis."""
         import pandas
 
         indices = np.zeros(self._rows, INDEX_TYPES[axis])
@@ -215,8 +214,8 @@ class _Blocks:
         codes = np.full(self._rows, -1, _code_type(codes_by_name))
         for rows, block in self._slices():
             if "class" in block.numbers.about:
-                own_codes = np.array([codes_by_name[name] for name in block.run.classes])
-                codes[rows] = own_codes[block.numbers.about["class"]]
+                run_codes = np.array([codes_by_name[name] for name in block.run.classes])
+                codes[rows] = run_codes[block.numbers.about["class"]]
         return pandas.Categorical.from_codes(codes, list(codes_by_name))
 
     def _slices(self) -> Iterator[tuple[slice, _Block]]:
@@ -231,12 +230,11 @@ def _code_type(names: Collection[str]) -> Any:
     return np.min_scalar_type(-len(names) - 1)
 
 
-# Events of a journal as a table of pandas: one row an event, one column a number, nested names
-# joined by dots.
+# ---- events as a wide table ----------------------------------------------------------------------
 
 
 IDS = ("query", "teachers")
-"""Fields that name classes or clients: one cell of text, ``7, 9``, whatever their number."""
+"""Fields that list classes or clients, and have one cell of text, such as ``7, 9``."""
 
 NOT_CELLS = frozenset({"event", "of_measures"})
 """Fields of an event that have no column."""
@@ -246,7 +244,7 @@ OF_CLASSES = BY_CLASS | {"correct_by_epoch"}
 
 
 def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
-    """Rows as a data frame; what a row lacks is missing there."""
+    """Rows as a data frame. A cell is missing if its row does not have the column."""
     import pandas
 
     columns = list(dict.fromkeys(k for row in rows for k in row))
@@ -254,16 +252,18 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
 
 
 def frame_of_events(events: Sequence[Event], classes: Sequence[str]) -> pandas.DataFrame:
-    """Events of one kind, in their order. classes: their names, for what is measured of each
-    class.
+    """Events of one kind as a table: a row for each event, a column for each number.
+
+    Nested names are joined by dots. classes: the names of the classes, for the columns of numbers
+    by class.
     """
-    cells = [{k: v for k, v in event.items() if k not in NOT_CELLS} for event in events]
-    return data_frame([dict(_flat("", event, classes)) for event in cells])
+    fields = [{k: v for k, v in event.items() if k not in NOT_CELLS} for event in events]
+    return data_frame([dict(_flat("", event, classes)) for event in fields])
 
 
 def frame_of_clients(events: Sequence[Event], classes: Sequence[str]) -> pandas.DataFrame:
-    """Events of clients: ``refused`` is empty for a reply that was accepted, ``idle`` says who had
-    nothing to do.
+    """Events of clients as a table. ``refused`` is empty for an accepted reply; ``idle`` marks a
+    client without work.
     """
     complete_events = [
         {**e, "refused": e.get("refused", ""), "idle": e.get("idle", False)} for e in events
@@ -272,45 +272,45 @@ def frame_of_clients(events: Sequence[Event], classes: Sequence[str]) -> pandas.
 
 
 def _flat(name: str, value: Any, classes: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """The cells of a value: (column, number, text or truth); None is not a number.
+    """The cells of a value, as pairs of a column and a number, text or bool. None becomes NaN.
 
     >>> dict(_flat("", {"loss": {"ce": 0.5}, "label_counts": [1, 2]}, ["cat", "dog"]))
     {'loss.ce': 0.5, 'label_counts.cat': 1, 'label_counts.dog': 2}
     """
     if isinstance(value, Mapping):
+        prefix = f"{name}." if name else ""
         for key, inner in value.items():
-            yield from _flat(f"{name}.{key}" if name else str(key), inner, classes)
+            yield from _flat(f"{prefix}{key}", inner, classes)
+    elif isinstance(value, (list, tuple)) and name.rpartition(".")[2] in IDS:
+        yield name, ", ".join(map(str, value))
     elif isinstance(value, (list, tuple)):
-        if name.rpartition(".")[2] in IDS:
-            yield name, ", ".join(map(str, value))
-            return
         for key, inner in zip(_keys(name, value, classes), value, strict=True):
             yield from _flat(f"{name}.{key}", inner, classes)
+    elif value is None:
+        yield name, math.nan
     else:
-        yield name, math.nan if value is None else value
+        yield name, value
 
 
 def _keys(name: str, values: Sequence[Any], classes: Sequence[str]) -> Sequence[Any]:
-    """What the entries of a list are called: by their client, by their class, or else by their
-    number.
-    """
+    """The names of a list's entries: their clients, their classes, or else their positions."""
     if values and all(isinstance(v, Mapping) and "client" in v for v in values):
         return [v["client"] for v in values]
-    nested = any(isinstance(v, (Mapping, list, tuple)) for v in values)
-    by_class = (
-        not nested and len(values) == len(classes) and not OF_CLASSES.isdisjoint(name.split("."))
-    )
-    return classes if by_class else range(len(values))
+    is_nested = any(isinstance(v, (Mapping, list, tuple)) for v in values)
+    is_by_class = len(values) == len(classes) and not OF_CLASSES.isdisjoint(name.split("."))
+    if is_by_class and not is_nested:
+        return classes
+    return range(len(values))
 
 
-# A run's numbers as files for other programs: one table of its rounds, one of its clients.
+# ---- tables of a run as files --------------------------------------------------------------------
 
 
 def run_frames(run: Path) -> dict[str, pandas.DataFrame]:
-    """The tables ``rounds`` and ``clients`` of a run, finished or not, with the columns of
-    ``Result``'s.
+    """The tables ``rounds`` and ``clients`` of a run, finished or not.
 
-    Raises CorruptFile for a journal that is damaged or not there.
+    They have the columns of ``Result.rounds`` and ``Result.clients``. Raises CorruptFile if the
+    journal is damaged or missing.
     """
     folder = readable(run)
     events = read_journal(folder / "journal.jsonl")
@@ -324,7 +324,7 @@ def run_frames(run: Path) -> dict[str, pandas.DataFrame]:
 
 
 def _without_formulas(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """A table in which neither names nor texts are formulas of a spreadsheet."""
+    """The table, with names and texts that no spreadsheet takes for formulas."""
     safe = frame.rename(columns=lambda name: neutral(str(name), "csv"))
     for column in safe.select_dtypes(exclude="number"):
         safe[column] = safe[column].map(_without_formula)
@@ -338,11 +338,10 @@ def _without_formula(value: Any) -> Any:
 
 
 def write_run_tables(run: Path, kind: str, folder: Path) -> Iterator[tuple[Path, int, int]]:
-    """Write these tables to a folder as ``parquet`` or ``csv``, over older ones: (file, rows,
-    columns) of each.
+    """Write the tables of ``run_frames`` to a folder, as ``parquet`` or ``csv``, over older tables.
 
-    Raises what ``run_frames`` raises, and ConfigError if the folder cannot be made, or has other
-    files of these names.
+    Yields the path, rows and columns of each. Raises the errors of ``run_frames``, and ConfigError
+    if the folder cannot be created or has other files with these names.
     """
     frames = run_frames(run)
     try:

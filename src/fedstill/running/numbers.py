@@ -1,14 +1,14 @@
-"""The numbers of a run, by metric: what every table, figure, tracker and data frame is made of.
+"""The numbers of a run, by metric: the source of every table, figure, tracker and data frame.
 
-Only this module turns a journal's events into numbers. A number has a metric, such as ``accuracy``
-or ``loss/ce``, and says what it is about: a round, a stage of it, a client, a class, a task, an
-epoch. A number without a client is about the whole federation, and one without a stage about the
-whole round.
+Only this module turns a journal's events into numbers. A number belongs to a metric, such as
+``accuracy`` or ``loss/ce``, and to a round, a stage of it, a client, a class, a task or an epoch. A
+number without a client is about the whole federation, and one without a stage about the whole
+round.
 
-A field of an event is a metric of the same name, known or not: a number as it is, a table field by
-field (``divergence/mean_l2``), a list over classes, epochs or tasks as a number for each of them.
-A confusion matrix is a metric for each predicted class (``confusion/2``), by the examples' own
-class. Texts, and lists over anything else, are no numbers of a run.
+Each field of an event is a metric of the same name. A table has a metric for each of its fields
+(``divergence/mean_l2``). A list over classes, epochs or tasks has a number for each of them. A
+confusion matrix has a metric for each predicted class (``confusion/2``), with a number for each
+label. Texts and other lists are left out.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from fedstill.running.journal import Event, events_by_name
 Indices = NDArray[np.int64]
 
 About = Mapping[str, Indices]
-"""By axis, what each of some numbers is about; an axis that is not there has nothing to say."""
+"""By axis, the index of each number. Axes that do not apply to the numbers are missing."""
 
 AXES = ("stage", "round", "epoch", "task", "client", "class")
-"""What a number may be about. Tasks count from 1, all others from 0; client -1 is the server."""
+"""The axes of numbers. Tasks count from 1, all others from 0; client -1 is the server."""
 
 OF_ROUND = frozenset({"round"})
 """The axes of a number that is about a whole round."""
 
 ALWAYS_SUMMED = ("seconds", "bytes_up", "bytes_down")
-"""What every run has in its summary, 0 where it was not recorded."""
+"""Metrics that every run has in its summary; 0 if they were not recorded."""
 
 SUMMED = ("seconds", "bytes_", "replies", "refused")
-"""How the names of metrics begin that are summed over rounds."""
+"""Prefixes of metrics that a summary sums over rounds."""
 
 OF_LAST_ROUND = ("accuracy", "forgetting", "epsilon", *METRICS)
-"""What a run has in its summary only if the last round has it."""
+"""Metrics that a run has in its summary only if the last round has them."""
 
 OF_CLIENT = frozenset({"round", "stage", "client"})
 """The axes of a number that is about a client in a stage."""
 
 OF_LOOK = frozenset({"round", "stage", "client"})
-"""The axes of a number that a measure saw after a stage."""
+"""The axes of a number that a measure recorded after a stage."""
 
 NOT_NUMBERS = frozenset({"event", "round", "stage", "name", "client", "measure", "previous"})
-"""Fields of an event that say where it comes from."""
+"""Fields of an event that name its place in the run."""
 
 BY_CLASS = frozenset(
     {
@@ -88,14 +88,14 @@ LIST_AXES: Mapping[str, Sequence[str]] = {
     "task_accuracy": ("task",),
     "task_accuracy_by_client": ("task",),
 }
-"""What the numbers of a list are about, by the field's name."""
+"""The axes of lists, by the field's name."""
 
 
 @dataclass(frozen=True)
 class Numbers:
     """Numbers of one metric.
 
-    ``values``: (n,), what was not measured is left out. ``about``: by axis, an index for each
+    ``values``: (n,), without values that were not measured. ``about``: by axis, an index for each
     number, (n,).
     """
 
@@ -107,9 +107,9 @@ class Numbers:
 class RunNumbers:
     """The numbers of one run, by metric.
 
-    ``rounds``: those that are done. ``classes``: how many the run has. ``clients``: the events of
-    clients, of which numbers are made when they are asked for. They are most of a run's numbers,
-    and few readers need them.
+    ``rounds``: the finished rounds. ``classes``: the number of classes. ``clients``: the events of
+    clients. Their numbers are computed on demand, because they are most of a run's numbers, and
+    few readers need them.
     """
 
     def __init__(
@@ -128,19 +128,20 @@ class RunNumbers:
 
     @staticmethod
     def of(events: Sequence[Event], classes: int | None = None) -> RunNumbers:
-        """The numbers in a journal, or in some of its events; ``classes``: how many there are,
-        where the first event is not among them.
+        """The numbers in a journal, or in some of its events.
+
+        ``classes``: the number of classes; by default, from the event ``start``, or else 0.
         """
-        if classes is None:
-            starts = [event for event in events if event["event"] == "start"]
-            classes = len(starts[0]["classes"]) if starts else 0
         by_name = events_by_name(events)
+        if classes is None:
+            start = next(iter(by_name.get("start", ())), {})
+            classes = len(start.get("classes", ()))
         rounds = [event["round"] for event in by_name.get("round", ())]
         federation = _of_federation(by_name, classes)
         return RunNumbers(federation, rounds, classes, by_name.get("client", ()))
 
     def add(self, derived: Iterable[Numbers]) -> None:
-        """Add numbers that follow from those of the journal."""
+        """Add numbers that are derived from the journal's."""
         self._derived += derived
         self._by_metric = _by_metric([*self._federation, *self._derived])
 
@@ -160,7 +161,7 @@ class RunNumbers:
         return dict(sorted(curve.items()))
 
     def sum_over_clients(self, metric: str) -> float:
-        """What all clients have of a metric in all stages together."""
+        """The sum of a metric over all clients and stages."""
         columns = _of_events(self.clients, self.classes, metrics=[metric])
         of_client = [c for c in columns if c.metric == metric and c.about.keys() == OF_CLIENT]
         return sum(sum(column.values.tolist()) for column in of_client)
@@ -169,12 +170,15 @@ class RunNumbers:
     def class_accuracy(self) -> dict[int, list[float | None]]:
         """The accuracy of each class by round, (C,) shares; None for a class without test examples.
 
-        Of the server's model; if there is none after training, the mean over the clients' own.
+        The accuracies are the server model's. If there are none after training, they are means over
+        the clients' own models, in the rounds that evaluated these.
         """
         server = self._rows("class_accuracy", "class", self.classes)
         clients = self._rows("personal_class_accuracy", "class", self.classes)
-        is_of_clients = clients and not server.keys() - {0}
-        return clients if is_of_clients else server
+        has_only_round_0 = not server.keys() - {0}
+        if clients and has_only_round_0:
+            return clients
+        return server
 
     def confusion(self) -> list[list[float | None]]:
         """The confusion matrix of the last round, (C, C): rows are labels, columns are predicted
@@ -187,7 +191,7 @@ class RunNumbers:
         return [list(row) for row in zip(*columns, strict=True)]
 
     def task_accuracy(self) -> dict[int, list[float | None]]:
-        """The accuracy on each task by the round in which a task ended; at round 0, the untrained
+        """The accuracy on each task at the end of each task, by round; round 0 has the untrained
         model's.
         """
         columns = self._about("task_accuracy", {"round", "task"})
@@ -227,7 +231,7 @@ class RunNumbers:
         numbers: dict[str, float] = {}
         for metric in (*ALWAYS_SUMMED, *self._by_metric):
             if metric.startswith(LEARNING_RATE):
-                continue  # a setting, no result
+                continue  # It is a setting, not a result.
             curve = self.by_round(metric)
             if metric in OF_LAST_ROUND:
                 curve = {number: curve[number] for number in self.rounds[-1:] if number in curve}
@@ -256,7 +260,7 @@ class RunNumbers:
         return [c for c in self._by_metric.get(metric, ()) if c.about.keys() == axes]
 
     def _rows(self, metric: str, axis: str, length: int) -> dict[int, list[float | None]]:
-        """By round, a number for each index of an axis; None where there is none."""
+        """By round, a number for each index of an axis; None if it was not measured."""
         rows: dict[int, list[float | None]] = {}
         for column in self._about(metric, {"round", axis}):
             rounds = column.about["round"].tolist()
@@ -298,7 +302,7 @@ def _by_metric(columns: Iterable[Numbers]) -> dict[str, list[Numbers]]:
 
 
 def _of_federation(by_name: Mapping[str, Sequence[Event]], classes: int) -> Iterator[Numbers]:
-    """All numbers in the events of a run but those in the events of clients."""
+    """All numbers in the events of a run, except the numbers in the events of clients."""
     rounds = [{**event, "round": 0} for event in by_name.get("initial", ())]
     rounds += map(_with_epsilon, by_name.get("round", ()))
     yield from _of_events(list(map(_with_confusion, rounds)), classes)
@@ -384,7 +388,7 @@ def _of_events(
 
 
 def _transposed(events: Sequence[Event]) -> dict[str, Sequence[Any]]:
-    """By field, what each event has in it; None where an event lacks it."""
+    """By field, the values of all events; None for an event without the field."""
     fields = tuple(events[0]) if events else ()
     if all(tuple(event) == fields for event in events):
         # Most events of a kind have the same fields in the same order.
@@ -395,7 +399,7 @@ def _transposed(events: Sequence[Event]) -> dict[str, Sequence[Any]]:
 
 
 def _of_measures(events: Iterable[Event], classes: int) -> Iterator[Numbers]:
-    """What measures saw: in each look, and the mean over a round's looks."""
+    """The numbers of measures: those of each look, and the means over the looks of a round."""
     by_measure: dict[str, list[Event]] = {}
     for event in events:
         by_measure.setdefault(event["measure"], []).append(event)
@@ -431,8 +435,8 @@ class _Fields:
     ) -> Iterator[Numbers]:
         """The numbers in one field.
 
-        cells: what each event has in it, None where it lacks the field. axes: what lists in it are
-        about; unset, what their name says.
+        cells: the values of all events; None for an event without the field. axes: the axes of
+        lists in the field; by default, those of the field's name.
         """
         kinds = set(map(type, cells))
         if kinds & {int, float}:
@@ -449,7 +453,7 @@ class _Fields:
     def _of_tables(
         self, metric: str, tables: Sequence[Mapping[str, Any]], about: About
     ) -> Iterator[Numbers]:
-        """Fields of a field; or a number for each client, where the keys are clients."""
+        """The numbers of a table: by field, or by client if the keys are clients."""
         if metric.endswith("_by_client"):
             clients = [int(client) for table in tables for client in table]
             cells = list(chain.from_iterable(table.values() for table in tables))
@@ -463,7 +467,7 @@ class _Fields:
     def _of_lists(
         self, metric: str, lists: Sequence[Sequence[Any]], about: About, axes: Sequence[str]
     ) -> Iterator[Numbers]:
-        """The numbers of lists over an axis; none of lists over anything else."""
+        """The numbers of lists over an axis or over clients; other lists have none."""
         cells = list(chain.from_iterable(lists))
         is_of_clients = bool(cells) and all(type(c) is dict and "client" in c for c in cells)
         if not axes and not is_of_clients:
@@ -492,7 +496,7 @@ class _Fields:
 
 @dataclass(frozen=True)
 class _Cells:
-    """Values of some events, and what each of them is about."""
+    """Values of some events, and their indices by axis."""
 
     cells: Sequence[Any]
     about: About
@@ -513,29 +517,29 @@ def _repeated(about: About, lengths: Sequence[int]) -> About:
 
 
 def _task_end(event: Event) -> Event:
-    """The end of a task with fields whose names say what they are."""
+    """The end of a task, with the names of metrics for its fields."""
     end = {"round": event["round"], "task_accuracy": event.get("row")}
     if "clients" in event:
         end["task_accuracy_by_client"] = event["clients"]
     return end
 
 
-# Numbers of a whole round that follow from those of clients and looks.
+# Numbers of a whole round that are derived from the numbers of clients and looks.
 
 
 def _with_epsilon(event: Event) -> Event:
-    """A round with the largest epsilon of its clients; as it is where nothing bounds one."""
+    """A round with the largest epsilon of its clients; unchanged if a client has no bound."""
     privacy = event.get("privacy")
-    epsilons = privacy.get("epsilon") if isinstance(privacy, Mapping) else None
+    if not isinstance(privacy, Mapping):
+        return event
+    epsilons = privacy.get("epsilon")
     if not epsilons or None in epsilons:
         return event
     return {**event, "epsilon": float(max(epsilons))}
 
 
 def _with_confusion(event: Event) -> Event:
-    """A round whose confusion matrix is a table by predicted class: of each the examples by their
-    own class.
-    """
+    """A round whose confusion matrix is a table: by predicted class, the examples by label."""
     matrix = event.get(CONFUSION)
     if not isinstance(matrix, list):
         return event
