@@ -401,10 +401,8 @@ def rank_check(
     """
     import secrets
 
-    from fedstill.benchmark.entries import ENTRY_FILE, find_entries
+    from fedstill.benchmark.entries import find_entries, trust_entry
     from fedstill.benchmark.replays import ReplayRequest, verdict
-    from fedstill.core.files import read_file
-    from fedstill.core.user_modules import trust_code_of
 
     _read_suites(suite)
     places: list[Path] = []
@@ -421,7 +419,7 @@ def rank_check(
     request = ReplayRequest(runs=replay, rounds=rounds, number=number, note=note)
     if trust_code:
         for place in places:
-            trust_code_of(read_file(place / ENTRY_FILE))
+            trust_entry(place)
     passed = True
     with executing(None, jobs, quiet) as execute:
         for place in places:

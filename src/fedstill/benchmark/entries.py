@@ -41,7 +41,7 @@ from fedstill.config.overrides import flat
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, RunExists, on_one_line
 from fedstill.core.files import digest, make_folder, parse_toml, read_file, read_toml, write_whole
 from fedstill.core.registry import names as registered_names
-from fedstill.core.user_modules import code_named_by, trust_content
+from fedstill.core.user_modules import code_named_by, trust_code_of, trust_content
 from fedstill.running.compare import Variant
 from fedstill.running.directory import readable
 from fedstill.running.journal import CONFIG_SEAL, Event, without_times
@@ -224,6 +224,11 @@ def code_of_entry(folder: Path) -> Iterator[None]:
     path = folder / ENTRY_FILE
     with code_named_by(path, read_file(path)):
         yield
+
+
+def trust_entry(folder: Path) -> None:
+    """Trust all code that an entry names."""
+    trust_code_of(read_file(folder / ENTRY_FILE))
 
 
 def _run_files(folder: Path) -> Iterator[tuple[str, bytes]]:

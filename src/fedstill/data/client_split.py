@@ -124,11 +124,13 @@ def bounds(ends: NDArray[np.int64], client: int) -> tuple[int, int]:
     return start, int(ends[number])
 
 
-def _counted(cells: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The numbers that occur among ``cells``, ascending, and how often each does.
+def _occurrences(
+    cells: NDArray[np.int64], size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The distinct numbers among ``cells``, ascending, and how often each occurs.
 
-    size: all are below it. A table of so many counts is faster than sorting, if it is not larger
-    than the cells themselves.
+    cells: numbers from 0 to ``size`` - 1. Counting into a table of this size is faster than
+    sorting, unless the table is larger than the cells.
     """
     if size > len(cells):
         return np.unique(cells, return_counts=True)
@@ -162,7 +164,7 @@ class LabelCounts(Sequence[list[int]]):
         client's labels end.
         """
         owners = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
-        cells, counts = _counted(owners * classes + labels, len(ends) * classes)
+        cells, counts = _occurrences(owners * classes + labels, len(ends) * classes)
         # Without classes there are no cells, and the divisor only has to be positive.
         divisor = max(classes, 1)
         per_client = np.bincount(cells // divisor, minlength=len(ends))

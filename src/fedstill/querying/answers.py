@@ -308,7 +308,8 @@ def ask(
     has another model by now, or new data. Where no teacher reaches the threshold, the local model
     is given back as it is. Raises ConfigError for a query without an answer, for a client without
     reason to ask, for a run without local models, or for a teacher of another class count or image
-    shape; CorruptFile for a file that is damaged; UntrustedCode for code of somebody else.
+    shape; CorruptFile for a file that is damaged; UntrustedCode for code that the user
+    does not trust.
     """
     with code_of_run(folder):
         settings = settle(_experiment(folder, client, query, changes or {}))

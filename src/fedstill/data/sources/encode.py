@@ -186,13 +186,14 @@ def _split_tables(source: str, frames: Mapping[str, Frame], schema: TableSchema)
 
 
 def _check_columns(part: str, frame: Frame, first: str, schema: TableSchema) -> None:
+    """Raise DataError for a split without one of the columns to read, which the first has."""
     present = frame.schema.names
     absent = [name for name in schema.names if name not in (FILE, *present)]
     if absent:
+        names = ", ".join(map(repr, present))[:300] or "none"
         raise DataError(
-            f"{part} has no column {absent[0]!r} among "
-            f"{', '.join(map(repr, present))[:300] or 'none'}, and {first} has it; write it there, "
-            "or name the columns to read in data.columns"
+            f"{part} has no column {absent[0]!r} among {names}, and {first} has it; write it "
+            "there, or name the columns to read in data.columns"
         )
 
 
