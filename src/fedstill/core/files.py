@@ -1,4 +1,5 @@
-"""Reading, writing and deleting files, checks before one is overwritten, TOML files, and paths.
+"""Reading, writing and deleting files, checks before one is overwritten, TOML files, paths, and
+texts that are safe to write.
 
 All other modules write and delete through these functions. They never follow a link that somebody
 planted in a folder: a new file gets a random name, must not exist, and then replaces the old entry.
@@ -501,9 +502,10 @@ def replace_file(path: Path, data: bytes, kind: Kind) -> None:
     write_whole(path, data)
 
 
-# ---- texts from elsewhere ------------------------------------------------------------------------
-
-# Names of classes and runs, for example, may come from a stranger, and are printed and written.
+# ---- texts that are safe to write ----------------------------------------------------------------
+#
+# Names of classes and runs, for example, may come from a stranger. They are written to tables,
+# reports and the terminal.
 
 UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
@@ -513,15 +515,15 @@ among them.
 """
 
 FORMULA = re.compile(r"[=+\-@\t]")
-"""How a cell begins that a spreadsheet executes."""
+"""The first character of a cell that a spreadsheet executes."""
 
 _NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf|nan)"
 
-NUMBERS = re.compile(rf"{_NUMBER}(?: (?:to|±) {_NUMBER})?", re.IGNORECASE)
-"""A cell that begins like a formula, and is a number, an interval, or a mean and its spread."""
+NUMERIC_CELL = re.compile(rf"{_NUMBER}(?: (?:to|±) {_NUMBER})?", re.IGNORECASE)
+"""A number, an interval, or a mean and its spread: no formula, even if it begins with a sign."""
 
 IN_MARKDOWN = {"|": "\\|", "<": "&lt;", ">": "&gt;", "](": "]\\("}
-"""What ends a cell, begins HTML, or makes a link, and how Markdown shows it as it is."""
+"""Markdown's signs for the end of a cell, HTML and links, and how to write them as text."""
 
 IN_LATEX = {
     "\\": r"\textbackslash{}",
@@ -529,15 +531,16 @@ IN_LATEX = {
     "~": r"\textasciitilde{}",
     "^": r"\^{}",
 }
-"""What LaTeX reads as a command, and how it shows the sign."""
+"""LaTeX's special characters, and how to write them as text."""
 
 Target = Literal["terminal", "csv", "markdown", "latex"]
 
 
 def neutral(text: str, target: Target) -> str:
-    """Return a text that commands nothing: no terminal, spreadsheet, browser or typesetter.
+    """Return a text without commands for the program that will show it.
 
-    Control characters become "�". In Markdown and LaTeX the text is part of a line.
+    Control characters become "�". For CSV, a formula gets a quote before it. For Markdown and
+    LaTeX, special signs are escaped, and the text becomes one line.
 
     >>> neutral("=cmd()", "csv"), neutral("-0.5", "csv")
     ("'=cmd()", '-0.5')
@@ -548,7 +551,7 @@ def neutral(text: str, target: Target) -> str:
     """
     text = UNPRINTABLE.sub("\ufffd", text)
     if target == "csv":
-        if FORMULA.match(text) and not NUMBERS.fullmatch(text):
+        if FORMULA.match(text) and not NUMERIC_CELL.fullmatch(text):
             return f"'{text}"
         return text
     if target == "markdown":
@@ -560,5 +563,6 @@ def neutral(text: str, target: Target) -> str:
 
 def _replaced(text: str, signs: Mapping[str, str]) -> str:
     """Return a text on one line in which some signs are replaced."""
+    line = re.sub(r"[\t\n]", " ", text)
     pattern = "|".join(map(re.escape, signs))
-    return re.sub(pattern, lambda match: signs[match[0]], re.sub(r"[\t\n]", " ", text))
+    return re.sub(pattern, lambda match: signs[match[0]], line)
