@@ -101,10 +101,12 @@ def settings_of(folder: Path, **live: Any) -> Settings:
 
     for table, live_object in live.items():
         if table not in OBJECT_TABLES:
-            raise ConfigError(f"resume takes no {table}: what a run is stands in {path}")
+            raise ConfigError(f"resume accepts no {table}: the run's settings are in {path}")
         name = tree.get(table, {}).get(NAME_KEYS[table], "")
         if not name.startswith(LIVE):
-            raise ConfigError(f"{folder} finds its {table} {name!r} itself; leave {table} out")
+            raise ConfigError(
+                f"the run in {folder} imports its {table} {name!r} by name; leave out {table}="
+            )
         # An instance of a method has the state of its run, so that a resumed run needs a new one.
         target = type(live_object) if isinstance(live_object, Method) else live_object
         bind(table, name, target)
@@ -523,6 +525,12 @@ MAX_DECODER_BYTES = 256 << 20
 MAX_SECONDS = 600.0
 """The most time that reading a pack may take."""
 
+MAX_NAME_LENGTH = 1000
+"""The most characters of a path in a pack."""
+
+_READ_BYTES = 1 << 20
+"""How many bytes are read or decompressed at once."""
+
 
 def pack(folder: Path) -> Path:
     """Write the evidence of all runs below a folder to FOLDER.runs.tar.xz.
@@ -829,18 +837,10 @@ class _Decompressed:
         return part
 
 
-_READ_BYTES = 1 << 20
-"""How many bytes are read or decompressed at once."""
-
-
 def _stays_inside(path: PurePosixPath) -> bool:
-    """Whether a path in a pack is a file of evidence that would be written inside the folder."""
+    """Whether a path in a pack is that of a file of evidence, and leads to no other folder."""
     is_evidence = path.name in EVIDENCE and len(str(path)) <= MAX_NAME_LENGTH
     return is_evidence and not path.is_absolute() and ".." not in path.parts
-
-
-MAX_NAME_LENGTH = 1000
-"""The most characters of a path in a pack."""
 
 
 def _names_in(packed: Path) -> set[str]:
