@@ -17,7 +17,8 @@ from double import NEAR
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import State
 from fedstill.methods.fit import queries_of
-from fedstill.methods.qkt import PartlyRefined
+from fedstill.methods.qkt import QKT, REFINE, PartlyRefined
+from fedstill.methods.qkt_light import QKTLight
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared
 
@@ -219,12 +220,42 @@ def test_qkt_light_is_naive_kd_and_then_the_heads_refinement(over: str, first: s
         check(params, plain.refined(transferred, c, 2, plain.local[c]).state_dict())
 
 
-def test_phase_one_of_qkt_light_is_the_mean_by_default() -> None:
-    by_default, mean = (
-        ends(ready({"name": "qkt_light", **own}))[1] for own in ({}, {"phase1_over": "mean"})
-    )
+@pytest.mark.parametrize("name", ["naive_kd", "qkt", "qkt_light"])
+def test_by_default_both_equations_are_sums(name: str) -> None:
+    printed = {"naive_kd": {}, "qkt": {}, "qkt_light": {"phase1_over": "sum"}}[name]
+    by_default = ends(ready({"name": name}))[1]
+    sums = ends(ready({"name": name, "over_teachers": "sum", **printed}))[1]
     for c, params in by_default.items():
-        check(params, mean[c])
+        check(params, sums[c])
+
+
+@pytest.mark.parametrize("name", ["qkt", "qkt_light"])
+def test_a_client_keeps_its_peers_and_is_sent_them_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    payload_of, payloads = QKT.payload_for_client, []
+
+    def noted(self, state, client, stage, world):
+        payload = payload_of(self, state, client, stage, world)
+        if stage.name == REFINE and payload is not None:
+            payloads.append(payload)
+        return payload
+
+    monkeypatch.setattr(QKT, "payload_for_client", noted)
+    prepared = ready({"name": name, "threshold": THRESHOLD})
+    states, memory = drive(prepared)
+    once = states[-1].extra.many("student")
+    assert len(once) == len(payloads) > 0
+    assert all(set(payload) == {"params"} for payload in payloads)
+    assert not any(memory.load(client) for client in range(6))
+
+    payloads.clear()
+    for cls in (QKT, QKTLight):
+        monkeypatch.setattr(cls, "keeps_peers", False)
+    twice = ends(ready({"name": name, "threshold": THRESHOLD}))[1]
+    assert all(payload.many("peer") for payload in payloads)
+    for c in once:
+        assert all(torch.equal(once[c][k], twice[c][k]) for k in once[c])
 
 
 @SUM_AND_MEAN
@@ -375,12 +406,9 @@ def test_teachers_may_be_of_other_architectures() -> None:
                 "phases": 1,
                 "over_teachers": "mean",
             },
-            "naive_kd",
+            {"name": "naive_kd", "over_teachers": "mean"},
         ),
-        (
-            {"name": "qkt", "teachers": "all", "classes": "all", "phases": 1},
-            {"name": "naive_kd", "over_teachers": "sum"},
-        ),
+        ({"name": "qkt", "teachers": "all", "classes": "all", "phases": 1}, "naive_kd"),
         ({"name": "qkt", "threshold": 0.0}, {"name": "qkt", "teachers": "all"}),
         (
             {"name": "qkt", "head": "phase1", "alpha": 0.0},

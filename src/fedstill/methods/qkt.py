@@ -9,15 +9,14 @@ naive KD; T_Q = the teachers whose mean softmax on ``samples`` examples of noise
 ``threshold`` for a class of Q; Z = ``frozen``.
 State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples;
 student.N = client N's model after the last phase that it went through.
-Memory: nothing.
+Memory: between the phases, peer.N = the model of client N.
 Reading: eq. 4 prints p_t log p_s, which falls as the student gets worse; the objective is the
 negative of it. Its gradient is that of ``masked_kl``, and it cannot be negative.
 Reading: lambda "defaults to 1", but the main table's CIFAR-10 entry is the ablation's row of 1.5:
 1.5, and 3 for CIFAR-100 (``query_weight``).
-Reading: eq. 4 sums over T_Q, while naive KD's published row fits a mean. On a network with batch
+Reading: eq. 4 prints a sum over T_Q, the default of ``over_teachers``. On a network with batch
 statistics, as the paper's, and with a threshold at which the filter works, the sum is nearer to
 QKT's rows; with the small CNN the mean is, but for the gain (docs/results/qkt.md).
-``over_teachers`` is the sum.
 Reading: ``threshold`` is the paper's 0.01. A network with batch statistics that was trained on few
 images lets half of the peers pass that lack the class; 1 / C then tells them apart
 (``python -m benchmarks.probes``).
@@ -34,8 +33,7 @@ mean square of the batches' gradients of cross-entropy, at the start of phase 2;
 offers their mean size, and gradients of eq. 4, which choose over half of the row of the class asked
 for. Z counts the head's entries, weights and biases. Frozen ones are put back after every step:
 weight decay and Adam would move them without a gradient.
-Reading: phase 2 sends the peers' models again, since a client keeps none; a client that keeps them
-needs them once.
+Reading: the peers' models are sent once, for phase 1; a client keeps them for phase 2.
 Reading: with var-E (``qkt_var_e``) each client stops each phase at the epoch that is best for it on
 a validation set of 1 % (CINIC-10) or 10 % (other data) of the training set. No grid is given: every
 epoch up to QKT's is a candidate, scored by Average Accuracy. The set must hold the classes asked
@@ -55,6 +53,7 @@ from fedstill.core.capabilities import Need
 from fedstill.core.fields import Count, Positive, Share
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
+    NOTHING,
     Examples,
     Payload,
     Plan,
@@ -62,15 +61,23 @@ from fedstill.core.records import (
     State,
     Step,
     Tensors,
+    TrainingResult,
     TrainingStart,
     View,
     World,
+    many,
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.losses import cross_entropy, masked_ce
 from fedstill.methods.fit import FIT, FITTING, Fit, probed, queries_of, student_models
-from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD, peer_teachers
+from fedstill.methods.naive_kd import (
+    TRANSFER,
+    TRANSFERRING,
+    NaiveKD,
+    peer_teachers,
+    peers_of,
+)
 from fedstill.metrics import average_accuracy, class_accuracy
 
 REFINE = "refine"
@@ -99,8 +106,6 @@ class QKT(NaiveKD):
     }
     personal: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER, REFINE})
 
-    over_teachers: Literal["sum", "mean"] = "sum"
-    """Whether the distillation is the sum over the teachers of T_Q, or their mean."""
     query_weight: Positive = 1.5
     """Weight of the queried classes; the client's other classes have weight 1 (lambda)."""
     threshold: Share = 0.01
@@ -141,6 +146,8 @@ class QKT(NaiveKD):
         params = dict(learned)
         if self.old_head:
             params |= head_of(payload.params)
+        if self.keeps_peers:
+            return Payload(params=params)
         return Payload({**payload, "params": params})
 
     def after_phase1(self, state: State, client: int) -> Tensors | None:
@@ -151,6 +158,11 @@ class QKT(NaiveKD):
     def old_head(self) -> bool:
         """Whether phase 2 starts from the head that the client had before phase 1."""
         return self.head == "local"
+
+    @property
+    def keeps_peers(self) -> bool:
+        """Whether each client goes through phase 1 itself, and so has its peers' models."""
+        return True
 
     def work(self, stage: Stage) -> ClientWork:
         if stage.name == REFINE:
@@ -187,6 +199,13 @@ class QKT(NaiveKD):
         """Whether a teacher with this mean softmax (C,) on noise is in T_Q."""
         return self.teachers == "all" or bool((probe[list(query)] >= self.threshold).any())
 
+    def kept_peers(self, start: TrainingStart) -> Payload:
+        """The models of the peers in phase 1, if the client keeps them for phase 2."""
+        if self.phases == 1 or not self.keeps_peers:
+            return NOTHING
+        models = {client: params for client, (_, params) in peers_of(start).items()}
+        return Payload(many("peer", models))
+
 
 @dataclass(frozen=True)
 class Queried(ClientWork):
@@ -215,6 +234,16 @@ class Queried(ClientWork):
                 step.logits(), teachers, start["mask"], start["use"]
             )
         return terms
+
+    def end(
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
+    ) -> tuple[Payload, Payload]:
+        return Payload(params=params), self.method.kept_peers(start)
 
     def distillation(self, logits: Tensor, teachers: Tensor, mask: Tensor, use: Tensor) -> Tensor:
         """The distillation of eq. 4, (B,), beside cross-entropy: logits (B, C), teachers (T, B, C),
@@ -246,7 +275,22 @@ class Queried(ClientWork):
 
 @dataclass(frozen=True)
 class Refined(Queried):
-    """The same for the head alone."""
+    """The same for the head alone, with the peers' models that the client kept from phase 1."""
+
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        return super().begin(Payload({**client_state, **payload}), NOTHING, view, world)
+
+    def end(
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
+    ) -> tuple[Payload, Payload]:
+        return Payload(params=params), NOTHING
 
     def trainable(self, name: str) -> bool:
         return name.startswith(HEAD)
@@ -264,10 +308,7 @@ class PartlyRefined(Refined):
         start = super().begin(payload, client_state, view, world)
         loss = self.label_loss(view)
         if self.method.importance == "objective" and start.teachers:
-            peers = [
-                view.logits(params, model=world.model(client))
-                for client, params in payload.many("peer").items()
-            ]
+            peers = [view.logits(params, model=spec) for spec, params in peers_of(start).values()]
             loss = self.objective(start, view, torch.stack(peers))
         scores = self.importances(payload.params, loss, view, world.plans[REFINE].batch)
         frozen = self.most_important(scores)
