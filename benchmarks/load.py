@@ -74,7 +74,9 @@ def measure(sites: int, rounds: int) -> str:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as commands:
         place = Path(name)
         hosts = ("127.0.0.1",)
-        federation = folder.init(place / "fed", sites, hosts, hosts[0], free_port(), VERSION)
+        federation = folder.init(
+            place / "fed", sites, hosts, listen=hosts[0], port=free_port(), version=VERSION
+        )
         server = commands.enter_context(_command("server", federation.folder, place / "server"))
         clients = []
         logs = [place / f"client{client}" for client in range(sites)]

@@ -124,9 +124,9 @@ def child(task: dict[str, Any], report: Path) -> None:
     folder, faults = Path(task["folder"]), Faults(task["fault"])
     try:
         if (folder / "config.toml").is_file():
-            runner.resume(folder, toys.blobs(), faults)
+            runner.resume(folder, toys.blobs(), watch=faults)
         else:
-            runner.run(SETTINGS[task["setting"]], folder, toys.blobs(), faults)
+            runner.run(SETTINGS[task["setting"]], folder, toys.blobs(), watch=faults)
         report.write_text(json.dumps({"counts": faults.counts, "error": ""}))
         os._exit(0)
     except BaseException:

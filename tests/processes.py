@@ -37,7 +37,12 @@ class Deployment:
 
     def __init__(self, place: Path, clients: int) -> None:
         self.federation: Federation = folder.init(
-            place / "fed", clients, ("127.0.0.1",), "127.0.0.1", free_port(), fedstill.__version__
+            place / "fed",
+            clients,
+            ("127.0.0.1",),
+            listen="127.0.0.1",
+            port=free_port(),
+            version=fedstill.__version__,
         )
         self.place, self.processes = place, dict[str, subprocess.Popen[bytes]]()
 

@@ -102,5 +102,5 @@ def resealed(folder: Path, config: str) -> Path:
 def stopped(experiment: Experiment, folder: Path, stages: int = 2) -> Path:
     """The directory of a run that was stopped after so many stages."""
     with pytest.raises(Interrupted):
-        run(experiment, folder, toys.blobs(), StopAfter(stages))
+        run(experiment, folder, toys.blobs(), watch=StopAfter(stages))
     return folder

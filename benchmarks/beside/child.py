@@ -56,7 +56,7 @@ def main() -> None:
         test = (tensors["test_images"], tensors["test_labels"])
         data = from_tensors("beside", train, test)
     print("ready", flush=True)
-    run(experiment, Path("run"), data, Turns())
+    run(experiment, Path("run"), data, watch=Turns())
 
 
 if __name__ == "__main__":

@@ -91,7 +91,9 @@ def test_a_mark_at_the_beginning_is_no_content(
 
 
 def test_a_federation_whose_files_were_edited_on_windows(tmp_path: Path) -> None:
-    made = federations.init(tmp_path / "fed", 1, ["localhost"], "127.0.0.1", 8443, "0")
+    made = federations.init(
+        tmp_path / "fed", 1, ["localhost"], listen="127.0.0.1", port=8443, version="0"
+    )
     member = federations.membership(made.client(0))
     for path in made.folder.rglob("*.toml"):
         with_mark(path)

@@ -48,8 +48,8 @@ def test_a_run_takes_them_and_a_comparison_too(tmp_path: Path) -> None:
         np.array(["fedavg"]),
         np.arange(2),
         {"plan.lr": np.array([0.5])},
-        tmp_path / "both",
-        1,
+        out=tmp_path / "both",
+        jobs=1,
         quiet=True,
     )
     assert [(group.label, group.seeds) for group in both.groups] == [("fedavg", [0, 1])]

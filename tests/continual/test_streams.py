@@ -22,23 +22,23 @@ def test_classes_are_divided_and_each_example_follows_its_class() -> None:
 
 
 def test_the_orders() -> None:
-    assert class_stream(LABELS, 5, 3, 10, "given").classes == (
+    assert class_stream(LABELS, 5, 3, 10, order="given").classes == (
         (0, 1),
         (2, 3),
         (4, 5),
         (6, 7),
         (8, 9),
     )
-    legacy = [c for own in class_stream(LABELS, 5, 1993, 10, "legacy").classes for c in own]
+    legacy = [c for own in class_stream(LABELS, 5, 1993, 10, order="legacy").classes for c in own]
     assert legacy == np.random.RandomState(1993).permutation(10).tolist()
-    assert class_stream(LABELS, 3, 0, 10, "given", first=6).classes == (
+    assert class_stream(LABELS, 3, 0, 10, order="given", first=6).classes == (
         (0, 1, 2, 3, 4, 5),
         (6, 7),
         (8, 9),
     )
     assert class_stream(LABELS, 5, 0, 10).classes != class_stream(LABELS, 5, 1, 10).classes
     written = ((9, 0), (1, 2, 3), (4, 5, 6, 7, 8))
-    assert class_stream(LABELS, 3, 0, 10, written).classes == written
+    assert class_stream(LABELS, 3, 0, 10, order=written).classes == written
 
 
 @pytest.mark.parametrize(

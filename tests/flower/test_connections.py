@@ -89,7 +89,9 @@ class Web:
 
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[Web]:
-    federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    federation = folder.init(
+        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
+    )
     started = Web(federation, Connections(16))
     yield started
     started.close()
@@ -145,7 +147,9 @@ def test_a_connection_without_a_handshake_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(superlink, "HANDSHAKE_SECONDS", 0.2)
-    federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    federation = folder.init(
+        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
+    )
     web = Web(federation, Connections(16))
     with web.plain() as connection:
         assert is_ended(connection)

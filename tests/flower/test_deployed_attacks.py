@@ -309,7 +309,9 @@ def hostile(place: Path, client: Path) -> Iterator[tuple[Control, folder.Federat
     certificates.
     """
     port = free_port()
-    federation = folder.init(place / "hostile", 1, ("127.0.0.1",), "127.0.0.1", port, "1.0")
+    federation = folder.init(
+        place / "hostile", 1, ("127.0.0.1",), listen="127.0.0.1", port=port, version="1.0"
+    )
     command = [programs.program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port)]
     for option, name in {"ca-cert": "ca.crt", "cert": "server.crt", "key": "server.key"}.items():
         command += [f"--ssl-{option}file", str(federation.server / name)]

@@ -106,7 +106,9 @@ def stranger(what: str, three: Deployment, here: Path, stack: contextlib.ExitSta
             certificates.make_client(here / "client.key")
         case "expired" | "wrong host name":
             days, host = (-1, "127.0.0.1") if what == "expired" else (9, "elsewhere.example.org")
-            other = folder.init(here / "fed", 1, ("127.0.0.1",), "127.0.0.1", free_port(), "1.0")
+            other = folder.init(
+                here / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=free_port(), version="1.0"
+            )
             listening(other, days, host, stack)
             (here / "ca.crt").write_bytes((other.server / "ca.crt").read_bytes())
             address = other.address

@@ -123,7 +123,9 @@ def test_where_keys_are_listed_they_say_which_client_a_node_is() -> None:
 
 @needs_flower
 def test_the_list_of_keys_is_of_clients_each_with_a_key_of_its_own(tmp_path: Path) -> None:
-    federation = folder.init(tmp_path / "fed", 2, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    federation = folder.init(
+        tmp_path / "fed", 2, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
+    )
     allowed = federation.server / "allowed"
     assert sorted(control.listed(federation)) == ["client0", "client1"]
     (allowed / "client2.pub").write_bytes((allowed / "client1.pub").read_bytes())

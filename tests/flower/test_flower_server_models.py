@@ -174,7 +174,7 @@ def test_a_run_over_sites_resumes_to_the_same_bits(tmp_path: Path) -> None:
     again = grid_of(clustered(), tmp_path / "again")
     folder = tmp_path / "stopped"
     with pytest.raises(Interrupted):
-        run(asked, folder, toys.blobs(), StopAfter(2), grid=again)
+        run(asked, folder, toys.blobs(), watch=StopAfter(2), grid=again)
     resume(folder, data=toys.blobs(), grid=again)
     assert_same_bits(bits(folder), bits(tmp_path / "complete"))
 

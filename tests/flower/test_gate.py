@@ -539,7 +539,9 @@ def test_the_installed_flower_is_served_inside_the_gate(
     """
     from fedstill.flower.deployment import superlink
 
-    federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    federation = folder.init(
+        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
+    )
     command = programs.superlink(federation, insecure=False)
     assert command[:3] == [sys.executable, "-m", "fedstill.flower.deployment.superlink"]
     monkeypatch.setenv("FLWR_INTERNAL_GRPC_CONTROL_API", "1")
@@ -595,7 +597,9 @@ def test_a_flower_that_changed_does_not_start(
 
     from fedstill.flower.deployment import superlink
 
-    federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    federation = folder.init(
+        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
+    )
     monkeypatch.setattr(sys, "argv", programs.superlink(federation, insecure=False)[2:])
     monkeypatch.setattr("fedstill.flower.deployment.gate.SITES_PATHS", SITES_PATHS - {PULL})
     assert superlink.serve() == 1

@@ -28,7 +28,9 @@ pytestmark = needs_flower
 
 
 def made(path: Path, clients: int = 1) -> folder.Federation:
-    return folder.init(path / "fed", clients, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    return folder.init(
+        path / "fed", clients, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
+    )
 
 
 @contextmanager

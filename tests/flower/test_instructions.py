@@ -36,7 +36,9 @@ NODE, OTHER_NODE, RUN = 2**63 + 7, 11, 5
 
 @pytest.fixture
 def federation(tmp_path: Path) -> folder.Federation:
-    return folder.init(tmp_path / "fed", 2, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    return folder.init(
+        tmp_path / "fed", 2, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
+    )
 
 
 @pytest.fixture
@@ -171,7 +173,9 @@ def test_a_site_does_nothing_for_an_instruction_to_another_site(
 def test_a_site_does_nothing_for_the_key_of_another_server(
     federation: folder.Federation, check: InstructionCheck, tmp_path: Path
 ) -> None:
-    other = folder.init(tmp_path / "other", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    other = folder.init(
+        tmp_path / "other", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
+    )
     with pytest.raises(Refused, match="signature"):
         check(instruction(other), NODE)
 

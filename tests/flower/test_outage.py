@@ -56,7 +56,9 @@ def test_a_run_asks_again_where_the_server_has_failed(
     from flwr.supercore.retry import http_retry
 
     monkeypatch.setattr(http_retry, "exponential", lambda **options: iter([0.01] * 99))
-    federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    federation = folder.init(
+        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
+    )
     answer = GetNodesResponse(nodes=[NodeInfo(node_id=7)]).SerializeToString()
     statuses = [503, 503, 502]
     with answering(statuses, answer) as address:
@@ -81,7 +83,9 @@ tasks.server_task(tasks.Door("127.0.0.1:1", Path(sys.argv[1]), Path(sys.argv[2])
 
 def test_a_run_shows_that_it_is_there_before_it_imports_torch(tmp_path: Path) -> None:
     """On a busy machine the import takes a minute, in which Flower would give the run up."""
-    federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    federation = folder.init(
+        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
+    )
     keys = [str(federation.key), str(federation.signing_key)]
     command = [sys.executable, "-c", STARTS, *keys]
     assert subprocess.run(command, env=beside_us(), check=False, timeout=300).returncode == 0

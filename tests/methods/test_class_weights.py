@@ -221,7 +221,7 @@ def test_a_resumed_run_has_the_same_bits(weights: object, tmp_path: Path) -> Non
     asked = toys.toy("fedntd", plan={"epochs": 1, "batch": 20, "class_weights": weights})
     run(asked, tmp_path / "whole", data=unequal())
     with pytest.raises(Interrupted):
-        run(asked, tmp_path / "stopped", unequal(), StopAfter(2))
+        run(asked, tmp_path / "stopped", unequal(), watch=StopAfter(2))
     other = tmp_path / "stopped"
     resume(other, data=unequal())
     assert_same_bits(bits(other), bits(tmp_path / "whole"))

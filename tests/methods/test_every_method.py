@@ -94,7 +94,7 @@ def test_by_the_serial_engine_and_resumed_after_any_stage_it_has_the_same_bits(
     other, stops = stopped(serial, tmp_path / "run", stages=1), 1
     while True:
         try:
-            resume(other, toys.blobs(), StopAfter(1))
+            resume(other, toys.blobs(), watch=StopAfter(1))
             break
         except Interrupted:
             stops += 1

@@ -74,7 +74,7 @@ def test_it_is_resumed_after_every_stage(whole: tuple[str, Path], tmp_path: Path
     other = stopped(experiment(which), tmp_path / "run", stages=1)
     while True:
         try:
-            resume(other, toys.blobs(), StopAfter(1))
+            resume(other, toys.blobs(), watch=StopAfter(1))
             break
         except Interrupted:
             pass

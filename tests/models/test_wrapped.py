@@ -173,7 +173,12 @@ def test_it_trains_under_every_engine_and_resumes(kind: str, tmp_path: Path) -> 
     serial = run(toys.toy("moon", engine="serial", **changes), tmp_path / "serial", data=data)
     assert all(torch.equal(v, serial.model[k]) for k, v in whole.model.items())
     with pytest.raises(Interrupted):
-        run(toys.toy("moon", engine="pooled", **changes), tmp_path / "half", data, StopAfter(1))
+        run(
+            toys.toy("moon", engine="pooled", **changes),
+            tmp_path / "half",
+            data,
+            watch=StopAfter(1),
+        )
     resume(tmp_path / "half", data)
     assert_same_bits(bits(tmp_path / "half"), bits(tmp_path / "whole"))
 

@@ -99,7 +99,7 @@ def test_a_resumed_run_has_the_same_best_round_and_stops_in_the_same_one(
     folder = stopped(experiment, tmp_path / "run", 1)
     while True:
         try:
-            resume(folder, toys.blobs(), StopAfter(stages))
+            resume(folder, toys.blobs(), watch=StopAfter(stages))
             break
         except Interrupted:
             continue

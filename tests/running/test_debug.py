@@ -261,7 +261,7 @@ def test_a_run_that_failed_has_its_refusals_in_the_journal_and_goes_on_to_the_sa
     gate.touch()
     run(experiment, tmp_path / "whole", toys.blobs())
     with pytest.raises(TooFewReplies, match="round 2"):
-        run(experiment, tmp_path / "run", toys.blobs(), ClosesAfter(gate, 1))
+        run(experiment, tmp_path / "run", toys.blobs(), watch=ClosesAfter(gate, 1))
     for _ in range(2):  # it fails once more, and the journal does not grow by that
         gone = refusals(tmp_path / "run")
         assert [(e["round"], e["client"]) for e in gone] == [(2, 1), (2, 2), (2, 3)]

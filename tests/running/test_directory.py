@@ -346,7 +346,7 @@ def test_a_users_method_whose_file_has_changed_is_refused_and_one_that_has_not_g
     experiment = Experiment(**{**vars(toys.toy("mine.py")), "base": tmp_path})
     run(experiment, tmp_path / "whole", data=toys.blobs())
     with pytest.raises(Interrupted):
-        run(experiment, tmp_path / "run", toys.blobs(), StopAfter(1))
+        run(experiment, tmp_path / "run", toys.blobs(), watch=StopAfter(1))
     (tmp_path / "mine.py").write_text(MINE + "# another thought\n")
     with pytest.raises(UntrustedCode, match=r"mine\.py"):
         resume(tmp_path / "run", data=toys.blobs())
@@ -367,7 +367,7 @@ def test_a_resume_with_other_versions_is_said_and_noted(
             same_run, "software", lambda device: {**here, "torch": "9.0", "fedstill": "8.0"}
         )
         with pytest.raises(Interrupted):
-            resume(folder, toys.blobs(), StopAfter(1))
+            resume(folder, toys.blobs(), watch=StopAfter(1))
         (line,) = (r.getMessage() for r in caplog.records if r.name == "fedstill.resume")
         assert (
             f"was run with fedstill {here['fedstill']}, torch {here['torch']} and goes on with "
@@ -375,7 +375,7 @@ def test_a_resume_with_other_versions_is_said_and_noted(
         )
         caplog.clear()
         with pytest.raises(Interrupted):
-            resume(folder, toys.blobs(), StopAfter(1))
+            resume(folder, toys.blobs(), watch=StopAfter(1))
         assert not caplog.records, "it was said"
     resume(folder, toys.blobs())
     assert "torch 9.0" in caplog.text

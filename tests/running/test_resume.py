@@ -45,7 +45,7 @@ def test_a_run_stopped_after_every_single_stage_ends_with_the_same_bits(
     folder, stops = stopped(SETTINGS[name], tmp_path / "run", 1), 1
     while True:
         try:
-            resume(folder, toys.blobs(), StopAfter(1))
+            resume(folder, toys.blobs(), watch=StopAfter(1))
             break
         except Interrupted:
             stops += 1
@@ -90,7 +90,7 @@ def test_a_round_that_was_journaled_before_the_end_is_not_journaled_twice(
 ) -> None:
     folder = tmp_path / "run"
     with pytest.raises(Broken):
-        run(SETTINGS[name], folder, toys.blobs(), BreakAfterRound())
+        run(SETTINGS[name], folder, toys.blobs(), watch=BreakAfterRound())
     resume(folder, data=toys.blobs())
     assert_same_bits(bits(folder), whole(name))
 
@@ -279,7 +279,7 @@ def test_a_run_whose_examples_changed_under_the_same_labels_and_spread_does_not_
     other = replace(data, train=replace(data.train, values=images))
     assert (other.mean, other.std) == (data.mean, data.std)
     with pytest.raises(Interrupted):
-        run(SETTINGS["parallel"], tmp_path / "run", data, StopAfter(1))
+        run(SETTINGS["parallel"], tmp_path / "run", data, watch=StopAfter(1))
     with pytest.raises(CorruptFile, match="examples"):
         resume(tmp_path / "run", data=other)
     assert resume(tmp_path / "run", data=toys.blobs()).accuracy >= 0

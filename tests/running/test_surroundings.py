@@ -192,7 +192,7 @@ def run_both(folder: Path, data: Dataset) -> Runs:
     """The bits of a run, and of one that is stopped and resumed."""
     fedstill.run(EXPERIMENT, folder / "parallel", data)
     with pytest.raises(Interrupted):
-        fedstill.run(CHAIN, folder / "chain", data, StopsInRound2())
+        fedstill.run(CHAIN, folder / "chain", data, watch=StopsInRound2())
     fedstill.resume(folder / "chain", data)
     return {name: bits(folder / name) for name in ("parallel", "chain")}
 
@@ -313,7 +313,7 @@ def test_a_run_that_is_resumed_within_a_round_has_its_own_number_of_threads(
     links = {"kind": "sequential", "clients": 6, "sampled": 3}
     chain = toys.toy(NotesThreads, rounds=2, threads=(2, 3), topology=links)
     with pytest.raises(Interrupted):
-        fedstill.run(chain, tmp_path / "run", data, StopsInRound2())
+        fedstill.run(chain, tmp_path / "run", data, watch=StopsInRound2())
     NotesThreads.seen.clear()
     fedstill.resume(tmp_path / "run", data)
     assert NotesThreads.seen == {(part, 3) for part in {"terms", *SERVER_PARTS} - {"begin_round"}}

@@ -259,7 +259,7 @@ def test_a_run_stopped_after_every_stage_ends_with_the_same_bits(name: str, tmp_
     folder = stopped(what, tmp_path / "run", 1)
     while True:
         try:
-            resume(folder, toys.blobs(), StopAfter(1))
+            resume(folder, toys.blobs(), watch=StopAfter(1))
             break
         except Interrupted:
             pass

@@ -180,7 +180,11 @@ def test_a_stopped_run_goes_on_in_the_same_trackers_and_tells_no_round_twice(
     for stages in (1, 2):
         with pytest.raises(Interrupted):
             run(
-                toys.toy(), tmp_path / f"run{stages}", toys.blobs(), StopAfter(stages), track="kept"
+                toys.toy(),
+                tmp_path / f"run{stages}",
+                toys.blobs(),
+                watch=StopAfter(stages),
+                track="kept",
             )
         assert Kept.ends[-1] == ("stopped", {})
         resume(tmp_path / f"run{stages}", toys.blobs())
@@ -255,7 +259,7 @@ def test_tensorboard_reads_a_run_that_was_stopped(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with pytest.raises(Interrupted):
-        run(toys.toy(), tmp_path / "run", toys.blobs(), StopAfter(2), track="tensorboard")
+        run(toys.toy(), tmp_path / "run", toys.blobs(), watch=StopAfter(2), track="tensorboard")
     result = resume(tmp_path / "run", toys.blobs())
     seen = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     assert [e.step for e in seen.Scalars("forgetting")] == [1, 2, 3]
@@ -274,7 +278,7 @@ def test_mlflow_has_one_run_of_its_own_with_every_round_once(
     mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := f"sqlite:///{tmp_path / 'mlflow.db'}")
     with pytest.raises(Interrupted):
-        run(toys.toy(), tmp_path / "run", toys.blobs(), StopAfter(2), track="mlflow")
+        run(toys.toy(), tmp_path / "run", toys.blobs(), watch=StopAfter(2), track="mlflow")
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("fedstill").experiment_id
     assert [r.info.status for r in client.search_runs([experiment])] == ["KILLED"]
@@ -300,7 +304,7 @@ def test_wandb_keeps_offline_what_a_sync_sends(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     with pytest.raises(Interrupted):
-        run(toys.toy(), tmp_path / "run", toys.blobs(), StopAfter(2), track="wandb")
+        run(toys.toy(), tmp_path / "run", toys.blobs(), watch=StopAfter(2), track="wandb")
     result = resume(tmp_path / "run", toys.blobs())
     first, second = offline_runs(tmp_path)
     assert first["id"] == second["id"]

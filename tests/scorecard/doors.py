@@ -38,7 +38,7 @@ def strangers(trials: int) -> Trials:
 
 
 def _federation(place: Path, host: str = "127.0.0.1") -> folder.Federation:
-    return folder.init(place / "fed", 1, (host,), host, 8443, VERSION)
+    return folder.init(place / "fed", 1, (host,), listen=host, port=8443, version=VERSION)
 
 
 def _stopped(act: Callable[[], object]) -> str:

@@ -59,7 +59,7 @@ def check_options(names: Sequence[str]) -> None:
         raise ConfigError(f"{extra[0]} cannot be combined with {question}")
 
 
-def why_command(
+def why_command(  # noqa: PLR0913 - the options of the command why
     directory: Path,
     *,
     class_: Annotated[str | None, Parameter(name="--class")] = None,

@@ -27,7 +27,7 @@ SuiteFiles = Annotated[tuple[Path, ...], Parameter(consume_multiple=False)]
 # ---- fedstill reproduce --------------------------------------------------------------------------
 
 
-def reproduce(
+def reproduce(  # noqa: PLR0913 - the options of the command reproduce
     recipe: Text = "",
     *,
     cells: Names = (),

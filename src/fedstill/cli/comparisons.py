@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fedstill.running.compare import Outcome, Variant
 
 
-def compare_command(
+def compare_command(  # noqa: PLR0913 - the options of the command compare
     config: Path | None = None,
     *,
     methods: Names = (),
@@ -327,7 +327,7 @@ Space = Annotated[tuple[str, ...], *Grid.__metadata__[:1], Parameter(metavar="KE
 TrialCount = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=10_000))]
 
 
-def tune_command(
+def tune_command(  # noqa: PLR0913 - the options of the command tune
     config: Path | None = None,
     *,
     space: Space = (),

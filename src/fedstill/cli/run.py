@@ -44,7 +44,7 @@ MOST_CLASSES = 12
 """With more classes than these, the confusion matrix is not printed."""
 
 
-def run_command(
+def run_command(  # noqa: PLR0913 - the options of the command run
     config: Path,
     *,
     out: Path | None = None,

@@ -58,6 +58,7 @@ def domain_stream(
     tasks: int,
     seed: int,
     classes: int,
+    *,
     column: str = "",
     transform: Change | None = None,
     share: Literal["own", "all"] = "own",
@@ -224,6 +225,7 @@ def class_stream(
     tasks: int,
     seed: int,
     classes: int,
+    *,
     order: Order | tuple[tuple[int, ...], ...] = "shuffled",
     first: CountOrZero = 0,
 ) -> Cut:

@@ -52,7 +52,7 @@ def init_command(
     """
     from fedstill.flower.deployment import folder
 
-    made = folder.init(directory, clients, host, listen, port, VERSION)
+    made = folder.init(directory, clients, host, listen=listen, port=port, version=VERSION)
     name = str(directory)
     print(
         f"{name}: the federation of {clients} clients. Do not copy {name}/ca.key to any other "

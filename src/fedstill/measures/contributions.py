@@ -73,7 +73,7 @@ class ThroughNorms(TorchFunctionMode):
         return _OWN.get(func, func)(*args, **(kwargs or {}))
 
 
-def _batch_norm(
+def _batch_norm(  # noqa: PLR0917 - torch calls it by the signature of its own function
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -85,10 +85,10 @@ def _batch_norm(
 ) -> Tensor:
     if training or running_mean is None or running_var is None:
         return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    return _by_statistics(input, running_mean, running_var, weight, bias, eps)
+    return _by_statistics(input, running_mean, running_var, weight=weight, bias=bias, eps=eps)
 
 
-def _instance_norm(
+def _instance_norm(  # noqa: PLR0917 - torch calls it by the signature of its own function
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -102,11 +102,11 @@ def _instance_norm(
         return instance_norm(
             input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
         )
-    return _by_statistics(input, running_mean, running_var, weight, bias, eps)
+    return _by_statistics(input, running_mean, running_var, weight=weight, bias=bias, eps=eps)
 
 
 def _by_statistics(
-    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor, mean: Tensor, var: Tensor, *, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias by channel: x is (B, channels, …), all else
     (channels,).

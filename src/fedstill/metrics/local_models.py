@@ -323,6 +323,7 @@ def answers(
     label_counts: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
     alone: Mapping[int, EventFields],
     acted: Sequence[EventFields],
+    *,
     server: EventFields,
     totals: Sequence[int],
     personal: Collection[str],

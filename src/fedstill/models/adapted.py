@@ -60,6 +60,7 @@ def etf(
     classes: int,
     of: str,
     arguments: dict[str, Any] | None = None,
+    *,
     projection: CountOrZero = 0,
     scale: Positive = 10.0,
     vocabulary: int = 0,
@@ -125,6 +126,7 @@ def lifted(
     classes: int,
     of: str,
     arguments: dict[str, Any] | None = None,
+    *,
     width: Count = 1250,
     vocabulary: int = 0,
 ) -> nn.Module:
@@ -194,6 +196,7 @@ def low_rank(
     classes: int,
     of: str,
     arguments: dict[str, Any] | None = None,
+    *,
     rank: Count = 4,
     alpha: Positive = 8.0,
     layers: tuple[str, ...] = ("body.",),

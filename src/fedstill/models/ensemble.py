@@ -109,6 +109,7 @@ def pair(
     classes: int,
     own: str = "cnn",
     shared: str = "cnn",
+    *,
     own_arguments: dict[str, Any] | None = None,
     shared_arguments: dict[str, Any] | None = None,
     vocabulary: int = 0,

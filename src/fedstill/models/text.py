@@ -114,6 +114,7 @@ def tiny_transformer(
     input_shape: tuple[int, ...],
     vocabulary: int,
     classes: int,
+    *,
     width: Count = 64,
     heads: Count = 4,
     blocks: Count = 2,

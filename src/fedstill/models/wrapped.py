@@ -27,6 +27,7 @@ def wrapped(
     classes: int,
     of: str,
     arguments: dict[str, Any] | None = None,
+    *,
     head: str = "",
     output: str = "",
     mask: bool = False,

@@ -212,7 +212,7 @@ def _percent(value: float) -> str:
 Under = Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))]
 
 
-def query(
+def query(  # noqa: PLR0913 - the options of the command query
     run: Path,
     *,
     client: str,

@@ -183,11 +183,12 @@ def _group_row(group: Group, columns: Sequence[Column]) -> dict[str, Any]:
 
 
 @process_settings()
-def compare(
+def compare(  # noqa: PLR0913 - the options of the command compare
     experiment: Experiment,
     methods: Sequence[str] = (),
     seeds: Sequence[int] = (),
     grid: Mapping[str, Sequence[Any]] | None = None,
+    *,
     out: Path | str | None = None,
     jobs: int | None = None,
     track: str | Sequence[str] = (),
@@ -249,7 +250,12 @@ def followed_outcomes(
         device = "cuda"
     with followed_runs(quiet) as shown:
         return carry_out_runs(
-            runs, jobs or jobs_that_fit(device), shown.show, debug, overwrite, track
+            runs,
+            jobs or jobs_that_fit(device),
+            shown.show,
+            debug=debug,
+            overwrite=overwrite,
+            track=track,
         )
 
 

@@ -312,6 +312,7 @@ def leak_table(compared: Sequence[Group]) -> PlainTable | None:
 def drawn_split(
     counts: Sequence[Sequence[int]],
     classes: Sequence[str],
+    *,
     width: int = 80,
     most: int = 40,
     names: Sequence[str] = (),
@@ -399,7 +400,7 @@ def drawn_data(prepared: Prepared, width: int) -> Iterator[Text]:
         counts: Sequence[Sequence[int]] = ()
         if split:
             counts = split.label_counts(len(classes))
-        yield drawn_split(counts, classes, width, names=names, tests=tests)
+        yield drawn_split(counts, classes, width=width, names=names, tests=tests)
         return
 
     task_counts = task_label_counts(prepared)
@@ -407,7 +408,7 @@ def drawn_data(prepared: Prepared, width: int) -> Iterator[Text]:
         yield Text(line)
         if task < MOST_DRAWN:
             of_task = task_counts[:, task].tolist()
-            yield drawn_split(of_task, classes, width, names=names, tests=tests)
+            yield drawn_split(of_task, classes, width=width, names=names, tests=tests)
     if prepared.sites.public is not None:
         yield Text(
             "The public set is the same in all tasks: it may hold classes of tasks to come.\n"

@@ -539,6 +539,7 @@ def carry_out_runs(
     runs: Sequence[Variant],
     jobs: int,
     watch: Callable[[Sequence[Outcome]], None],
+    *,
     debug: bool = False,
     overwrite: bool = False,
     track: Sequence[str] = (),

@@ -101,10 +101,11 @@ def with_data(experiment: Experiment, data: Dataset) -> Experiment:
 
 
 @process_settings()
-def run(
+def run(  # noqa: PLR0913 - the options of the command run
     experiment: Experiment,
     out: Path | str | None = None,
     data: object = None,
+    *,
     watch: Progress | None = None,
     grid: Grid | None = None,
     debug: bool = False,
@@ -150,7 +151,14 @@ def run(
     folder = new_directory(settings, named_path(out) if out else None, overwrite)
     if remote is not None and place == "ray":
         again = partial(
-            run, experiment, folder, dataset, watch, debug=debug, on_round=on_round, track=track
+            run,
+            experiment,
+            folder,
+            dataset,
+            watch=watch,
+            debug=debug,
+            on_round=on_round,
+            track=track,
         )
         return remote.simulate(settings, dataset, folder, lambda ray: again(grid=ray))
     if remote is not None and place == "federation":
@@ -170,12 +178,12 @@ def run(
 def resume(
     directory: Path | str,
     data: object = None,
+    *,
     watch: Progress | None = None,
     grid: Grid | None = None,
     debug: bool = False,
     on_round: OnRound | None = None,
     track: Track = (),
-    *,
     trust_code: bool = False,
     **live: Any,
 ) -> Result:
@@ -204,7 +212,7 @@ def resume(
     if remote is not None and grid is None and unfinished:
         if place == "ray":
             again = partial(
-                resume, folder, dataset, watch, debug=debug, on_round=on_round, track=track
+                resume, folder, dataset, watch=watch, debug=debug, on_round=on_round, track=track
             )
             return remote.simulate(settings, dataset, folder, lambda ray: again(grid=ray))
         if place == "federation":

@@ -21,7 +21,7 @@ from fedstill.data.partition.rules import Labels, Parts
 # It is not registered by @partition, which checks that no client is empty: a task may have no
 # examples of a client.
 @register("partition", "column")
-def column(
+def column(  # noqa: PLR0913 - the fields of the partition's config table
     labels: ArrayLike,
     clients: int,
     groups: ArrayLike | None,

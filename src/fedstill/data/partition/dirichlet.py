@@ -247,7 +247,7 @@ def _class_counts(settings: _DrawSettings, stream: np.random.Generator, tries: i
 
 
 @partition("extended_dirichlet")
-def extended_dirichlet(
+def extended_dirichlet(  # noqa: PLR0913 - the fields of the partition's config table
     labels: Labels,
     clients: Count,
     classes_per_client: Count,
@@ -295,7 +295,7 @@ def extended_dirichlet(
     return draw.parts
 
 
-def extended_dirichlet_draw(
+def extended_dirichlet_draw(  # noqa: PLR0913 - the fields of the partition's config table
     labels: Labels,
     clients: int,
     classes_per_client: int,

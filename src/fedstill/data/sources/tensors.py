@@ -73,7 +73,7 @@ class ClientPairs:
 
 
 @process_settings()
-def from_tensors(
+def from_tensors(  # noqa: PLR0913 - the parts and properties of a data set, by name
     name: str,
     train: Pair,
     test: Pair | None = None,

@@ -112,7 +112,7 @@ def _joined(host: str, port: int) -> str:
 
 
 def init(
-    folder: Path, clients: int, hosts: Sequence[str], listen: str, port: int, version: str
+    folder: Path, clients: int, hosts: Sequence[str], *, listen: str, port: int, version: str
 ) -> Federation:
     """Make a federation's folder; raises RunExists if it holds anything, ConfigError for invalid
     names.
