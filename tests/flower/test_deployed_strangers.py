@@ -96,7 +96,7 @@ def stranger(what: str, three: Deployment, here: Path, stack: contextlib.ExitSta
     """A client's folder that a federation did not make, or made for another server."""
     theirs = folder.membership(three.federation.client(0))
     here.mkdir()
-    for name in ("ca.crt", "client.key", "client.toml", "site.toml"):
+    for name in ("ca.crt", "client.key", "client.toml", "server.pub", "site.toml"):
         (here / name).write_bytes((theirs.folder / name).read_bytes())
     address = theirs.address
     match what:

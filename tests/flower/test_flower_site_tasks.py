@@ -140,6 +140,17 @@ def test_sites_with_a_folder_for_each_task_give_the_bits_of_the_simulation(
     assert not any("label_counts" in e for e in events), "they stay at the site"
 
 
+def test_sites_with_tasks_start_from_the_model_of_an_earlier_run(tmp_path: Path) -> None:
+    run(replace(what(), seed=5), tmp_path / "first", toys.blobs())
+    late = what(start_from=str(tmp_path / "first"), stream={**what().stream, "lag": 1})
+    run(replace(late, engine="serial"), tmp_path / "serial", toys.blobs())
+    over(late, folders(late, tmp_path), tmp_path / "run")
+    models = [tmp_path / name / "model.safetensors" for name in ("first", "serial", "run")]
+    first, serial, at_the_sites = [model.read_bytes() for model in models]
+    assert at_the_sites == serial != first
+    assert not [e for e in journal(tmp_path / "run", "client") if "refused" in e]
+
+
 def plain(model: Any, prepared: Prepared, own: Examples, among: list[int]) -> float:
     """The share of examples whose likeliest class, of some, is their own."""
     logits = predictor(prepared.world.model(SERVER), model)(prepared.sites.inputs.plain(own.values))

@@ -96,10 +96,6 @@ def test_it_resumes_to_the_same_bits_and_from_the_same_model_only(
             {"model": {"name": "mlp", "hidden": (9,)}},
             r"its 'body\.1\.bias' is \(8,\) float32, not \(9,\) float32; set \[model\]",
         ),
-        (
-            {"engine": "flower", "flower": {"federation": "f"}},
-            "which sites lack; leave flower.federation out",
-        ),
     ],
 )
 def test_what_it_cannot_start_from_is_refused(

@@ -259,12 +259,6 @@ def _check_start(settings: Settings) -> None:
         raise contradiction(
             "start_from_partial", "= true needs start_from, the model of which parts are taken"
         )
-    if settings.start_from and settings.is_deployed:
-        raise contradiction(
-            "start_from",
-            "names a model on this machine, which sites lack",
-            "leave flower.federation out",
-        )
     if not settings.train_only:
         return
     if not settings.start_from:

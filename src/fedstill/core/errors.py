@@ -33,6 +33,7 @@ Topic = Literal[
     "request",
     "shape",
     "signature",
+    "start",
     "state",
     "stage",
     "sum",

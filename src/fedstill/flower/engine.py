@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fedstill.core.errors import on_one_line
 from fedstill.core.method import ClientWork
-from fedstill.core.records import SERVER, Payload, Reply, Stage
+from fedstill.core.records import SERVER, Payload, Reply, Stage, Tensors
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.serial import Memory, SerialEngine, Version
 from fedstill.flower.messages import RAISED, Request, SiteReply, require_flower
@@ -54,7 +54,8 @@ class FlowerEngine:
 
     ``server_engine``: does the stages of the server. ``request``: makes a request of a payload and
     the facts about a run. ``measures``: those that clients take. ``truth``: gives the server's
-    knowledge of a client's data in a round. Clients keep their states on their own disks;
+    knowledge of a client's data in a round. ``start``: the model that the run starts from, which
+    goes to each client with its first request. Clients keep their states on their own disks;
     ``memory.index`` has the current version of each.
     """
 
@@ -64,6 +65,8 @@ class FlowerEngine:
     facts: Mapping[str, Any] = field(default_factory=dict)
     measures: ClientMeasures = field(default_factory=ClientMeasures)
     truth: Callable[[int, int], Truth] = lambda client, round: Truth()
+    start: Tensors = field(default_factory=dict)
+    _with_start: set[int] = field(default_factory=set, init=False, repr=False)
     _held: dict[int, Version | None] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -94,6 +97,7 @@ class FlowerEngine:
                 named=self._named_memories(client),
                 payload=payloads[client],
                 facts=self.facts,
+                start=self._start_for(client),
             )
             for client in stage.clients
             if client in payloads
@@ -101,9 +105,27 @@ class FlowerEngine:
         answers: Sequence[SiteReply] = ()
         if requests:
             answers = self.fleet.ask(requests)
+        self._note_starts(answers)
         if remember:
             self._held = {answer.client: answer.memory for answer in answers}
         return [self._checked(answer, stage) for answer in answers]
+
+    def _start_for(self, client: int) -> Tensors:
+        """The model that the run starts from, unless the client has it."""
+        if client in self._with_start:
+            return {}
+        return self.start
+
+    def _note_starts(self, answers: Sequence[SiteReply]) -> None:
+        """Note which clients have the model that the run starts from.
+
+        A client that fails may have lost it, and one without data has not stored it.
+        """
+        for answer in answers:
+            if answer.failure or answer.idle:
+                self._with_start.discard(answer.client)
+            else:
+                self._with_start.add(answer.client)
 
     def _named_memories(self, client: int) -> tuple[str, ...]:
         """The files of a client's memories that checkpoints name."""

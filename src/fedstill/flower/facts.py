@@ -1,4 +1,5 @@
-"""Facts about data that all sites must agree on: classes, the form of examples, the public set.
+"""Facts that all sites must agree on: classes, the form of examples, the public set, and the model
+that a run starts from.
 
 No site sees the data of the others, so the server sends these facts with each request.
 """
@@ -19,12 +20,13 @@ from fedstill.core.files import digest
 from fedstill.data.dataset import PLURALS, DatasetInfo, Kind, examples_digest
 from fedstill.data.encoding import TableInputs
 from fedstill.data.inputs import Inputs
+from fedstill.models.parameters import sha256_of
 from fedstill.running.preparation import Prepared
 from fedstill.running.standardisation import Origin
 
 T = TypeVar("T")
 
-OF_IMAGES = ("classes", "shape", "mean", "std", "public")
+OF_IMAGES = ("classes", "shape", "mean", "std", "public", "start")
 """The facts of a run on images; the others have their defaults, and a request leaves them out."""
 
 
@@ -38,6 +40,7 @@ class Facts:
     ``vocabulary``: the number of token ids. ``tokenizer``: SHA-256 of the tokenizer's file, empty
     for none. ``columns``: of a table. ``features``: the names of its inputs. ``marks``: the
     positions of the inputs that are 0 or 1. ``origin``: from whose data ``mean`` and ``std`` are.
+    ``start``: SHA-256 of the model that the run starts from, empty for drawn weights.
     """
 
     classes: tuple[str, ...] = ()
@@ -52,6 +55,15 @@ class Facts:
     features: tuple[str, ...] = ()
     marks: tuple[int, ...] = ()
     origin: Origin = "none"
+    start: str = ""
+
+    @staticmethod
+    def of_trial(prepared: Prepared) -> Facts:
+        """The facts of a run whose clients read its data themselves: the start alone."""
+        start = prepared.world.start
+        if start is None:
+            return Facts()
+        return Facts(start=sha256_of(start.params))
 
     @staticmethod
     def known_by(prepared: Prepared) -> Facts:
@@ -66,6 +78,7 @@ class Facts:
             mean=data.mean,
             std=data.std,
             public=public,
+            start=Facts.of_trial(prepared).start,
         )
         about = data.about
         if about.kind == "image":
@@ -104,6 +117,7 @@ class Facts:
                 features=_values(values, "features", str),
                 marks=_values(values, "marks", int),
                 origin=str(values.get("origin", "none")),  # type: ignore[arg-type]
+                start=str(values.get("start", "")),
             )
             facts._check()
             return facts
@@ -142,8 +156,10 @@ class Facts:
     def plain(self) -> dict[str, Any]:
         """The facts as JSON has them."""
         values = asdict(self)
+        if not self.start:
+            del values["start"]
         if self.kind == "image":
-            return {name: values[name] for name in OF_IMAGES}
+            return {name: value for name, value in values.items() if name in OF_IMAGES}
         return values
 
     def acceptable(self) -> dict[str, Any]:
@@ -152,6 +168,13 @@ class Facts:
         if self.origin == "summed":
             values = {name: values[name] for name in values if name not in ("mean", "std")}
         return values
+
+    def check_start(self, settings: Settings) -> None:
+        """Raise Refused where the config and the facts disagree on whether the run starts from a
+        model.
+        """
+        if bool(settings.start_from) != bool(self.start):
+            raise Refused("the request's facts contradict start_from", "config")
 
     def check_config(self, settings: Settings) -> None:
         """Raise Refused for facts that contradict what the run's config says about the data."""

@@ -26,7 +26,7 @@ from fedstill.core.errors import (
 )
 from fedstill.core.files import digest, make_folder, remove, sync_folder
 from fedstill.core.process_settings import set_environment
-from fedstill.core.records import NOTHING, Payload, Reply, Stage
+from fedstill.core.records import NOTHING, Payload, Reply, Stage, Tensors
 from fedstill.core.reports import is_count, json_value, wrong_report
 from fedstill.engines.serial import Version
 from fedstill.flower import QUIET, check_flower_installed
@@ -47,6 +47,9 @@ MAX_REQUEST = 16 << 20
 columns of a table.
 """
 
+START = "start_from"
+"""The group of a request that holds the model which the run starts from."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -57,7 +60,9 @@ class Request:
     server counts as current; None: it has none. ``named``: the files of states that the server's
     checkpoints name; the site keeps them, and the answer does not depend on them. ``facts``: what
     all sites must agree on about data that only they see. ``reply_limit``: the most bytes of the
-    reply, which the server alone knows; 0: no limit of its own.
+    reply, which the server alone knows; 0: no limit of its own. ``start``: the model that the run
+    starts from, if the site may lack it; the facts have its SHA-256, and the answer does not depend
+    on whether it is sent again.
     """
 
     version: str
@@ -71,6 +76,13 @@ class Request:
     facts: Mapping[str, Any] = field(default_factory=dict)
     payload: Payload = NOTHING
     reply_limit: int = 0
+    start: Tensors = field(default_factory=dict)
+
+    def groups(self) -> Payload:
+        """The groups that are sent: the payload, and the model that the run starts from."""
+        if not self.start:
+            return self.payload
+        return Payload({**self.payload, START: self.start})
 
     def header(self) -> str:
         """Everything that is sent but the payload, as JSON.
@@ -109,11 +121,18 @@ class Request:
 
     @staticmethod
     def of(header: str, payload: Payload) -> Request:
-        """The request in a header and a payload; raises BadPayload for a malformed one."""
+        """The request in a header and the groups that were sent; raises BadPayload for a malformed
+        one.
+        """
         values = _json(header, MAX_REQUEST)
         run = _typed(values, "run", str)
         if not run.isalnum():
             raise BadPayload("run must be letters and digits")
+        start = payload.get(START, {})
+        if not isinstance(start, Mapping):
+            raise BadPayload(f"{START} is no model")
+        if start:
+            payload = Payload({name: g for name, g in payload.items() if name != START})
         return Request(
             version=_typed(values, "version", str),
             config=_typed(values, "config", str),
@@ -125,6 +144,7 @@ class Request:
             named=_names(values.get("named", [])),
             facts=_typed(values, "facts", dict),
             payload=payload,
+            start=start,
         )
 
 
@@ -331,7 +351,7 @@ def content(message: Request | SiteReply) -> RecordDict:
     from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
     if isinstance(message, Request):
-        arrays = _arrays(message.payload, _STYPE, salt=0)
+        arrays = _arrays(message.groups(), _STYPE, salt=0)
     else:
         arrays = _arrays(message.content, _SALTED, salt=SALT_BYTES)
     return RecordDict(
@@ -565,6 +585,9 @@ PUBLIC_REASONS: Mapping[Topic, str] = {
     "signature": (
         "the message is no new instruction to this site by the server whose key it has: "
         "its operator may compare server.pub with the server's signing.pub, and the clocks"
+    ),
+    "start": (
+        "the site lacks the model that the run starts from, or this model does not fit the run"
     ),
     "state": "the site's state of this run is lost or damaged",
     "stage": "the stage is not in the run's schedule, or the run does not need it",

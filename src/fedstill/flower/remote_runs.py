@@ -15,7 +15,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, DeployFailed
 from fedstill.core.extensions import RoundHook
 from fedstill.core.files import digest, in_shell
-from fedstill.core.records import Examples, Group, Payload, Stage
+from fedstill.core.records import Examples, Group, Payload, Stage, Tensors
 from fedstill.core.rounds import expected_reply
 from fedstill.core.screen import MAX_STRING
 from fedstill.data.dataset import Dataset
@@ -235,9 +235,6 @@ def connect(
     clock: Clock = time
     if isinstance(grid, LoopbackGrid):
         clock = grid
-    facts: Mapping[str, Any] = {}
-    if settings.on_sites:
-        facts = Facts.known_by(prepared).plain()
     config = settings.toml
     sha = digest(config.encode())
 
@@ -257,10 +254,27 @@ def connect(
         server_engine=prepared.engine(StoredMemory(folder / "memory")),
         fleet=Fleet(grid, patience(settings), clock),
         request=request,
-        facts=facts,
+        facts=_facts(prepared),
+        start=_start(prepared),
         measures=prepared.client_measures(site=True),
         truth=truth_of(prepared),
     )
+
+
+def _facts(prepared: Prepared) -> Mapping[str, Any]:
+    """The facts that go with each request; none in a trial that starts from drawn weights."""
+    if prepared.settings.on_sites:
+        return Facts.known_by(prepared).plain()
+    if prepared.world.start is None:
+        return {}
+    return Facts.of_trial(prepared).plain()
+
+
+def _start(prepared: Prepared) -> Tensors:
+    """The model that the run starts from; empty for drawn weights."""
+    if prepared.world.start is None:
+        return {}
+    return prepared.world.start.params
 
 
 def informed(engine: FlowerEngine, prepared: Prepared) -> FlowerEngine:
@@ -269,7 +283,7 @@ def informed(engine: FlowerEngine, prepared: Prepared) -> FlowerEngine:
     return replace(
         engine,
         server_engine=server_engine,
-        facts=Facts.known_by(prepared).plain(),
+        facts=_facts(prepared),
         truth=truth_of(prepared),
     )
 

@@ -38,13 +38,14 @@ from fedstill.core.files import digest, make_folder, read_file, remove, sweep, w
 from fedstill.core.label_counts import CENSUS, Census, census_stage
 from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import process_settings
-from fedstill.core.records import NOTHING, Payload, Reply, Stage
+from fedstill.core.records import NOTHING, Payload, Reply, Stage, Tensors
 from fedstill.data.dataset import Dataset
 from fedstill.engines.serial import Memory, Version
 from fedstill.flower.facts import Facts, accepted_text
 from fedstill.flower.messages import (
     RAISED,
     STAGE,
+    START,
     WHOAMI,
     Request,
     SiteReply,
@@ -57,6 +58,7 @@ from fedstill.flower.messages import (
 )
 from fedstill.flower.site_data import Ready, on_own_data, on_own_tasks
 from fedstill.flower.site_settings import Site, code_in, files_in
+from fedstill.models.parameters import sha256_of
 from fedstill.running.extensions import site_guards
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.standardisation import sums_stage, sums_work
@@ -119,11 +121,12 @@ class Clerk:
             self._refusals.check(request)
         ready = self._ready(request)
 
-        is_secret = bool(self.site.data)
-        desk = Desk(self.site.memory, request.run, request.client, is_secret)
+        desk = self._desk(request)
         make_folder(desk.place)
         with FileLock(desk.place / ".lock"):
             desk.note_facts(request.facts)
+            if ready.prepared is not None:
+                desk.keep_start(request)
             if ready.tasks is not None:
                 ready.tasks.note(desk.place)
             prepared = ready.works(request.stage.name)
@@ -137,6 +140,11 @@ class Clerk:
                 guards=site_guards(prepared, self._notebook(desk)),
             )
             return visit.answer(request)
+
+    def _desk(self, request: Request) -> Desk:
+        """The client's files of the run of a request."""
+        is_secret = bool(self.site.data)
+        return Desk(self.site.memory, request.run, request.client, is_secret)
 
     def _notebook(self, desk: Desk) -> SiteNotebook:
         """Where the guards keep their notes of a run."""
@@ -152,13 +160,12 @@ class Clerk:
         data of the same task.
         """
         key = description_of_run(request)
-        round = request.stage.round
 
         ready = self.ready.get(key)
         if ready is None:
-            ready = self._prepare(self._settings(request), Facts.of(request.facts), round)
-        elif not ready.serves(round, request.client):
-            ready = self._prepare(ready.settings, Facts.of(request.facts), round)
+            ready = self._prepare(self._settings(request), request)
+        elif not ready.serves(request.stage.round, request.client):
+            ready = self._prepare(ready.settings, request)
         self.ready[key] = ready
         return ready
 
@@ -223,27 +230,32 @@ class Clerk:
                     "files",
                 )
 
-    def _prepare(self, settings: Settings, facts: Facts, round: int) -> Ready:
+    def _prepare(self, settings: Settings, request: Request) -> Ready:
         """A run on the site's own data, or in a trial on its part of the run's data."""
         site = self.site
+        facts = Facts.of(request.facts)
+        facts.check_start(settings)
+        start: Tensors = {}
+        if facts.start:
+            start = self._desk(request).start_model(request)
         if not settings.on_sites:
             if site.data:
                 raise Refused(
                     "this site trains on its own data only: set flower.data = 'sites'", "data"
                 )
-            return Ready(settings, prepare(settings, self.dataset))
+            return Ready(settings, prepare(settings, self.dataset, start=start))
         if not site.data:
             raise Refused("this site has no data of its own: set data in its site.toml", "data")
         facts.check_config(settings)
         if settings.sites_have_tasks:
-            return on_own_tasks(settings, facts, site, round)
+            return on_own_tasks(settings, facts, site, request.stage.round, start)
         if site.tasks:
             raise Refused(
                 "this site has a folder for each task, and this run has no tasks: set stream.kind "
                 "= 'sites'",
                 "tasks",
             )
-        return on_own_data(settings, facts, site)
+        return on_own_data(settings, facts, site, start)
 
 
 OFFERED = "offered"
@@ -479,6 +491,9 @@ def _check_number(source: str, notes: Sequence[RefusalNote], most: int) -> None:
 _GROUP = "up "
 """In a file of a reply, the names of the reply's groups begin with it."""
 
+START_MODEL = "start.model"
+"""The file with the model that a run starts from, as the server sent it."""
+
 FACTS = "facts.json"
 """The file with the digests of a run's facts about data."""
 
@@ -530,6 +545,31 @@ class Desk:
             raise Refused("the facts about data are not those that this run began with", "request")
         if not current.keys() <= noted.keys():
             write_secret(path, json.dumps({**noted, **current}).encode())
+
+    def start_model(self, request: Request) -> Tensors:
+        """The model that the run starts from: the one in the request, or the one that was kept.
+
+        Raises Refused for another model than that of the facts. Without any, the server sends it
+        again.
+        """
+        if request.start:
+            _check_start(request.start, request)
+            return request.start
+        try:
+            stored = decode(read_file(self.place / START_MODEL), entries=MAX_LOCAL_ENTRIES)
+        except (OSError, BadPayload) as error:
+            raise Refused(
+                f"the model that the run starts from is not at this site: {error}", "start"
+            ) from error
+        model: Tensors = stored.get(START, {})
+        _check_start(model, request)
+        return model
+
+    def keep_start(self, request: Request) -> None:
+        """Keep the model in a request that the run starts from, for later requests."""
+        if request.start:
+            _check_start(request.start, request)
+            write_secret(self.place / START_MODEL, encode(Payload({START: request.start})))
 
     def remembered(self, version: Version | None) -> Payload:
         """What the client remembers in a version; raises CorruptFile if that file is gone or
@@ -612,6 +652,15 @@ class Desk:
                 remove(path)
 
 
+def _check_start(model: Tensors, request: Request) -> None:
+    """Raise Refused for another model than the one whose SHA-256 is in the request's facts."""
+    if sha256_of(model) != request.facts.get("start"):
+        raise Refused(
+            "the model that the run starts from is not the one whose SHA-256 is in the facts",
+            "start",
+        )
+
+
 def prune_states(folder: Path, days: int) -> None:
     """Delete the states and replies of runs that have asked nothing for some days; 0: never.
 
@@ -622,6 +671,7 @@ def prune_states(folder: Path, days: int) -> None:
     oldest = time.time() - days * DAY
     for place in folder.glob("*/client*"):
         files = [*place.glob("*.reply"), *place.glob("client*.safetensors")]
+        files += place.glob(START_MODEL)
         if files and max(path.stat().st_mtime for path in files) < oldest:
             for path in files:
                 remove(path)

@@ -16,7 +16,7 @@ from fedstill.config.settings import Settings
 from fedstill.continual.task_test import TASK_TEST
 from fedstill.core.errors import Refused
 from fedstill.core.files import digest, write_secret
-from fedstill.core.records import Examples
+from fedstill.core.records import Examples, Tensors
 from fedstill.core.stream import Stream, tasks_of_times
 from fedstill.data.dataset import PLURALS, Dataset, examples_digest, nfc
 from fedstill.data.sources import load_dataset
@@ -35,7 +35,7 @@ from fedstill.running.standardisation import (
     column_moments,
     unscaled,
 )
-from fedstill.running.world import RunWorld, extended, world_of
+from fedstill.running.world import RunWorld, extended, started, world_of
 
 # A site's own data as the run has them: read by the run's keys, checked against its facts,
 # standardised by these.
@@ -478,14 +478,17 @@ class Ready:
         return self.prepared
 
 
-def on_own_data(settings: Settings, facts: Facts, site: Site) -> Ready:
-    """A run without tasks, ready on a site's own data."""
+def on_own_data(settings: Settings, facts: Facts, site: Site, start: Tensors) -> Ready:
+    """A run without tasks, ready on a site's own data.
+
+    start: the model that the run starts from; empty for drawn weights.
+    """
     own = own_data(settings, facts, site.data, site.public, site.tokenizer)
     tests: dict[int, Examples] = {}
     if site.evaluate:
         tests[site.client] = own.test
     data = ClientData(train=own.train, split=None, public=own.public, client_tests=tests)
-    world = _world(settings, facts, own.public)
+    world = _world(settings, facts, own.public, start)
     sites = site_views(settings, world, facts.inputs(settings), data)
     check_at_site(settings, world, sites)
     prepared = Prepared(
@@ -499,8 +502,11 @@ def on_own_data(settings: Settings, facts: Facts, site: Site) -> Ready:
     return Ready(settings, prepared)
 
 
-def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int) -> Ready:
-    """A run with tasks, ready on a site's data of the tasks up to that of a round."""
+def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int, start: Tensors) -> Ready:
+    """A run with tasks, ready on a site's data of the tasks up to that of a round.
+
+    start: as in ``on_own_data``.
+    """
     nothing = Examples(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
     cut = cut_into_tasks(settings, nothing, len(facts.classes))
     assert cut is not None
@@ -524,7 +530,7 @@ def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int) -> Re
         tasks=replace(cut, task=task_of_example),
         task_tests=own.tests if site.evaluate else {},
     )
-    world = replace(_world(settings, facts, own.public), stream=stream)
+    world = replace(_world(settings, facts, own.public, start), stream=stream)
     sites = site_views(settings, world, facts.inputs(settings), data)
     check_at_site(settings, world, sites)
     prepared = Prepared(
@@ -538,10 +544,11 @@ def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int) -> Re
     return Ready(settings, prepared, own)
 
 
-def _world(settings: Settings, facts: Facts, public: Examples | None) -> RunWorld:
+def _world(settings: Settings, facts: Facts, public: Examples | None, start: Tensors) -> RunWorld:
     classes = len(facts.classes)
     public_examples = 0
     if public:
         public_examples = len(public)
     world = world_of(settings, facts.shape, classes, public_examples, facts.vocabulary)
+    world = started(settings, world, start)
     return extended(settings, world, lambda: torch.zeros(0, classes))

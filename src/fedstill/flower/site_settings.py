@@ -124,7 +124,7 @@ def files_in(tree: Mapping[str, Any]) -> list[str]:
     A name of the Hugging Face hub is one only where a folder of that name is on this disk, which
     would be read instead.
     """
-    names = [*_of_data(tree), str(tree.get("start_from", ""))]
+    names = [*_of_data(tree)]
     values = (
         tree.get("model"),
         tree.get("partition"),

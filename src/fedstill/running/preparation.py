@@ -22,7 +22,7 @@ from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.fields import Share, problem
 from fedstill.core.process_settings import steady
-from fedstill.core.records import Examples, Plan
+from fedstill.core.records import Examples, Plan, Tensors
 from fedstill.data.cache import cache_folder, reuse_bytes
 from fedstill.data.dataset import Dataset
 from fedstill.data.inputs import Inputs
@@ -160,13 +160,17 @@ def prepare(
     dataset: Dataset | None = None,
     stored: StoredSplit | None = None,
     moments: Moments | None = None,
+    *,
+    start: Tensors | None = None,
 ) -> Prepared:
     """Make a run ready to start.
 
     dataset: in memory, instead of the one that the settings name. stored: the split that a run
     began with; without it, one is drawn. moments: the mean and spread from the sums of real sites,
     where these scale the examples; without it, examples stay as they are until the sites have sent
-    them. Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod.
+    them. start: the model that the run starts from, as a client has got it from the server, instead
+    of the file that the settings name. Raises DataError, InfeasiblePartition, ConfigError or
+    IncompatibleMethod.
     """
     _check_machine(settings)
     dataset = _read(settings, dataset)
@@ -174,7 +178,7 @@ def prepare(
 
     data = split_data(settings, dataset, stored)
     data = scale_data(settings, dataset, data, moments)
-    world = _make_world(settings, dataset, data)
+    world = _make_world(settings, dataset, data, start)
     sites = site_views(settings, world, _inputs(settings, dataset, data.scaler), data)
 
     check_run(settings, world, sites)
@@ -245,12 +249,14 @@ def _read(settings: Settings, dataset: Dataset | None) -> Dataset:
     return as_features(settings, dataset)
 
 
-def _make_world(settings: Settings, dataset: Dataset, data: ClientData) -> RunWorld:
+def _make_world(
+    settings: Settings, dataset: Dataset, data: ClientData, start: Tensors | None
+) -> RunWorld:
     """What every side may know: numbers, architectures, tasks and queries."""
     classes = len(dataset.classes)
     public = len(data.public or ())
     world = world_of(settings, dataset.input_shape, classes, public, dataset.vocabulary)
-    world = started(settings, world)
+    world = started(settings, world, start)
     if data.tasks is not None:
         world = replace(world, stream=stream_of(settings, data.tasks, data.split))
     return extended(settings, world, lambda: data.label_table(classes))

@@ -22,7 +22,13 @@ from torch import Tensor, nn
 
 from fedstill.config.settings import Settings
 from fedstill.core.capabilities import Need
-from fedstill.core.errors import ConfigError, CorruptFile, IncompatibleMethod, on_one_line
+from fedstill.core.errors import (
+    ConfigError,
+    CorruptFile,
+    IncompatibleMethod,
+    Refused,
+    on_one_line,
+)
 from fedstill.core.files import digest, open_to_read, read_file, replaced_file
 from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.data.cache import cache_folder
@@ -107,11 +113,7 @@ def start_of(
     expected = contract.initial(spec, 0)
     added = {name: value for name, value in expected.items() if is_added(spec, name)}
     stored = {**added, **_stored(file_of(place))}
-    misfits = [
-        name
-        for name in sorted(stored.keys() | expected.keys())
-        if _form(stored.get(name)) != _form(expected.get(name))
-    ]
+    misfits = _misfits(stored, expected)
     if not misfits:
         return Start({name: stored[name] for name in expected})
     if not partial:
@@ -133,6 +135,38 @@ def start_of(
     for name in expected:
         params[name] = initial[name] if name in new else stored[name]
     return Start(params, new, left_out)
+
+
+def sent_start(params: Tensors, spec: ModelSpec) -> Start:
+    """The parameters that a server has sent to a client as the start of a run.
+
+    Raises Refused unless they are all parameters of the architecture, and finite.
+    """
+    expected = contract.initial(spec, 0)
+    misfits = _misfits(params, expected)
+    if misfits:
+        name = misfits[0]
+        raise Refused(
+            f"the model that the run starts from is no {spec.label}: its {name!r} is "
+            f"{_form(params.get(name))}, not {_form(expected.get(name))}",
+            "start",
+        )
+    for name, value in params.items():
+        if not bool(value.isfinite().all()):
+            raise Refused(
+                f"the model that the run starts from has numbers in {name!r} that are not finite",
+                "start",
+            )
+    return Start({name: params[name] for name in expected})
+
+
+def _misfits(params: Tensors, expected: Tensors) -> list[str]:
+    """The names of tensors that only one of two models has, or that differ in shape or type."""
+    return [
+        name
+        for name in sorted(params.keys() | expected.keys())
+        if _form(params.get(name)) != _form(expected.get(name))
+    ]
 
 
 def seal(place: str) -> str:

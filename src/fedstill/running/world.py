@@ -20,7 +20,7 @@ from fedstill.engines.serial import SerialEngine
 from fedstill.engines.vectorised import VectorisedEngine, stacking_obstacle
 from fedstill.models import contract
 from fedstill.models.parameters import ADDED, hold
-from fedstill.running.start_weights import Start, start_of
+from fedstill.running.start_weights import Start, sent_start, start_of
 
 T = TypeVar("T")
 
@@ -122,16 +122,21 @@ def world_of(
     )
 
 
-def started(settings: Settings, world: RunWorld) -> RunWorld:
+def started(settings: Settings, world: RunWorld, sent: Tensors | None = None) -> RunWorld:
     """The world in which the server's architecture has the parameters that ``start_from`` names, if
     it names any.
+
+    sent: the parameters that the server has sent to a client, which reads no file.
     """
     if not settings.start_from:
         return world
     spec = world.server_model
-    start = start_of(
-        settings.start_from, spec, lambda: world.initial(SERVER), settings.start_from_partial
-    )
+    if sent is None:
+        start = start_of(
+            settings.start_from, spec, lambda: world.initial(SERVER), settings.start_from_partial
+        )
+    else:
+        start = sent_start(sent, spec)
     if settings.train_only:
         return _holding(settings.train_only, world, start)
     return replace(world, _initial={spec: start.params}, start=start)

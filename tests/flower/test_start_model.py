@@ -1,0 +1,258 @@
+"""A run over Flower that starts from an earlier run's model: the sites get it from the server, each
+once, and it is part of what they accept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import toys
+from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import settle
+from fedstill.core.errors import TooFewReplies
+from fedstill.core.files import digest
+from fedstill.core.records import Tensors
+from fedstill.flower.engine import LoopbackGrid
+from fedstill.flower.facts import accepted_text
+from fedstill.flower.messages import PUBLIC_REASONS, Request, SiteReply
+from fedstill.flower.site import START_MODEL, Clerk, client_app, prune_states
+from fedstill.flower.site_settings import Site
+from fedstill.models.parameters import sha256_of
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import prepare
+from fedstill.running.runner import resume, run
+from flowers import needs_flower, over_flower, own_sites
+
+pytestmark = [needs_flower, pytest.mark.usefixtures("with_threads")]
+
+CLIENTS = 3
+
+
+def experiment(method: str, **changes: Any) -> Experiment:
+    values = {"topology": {"clients": CLIENTS}, "data": {}, "measure": (), "rounds": 2}
+    return toys.toy(method, **{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the run whose model is the start."""
+    folder = tmp_path_factory.mktemp("first") / "run"
+    run(experiment("fedavg", seed=5), folder, toys.blobs())
+    return folder
+
+
+@dataclass
+class Sites:
+    """Sites on a loopback grid, and the requests that came to them."""
+
+    there: list[Site]
+    requests: list[Request] = field(default_factory=list)
+    loses_disk: bool = False
+
+    def grid(self) -> LoopbackGrid:
+        def clerk_of(context: Any) -> tuple[int, Callable[[Request], SiteReply]]:
+            client = int(context.node_config["partition-id"])
+            clerk = Clerk(self.there[client], shows_reasons=True)
+
+            def answer(request: Request) -> SiteReply:
+                self.requests.append(request)
+                return clerk(request)
+
+            return client, answer
+
+        return LoopbackGrid(client_app(clerk_of, 1 << 30), range(CLIENTS))
+
+    def run(self, what: Experiment, out: Path, **options: Any) -> None:
+        run(on_sites(what), out, toys.blobs(), grid=self.grid(), **options)
+
+
+def on_sites(what: Experiment) -> Experiment:
+    flower = {"data": "sites", "federation": "/federation", "test_every": 0}
+    return over_flower(what, **flower)
+
+
+def sites_of(what: Experiment, folder: Path) -> Sites:
+    simulated = prepare(settle(what.with_values({"data.name": "blobs"}, "test")), toys.blobs())
+    return Sites(own_sites(simulated, folder))
+
+
+STARTS: dict[str, Any] = {
+    "a global model": {"method": "fedntd"},
+    "models that stay at sites": {"method": "fedrep"},
+    "entries that stay as they are": {"method": "fedavg", "train_only": ("head.",)},
+    "label counts first": {"method": "fedlc"},
+}
+
+
+@pytest.mark.parametrize("case", STARTS)
+@pytest.mark.parametrize("own_data", [True, False], ids=["own data", "trial"])
+def test_sites_start_from_the_model_as_the_simulation_does(
+    case: str, own_data: bool, first: Path, tmp_path: Path
+) -> None:
+    what = experiment(**{**STARTS[case], "start_from": str(first)})
+    run(replace(what, engine="serial"), tmp_path / "serial", toys.blobs())
+    if own_data:
+        sites_of(what, tmp_path / "sites").run(what, tmp_path / "run")
+    else:
+        run(over_flower(what), tmp_path / "run", toys.blobs())
+    clients = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"]
+    assert not [event for event in clients if "refused" in event]
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "serial")]
+    assert models[0] == models[1]
+
+
+def test_each_site_gets_the_model_once_and_again_after_a_failure(
+    first: Path, tmp_path: Path
+) -> None:
+    what = experiment("fedavg", start_from=str(first), rounds=4)
+    sites = sites_of(what, tmp_path / "sites")
+
+    def lose_disk(event: Any) -> None:
+        if event["round"] == 2:
+            (stored,) = sites.there[0].memory.rglob(START_MODEL)
+            stored.unlink()
+
+    sites.run(what, tmp_path / "run", on_round=lose_disk)
+    with_model = [(r.stage.round, r.client) for r in sites.requests if r.start]
+    assert sorted(with_model) == [(1, 0), (1, 1), (1, 2), (4, 0)]
+    refused = [
+        (event["round"], event["client"])
+        for event in read_journal(tmp_path / "run/journal.jsonl")
+        if event["event"] == "client" and "refused" in event
+    ]
+    assert refused == [(3, 0)]
+
+
+def stop(event: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(first: Path, tmp_path: Path) -> None:
+    what = experiment("fedntd", start_from=str(first))
+    run(replace(what, engine="serial"), tmp_path / "serial", toys.blobs())
+    sites = sites_of(what, tmp_path / "sites")
+    with pytest.raises(KeyboardInterrupt):
+        sites.run(what, tmp_path / "run", on_round=stop)
+    resume(tmp_path / "run", toys.blobs(), grid=sites.grid())
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "serial")]
+    assert models[0] == models[1]
+
+
+@pytest.fixture(scope="module")
+def request_with_model(first: Path, tmp_path_factory: pytest.TempPathFactory) -> Request:
+    """A request to client 0, with a path in its config that its site does not have."""
+    folder = tmp_path_factory.mktemp("request")
+    what = experiment("fedavg", start_from=str(first), rounds=1)
+    sites = sites_of(what, folder / "sites")
+    sites.run(what, folder / "run")
+    (request,) = [r for r in sites.requests if r.client == 0]
+    config = request.config.replace(str(first), "/only/at/the/server")
+    return replace(request, config=config, sha=digest(config.encode()), run="another")
+
+
+@pytest.fixture
+def site(first: Path, tmp_path: Path) -> Site:
+    return sites_of(experiment("fedavg"), tmp_path / "sites").there[0]
+
+
+def facts_of(model: Tensors, request: Request) -> dict[str, Any]:
+    return {**request.facts, "start": sha256_of(model)}
+
+
+def other(model: Tensors) -> dict[str, torch.Tensor]:
+    return {name: value + 1 for name, value in model.items()}
+
+
+def test_a_site_reads_no_file_and_needs_the_model_once(
+    request_with_model: Request, site: Site
+) -> None:
+    without = replace(request_with_model, start={})
+    assert PUBLIC_REASONS["start"] in Clerk(site)(without).failure
+    assert not Clerk(site)(request_with_model).failure
+    assert not Clerk(site)(without).failure
+    assert PUBLIC_REASONS["start"] in Clerk(site)(replace(without, run="third")).failure
+
+
+def test_a_site_takes_no_other_model_than_the_one_it_has_accepted(
+    request_with_model: Request, site: Site
+) -> None:
+    text = accepted_text(request_with_model.config, request_with_model.facts)
+    assert sha256_of(request_with_model.start) in text
+    accepting = replace(site, accept=(digest(text.encode()),))
+    assert not Clerk(accepting)(request_with_model).failure
+
+    model = other(request_with_model.start)
+    swapped = replace(request_with_model, start=model)
+    assert PUBLIC_REASONS["start"] in Clerk(accepting)(swapped).failure
+    hostile = replace(swapped, facts=facts_of(model, swapped))
+    assert PUBLIC_REASONS["accept"] in Clerk(accepting)(hostile).failure
+    # A site that accepts all keeps the model with which the run began.
+    assert PUBLIC_REASONS["request"] in Clerk(site)(hostile).failure
+    assert not Clerk(accepting)(replace(request_with_model, start={})).failure
+
+
+def short(model: Tensors) -> dict[str, torch.Tensor]:
+    return dict(list(model.items())[1:])
+
+
+def not_finite(model: Tensors) -> dict[str, torch.Tensor]:
+    return {name: value * float("nan") for name, value in model.items()}
+
+
+def large(model: Tensors) -> dict[str, torch.Tensor]:
+    return {**model, "further": torch.zeros(1000, 1000)}
+
+
+@pytest.mark.parametrize("change", [short, not_finite, large])
+def test_a_model_that_does_not_fit_is_refused_and_not_stored(
+    change: Callable[[Tensors], Tensors], request_with_model: Request, site: Site
+) -> None:
+    model = change(request_with_model.start)
+    hostile = replace(request_with_model, start=model, facts=facts_of(model, request_with_model))
+    assert PUBLIC_REASONS["start"] in Clerk(site)(hostile).failure
+    assert not list(site.memory.rglob(START_MODEL))
+
+
+def test_facts_and_config_agree_on_whether_there_is_a_model(
+    request_with_model: Request, site: Site
+) -> None:
+    facts = {name: value for name, value in request_with_model.facts.items() if name != "start"}
+    without = replace(request_with_model, facts=facts, start={})
+    assert PUBLIC_REASONS["config"] in Clerk(site)(without).failure
+    unnamed = replace(without, facts=facts, start=request_with_model.start)
+    assert PUBLIC_REASONS["config"] in Clerk(site)(unnamed).failure
+
+
+def test_a_damaged_model_is_asked_for_again(request_with_model: Request, site: Site) -> None:
+    assert not Clerk(site)(request_with_model).failure
+    (stored,) = site.memory.rglob(START_MODEL)
+    stored.write_bytes(stored.read_bytes()[:-4] + b"\0\0\0\0")
+    without = replace(request_with_model, start={})
+    assert PUBLIC_REASONS["start"] in Clerk(site)(without).failure
+    assert not Clerk(site)(request_with_model).failure
+
+
+def test_the_model_is_pruned_with_the_states(request_with_model: Request, site: Site) -> None:
+    assert not Clerk(site)(request_with_model).failure
+    for path in site.memory.rglob("*"):
+        os.utime(path, (0, 0))
+    prune_states(site.memory, 90)
+    assert not list(site.memory.rglob(START_MODEL))
+
+
+def test_sites_that_accept_another_model_stop_the_run(first: Path, tmp_path: Path) -> None:
+    what = experiment("fedavg", start_from=str(first))
+    sites = sites_of(what, tmp_path / "sites")
+    sites.there = [replace(site, accept=("0" * 64,)) for site in sites.there]
+    with pytest.raises(TooFewReplies):
+        sites.run(what, tmp_path / "run")
+    for site in sites.there:
+        (offered,) = (site.memory / "offered").iterdir()
+        assert "start = " in offered.read_text(encoding="utf-8")
