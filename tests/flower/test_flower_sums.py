@@ -198,7 +198,7 @@ def zeros_for_all(length: int) -> dict[str, torch.Tensor]:
 
 
 WRONG = {
-    "keys": (Payload({"sum.keys": torch.zeros(96, dtype=torch.uint8)}), "a public key is none"),
+    "keys": (Payload({"sum.keys": torch.zeros(96, dtype=torch.uint8)}), "a public key is invalid"),
     "shares": (
         Payload({"sum.shares": zeros_for_all(SEALED)}),
         "most clients cannot read the shares that it sent",
@@ -314,9 +314,7 @@ def test_of_three_clients_none_may_drop_out(tmp_path: Path) -> None:
         return None if client == 2 and step_of(data) == "vector" else grid.work(client, data)
 
     three = replace(SECRET, topology={"clients": 3})
-    with pytest.raises(
-        TooFewReplies, match="2 of 3 clients sent masked vectors, and the secure sum needs 3"
-    ):
+    with pytest.raises(TooFewReplies, match=r"2 of 3 clients sent masked vectors.* needs 3"):
         carried(tmp_path / "run", lost, three)
 
 
@@ -468,7 +466,7 @@ def test_a_site_reveals_once_and_masks_one_model_only(tmp_path: Path) -> None:
     made = Masking.of(server.settings.table(Privacy), server.settings.method)
     assert made is not None
     of, numbers = (
-        made.begun(STAGE, STAGE.clients, "abc"),
+        made.new_sum(STAGE, STAGE.clients, "abc"),
         {c: v.numpy().view(np.uint64) for c, v in masked.items()},
     )
     _, mean = made.mean(of, unmasked(of, keys, shares, numbers, revealed), server.model.params)
@@ -504,16 +502,14 @@ def test_a_step_with_too_few_clients_or_without_the_first_is_refused(tmp_path: P
 def test_attacks_of_a_simulation_and_private_training_at_sites_are_refused() -> None:
     asked = over_flower(SECRET)
     attacked = replace(asked, clients={"attack": "scaled", "attackers": 0.2})
-    with pytest.raises(
-        ConfigError, match=r"mask their replies before clients\.attack could change them"
-    ):
+    with pytest.raises(ConfigError, match=r"clients\.attack"):
         prepare(settle(attacked), toys.blobs())
     pytest.importorskip("opacus")
     private = replace(asked, privacy={**ON, "gradient_clip": 1.0}).with_values(
         {"data.name": "blobs"}, "test"
     )
     at_sites = {"data": "sites", "federation": "/federation"}
-    with pytest.raises(ConfigError, match="the server could not count each client's epsilon"):
+    with pytest.raises(ConfigError, match="gradient_clip"):
         prepare(settle(replace(private, method="fedavg", flower=at_sites)), toys.blobs())
 
 

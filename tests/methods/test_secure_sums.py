@@ -242,8 +242,7 @@ def test_below_the_threshold_the_round_ends_by_name_and_the_state_stays() -> Non
     before, recorder = trees.clone(state.params), Collecting()
     summed = with_masking(Drops(ready.engine(), frozenset(range(5))), ready.settings)
     said = (
-        "no secure sum: .* 5 of 10 clients sent masked vectors, and the secure sum needs 6 .*; "
-        "client 0: it is gone"
+        "no secure sum: .* 5 of 10 clients sent masked vectors.* needs 6 .*; client 0: it is gone"
     )
     with pytest.raises(TooFewReplies, match=said):
         next_state(
@@ -278,12 +277,12 @@ def test_a_threshold_of_one_s_own() -> None:
     made = Masking.of(settings.table(Privacy), settings.method)
     assert made is not None
     stage = settings.schedule(1, prepare(settings, toys.blobs()).world)[0]
-    assert made.begun(stage, range(10)).threshold == 9
-    assert Masking(1.0, 32, 0.5, True).begun(stage, range(10)).threshold == 6
-    assert Masking(1.0, 32, 0.5, True).begun(stage, range(3)).threshold == 3, (
+    assert made.new_sum(stage, range(10)).threshold == 9
+    assert Masking(1.0, 32, 0.5, True).new_sum(stage, range(10)).threshold == 6
+    assert Masking(1.0, 32, 0.5, True).new_sum(stage, range(3)).threshold == 3, (
         "of two, each would know the other's"
     )
-    assert Masking(1.0, 32, 0.99, True).begun(stage, range(3)).threshold == 3
+    assert Masking(1.0, 32, 0.99, True).new_sum(stage, range(3)).threshold == 3
 
 
 def test_a_change_out_of_range_is_refused_at_the_client_by_name(tmp_path: Path) -> None:
@@ -321,21 +320,21 @@ def test_what_is_measured_unless_something_is_said_is_left_out_and_said_in_the_c
 REFUSED = {
     "a robust mean": (
         secret({"name": "fedavg", "aggregation": "median"}),
-        "aggregation = 'median': a robust mean compares single models",
+        "aggregation = 'median'",
     ),
-    "a chain": (secret(topology="sequential"), "stage 'train' has 1 client.* side by side"),
-    "two clients": (secret(topology={"clients": 2}), "stage 'train' has 2 client.* side by side"),
+    "a chain": (secret(topology="sequential"), "stage 'train' has 1 client"),
+    "two clients": (secret(topology={"clients": 2}), "stage 'train' has 2 client"),
     "two means": (
         secret({"name": "feddyn", "aggregation": "examples"}),
-        "gives another result for single models than for their",
+        "method feddyn",
     ),
     "a measure": (
         secret(measure=("alignment",)),
-        "measure 'alignment' looks at single clients' models",
+        "measure 'alignment'",
     ),
     "contributions": (
         secret(measure=("contributions",)),
-        "measure 'contributions' looks at single clients' models",
+        "measure 'contributions'",
     ),
 }
 
@@ -350,9 +349,7 @@ def test_what_needs_single_models_is_refused_at_the_start_in_a_line(what: str) -
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in LINEAR])
 def test_every_other_method_is_refused_at_the_start(name: str) -> None:
-    with pytest.raises(
-        FedstillError, match=f"privacy.secure_sum with method {name}: its server does more"
-    ):
+    with pytest.raises(FedstillError, match=f"privacy.secure_sum with method {name}"):
         prepare(settle(of_method(name)), toys.blobs())
 
 
@@ -368,7 +365,7 @@ class Squares(FedAvg):
 
 
 def test_a_fold_that_only_says_it_is_linear_is_found_out() -> None:
-    with pytest.raises(IncompatibleMethod, match="single models"):
+    with pytest.raises(IncompatibleMethod, match="linear"):
         prepare(settle(secret("toy_squares")), toys.blobs())
 
 

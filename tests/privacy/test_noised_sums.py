@@ -85,9 +85,7 @@ def test_sums_that_noise_cannot_give_are_refused_and_those_that_it_gives_are_not
         assert noisy.refuses(reply(noisy, **up)) == ""
     far = own.tensor(SUMS_GROUP).clone()
     far[1, 0] = 1.7e308
-    assert "its sums hold 1.7e+308, and with noise they are at most 1.61e+03" in noisy.refuses(
-        reply(noisy, noised_sums=far)
-    )
+    assert "at most 1.61e+03" in noisy.refuses(reply(noisy, noised_sums=far))
     assert WORK.refuses(reply(WORK, **WORK.sent(torch.tensor([[1e9, 0.0, -1e9]])))) == ""
     assert "are at most 5" in WORK.refuses(
         reply(WORK, noised_sums=torch.full((2, 2), 5.1, dtype=torch.float64))
@@ -179,8 +177,8 @@ def test_a_simulation_counts_what_sums_cost_from_the_first_round_on(tmp_path: Pa
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "none": ({}, "needs limits of each column, and 'x' has none"),
-    "one": ({"limits": {"x": [0, 1]}}, "needs limits of each column, and 'y' has none"),
+    "none": ({}, "limits .*'x'"),
+    "one": ({"limits": {"x": [0, 1]}}, "limits .*'y'"),
     "another column": (
         {"limits": {"z": [0, 1]}},
         "names 'z', which is not among the standardised columns: x, y",

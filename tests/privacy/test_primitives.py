@@ -1,4 +1,4 @@
-"""What secure sums stand on: agreed keys, sealed messages, masks and shares."""
+"""What secure sums stand on: agreed keys, encrypted messages, masks and shares."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ pytest.importorskip("Crypto")
 from fedstill.core.errors import BadPayload
 from fedstill.privacy.protocol import (
     agreed_key,
+    decrypted,
+    encrypted,
     mask_of,
-    public_half,
-    put_together,
-    sealed,
-    shared_out,
-    unsealed,
+    public_key,
+    reconstructed,
+    secret_shares,
 )
 
 
 def test_two_agree_on_one_key_and_for_another_purpose_on_another() -> None:
     one, other = os.urandom(32), os.urandom(32)
-    key = agreed_key(one, public_half(other), b"a sum")
-    assert key == agreed_key(other, public_half(one), b"a sum")
-    assert key != agreed_key(one, public_half(other), b"another")
-    assert key != agreed_key(os.urandom(32), public_half(other), b"a sum")
+    key = agreed_key(one, public_key(other), b"a sum")
+    assert key == agreed_key(other, public_key(one), b"a sum")
+    assert key != agreed_key(one, public_key(other), b"another")
+    assert key != agreed_key(os.urandom(32), public_key(other), b"a sum")
 
 
 def test_a_key_of_low_order_is_refused() -> None:
@@ -37,9 +37,9 @@ def test_a_key_of_low_order_is_refused() -> None:
 
 
 def test_what_is_sealed_is_read_by_its_key_alone_and_as_it_was() -> None:
-    key, message = os.urandom(32), sealed(os.urandom(32), b"text", b"about")
-    message = sealed(key, b"text", b"about")
-    assert unsealed(key, message, b"about") == b"text"
+    key, message = os.urandom(32), encrypted(os.urandom(32), b"text", b"about")
+    message = encrypted(key, b"text", b"about")
+    assert decrypted(key, message, b"about") == b"text"
     altered = bytes([message[0] ^ 1]) + message[1:]
     for wrong in (
         (os.urandom(32), message, b"about"),
@@ -47,7 +47,7 @@ def test_what_is_sealed_is_read_by_its_key_alone_and_as_it_was() -> None:
         (key, message, b"another"),
     ):
         with pytest.raises(BadPayload, match="altered"):
-            unsealed(*wrong)
+            decrypted(*wrong)
 
 
 def test_a_mask_is_the_same_for_the_same_secret_and_purpose_alone() -> None:
@@ -62,13 +62,13 @@ def test_a_mask_is_the_same_for_the_same_secret_and_purpose_alone() -> None:
 @pytest.mark.parametrize("length", [16, 32])
 def test_any_shares_of_the_threshold_give_the_secret_and_fewer_do_not(length: int) -> None:
     secret = os.urandom(length)
-    shares = dict(enumerate(shared_out(secret, 3, 5), 1))
+    shares = dict(enumerate(secret_shares(secret, 3, 5), 1))
     for some in itertools.combinations(shares, 3):
-        assert put_together({n: shares[n] for n in some}) == secret
+        assert reconstructed({n: shares[n] for n in some}) == secret
     for few in itertools.combinations(shares, 2):
-        assert put_together({n: shares[n] for n in few}) != secret
+        assert reconstructed({n: shares[n] for n in few}) != secret
 
 
 def test_shares_of_different_length_are_refused() -> None:
     with pytest.raises(BadPayload, match="length"):
-        put_together({1: bytes(16), 2: bytes(32)})
+        reconstructed({1: bytes(16), 2: bytes(32)})

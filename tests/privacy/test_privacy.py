@@ -327,7 +327,7 @@ def test_a_run_stops_by_name_before_an_upload_that_its_budget_does_not_allow(
             acted.append(at)
 
     with pytest.raises(
-        BudgetSpent, match=r"round 2, stage 'local': client 0 has spent .* over privacy.epsilon"
+        BudgetSpent, match=r"round 2, stage 'local': client 0 has spent .* privacy.epsilon"
     ):
         run(asked, tmp_path / "run", data=toys.blobs(), watch=Counting())
     assert len(acted) == 4, "the census, round 1, and nothing of round 2"

@@ -1,4 +1,7 @@
-"""The privacy budget that each client has spent, by training and by uploads."""
+"""The privacy budget of each client: what training and uploads have spent of it.
+
+Both budgets are counted from the events of the journal, so a resumed run continues to count.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,19 @@ from fedstill.privacy.private_training import rate_and_steps, training_epsilon
 from fedstill.running.preparation import Prepared
 from fedstill.running.standardisation import sums_work
 
-# What private training has cost each client so far; counted in the journal, so that a resumed run
-# goes on.
+# ---- training ------------------------------------------------------------------------------------
 
 
 @dataclass
 class TrainingBudget(Observer):
-    """Counts each client's noised steps, by the probability with which they took an example.
+    """Counts each client's noised steps, by the probability with which a step takes an example.
 
-    ``examples``: how many examples each client trains on, by stage, in a simulation. ``reported``:
-    how many examples a real site reported last in a stage of that name. A site that has reported
-    nothing yet counts as if every step took all of its examples. A stage that failed or was refused
-    counts, too: something may have been sent.
+    ``examples``: in a simulation, the number of examples that each client trains on, by stage name
+    and client. ``steps``: the steps so far, by client and probability. ``reported``: the number of
+    examples that a real site reported last, by stage name and client. A site that has not reported
+    yet counts as if every step took all of its examples. Failed and refused replies also count,
+    because the client may have sent something. ``unasked``: the clients that were left out of the
+    current stage, because their budget is spent.
     """
 
     privacy: Privacy
@@ -39,7 +43,6 @@ class TrainingBudget(Observer):
     steps: dict[int, Counter[float]] = field(default_factory=dict)
     reported: dict[tuple[str, int], int] = field(default_factory=dict)
     on_sites: bool = False
-    # of the stage under way: clients that were asked nothing, as theirs is spent
     unasked: frozenset[int] = frozenset()
     advice: ClassVar[str] = "fewer rounds or epochs, more noise (gradient_noise) or smaller batches"
 
@@ -62,7 +65,7 @@ class TrainingBudget(Observer):
     def visit(self, stage: Stage, client: int, claimed: int | None) -> tuple[float, int]:
         """The probability with which a step takes an example, and the number of steps.
 
-        claimed: how many examples the client says that it has; None if it says nothing.
+        claimed: the number of examples that the client reports; None if it reports none.
         """
         plan = self.world.plans.get(stage.name)
         if plan is None or client == SERVER or stage.view != "private":
@@ -97,27 +100,27 @@ class TrainingBudget(Observer):
             self.reported[event["name"], event["client"]] = event["examples"]
 
     def spent(self, client: int, rate: float = 0.0, further_steps: int = 0) -> float | None:
-        """A client's epsilon so far, or after further steps; None where nothing bounds it."""
+        """A client's epsilon so far, or after further steps; None if it is unbounded."""
         steps = self.steps.get(client, Counter()) + Counter({rate: further_steps})
         return training_epsilon(self.privacy.sigma, steps, self.privacy.delta)
 
     def over(self, stage: Stage, client: int) -> str:
-        """Why a stage would cost a client more than ``privacy.epsilon`` in all; empty if it would
+        """Why a stage would raise a client's epsilon above ``privacy.epsilon``; empty if it does
         not.
 
-        A real site of which nothing is known yet sees to it itself, and so does one whose data have
-        changed.
+        A real site that has not reported its number of examples yet, or whose data have changed,
+        checks its budget itself.
         """
-        most = self.privacy.epsilon
-        if most is None or (not self.examples and (stage.name, client) not in self.reported):
+        limit = self.privacy.epsilon
+        if limit is None or (not self.examples and (stage.name, client) not in self.reported):
             return ""
         rate, steps = self.visit(stage, client, None)
         total = self.spent(client, rate, steps)
-        if total is not None and total <= most:
+        if total is not None and total <= limit:
             return ""
         return (
             f"client {client} has spent epsilon {self.spent(client):.3g}, and {steps} more steps "
-            f"make it {total:.3g}, over privacy.epsilon = {most:g}"
+            f"would make it {total:.3g}, above privacy.epsilon = {limit:g}"
         )
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
@@ -131,18 +134,17 @@ class TrainingBudget(Observer):
         }
 
 
-# What each client's uploads have cost it in privacy so far; counted in the journal, so that a
-# resumed run goes on.
+# ---- uploads -------------------------------------------------------------------------------------
 
 
 @dataclass
 class Budget(Observer):
-    """Counts each client's uploaded rows of logits, as the server sees them: what a client says of
-    it has no part.
+    """Counts the rows of logits that each client uploads, as the server sees them.
 
-    ``sums``: rows that each client sends before round 1, of which mean and spread are
-    made. ``rows``: by client. One that was refused counts, and so does one that failed or did not
-    answer in time, because its logits may have been sent.
+    A client cannot lower its count by what it reports. ``sums``: the rows that each client sends
+    before round 1, for the mean and the deviation of each column. ``rows``: the rows so far, by
+    client. Refused, failed and late replies also count, because their logits may have been sent.
+    ``unasked``: the clients that were left out of the current stage, because their budget is spent.
     """
 
     privacy: Privacy
@@ -151,13 +153,12 @@ class Budget(Observer):
     sums: int = 0
     rows: Counter[int] = field(default_factory=Counter)
     on_sites: bool = False
-    # of the stage under way: clients that were asked nothing, as theirs is spent
     unasked: frozenset[int] = frozenset()
     advice: ClassVar[str] = "fewer rounds, more noise or fewer public examples (method.subset)"
 
     @staticmethod
     def of(prepared: Prepared) -> Budget:
-        """The budget of a run; a simulation's clients have sent their sums when it begins."""
+        """The budget of a run. In a simulation, clients have already sent their sums."""
         settings = prepared.settings
         data = prepared.dataset
         sums = 0
@@ -176,8 +177,8 @@ class Budget(Observer):
         )
 
     def client_fields(self, event: Event, result: StageResult) -> Fields:
-        """``noised_rows``: the rows of noised logits that a client sent: at least those that it was
-        asked for.
+        """``noised_rows``: the rows of noised logits that a client sent, and at least the number
+        that it was asked for.
         """
         stage = result.stage
         client = event["client"]
@@ -191,7 +192,7 @@ class Budget(Observer):
         return {"noised_rows": rows}
 
     def expected_rows(self, stage: Stage, client: int) -> int:
-        """How many rows with noise a client is asked for in a stage."""
+        """The number of noised rows that a client is asked for in a stage."""
         if (
             not self.privacy.protects_logits
             or client == SERVER
@@ -203,7 +204,7 @@ class Budget(Observer):
         return rows_of(self.schedule.actor(stage).expected_reply(client, stage, self.world))
 
     def over(self, stage: Stage, client: int) -> str:
-        """Why a stage would cost a client more than ``privacy.epsilon`` in all; empty if it would
+        """Why a stage would raise a client's epsilon above ``privacy.epsilon``; empty if it does
         not.
         """
         rows = self.expected_rows(stage, client)
@@ -213,8 +214,8 @@ class Budget(Observer):
         spent = self.privacy.spent(sent_rows)
         total = self.privacy.spent(sent_rows + rows)
         return (
-            f"client {client} has spent epsilon {spent:.3g}, and its next {rows} rows make it "
-            f"{total:.3g}, over privacy.epsilon = {self.privacy.epsilon:g}"
+            f"client {client} has spent epsilon {spent:.3g}, and its next {rows} rows would make "
+            f"it {total:.3g}, above privacy.epsilon = {self.privacy.epsilon:g}"
         )
 
     def on_event(self, event: Event) -> None:
@@ -242,17 +243,18 @@ class Budget(Observer):
 
 
 def _is_asked(event: Event, stage: Stage, unasked: Collection[int]) -> bool:
-    """Whether a client was asked for something in a stage, and had something to do."""
+    """Whether a client took part in a stage: it was asked, and was not idle."""
     client = event["client"]
     return client in stage.clients and "idle" not in event and client not in unasked
 
 
 @dataclass(frozen=True)
 class WithinBudget:
-    """An engine that asks nobody for more than the budget has left.
+    """An engine that leaves out clients whose budget does not cover a stage.
 
-    A real site may say what it likes of its data, and so spend its own budget at once: it is left
-    out, and the others go on. In a simulation the run ends with the first.
+    A real site can spend its budget early, for example by reporting too many examples. It is left
+    out, and the others continue. In a simulation, the run ends when the first client has spent its
+    budget.
     """
 
     engine: Engine
@@ -261,32 +263,30 @@ class WithinBudget:
     def run(
         self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
-        """The replies; raises BudgetSpent before any client has begun."""
-        over = {}
+        """The replies. Raises BudgetSpent before any client starts."""
+        reasons = {}
         for client in sorted(payloads):
-            excess = self.budget.over(stage, client)
-            if excess:
-                over[client] = excess
-        if over and (len(over) == len(payloads) or not self.budget.on_sites):
+            reason = self.budget.over(stage, client)
+            if reason:
+                reasons[client] = reason
+        if reasons and (len(reasons) == len(payloads) or not self.budget.on_sites):
             raise BudgetSpent(
-                f"{place(stage)}: {next(iter(over.values()))}; nothing of the stage was sent. A "
-                "new run with "
-                f"{self.budget.advice} stays below"
+                f"{place(stage)}: {next(iter(reasons.values()))}. Nothing of this stage was sent; "
+                f"start a new run with {self.budget.advice}"
             )
-        self.budget.unasked = frozenset(over)
-        replies = self.engine.run(
-            work, stage, {c: p for c, p in payloads.items() if c not in over}, seed
-        )
-        excluded = [_excluded(client, stage, reason) for client, reason in over.items()]
+        self.budget.unasked = frozenset(reasons)
+        affordable = {client: p for client, p in payloads.items() if client not in reasons}
+        replies = self.engine.run(work, stage, affordable, seed)
+        excluded = [_excluded(client, stage, reason) for client, reason in reasons.items()]
         return [*replies, *excluded]
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """Keep what clients remember."""
+        """Keep the states of clients."""
         self.engine.commit(stage, clients)
 
 
 def _excluded(client: int, stage: Stage, reason: str) -> Reply:
-    """The reply of a client that was sent nothing, for this reason."""
+    """The reply of a client that was left out."""
     return Reply(
         client=client,
         content=NOTHING,

@@ -1,6 +1,7 @@
-"""What private training and secure sums ask of a run.
+"""The rules for private training and secure sums: which runs they are compatible with.
 
-The rules are read for every run; what carries them out is imported only where a config asks for it.
+Every run is compared with these rules. The code of private training and of secure sums is imported
+only if a config asks for it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from fedstill.running.extensions import FACTORS
 
 
 def trains_privately(run: PlannedRun) -> bool:
-    """Whether single examples' gradients are clipped, so that epsilon is counted."""
+    """Whether the run trains with DP-SGD."""
     return run.settings.table(Privacy).trains
 
 
 def missing_opacus(run: PlannedRun) -> str:
-    """No Opacus on this machine."""
+    """Opacus is not installed."""
     from fedstill.privacy.private_training import require_opacus
 
     require_opacus()
@@ -43,59 +44,63 @@ def missing_opacus(run: PlannedRun) -> str:
 
 
 def forbidden_private_training(run: PlannedRun) -> str:
-    """A method whose clients do more with their data than DP-SGD protects."""
+    """The method's clients use their data in ways that DP-SGD does not protect."""
     if Permit.PRIVATE_TRAINING in run.method.permits:
         return ""
     return (
-        f"privacy.gradient_clip with method {run.method_name}: its clients read more of their data "
-        "than single examples' gradients, or send more than a model; choose fedavg, fedprox, "
-        "fedntd or another that permits private_training"
+        f"privacy.gradient_clip with method {run.method_name}: its clients use more of their data "
+        "than the gradients of single examples, or send more than a model; choose fedavg, fedprox, "
+        "fedntd or another method that permits private_training"
     )
 
 
 def stage_without_noise(run: PlannedRun) -> str:
-    """A stage beside the method's own, which sends something else than a trained model.
+    """A further stage sends something other than a trained model.
 
-    In stages of tests, sites report accuracies on test data, which epsilon does not cover.
+    Test stages are allowed: there, sites report accuracies on test data, which epsilon does not
+    cover.
     """
-    others = sorted(run.stage_names - run.method.stages - {FIT} - TEST_STAGES)
-    if not others:
+    further_stages = sorted(run.stage_names - run.method.stages - {FIT} - TEST_STAGES)
+    if not further_stages:
         return ""
-    return f"privacy.gradient_clip: stage {others[0]!r} sends what has no noise; leave it out"
+    return (
+        f"privacy.gradient_clip: stage {further_stages[0]!r} sends values without noise; leave it "
+        "out"
+    )
 
 
 def changing_data(run: PlannedRun) -> str:
-    """Data that grow or change, of which epsilon is not counted."""
+    """The data grow or change, and epsilon is not defined for such data."""
     if run.settings.stream.tasks == 1 and not run.settings.exchange_each_round:
         return ""
     return (
-        "privacy.gradient_clip: epsilon counts on data that stay the same; leave [stream] or "
-        "query.again out"
+        "privacy.gradient_clip: epsilon is only counted for data that do not change; leave out "
+        "[stream] and query.again"
     )
 
 
 def low_precision(run: PlannedRun) -> str:
-    """Numbers that are rounded after they were clipped."""
+    """The precision rounds gradients after they are clipped."""
     if run.settings.precision == "fp32":
         return ""
     return (
-        f"privacy.gradient_clip: precision = {run.settings.precision!r} rounds what is clipped; "
-        "set fp32"
+        f"privacy.gradient_clip: precision = {run.settings.precision!r} rounds clipped gradients; "
+        "set precision = 'fp32'"
     )
 
 
 def stacked_clients(run: PlannedRun) -> str:
-    """An engine that stacks clients, where the examples of a batch are stacked already."""
+    """The engine stacks clients, but private training already stacks the examples of a batch."""
     if run.settings.engine != "vectorised":
         return ""
     return (
-        "privacy.gradient_clip: engine = 'vectorised' stacks clients, and here examples are "
-        "stacked; set engine = 'pooled'"
+        "privacy.gradient_clip: engine = 'vectorised' stacks clients, but private training stacks "
+        "the examples of a batch; set engine = 'pooled'"
     )
 
 
 def joint_gradients(run: PlannedRun) -> str:
-    """A network in which the gradient of an example depends on the others of its batch."""
+    """In the network, the gradient of an example depends on the rest of its batch."""
     networks = dict.fromkeys(run.world.model(client) for client in range(run.world.clients))
     for spec in networks:
         for plan in run.settings.plans.values():
@@ -106,20 +111,20 @@ def joint_gradients(run: PlannedRun) -> str:
 
 
 def weights_from_labels(run: PlannedRun) -> str:
-    """Class weights from label counts.
+    """Class weights come from label counts.
 
-    DP-SGD's guarantee supposes that one example more adds one clipped gradient to a step's sum and
-    leaves the others as they are. It would change the weights of all examples, and so every
-    clipped gradient: the sum could change by more than the noise is made for. Weights from noised
-    counts would be a further mechanism, with an epsilon of its own.
+    DP-SGD's guarantee assumes that one more example adds one clipped gradient to a step's sum and
+    leaves all others unchanged. With such weights, it changes the weights of all examples and so
+    every clipped gradient, and the sum could change by more than the noise covers. Weights from
+    noised counts would be another mechanism, with an epsilon of its own.
     """
     for stage, plan in run.world.plans.items():
         setting = plan.class_weights
         if isinstance(setting, str) and setting != "none":
             return (
-                f"privacy.gradient_clip: plan.{stage}.class_weights = {setting!r} comes from label "
-                "counts, so one example more changes the gradients of all others, which epsilon "
-                "does not cover; give a list, one weight per class"
+                f"privacy.gradient_clip: plan.{stage}.class_weights = {setting!r} depends on label "
+                "counts, so one more example changes the gradients of all others, which epsilon "
+                "does not cover; set a list with one weight per class"
             )
     return ""
 
@@ -128,58 +133,59 @@ def weights_from_labels(run: PlannedRun) -> str:
 
 
 OF_SINGLE_MODELS = frozenset({"local_models", "uploads", "chain", "queries"})
-"""The needs of measures that only single models or reports of clients meet."""
+"""The needs of measures that require the models or reports of single clients."""
 
 LINEARITY_TOLERANCE = 1e-4
-"""How near an aggregate of single models must come to that of their mean, relative to the largest
-number.
+"""The largest difference between the aggregate of single models and the aggregate of their mean,
+relative to the largest number.
 """
 
 
 def sums_securely(run: PlannedRun) -> bool:
-    """Whether the server learns sums of models only."""
+    """Whether the run uses secure sums."""
     return bool(run.settings.table(Privacy).secure_sum)
 
 
 def missing_ciphers(run: PlannedRun) -> str:
-    """No ciphers on this machine."""
+    """The cryptographic libraries are not installed."""
     require_secure()
     return ""
 
 
 def forbidden_sums(run: PlannedRun) -> str:
-    """A method whose server does more with replies than a mean of models."""
+    """The method's server needs more than the mean of the models."""
     if Permit.LINEAR_AGGREGATE in run.method.permits:
         return ""
     return (
-        f"privacy.secure_sum with method {run.method_name}: its server does more with replies than "
-        "a mean of models; choose fedavg, fedprox, fedntd or another that permits linear_aggregate"
+        f"privacy.secure_sum with method {run.method_name}: its server needs more than the mean of "
+        "the models; choose fedavg, fedprox, fedntd or another method that permits "
+        "linear_aggregate"
     )
 
 
 def robust_mean(run: PlannedRun) -> str:
-    """A mean that needs single models."""
+    """A robust mean needs single models."""
     if run.aggregation not in ROBUST:
         return ""
     return (
         f"privacy.secure_sum with method.aggregation = {run.aggregation!r}: a robust mean compares "
-        "single models, which a secure sum hides; choose 'examples' or 'uniform', or leave "
-        "secure_sum out"
+        "single models, which a secure sum hides; choose 'examples' or 'uniform', or leave out "
+        "secure_sum"
     )
 
 
 def masked_attack(run: PlannedRun) -> str:
-    """Hostile clients that would change their replies after these are masked."""
+    """Simulated attackers would change their replies after masking."""
     if run.settings.engine != "flower" or run.settings.clients_table.attack not in FACTORS:
         return ""
     return (
-        "privacy.secure_sum: over Flower clients mask their replies before clients.attack could "
+        "privacy.secure_sum: over Flower, clients mask their replies before clients.attack can "
         "change them; choose another engine"
     )
 
 
 def unsummed_stage(run: PlannedRun) -> str:
-    """A stage whose replies are not summed, or have too few clients to hide among."""
+    """A stage has replies that cannot be summed, or too few clients to hide one among."""
     from fedstill.privacy.masking import FEWEST_SUMMED
 
     for stage in run.stages:
@@ -187,55 +193,57 @@ def unsummed_stage(run: PlannedRun) -> str:
             continue
         if stage.name not in run.method.stages:
             return (
-                f"privacy.secure_sum: stage {stage.name!r} sends what is not summed; leave it out"
+                f"privacy.secure_sum: the replies of stage {stage.name!r} cannot be summed; leave "
+                "it out"
             )
         if stage.sequential or len(stage.clients) < FEWEST_SUMMED:
             return (
-                f"privacy.secure_sum: stage {stage.name!r} has {len(stage.clients)} client(s) side "
-                f"by side, and a sum hides one among {FEWEST_SUMMED} or more; set topology.kind = "
-                "'parallel', and topology.sampled"
+                f"privacy.secure_sum: stage {stage.name!r} has {len(stage.clients)} client(s) in "
+                f"parallel, and a secure sum needs at least {FEWEST_SUMMED}; set topology.kind = "
+                "'parallel' and topology.sampled"
             )
     return ""
 
 
 def single_reports(run: PlannedRun) -> str:
-    """Clients that report for themselves why they ask again."""
+    """Clients report their own reasons for further queries."""
     if not run.settings.exchange_each_round:
         return ""
     return (
-        "privacy.secure_sum: clients that ask again report why, each for itself; leave "
-        "query.again out"
+        "privacy.secure_sum: with query.again, each client reports its own reasons for further "
+        "queries; leave out query.again"
     )
 
 
 def uncounted_epsilon(run: PlannedRun) -> str:
-    """Private training at real sites, whose numbers of examples stay unknown."""
+    """Private training at real sites needs numbers of examples, which secure sums hide."""
     if not (run.settings.table(Privacy).trains and run.settings.on_sites):
         return ""
     return (
-        "privacy.secure_sum: at real sites with gradient_clip the server could not count each "
-        "client's epsilon, because it learns no number of examples; leave one of them out"
+        "privacy.secure_sum: at real sites with gradient_clip, the server cannot count each "
+        "client's epsilon, because secure sums hide the numbers of examples; leave out one of "
+        "them"
     )
 
 
 def measured_models(run: PlannedRun) -> str:
-    """A measure of single models."""
+    """A measure needs single models."""
     for name, measure in run.measures.items():
         needs_single_models = bool(measure.needs & OF_SINGLE_MODELS)
         looks_at_clients = type(measure).at_client is not Measure.at_client
         if needs_single_models or looks_at_clients or name == "contributions":
             return (
-                f"privacy.secure_sum: measure {name!r} looks at single clients' models; leave it "
-                "out of measure (measure = [])"
+                f"privacy.secure_sum: measure {name!r} needs the models of single clients; remove "
+                "it from measure (measure = [])"
             )
     return ""
 
 
 def nonlinear_aggregate(run: PlannedRun) -> str:
-    """An aggregate that gives another result for single models than for their mean.
+    """The method's aggregate of single models differs from the aggregate of their mean.
 
-    A user's method may permit secure sums although its aggregate is not linear. The result would be
-    wrong without a sign of it, so drawn models tell.
+    A user's method may permit secure sums although its aggregate is not linear. Its results would
+    then be silently wrong. Therefore both aggregates are computed on random models and compared.
     """
     for stage in run.first_round:
         if SERVER in stage.clients or stage.name == CENSUS:
@@ -245,19 +253,19 @@ def nonlinear_aggregate(run: PlannedRun) -> str:
         except Exception as error:
             raise IncompatibleMethod(
                 f"privacy.secure_sum with method {run.method_name}: its aggregate of stage "
-                f"{stage.name!r} needs more than models' mean: {on_one_line(error)}"
+                f"{stage.name!r} needs more than the mean of the models: {on_one_line(error)}"
             ) from error
         if not is_linear:
             return (
-                f"privacy.secure_sum with method {run.method_name}: as it is set, its aggregate of "
-                f"stage {stage.name!r} gives another result for single models than for their mean; "
-                "with method.aggregation = 'uniform' it may, or choose fedavg"
+                f"privacy.secure_sum with method {run.method_name}: with these settings, its "
+                f"aggregate of stage {stage.name!r} is not linear in the models; try "
+                "method.aggregation = 'uniform', or choose fedavg"
             )
     return ""
 
 
 def _is_linear(run: PlannedRun, stage: Stage) -> bool:
-    """Whether an aggregate of drawn models is that of their mean."""
+    """Whether the aggregate of random models equals the aggregate of their mean."""
     method = run.method
     state = method.begin_round(method.initial_state(run.world), [stage], run.world)
     replies = _drawn_replies(stage, state.params, run.settings.seed)
@@ -275,9 +283,7 @@ def _is_linear(run: PlannedRun, stage: Stage) -> bool:
 
 
 def _drawn_replies(stage: Stage, params: Tensors, seed: int) -> list[Reply]:
-    """Three replies that could have come: models near the first, of clients with 1, 2 and 3
-    examples.
-    """
+    """Replies of three clients with 1, 2 and 3 examples: random models near the initial one."""
     generator = keys.generator(keys.seed_for(seed, 0, 0, SERVER, "is the fold linear"))
     replies = []
     for examples, client in enumerate(stage.clients[:3], 1):
@@ -346,6 +352,6 @@ RULES: tuple[Rule[PlannedRun], ...] = (
     Rule(sums_securely, measured_models, ConfigError, at_sites=True),
     Rule(sums_securely, nonlinear_aggregate, at_sites=True),
 )
-"""What private training and secure sums ask of a run. A site checks all of it for itself: what they
-promise is promised to the site.
+"""The rules for private training and secure sums. Each site also checks them itself, because their
+guarantees are given to the site.
 """

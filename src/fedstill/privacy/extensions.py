@@ -1,7 +1,7 @@
 """What privacy adds to a run: secure sums, private training, noise on logits and on sums, and
 budgets.
 
-Each is imported by the runs that have it.
+The code of each is imported only by runs that use it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedstill.running.standardisation import ROUNDING, Moments, SumsWork
 
 
 def secure_sums(prepared: Prepared, folder: Path | None) -> Extensions:
-    """Secure sums in a run whose config asks for them; ``folder``: the run's directory."""
+    """Secure sums, if the config asks for them. ``folder``: the run's directory."""
     settings = prepared.settings
     if not settings.table(Privacy).secure_sum:
         return Extensions()
@@ -39,7 +39,9 @@ def secure_sums(prepared: Prepared, folder: Path | None) -> Extensions:
 
 
 def budgets(prepared: Prepared, folder: Path | None) -> Extensions:
-    """The budget that a run's clients spend; with an epsilon, nobody is asked for more."""
+    """The count of what clients spend of their budget; with ``privacy.epsilon``, also the engine
+    that enforces it.
+    """
     privacy = prepared.settings.table(Privacy)
     if not (privacy.trains or privacy.protects_logits):
         return Extensions()
@@ -57,7 +59,9 @@ def budgets(prepared: Prepared, folder: Path | None) -> Extensions:
 def client_extensions(
     settings: Settings, world: World, is_real_site: bool
 ) -> tuple[ClientHook, ...]:
-    """What privacy adds to a run's clients; at real sites noise cannot be drawn again."""
+    """The client hooks of private training and of noise on logits. At real sites, the noise comes
+    from the operating system and cannot be reproduced.
+    """
     privacy = settings.table(Privacy)
     hooks: list[ClientHook] = []
     if privacy.gradient_clip is not None:
@@ -72,32 +76,34 @@ def client_extensions(
 
 # ---- sums with noise -----------------------------------------------------------------------------
 #
-# Means of clipped values and of their squares, protected as rows of logits are (``privacy.noise``).
+# Means of clipped values and of their squares, protected in the same way as rows of logits
+# (``privacy.noise``).
 #
-# A column's values are clipped to its limits, ``data.limits``, and scaled to [-1, 1]. A client
-# sends for each column the row (m, 2 q - 1) / sqrt(2), times ``privacy.clip``: m is the mean of its
-# values, q that of their squares. Whatever the client's data, the row's norm is at most
-# ``privacy.clip``. So K columns cost as much as K rows of logits, with noise of the same spread,
-# and are counted as such. Columns of 0 and 1 are not standardised, and nothing is sent of them. The
-# number of a client's examples, by which its row counts, has no noise, as in a weighted mean of
-# models.
+# The values of a column are clipped to its limits (``data.limits``) and scaled to [-1, 1]. For each
+# column, a client sends the row (m, 2 q - 1) / sqrt(2), multiplied by ``privacy.clip``, where m is
+# the mean of the scaled values and q the mean of their squares. For any data, the norm of the row
+# is at most ``privacy.clip``. So K columns cost as much as K rows of logits with the same noise.
+# Columns of 0 and 1 are not standardised, and clients send nothing about them. The number of a
+# client's examples, which weights its row, has no noise, as in a weighted mean of models.
 
 
 FAR = 40.0
-"""Nothing that a client sends is further than this times the noise's spread from what it may
-be without: of normal numbers one in 10^349 is.
+"""The largest plausible noise, in standard deviations. A normal number exceeds it with a
+probability of 10^-349, so the server refuses such a reply.
 """
 LEAST_SPREAD = 0.1
-"""The least spread that noise may leave, as a share of half the width of a column's limits."""
+"""The smallest standard deviation of a column that is taken from noised sums, as a share of half
+the width of its limits.
+"""
 
 
 @dataclass(frozen=True)
 class NoisedSums(SumsWork):
-    """Send means of clipped values and squares, on which the engine puts noise.
+    """Clients send means of clipped values and of their squares, with noise.
 
-    ``places``: the columns that are standardised; ``low``, ``high``: their limits; ``clip``: the
-    largest norm of a row;
-    ``noise``: the spread of the noise on every number, in units of it.
+    ``places``: the columns that are standardised. ``low``, ``high``: their limits. ``clip``: the
+    largest norm of a row. ``noise``: the standard deviation of the noise on each number, in units
+    of ``clip``.
     """
 
     places: tuple[int, ...] = ()
@@ -118,7 +124,7 @@ class NoisedSums(SumsWork):
         by_column = values.double().transpose(0, 1).flatten(1)[list(self.places)]
         centre, half = self._scale
         scaled = ((by_column - centre[:, None]) / half[:, None]).clamp(-1, 1)
-        # Columns of which the client knows no value have the moments of an even spread.
+        # A column without values has the moments of a uniform distribution over its limits.
         means = scaled.nanmean(1).nan_to_num(0.0)
         squares = (scaled * scaled).nanmean(1).nan_to_num(1 / 3)
         rows = torch.stack([means, 2 * squares - 1], 1) / math.sqrt(2)
@@ -132,7 +138,7 @@ class NoisedSums(SumsWork):
         rows = torch.stack([reply.content.tensor(SUMS_GROUP) for reply in replies])
         rows = rows * math.sqrt(2) / self.clip
         weighted = (rows * weights[:, None, None]).sum(0) / weights.sum().clamp(min=1)
-        # A client sends the mean of its scaled values, and twice the mean of their squares less 1.
+        # A row contains m and 2 q - 1.
         mean, shifted_squares = weighted.unbind(1)
         mean = mean.clamp(-1, 1)
         squares = ((shifted_squares + 1) / 2).clamp(0, 1)
@@ -147,8 +153,8 @@ class NoisedSums(SumsWork):
         return Moments(tuple(means.tolist()), tuple(stds.tolist()))
 
     def refuses(self, reply: Reply) -> str:
-        """Why clipped rows with noise cannot be these: a number is too large; empty if they can be,
-        or if they have another form than expected.
+        """Why a reply cannot consist of clipped rows with noise: a number is too large. Empty
+        otherwise; the form of the reply is checked elsewhere.
         """
         rows = reply.content.get(SUMS_GROUP)
         if not isinstance(rows, Tensor) or rows.dtype != torch.float64:
@@ -157,23 +163,25 @@ class NoisedSums(SumsWork):
         largest = rows.abs().max()
         if bool((rows.abs() > bound).any()):
             return (
-                f"its sums hold {float(largest):.3g}, and with noise they are at most {bound:.3g}"
+                f"its sums contain {float(largest):.3g}, but with noise they are at most "
+                f"{bound:.3g}"
             )
         return ""
 
     @property
     def _scale(self) -> tuple[Tensor, Tensor]:
-        """The middle and half the width of each column's limits, (K,) float64."""
-        low, high = (torch.tensor(one, dtype=torch.float64) for one in (self.low, self.high))
+        """The centre and half the width of each column's limits, (K,) float64."""
+        low = torch.tensor(self.low, dtype=torch.float64)
+        high = torch.tensor(self.high, dtype=torch.float64)
         return (low + high) / 2, (high - low) / 2
 
 
 def noised_sums(
     settings: Settings, about: DatasetInfo, shape: tuple[int, ...]
 ) -> NoisedSums | None:
-    """What clients send of their sums where ``[privacy]`` protects uploads; None where it does not.
+    """The noised sums that clients send, if ``[privacy]`` protects uploads; otherwise None.
 
-    Raises ConfigError for a column without limits: then nothing bounds what its sums may show.
+    Raises ConfigError for a column without limits, whose sums would be unbounded.
     """
     privacy: Privacy = settings.table(Privacy)
     if not privacy.protects_logits:
@@ -184,9 +192,9 @@ def noised_sums(
     lacking = [names[i] for i in places if names[i] not in limits]
     if lacking:
         raise ConfigError(
-            "data.standardise = 'summed' with [privacy] needs limits of each column, and "
+            "data.standardise = 'summed' with [privacy] needs limits for each column, and "
             f"{lacking[0]!r} has none: "
-            f'write data.limits = {{ "{lacking[0]}" = [LOW, HIGH], ... }}, or data.mean and '
+            f'set data.limits = {{ "{lacking[0]}" = [LOW, HIGH], ... }}, or set data.mean and '
             "data.std"
         )
     return NoisedSums(

@@ -1,30 +1,27 @@
-"""Privacy: the table, and what protects uploaded logits: each example's are clipped and noised,
-epsilon is computed.
+"""The config table ``[privacy]``, and the protection of uploaded logits: clipping, noise, epsilon.
 
-What is protected: a client's whole data. Two data sets of one client are neighbours if they differ
-in any way, so the guarantee holds for a client, and all the more for one example. What its training
-changes in an upload is the matrix of logits on public images, (P, C), whose rows have norm at most
-``clip``; whatever the data, two such matrices are at most ``2 clip sqrt(P)`` apart. With noise of
-standard deviation ``noise * clip`` on every number, one upload is a Gaussian mechanism of
-multiplier ``noise / (2 sqrt(P))``; uploads of P1, P2, ... rows are together one of
-``noise / (2 sqrt(P1 + P2 + ...))``, also where one is asked for with the others in view. Nothing is
-gained by a smaller
-neighbourhood: training does not bound what one example can change.
+The guarantee covers a client's whole data: any two data sets of a client are neighbours, so it also
+covers each single example. An upload depends on the data through the matrix of logits on public
+examples, (P, C). Each of its rows has a norm of at most ``clip``, so any two such matrices differ
+by at most ``2 clip sqrt(P)``. With noise of standard deviation ``noise * clip`` on each number, an
+upload is a Gaussian mechanism with multiplier ``noise / (2 sqrt(P))``. Uploads of P1, P2, ... rows
+together are one with multiplier ``noise / (2 sqrt(P1 + P2 + ...))``, even if later requests depend
+on earlier uploads. Smaller neighbourhoods would not lower epsilon, because training does not bound
+the effect of one example.
 
-At a real site noise comes from the operating system's generator, and nobody can draw it again. A
-site adds noise to one answer a stage: the same request gets the kept answer, and another request
-none (``privacy/site_guards.py``). In a simulation noise is drawn by key from the run's seed, so
-that a resumed run has the same bits. Who knows the seed can subtract it: there, an epsilon says
-what the same run on real sites would cost.
+At a real site, the noise comes from the operating system's generator and cannot be reproduced. A
+site adds noise to one answer per stage. If the same request comes again, it sends the stored
+answer; it refuses any other request for the stage (``privacy/site_guards.py``). In a simulation,
+noise is drawn by key from the run's seed, so that a resumed run has the same bits. Anyone who knows
+the seed can subtract the noise, so the epsilon of a simulation states the cost of the same run at
+real sites.
 
-Sums of which mean and spread are made before round 1 are rows of norm at most ``clip`` too, one a
-column, and are protected and counted as rows of logits are
-(``privacy/extensions.py``).
+The sums for mean and standard deviation before round 1 are also rows of norm at most ``clip``, one
+per column. They are protected and counted like rows of logits (``privacy/extensions.py``).
 
-What is not protected: label counts (a census), numbers of examples, losses and accuracies that are
-reported, whole models (the stage ``fit`` of a method that has none), whether a client answers at
-all, and what a simulation measures; all that goes up as it is. Rounding in floating point is not
-accounted for.
+Not protected are label counts (the census), numbers of examples, reported losses and accuracies,
+whole models (the stage ``fit`` of a method without one), whether a client answers, and what a
+simulation measures. Floating-point rounding is not accounted for.
 """
 
 from __future__ import annotations
@@ -51,14 +48,14 @@ from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Payload, Stage, Tensors, View, World
 
 GROUP = "logits"
-"""The group of an upload that is protected."""
+"""The group of an upload with logits."""
 
 SUMS_GROUP = "noised_sums"
-"""The group of rows, one a column, of which mean and spread are made, (K, 2); it is protected in
-the same way.
+"""The group of an upload with the sums for mean and standard deviation, (K, 2): one row per column.
 """
 
 PROTECTED = (GROUP, SUMS_GROUP)
+"""The groups of an upload that are clipped and noised."""
 
 
 class Privacy(PackageTable):
@@ -119,21 +116,20 @@ class Privacy(PackageTable):
         if self.noise > 0 and not self.clip > 0:
             raise contradiction(
                 "privacy.noise",
-                f"= {self.noise} needs privacy.clip: noise counts in units of the clipping",
+                f"= {self.noise} needs privacy.clip, which is its unit",
             )
         if self.gradient_noise is not None and not self.trains:
             raise contradiction(
-                "privacy.gradient_noise", "needs privacy.gradient_clip: noise counts in units of it"
+                "privacy.gradient_noise", "needs privacy.gradient_clip, which is its unit"
             )
         for key in ("secure_range", "secure_bits", "secure_threshold"):
             if getattr(self, key) is not None and not self.secure_sum:
-                raise contradiction(
-                    f"privacy.{key}", "needs privacy.secure_sum = true: it is of secure sums"
-                )
+                raise contradiction(f"privacy.{key}", "needs privacy.secure_sum = true")
         if self.trains and self.protects_logits:
             raise contradiction(
                 "privacy.clip",
-                "is for methods that send logits, gradient_clip for models: set one of them",
+                "is for methods that send logits, and gradient_clip for methods that send models: "
+                "set one of them",
             )
         self._check_endless_budget()
         return self
@@ -147,19 +143,19 @@ class Privacy(PackageTable):
         if self.epsilon is not None and noise == 0:
             raise contradiction(
                 "privacy.epsilon",
-                f"= {self.epsilon} needs privacy.{key}: without it nothing bounds it",
+                f"= {self.epsilon} needs privacy.{key}: without noise, epsilon is unbounded",
             )
 
     @property
     def top_defaults(self) -> Mapping[str, Any]:
-        """With secure sums the usual measures, which look at single models, are left out."""
+        """With secure sums, no measures by default: the usual ones need single models."""
         if self.secure_sum:
             return {"measure": ()}
         return {}
 
     @property
     def hides_client_models(self) -> bool:
-        """Whether the server learns sums only."""
+        """Whether the server only learns sums of models."""
         return bool(self.secure_sum)
 
     @property
@@ -174,15 +170,17 @@ class Privacy(PackageTable):
 
     @property
     def sigma(self) -> float:
-        """The noise of private training, in units of its clipping."""
+        """The standard deviation of the noise in private training, in units of
+        ``gradient_clip``.
+        """
         if self.gradient_noise is None:
             return 1.0
         return self.gradient_noise
 
     def protect(self, content: Payload, seed: int | None) -> Payload:
-        """An upload with its logits clipped and noised; one without logits as it is.
+        """An upload with clipped and noised rows; an upload without protected groups is unchanged.
 
-        seed: what noise is drawn from; None: the operating system's generator.
+        seed: the seed of the noise; None: use the operating system's generator.
         """
         group = next((name for name in PROTECTED if name in content), "")
         if not self.protects_logits or not group:
@@ -197,10 +195,10 @@ class Privacy(PackageTable):
         return Payload(content, **{group: noised.to(rows.dtype)})
 
     def spent(self, rows: int, uploads: int = 1) -> float | None:
-        """The epsilon of a client after so many uploads of (rows, C) logits; None where nothing
-        bounds it.
+        """The epsilon of a client after ``uploads`` uploads of (rows, C) logits; None if it is
+        unbounded.
 
-        Uploads that differ in their rows are one of all rows.
+        For uploads of different sizes, pass the total number of rows.
         """
         if uploads == 0 or rows == 0:
             return 0.0
@@ -209,15 +207,16 @@ class Privacy(PackageTable):
         return gaussian_epsilon(self.noise / (2 * math.sqrt(rows * uploads)), self.delta)
 
     def allows(self, rows: int) -> bool:
-        """Whether a client may have sent so many rows in all."""
+        """Whether ``privacy.epsilon`` covers this total number of rows."""
         cost = self.spent(rows)
         return self.epsilon is None or (cost is not None and cost <= self.epsilon)
 
 
 @dataclass(frozen=True)
 class NoisedLogits(ClientHook):
-    """Clips and noises logits before they leave a client. ``secret``: with noise that no seed
-    repeats, as at real sites.
+    """Clips and noises logits before they leave a client.
+
+    ``secret``: take the noise from the operating system, as real sites do.
     """
 
     privacy: Privacy
@@ -233,24 +232,19 @@ class NoisedLogits(ClientHook):
 
 
 def rows_of(content: Payload) -> int:
-    """How many protected rows (of logits, of sums) a payload holds, whoever sent it and whatever
-    else is in it.
-    """
-    rows = [
-        one
-        for name in PROTECTED
-        if isinstance(one := content.get(name), Tensor) and one.ndim and one.numel()
-    ]
-    return sum(one.shape[0] for one in rows)
+    """The number of protected rows (logits and sums) in a payload, which may be malformed."""
+    groups = [content.get(name) for name in PROTECTED]
+    tensors = [group for group in groups if isinstance(group, Tensor)]
+    return sum(tensor.shape[0] for tensor in tensors if tensor.ndim and tensor.numel())
 
 
 def secret_normal(shape: tuple[int, ...]) -> Tensor:
-    """Normal draws (float64) from the operating system's generator, which no seed repeats.
+    """Standard normal numbers (float64) from the operating system's generator.
 
-    A draw is the inverse of the normal distribution function at a uniform number below a half, of
-    63 bits, with the sign of one bit more; so the tails reach beyond nine standard deviations.
+    Each is the inverse of the normal distribution function at a uniform number below 1/2 with 63
+    random bits; one more bit decides the sign. So the tails reach beyond nine standard deviations.
     """
-    from scipy.special import ndtri  # here, as every run imports this module
+    from scipy.special import ndtri  # every run imports this module, and few need scipy here
 
     words = np.frombuffer(os.urandom(8 * math.prod(shape)), dtype=np.uint64)
     below = ndtri(((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64)
@@ -258,11 +252,11 @@ def secret_normal(shape: tuple[int, ...]) -> Tensor:
 
 
 def gaussian_epsilon(multiplier: float, delta: float) -> float:
-    """The least epsilon of the Gaussian mechanism at a delta in (0, 1), exact up to rounding.
+    """The smallest epsilon of the Gaussian mechanism for a delta in (0, 1), exact up to rounding.
 
-    multiplier: standard deviation over sensitivity, > 0. Several adaptive uploads of multipliers
-    m_i are one of ``1 / sqrt(sum 1 / m_i^2)``. Solves
-    ``Phi(r/2 - e/r) - exp(e) Phi(-r/2 - e/r) = delta`` for e, r = 1 / multiplier.
+    multiplier: the standard deviation divided by the sensitivity, > 0. Several adaptive uploads
+    with multipliers m_i are one with multiplier ``1 / sqrt(sum 1 / m_i^2)``. Solves
+    ``Phi(r/2 - e/r) - exp(e) Phi(-r/2 - e/r) = delta`` for e, with r = 1 / multiplier.
 
     Source: Balle & Wang, "Improving the Gaussian Mechanism for Differential Privacy" (2018),
     theorem 8.
@@ -285,16 +279,17 @@ def gaussian_epsilon(multiplier: float, delta: float) -> float:
 
     if excess(0.0) <= 0:
         return 0.0
-    enough = r * r / 2 + r * math.sqrt(2 * math.log(1 / delta))  # what its Renyi divergence gives
-    # almost no noise: the two terms differ by less than rounding
-    if math.isinf(enough) or not excess(enough) < 0:
-        return enough
-    return float(bisect(excess, 0.0, enough, xtol=1e-12 * enough))
+    # An upper bound from the Rényi divergence.
+    bound = r * r / 2 + r * math.sqrt(2 * math.log(1 / delta))
+    # With almost no noise, the two terms of the equation differ by less than rounding.
+    if math.isinf(bound) or not excess(bound) < 0:
+        return bound
+    return float(bisect(excess, 0.0, bound, xtol=1e-12 * bound))
 
 
 def clip_rows(logits: Tensor, most: float) -> Tensor:
-    """Rows of (P, C) logits scaled down to a norm of at most ``most``; a row that is not finite
-    becomes zeros.
+    """Rows of (P, C) logits, scaled down to a norm of at most ``most``. A row with a number that is
+    not finite becomes zeros.
 
     >>> clip_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0)
     tensor([[0.6000, 0.8000],
@@ -308,19 +303,19 @@ def clip_rows(logits: Tensor, most: float) -> Tensor:
 
 
 def check_config(settings: Settings) -> None:
-    """Raises ConfigError for secure sums over tasks of sites, and IncompatibleMethod where logits
-    are to be protected and none are sent.
+    """Raise ConfigError for secure sums with tasks of sites, and IncompatibleMethod if the method
+    sends no logits to protect.
     """
     privacy = settings.table(Privacy)
     if privacy.secure_sum and settings.sites_have_tasks:
         raise contradiction(
             "privacy.secure_sum",
-            "lets a site report nothing of its own, and stream.kind = 'sites' is measured by what "
-            "sites report; leave one of them out",
+            "hides what each site reports, but stream.kind = 'sites' is evaluated by reports of "
+            "sites; leave out one of them",
         )
     if privacy.protects_logits and Permit.NOISY_LOGITS not in settings.method.permits:
         raise IncompatibleMethod(
-            f"[privacy] protects logits that clients send, and method "
-            f"{settings.named.method.label} sends none; "
-            "omit it, or choose a method that exchanges logits (hiper_fedkd, fedmd, dsfl)"
+            f"[privacy] clip protects logits, but clients of method "
+            f"{settings.named.method.label} send none; "
+            "leave it out, or choose a method that exchanges logits (hiper_fedkd, fedmd, dsfl)"
         )

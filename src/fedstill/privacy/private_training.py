@@ -1,4 +1,4 @@
-"""Private training (DP-SGD): clipped, noised gradients, and its epsilon."""
+"""Private training (DP-SGD): clipped gradients with noise, sampled batches, and epsilon."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from fedstill.core.keys import to_device
 from fedstill.core.records import SERVER, Plan, Stage, Tensors, View
 from fedstill.privacy.noise import secret_normal
 
-# Training whose steps tell little of any one example (DP-SGD): clipped gradients, noise, batches
-# drawn example by example.
+# ---- training ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Private(GradientRule):
     """The gradient rule of DP-SGD: sampled examples, clipped gradients, and noise on their sum.
 
-    clip: the largest norm of one example's gradient. noise: the standard deviation of the noise on
-    their sum, in units of ``clip``. secret: use random numbers that no seed repeats, as on real
-    sites.
+    clip: the largest norm of an example's gradient. noise: the standard deviation of the noise on
+    the sum, in units of ``clip``. secret: take random numbers from the operating system, as real
+    sites do.
     """
 
     clip: float
@@ -53,14 +52,14 @@ class Private(GradientRule):
 
 @dataclass(frozen=True)
 class PrivateTraining(ClientHook):
-    """Trains clients on their own data privately. ``rule``: how steps are protected."""
+    """Trains clients on their own data with DP-SGD. ``rule``: the gradient rule of each step."""
 
     stackable: ClassVar[bool] = False
 
     rule: Private
 
     def gradient_rule(self, view: View, stage: Stage) -> GradientRule | None:
-        """The rule, but not for the server and for public data."""
+        """The rule; None for the server and for public data."""
         if view.client == SERVER or stage.view == "public":
             return None
         return self.rule
@@ -69,28 +68,31 @@ class PrivateTraining(ClientHook):
 def poisson_batches(
     n: int, plan: Plan, order: torch.Generator, device: torch.device, secret: bool = False
 ) -> Iterator[list[Tensor]]:
-    """As ``epoch_batches``, but each step takes each of n examples by itself, with probability
+    """As ``epoch_batches``, but each step takes each of n examples independently, with probability
     ``plan.batch / n``.
 
-    An epoch has as many steps as it would have in batches. A step may take none. secret: ``order``
-    has no part.
+    An epoch has as many steps as with ordinary batches. A step may have no examples. secret: take
+    random numbers from the operating system instead of ``order``.
     """
     if n == 0:
         return
     per_epoch = -(-n // plan.batch)
     rate = min(1.0, plan.batch / n)
     steps = plan.steps or plan.epochs * per_epoch
-    generator = None if secret else order
+    generator: torch.Generator | None = order
+    if secret:
+        generator = None
     for begin in range(0, steps, per_epoch):
         samples = [_sample(n, rate, generator) for _ in range(per_epoch)]
         yield [to_device(sample.nonzero().flatten(), device) for sample in samples[: steps - begin]]
 
 
 def _sample(n: int, rate: float, order: torch.Generator | None) -> Tensor:
-    """Which of n examples a step takes, (n,) bool. Without a generator, the operating system draws.
+    """Which of n examples a step takes, (n,) bool. Without a generator, random numbers come from
+    the operating system.
 
-    A seed of torch's has 32 bits, which can be tried out, and an amplification by sampling supposes
-    draws that nobody knows.
+    Amplification by sampling assumes that nobody knows the sample, and all of torch's 32-bit seeds
+    can be tried.
     """
     if order is not None:
         return torch.rand(n, generator=order, dtype=torch.float64) < rate
@@ -99,47 +101,45 @@ def _sample(n: int, rate: float, order: torch.Generator | None) -> Tensor:
 
 
 CACHED = 1 << 20
-"""Numbers of float64 that are worked on at once. Of a large network the gradients of a batch have
-many times as many, and going to memory for them takes longer than computing.
+"""How many float64 numbers are processed at once, so that they stay in the processor's cache. The
+gradients of a batch have many more, and reading them from memory would take longer than computing.
 """
 
 
 def noised_mean(
-    gradients: Tensors, like: Tensors, how: Private, size: float, draws: torch.Generator
+    gradients: Tensors, like: Tensors, rule: Private, size: float, draws: torch.Generator
 ) -> Tensors:
-    """The sum of clipped gradients, with noise, over ``size``, the number of examples that a step
-    takes on average.
+    """The sum of clipped gradients with noise, divided by ``size``, the expected number of examples
+    in a step.
 
-    gradients: (B, ...) by entry, or empty where a step has taken no example; like: the entries. One
-    that is not finite counts as zeros. Source: Abadi et al., "Deep Learning with Differential
-    Privacy" (2016), Algorithm 1.
+    gradients: (B, ...) by entry; empty if the step has no examples. like: the entries of the model.
+    A gradient that is not finite counts as zeros. Source: Abadi et al., "Deep Learning with
+    Differential Privacy" (2016), Algorithm 1.
     """
     factors = torch.zeros(0)
     if gradients:
-        factors = _factors(gradients, how.clip)
+        factors = _factors(gradients, rule.clip)
     out = {}
     for name, entry in like.items():
         shape = tuple(entry.shape)
         total = torch.zeros(shape)
         if gradients:
             total = _weighted(gradients[name].detach(), factors)
-        noise = _normal(shape, how.secret, draws)
-        out[name] = ((total + how.noise * how.clip * noise) / size).to(entry)
+        noise = _normal(shape, rule.secret, draws)
+        out[name] = ((total + rule.noise * rule.clip * noise) / size).to(entry)
     return out
 
 
 def _normal(shape: tuple[int, ...], secret: bool, draws: torch.Generator) -> Tensor:
-    """Standard normal numbers, float64; drawn by the operating system if nobody may draw them
-    again.
-    """
+    """Standard normal numbers, float64; if ``secret``, from the operating system."""
     if secret:
         return secret_normal(shape)
     return torch.randn(shape, generator=draws, dtype=torch.float64)
 
 
 def _factors(gradients: Tensors, clip: float) -> Tensor:
-    """What each example's gradient is multiplied by, (B,) float64: no norm is above ``clip`` after
-    it.
+    """The factor for each example's gradient, (B,) float64, that scales its norm down to
+    ``clip``; 0 for a gradient that is not finite.
     """
     norms = torch.stack([_squares(g.detach()) for g in gradients.values()]).sum(0).sqrt()
     return torch.where(norms.isfinite(), clip / norms.clamp(min=clip), 0.0)
@@ -151,8 +151,8 @@ def _squares(gradients: Tensor) -> Tensor:
 
 
 def _weighted(gradients: Tensor, factors: Tensor) -> Tensor:
-    """The sum of gradients (B, ...) times factors (B,), in float64; where a factor is 0, whatever
-    the gradient is.
+    """The sum of gradients (B, ...) times factors (B,), in float64. A gradient with factor 0 may
+    contain any numbers.
     """
     all_finite = bool(factors.all())
     factors = factors.to(gradients.device)
@@ -166,14 +166,12 @@ def _weighted(gradients: Tensor, factors: Tensor) -> Tensor:
 
 
 def _in_cache(gradients: Tensor) -> Sequence[Tensor]:
-    """Gradients (B, ...) as (B, N), N at a time: in float64 about as many as the processor's cache
-    holds.
-    """
+    """Gradients (B, ...) in parts (B, N) that fit in the processor's cache as float64."""
     return torch.split(gradients.reshape(len(gradients), -1), max(1, CACHED // len(gradients)), 1)
 
 
 def rate_and_steps(n: int, plan: Plan) -> tuple[float, int]:
-    """With which probability a step takes an example of n, and how many steps a stage has.
+    """The probability with which a step takes one of n examples, and the steps of a stage.
 
     >>> rate_and_steps(1000, Plan(epochs=2, batch=50))
     (0.05, 40)
@@ -183,47 +181,48 @@ def rate_and_steps(n: int, plan: Plan) -> tuple[float, int]:
     return min(1.0, plan.batch / n), plan.steps or plan.epochs * math.ceil(n / plan.batch)
 
 
-# What private training costs: epsilon of many noised steps, each on examples drawn one by one.
+# ---- epsilon -------------------------------------------------------------------------------------
 
 
 ORDERS = (*(1 + k / 10 for k in range(1, 100)), *range(12, 64), 80, 96, 128, 256, 512, 1024)
-"""The Rényi orders of which the best is taken; any set gives a bound that holds."""
+"""The Rényi orders, of which the best one counts. The bound is valid for any set of orders."""
 
 
 def training_epsilon(noise: float, steps: Mapping[float, int], delta: float) -> float | None:
-    """The epsilon of steps of DP-SGD, for data sets that differ in one example more or less; None
-    without noise.
+    """The epsilon of steps of DP-SGD; None without noise. Neighbouring data sets differ in one
+    added or removed example.
 
-    noise: standard deviation over the clipping norm. steps: how many steps took examples with which
-    probability.
+    noise: the standard deviation divided by the clipping norm. steps: the number of steps by
+    sampling probability.
 
     Source: Mironov et al., "Rényi Differential Privacy of the Sampled Gaussian Mechanism" (2019),
-    by Opacus.
+    computed by Opacus.
     """
-    taken = {rate: count for rate, count in steps.items() if rate > 0 and count > 0}
-    if not taken:
+    nonzero = {rate: count for rate, count in steps.items() if rate > 0 and count > 0}
+    if not nonzero:
         return 0.0
     if noise == 0:
         return None
     rdp = require_opacus()
-    total = sum(count * _of_a_step(rate, noise) for rate, count in taken.items())
-    # the best order may be the first or the last: the bound holds all the same
+    total = sum(count * _rdp_of_step(rate, noise) for rate, count in nonzero.items())
+    # Opacus warns if the best order is the first or the last one. The bound holds nevertheless.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
         epsilon, _ = rdp.get_privacy_spent(orders=list(ORDERS), rdp=total, delta=delta)
-    # For little noise-free training and large deltas, the conversion gives a negative bound.
+    # With few steps and a large delta, the conversion gives a negative bound.
     return max(0.0, float(epsilon))
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_a_step(rate: float, noise: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _rdp_of_step(rate: float, noise: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The Rényi divergence of one step for each of ``ORDERS``."""
     orders = list(ORDERS)
     computed = require_opacus().compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=orders)
     return np.asarray(computed, dtype=np.float64)
 
 
 def require_opacus() -> ModuleType:
-    """Opacus's accountant; ConfigError if it is not here."""
+    """Opacus's accountant of Rényi divergences. Raises ConfigError if Opacus is not installed."""
     try:
         from opacus.accountants.analysis import rdp
     except ImportError as error:

@@ -1,9 +1,9 @@
-"""The protocol of secure sums: a client's four steps, and the server's removal of masks.
+"""The protocol of secure sums: the four steps of a client, and the removal of masks at the server.
 
-The cryptographic primitives come from libraries in the extra ``secure``. X25519, HKDF-SHA256,
-ChaCha20-Poly1305 and AES-256 in counter mode are those of ``cryptography``; Shamir's secret sharing
-over GF(2^128) is that of PyCryptodome. Flower's SecAgg+ expands masks from a seed of 32 bits with a
-generator that is not a cipher, so whoever tries all seeds finds the mask.
+The cryptographic primitives come from libraries in the extra ``secure``: X25519, HKDF-SHA256,
+ChaCha20-Poly1305 and AES-256 in counter mode from ``cryptography``, and Shamir's secret sharing
+over GF(2^128) from PyCryptodome. Flower's SecAgg+ is not used: it expands masks from a seed of 32
+bits with a generator that is not a cipher, so an attacker can try all seeds.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch import Tensor
 from fedstill.core.errors import BadPayload, ConfigError, TooFewReplies
 from fedstill.core.records import Payload, Tensors
 
-# Primitives: agreed keys, sealed messages, streams of masks, shared secrets.
+# ---- primitives ----------------------------------------------------------------------------------
 
 
 KEY = 32
-"""Bytes of a private or public key, of an agreed key and of a cipher's key."""
+"""The bytes of a private, public or agreed key, and of a cipher's key."""
 SEED = 16
-"""Bytes of the seed of a client's own mask."""
+"""The bytes of the seed of a client's private mask."""
 _CHUNK = 16
 _NONCE = 12
 
@@ -39,28 +39,28 @@ Masks = NDArray[np.uint64]
 
 
 def require_secure() -> None:
-    """Raise ConfigError if a library that secure sums need is not here."""
+    """Raise ConfigError if a library that secure sums need is not installed."""
     try:
         import Crypto.Protocol.SecretSharing  # noqa: F401
         import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"privacy.secure_sum needs more: pip install 'fedstill[secure]' ({error})"
+            f"privacy.secure_sum needs further libraries: pip install 'fedstill[secure]' ({error})"
         ) from error
 
 
-def public_half(private: bytes) -> bytes:
-    """The public key, 32 bytes, of a private one of 32 bytes."""
+def public_key(private: bytes) -> bytes:
+    """The public key, 32 bytes, of a private key of 32 bytes."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
 def agreed_key(private: bytes, public: bytes, purpose: bytes) -> bytes:
-    """The key that two agree on, 32 bytes, each with its private key and the other's public one,
-    for one purpose.
+    """The key, 32 bytes, that two parties derive for a purpose, each from its private key and the
+    public key of the other party.
 
-    Raises BadPayload for a public key that is none.
+    Raises BadPayload for an invalid public key.
     """
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
@@ -69,27 +69,29 @@ def agreed_key(private: bytes, public: bytes, purpose: bytes) -> bytes:
             X25519PublicKey.from_public_bytes(public)
         )
     except ValueError as error:
-        raise BadPayload(f"a public key is none: {error}") from error
+        raise BadPayload(f"a public key is invalid: {error}") from error
     return _derived(secret, purpose)
 
 
-def demand_key(public: bytes) -> None:
-    """Raise BadPayload for a public key that nobody can agree on a secret with."""
+def check_public_key(public: bytes) -> None:
+    """Raise BadPayload for an invalid public key."""
     agreed_key(os.urandom(KEY), public, b"none")
 
 
-def sealed(key: bytes, text: bytes, about: bytes) -> bytes:
-    """A message that only who has the key can read or make; a key seals one message only. ``about``
-    is bound to it.
+def encrypted(key: bytes, text: bytes, about: bytes) -> bytes:
+    """An encrypted and authenticated message. ``about`` is authenticated with it.
+
+    The nonce is constant, so use each key for one message only.
     """
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
     return ChaCha20Poly1305(key).encrypt(bytes(_NONCE), text, about)
 
 
-def unsealed(key: bytes, message: bytes, about: bytes) -> bytes:
-    """What was sealed; raises BadPayload if it was altered, or sealed with another key or about
-    something else.
+def decrypted(key: bytes, message: bytes, about: bytes) -> bytes:
+    """The text of an encrypted message.
+
+    Raises BadPayload if the message was altered, or encrypted with another key or ``about``.
     """
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -97,11 +99,11 @@ def unsealed(key: bytes, message: bytes, about: bytes) -> bytes:
     try:
         return ChaCha20Poly1305(key).decrypt(bytes(_NONCE), message, about)
     except InvalidTag as error:
-        raise BadPayload("a sealed share was altered, or is not for this client") from error
+        raise BadPayload("an encrypted share was altered, or is not for this client") from error
 
 
 def mask_of(secret: bytes, length: int, purpose: bytes) -> Masks:
-    """Numbers of 64 bits that cannot be told from uniform ones without the secret, (length,)."""
+    """Pseudorandom 64-bit numbers, (length,), from a secret."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
     encryptor = Cipher(
@@ -110,9 +112,9 @@ def mask_of(secret: bytes, length: int, purpose: bytes) -> Masks:
     return np.frombuffer(encryptor.update(bytes(8 * length)), dtype="<u8").astype(np.uint64)
 
 
-def shared_out(secret: bytes, threshold: int, number: int) -> list[bytes]:
-    """Shares of a secret whose length is a multiple of 16: any ``threshold`` of them give it back,
-    fewer say nothing.
+def secret_shares(secret: bytes, threshold: int, number: int) -> list[bytes]:
+    """Shares of a secret whose length is a multiple of 16. Any ``threshold`` of them reconstruct
+    the secret; fewer reveal nothing.
 
     Source: Shamir, "How to Share a Secret" (1979).
     """
@@ -126,17 +128,19 @@ def shared_out(secret: bytes, threshold: int, number: int) -> list[bytes]:
     return [b"".join(shares) for shares in zip(*split, strict=True)]
 
 
-def put_together(shares: Mapping[int, bytes]) -> bytes:
-    """The secret of some of its shares, by their numbers from 1; of too few or wrong ones, other
-    bytes.
+def reconstructed(shares: Mapping[int, bytes]) -> bytes:
+    """The secret from its shares, by number from 1. Too few or wrong shares give other bytes.
 
-    Raises BadPayload for shares of unequal length.
+    Raises BadPayload for shares of unequal or invalid length.
     """
     from Crypto.Protocol.SecretSharing import Shamir
 
     lengths = {len(share) for share in shares.values()}
-    if len(lengths) != 1 or (length := lengths.pop()) == 0 or length % _CHUNK:
-        raise BadPayload("shares of one secret differ in their length")
+    if len(lengths) != 1:
+        raise BadPayload("shares of one secret differ in length")
+    length = lengths.pop()
+    if length == 0 or length % _CHUNK:
+        raise BadPayload(f"a share has {length} bytes, not a multiple of {_CHUNK}")
     return b"".join(
         Shamir.combine(
             [(number, share[i : i + _CHUNK]) for number, share in shares.items()], ssss=False
@@ -152,40 +156,40 @@ def _derived(secret: bytes, purpose: bytes) -> bytes:
     return HKDF(algorithm=SHA256(), length=KEY, salt=None, info=purpose).derive(secret)
 
 
-# The protocol.
-
-
-# The protocol of secure sums: what a client does in its four steps; ``unmasking`` is the server's
-# part.
+# ---- clients -------------------------------------------------------------------------------------
 #
-# Each client adds to its vector a mask of its own, and a mask for each other client, which the two
-# agree on and which one adds and the other subtracts: these cancel in the sum. Both secrets are
-# shared out among all before. Of clients whose vectors came, the others then give shares of the own
-# mask; of those that dropped out, shares of the key of the common ones: never both. So the server
-# learns the sum, and of no vector more than that.
+# A client adds two kinds of masks to its vector: a private mask, and a common mask with each other
+# client. Of two clients, one adds their common mask and the other subtracts it, so common masks
+# cancel in the sum. Before that, each client distributes shares of both secrets to all clients.
+# Afterwards, if a client's vector arrived, the others reveal shares of its private mask; if it
+# dropped out, they reveal shares of the key of its common masks. They never reveal both. So the
+# server learns the sum, and nothing else about a vector.
 #
-# What is held: against a server that follows the protocol and looks at all it gets, even together
-# with ``threshold`` - 2 clients: at least two others are left in a sum, and of these it learns the
-# sum alone. Keys are passed on by the server and not signed: one that puts keys of its own in their
-# place, and so plays the others to each client, is not withstood.
+# This protects against a server that follows the protocol and evaluates all that it receives, even
+# together with ``threshold`` - 2 clients: the sum contains at least two further clients, and the
+# server learns only their sum. The server forwards the keys, which are not signed. So the protocol
+# does not protect against a server that replaces keys by its own.
 #
 # Source: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning"
 # (2017), figure 4, without signatures.
-# Reading: the paper rounds and sums modulo R; here R is 2^64, so sums need no division. With its
-# keys a client sends the SHA-256 of its seed, so that the server notices wrong shares of a seed, as
-# it does of a key, and passes them over.
+# Reading: the paper rounds and sums modulo R. Here R is 2^64, so sums need no division. With its
+# keys, a client sends the SHA-256 of its seed, so that the server detects wrong shares of a seed,
+# as it detects wrong shares of a key, and ignores them.
 
 
 PUBLIC = 3 * KEY
-"""Bytes of what a client sends in step 1: two public keys, and the SHA-256 of its seed."""
+"""The bytes that a client sends in step 1: two public keys, and the SHA-256 of its seed."""
 SEALED = SEED + KEY + 16
-"""Bytes of a sealed share: of a seed and of a key, and the cipher's tag."""
+"""The bytes of an encrypted share: a share of the seed, a share of the key, and the cipher's tag.
+"""
 
 
 @dataclass(frozen=True)
 class Sum:
-    """What all know of one sum: its name; who was asked; how many at least must stay; and a word no
-    other sum has.
+    """The public facts of a sum.
+
+    ``name``: for messages. ``clients``: the clients that were asked. ``threshold``: the least
+    number of clients that must complete it. ``word``: a random word that no other sum has.
     """
 
     name: str
@@ -196,24 +200,25 @@ class Sum:
     def __post_init__(self) -> None:
         if not len(self.clients) // 2 < self.threshold <= len(self.clients):
             raise BadPayload(
-                f"{self.threshold} of {len(self.clients)} clients is no threshold over a half"
+                f"a threshold of {self.threshold} is not more than half of {len(self.clients)} "
+                "clients"
             )
 
-    def purpose(self, what: str, *clients: int) -> bytes:
-        """What a key is for: of this sum, and between these clients."""
-        return json.dumps([self.name, self.word, what, *clients]).encode()
+    def purpose(self, use: str, *clients: int) -> bytes:
+        """The purpose of a key: its use in this sum, between these clients."""
+        return json.dumps([self.name, self.word, use, *clients]).encode()
 
-    def demand(self, there: Collection[int], did: str) -> None:
-        """Raise TooFewReplies where fewer than the threshold did something, or BadPayload where
-        others did.
+    def check_clients(self, clients: Collection[int], action: str) -> None:
+        """Raise TooFewReplies if fewer clients than the threshold did ``action``, and BadPayload
+        if a client outside the sum did.
         """
-        if others := set(there) - set(self.clients):
-            raise BadPayload(f"client {min(others)} {did}, and is not in the secure sum")
-        if len(there) < self.threshold:
+        strangers = set(clients) - set(self.clients)
+        if strangers:
+            raise BadPayload(f"client {min(strangers)} {action}, but is not in the secure sum")
+        if len(clients) < self.threshold:
             raise TooFewReplies(
-                f"{self.name}: {len(there)} of {len(self.clients)} clients {did}, and the secure "
-                "sum needs "
-                f"{self.threshold} (privacy.secure_threshold)"
+                f"{self.name}: {len(clients)} of {len(self.clients)} clients {action}, but the "
+                f"secure sum needs {self.threshold} (privacy.secure_threshold)"
             )
 
     def number(self, client: int) -> int:
@@ -222,17 +227,17 @@ class Sum:
 
 
 TABLES = ("keys", "sealed", "out")
-"""What a note of a client holds by client."""
+"""The fields of a ``Summand`` that are tables by client."""
 
 
 @dataclass
 class Summand:
-    """One client in one sum, through its four steps: ``public``, ``shares``, ``masked``,
-    ``revealed``.
+    """A client in a sum, through its four steps: ``public``, ``shares``, ``masked``, ``revealed``.
 
-    ``secrets``: two private keys (32 bytes each) and a seed (16), drawn from the operating system's
-    generator. What it was told in one step counts in the next. ``out``: the sealed shares that
-    it sent: sent again, they are the same.
+    ``secrets``: two private keys (32 bytes each) and a seed (16 bytes) from the operating system's
+    generator. ``keys``: the public keys of all clients, from step 2. ``sealed``: the encrypted
+    shares that it received in step 3. ``left``: the clients whose vectors arrived, from step 4.
+    ``out``: the encrypted shares that it sent; a repeated step 2 sends the same ones.
     """
 
     sum: Sum
@@ -245,68 +250,67 @@ class Summand:
 
     @property
     def public(self) -> bytes:
-        """Step 1: two public keys, of common masks and of sealed shares, and the SHA-256 of the
-        seed; 96 bytes.
+        """Step 1: the public keys for common masks and for encrypted shares, and the SHA-256 of
+        the seed; 96 bytes.
         """
-        seed = sum_of_seed(self.sum, self.client, self._seed)
-        return public_half(self._masking) + public_half(self._sealing) + seed
+        digest = seed_digest(self.sum, self.client, self._seed)
+        return public_key(self._masking) + public_key(self._sealing) + digest
 
     def shares(self, keys: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Step 2: shares of both secrets for each client with keys, itself included, each sealed
-        for it alone.
+        """Step 2: shares of both secrets, encrypted for each client with keys, including itself.
 
-        Raises BadPayload for keys that are not the clients', or that were others before.
+        Raises BadPayload for wrong keys, and for other keys than in an earlier call.
         """
-        self.sum.demand(keys, "sent keys")
+        self.sum.check_clients(keys, "sent keys")
         if keys.get(self.client) != self.public or len(set(keys.values())) < len(keys):
             raise BadPayload("the keys of the secure sum are not those of its clients")
-        if any(len(both) != PUBLIC for both in keys.values()):
+        if any(len(client_keys) != PUBLIC for client_keys in keys.values()):
             raise BadPayload(f"a client's keys are not {PUBLIC} bytes")
         if self.keys and self.keys != dict(keys):
-            raise BadPayload("the keys of the secure sum were others before")
+            raise BadPayload("the keys of the secure sum have changed")
         if self.out:
             return self.out
         self.keys = dict(keys)
-        split = [
-            shared_out(s, self.sum.threshold, len(self.sum.clients))
-            for s in (self._seed, self._masking)
-        ]
-        for other, both in sorted(self.keys.items()):
-            text = b"".join(shares[self.sum.number(other) - 1] for shares in split)
-            about = self.sum.purpose("shares", self.client, other)
-            self.out[other] = sealed(
-                agreed_key(self._sealing, both[KEY : 2 * KEY], about), text, about
-            )
+
+        threshold = self.sum.threshold
+        count = len(self.sum.clients)
+        seed_shares = secret_shares(self._seed, threshold, count)
+        key_shares = secret_shares(self._masking, threshold, count)
+        for receiver, client_keys in sorted(self.keys.items()):
+            place = self.sum.number(receiver) - 1
+            about = self.sum.purpose("shares", self.client, receiver)
+            key = agreed_key(self._sealing, client_keys[KEY : 2 * KEY], about)
+            self.out[receiver] = encrypted(key, seed_shares[place] + key_shares[place], about)
         return self.out
 
     def unread(self, received: Mapping[int, bytes]) -> list[int]:
-        """The clients whose sealed shares this one cannot read; before step 3, so that the sum can
-        go on without.
+        """The clients whose encrypted shares this client cannot read. It is called before step 3,
+        so that the sum can continue without them.
         """
-        out = []
-        for other, message in sorted(received.items()):
+        unreadable = []
+        for sender, message in sorted(received.items()):
             try:
-                self._read(other, message)
+                self._share(sender, message)
             except BadPayload:
-                out.append(other)
-        return out
+                unreadable.append(sender)
+        return unreadable
 
     def masked(self, vector: Masks, received: Mapping[int, bytes]) -> Masks:
-        """Step 3: the vector (n,) under all masks; ``received``: the sealed shares from each client
-        that sent some.
+        """Step 3: the vector (n,) with all masks. ``received``: the encrypted shares by sender.
 
-        Raises BadPayload for shares from clients without keys, for others than before, and for
-        shares that cannot be opened.
+        Raises BadPayload for shares from clients without keys, for other shares than in an earlier
+        call, and for shares that cannot be decrypted.
         """
-        self.sum.demand(received, "sent shares")
+        self.sum.check_clients(received, "sent shares")
         if not received.keys() <= self.keys.keys() or self.client not in received:
-            raise BadPayload("sealed shares came from clients without keys")
+            raise BadPayload("encrypted shares came from clients without keys")
         if self.sealed and self.sealed != dict(received):
-            raise BadPayload("the sealed shares of the secure sum were others before")
+            raise BadPayload("the encrypted shares of the secure sum have changed")
         self.sealed = dict(received)
-        for other in received:
-            self._opened(other)
-        out = vector + mask_of(self._seed, len(vector), self.sum.purpose("own", self.client))
+        for sender, message in received.items():
+            self._share(sender, message)
+
+        total = vector + mask_of(self._seed, len(vector), self.sum.purpose("own", self.client))
         for peer in sorted(received.keys() - {self.client}):
             mask = common_mask(
                 self.sum,
@@ -316,110 +320,110 @@ class Summand:
                 public=self.keys[peer],
                 length=len(vector),
             )
-            out = with_common_mask(out, mask, self.client, peer)
-        return out
+            total = with_common_mask(total, mask, self.client, peer)
+        return total
 
     def revealed(self, left: Collection[int]) -> dict[int, bytes]:
-        """Step 4: of each client that is left a share of its seed, of each other one of its key;
-        for one ``left`` only.
+        """Step 4: by client, a share of its seed if it is in ``left``, and of its key otherwise.
 
-        ``left``: the clients whose masked vectors came. Raises BadPayload for others than before,
-        or without shares.
+        ``left``: the clients whose masked vectors arrived. Raises BadPayload for other clients than
+        in an earlier call, and for clients without shares.
         """
-        self.sum.demand(left, "sent masked vectors")
+        self.sum.check_clients(left, "sent masked vectors")
         if not set(left) <= self.sealed.keys() or self.client not in left:
             raise BadPayload("masked vectors came from clients without shares")
         if self.left and self.left != tuple(sorted(left)):
             raise BadPayload(
-                "the clients that are left were others before: no second answer is given"
+                "this client already revealed shares for a sum of other clients, and reveals no "
+                "more"
             )
         self.left = tuple(sorted(left))
         shares = {}
-        for client in self.sealed:
-            both = self._opened(client)
-            shares[client] = both[SEED:]
+        for client, message in self.sealed.items():
+            text = self._share(client, message)
+            shares[client] = text[SEED:]
             if client in left:
-                shares[client] = both[:SEED]
+                shares[client] = text[:SEED]
         return shares
 
     def note(self) -> str:
-        """All of it but the sum, as JSON, for a client's own disk between two steps."""
+        """The client's state in the sum as JSON, for its disk between two steps."""
         tables = {
             name: {str(k): v.hex() for k, v in getattr(self, name).items()} for name in TABLES
         }
         return json.dumps({"secrets": self.secrets.hex(), "left": list(self.left), **tables})
 
     @staticmethod
-    def noted(sum: Sum, client: int, note: str) -> Summand:
-        """The client of a note."""
-        told = json.loads(note)
+    def from_note(sum: Sum, client: int, note: str) -> Summand:
+        """The client with the state of a note."""
+        fields = json.loads(note)
         tables = {
-            name: {int(k): bytes.fromhex(v) for k, v in told[name].items()} for name in TABLES
+            name: {int(k): bytes.fromhex(v) for k, v in fields[name].items()} for name in TABLES
         }
         return Summand(
-            sum, client, bytes.fromhex(told["secrets"]), left=tuple(told["left"]), **tables
+            sum, client, bytes.fromhex(fields["secrets"]), left=tuple(fields["left"]), **tables
         )
 
     @property
     def _masking(self) -> bytes:
+        """The private key for common masks."""
         return self.secrets[:KEY]
 
     @property
     def _sealing(self) -> bytes:
+        """The private key for encrypted shares."""
         return self.secrets[KEY : 2 * KEY]
 
     @property
     def _seed(self) -> bytes:
+        """The seed of the private mask."""
         return self.secrets[2 * KEY :]
 
-    def _opened(self, other: int) -> bytes:
-        return self._read(other, self.sealed[other])
-
-    def _read(self, other: int, message: bytes) -> bytes:
-        about = self.sum.purpose("shares", other, self.client)
-        if other not in self.keys:
-            raise BadPayload(f"client {other} sent shares and no keys")
-        text = unsealed(
-            agreed_key(self._sealing, self.keys[other][KEY : 2 * KEY], about), message, about
-        )
+    def _share(self, sender: int, message: bytes) -> bytes:
+        """The share of the sender's seed and of its key, from its encrypted message."""
+        if sender not in self.keys:
+            raise BadPayload(f"client {sender} sent shares but no keys")
+        about = self.sum.purpose("shares", sender, self.client)
+        key = agreed_key(self._sealing, self.keys[sender][KEY : 2 * KEY], about)
+        text = decrypted(key, message, about)
         if len(text) != SEED + KEY:
-            raise BadPayload(f"client {other} sent no shares")
+            raise BadPayload(f"client {sender} sent shares of the wrong length")
         return text
 
 
 def common_mask(
     sum: Sum, private: bytes, *, client: int, peer: int, public: bytes, length: int
 ) -> Masks:
-    """The mask that two clients agree on, (length,): the same from either side.
+    """The common mask of two clients, (length,). Both clients compute the same one.
 
-    private: the client's key of common masks. public: both public keys of the peer.
+    private: the client's private key for common masks. public: the peer's message of step 1.
     """
     purpose = sum.purpose("common", *sorted((client, peer)))
     return mask_of(agreed_key(private, public[:KEY], purpose), length, purpose)
 
 
 def with_common_mask(vector: Masks, mask: Masks, client: int, peer: int) -> Masks:
-    """A client's vector with the mask that it has in common with a peer: of the two, the one with
-    the lower id adds it and the other subtracts it.
+    """A client's vector with the common mask of the client and a peer. The one with the lower id
+    adds the mask, and the other subtracts it.
     """
     if client < peer:
         return vector + mask
     return vector - mask
 
 
-def sum_of_seed(sum: Sum, client: int, seed: bytes) -> bytes:
-    """The SHA-256 of a client's seed in a sum, by which the server knows it when shares give it."""
+def seed_digest(sum: Sum, client: int, seed: bytes) -> bytes:
+    """The SHA-256 of a client's seed in a sum. The server recognises a reconstructed seed by it."""
     return hashlib.sha256(sum.purpose("seed", client) + seed).digest()
 
 
-# The server's part of a secure sum: masks taken off the sum, by shares of which some may be wrong.
+# ---- server --------------------------------------------------------------------------------------
 
 
 log = logging.getLogger("fedstill.secure")
 
 TRIES = 2000
-"""How many choices of shares are tried for one secret: of ten clients all that there are, of many
-those that leave out two or three wrong ones.
+"""How many sets of shares are tried for a secret. For ten clients, these are all sets; for many
+clients, those without two or three wrong shares.
 """
 
 
@@ -432,30 +436,30 @@ def unmasked(
 ) -> Masks:
     """The sum (n,) of the vectors of the clients in ``masked``, modulo 2^64.
 
-    keys: of step 1; shared: whose shares the others have, of step 2; masked, revealed: what came in
-    steps 3 and 4. A wrong share is named in the log and passed over, where enough others are right.
-    Raises TooFewReplies below the threshold, BadPayload for vectors of unequal length and shares
-    that fit no secret.
+    keys: the messages of step 1. shared: the clients that sent shares in step 2. masked, revealed:
+    the messages of steps 3 and 4. Wrong shares are logged and ignored, as long as enough others are
+    right. Raises TooFewReplies below the threshold, and BadPayload for vectors of unequal length
+    and for shares from which a secret cannot be reconstructed.
     """
-    sum.demand(masked, "sent masked vectors")
-    sum.demand(revealed, "revealed shares")
+    sum.check_clients(masked, "sent masked vectors")
+    sum.check_clients(revealed, "revealed shares")
     lengths = {len(vector) for vector in masked.values()}
     if len(lengths) != 1:
-        raise BadPayload("masked vectors of one sum differ in their length")
+        raise BadPayload("masked vectors of one sum differ in length")
     length = lengths.pop()
     total = np.zeros(length, dtype=np.uint64)
-    doubted = set[int]()
     for vector in masked.values():
         total = total + vector
+
+    suspects = set[int]()
     for client in sorted(shared):
-        secret = _secret(
-            sum, client, revealed, _fits(sum, client, keys[client], client in masked), doubted
-        )
+        is_secret = _secret_check(sum, client, keys[client], client in masked)
+        secret = _secret(sum, client, revealed, is_secret, suspects)
         if not secret:
-            problem = ", which dropped out, do not give its key"
+            problem = "do not give its key, and it dropped out"
             if client in masked:
-                problem = " do not give its seed"
-            raise BadPayload(f"shares of client {client}{problem}")
+                problem = "do not give its seed"
+            raise BadPayload(f"the shares of client {client} {problem}")
         if client in masked:
             total = total - mask_of(secret, length, sum.purpose("own", client))
             continue
@@ -463,81 +467,88 @@ def unmasked(
             mask = common_mask(
                 sum, secret, client=client, peer=peer, public=keys[peer], length=length
             )
-            # The peer's vector holds the mask with the peer's sign: the client's sign cancels it.
+            # The peer's vector contains the mask with its sign, and the client's sign cancels it.
             total = with_common_mask(total, mask, client, peer)
     return total
 
 
-def _fits(sum: Sum, client: int, public: bytes, left: bool) -> Callable[[bytes], bool]:
-    """Whether something is a client's secret: its seed if it is left, its key of common masks if it
-    dropped out.
+def _secret_check(sum: Sum, client: int, public: bytes, arrived: bool) -> Callable[[bytes], bool]:
+    """A function that recognises a client's secret: its seed if its vector arrived, and its key for
+    common masks otherwise.
     """
-    if left:
-        return lambda secret: sum_of_seed(sum, client, secret) == public[2 * KEY :]
-    return lambda secret: len(secret) == KEY and public_half(secret) == public[:KEY]
+    if arrived:
+        return lambda secret: seed_digest(sum, client, secret) == public[2 * KEY :]
+    return lambda secret: len(secret) == KEY and public_key(secret) == public[:KEY]
 
 
 def _secret(
     sum: Sum,
     client: int,
     revealed: Mapping[int, Mapping[int, bytes]],
-    fits: Callable[[bytes], bool],
-    doubted: set[int],
+    is_secret: Callable[[bytes], bool],
+    suspects: set[int],
 ) -> bytes:
-    """A client's secret; empty where no threshold of shares fits. ``doubted``: who revealed a share
-    that did not fit; theirs are taken last. It is not said whose fault a wrong share is: the client
-    may have dealt it out so.
+    """A client's secret; empty if it cannot be reconstructed.
+
+    ``suspects``: the clients that revealed wrong shares so far; their shares are tried last. It
+    remains unknown who caused a wrong share, because the client itself may have sent it.
     """
-    there = sorted(
-        (o for o in revealed if client in revealed[o]), key=lambda other: (other in doubted, other)
-    )
-    sum.demand(there, f"revealed shares of client {client}")
-    for first, out in islice(_choices(there, sum.threshold), TRIES):
-        shares = {sum.number(other): revealed[other][client] for other in first if other not in out}
-        if fits(secret := put_together(shares)):
-            for other in out:
-                log.warning(
-                    "%s: the share of client %d that %d revealed is wrong", sum.name, client, other
-                )
-            doubted.update(out)
-            return secret
+    senders = [sender for sender, shares in revealed.items() if client in shares]
+    senders.sort(key=lambda sender: (sender in suspects, sender))
+    sum.check_clients(senders, f"revealed shares of client {client}")
+    for selection in islice(_selections(senders, sum.threshold), TRIES):
+        shares = {sum.number(sender): revealed[sender][client] for sender in selection.trusted}
+        secret = reconstructed(shares)
+        if not is_secret(secret):
+            continue
+        for sender in selection.excluded:
+            log.warning(
+                "%s: the share of client %d that %d revealed is wrong", sum.name, client, sender
+            )
+        suspects.update(selection.excluded)
+        return secret
     return b""
 
 
-def _choices(
-    there: Sequence[int], threshold: int
-) -> Iterator[tuple[Sequence[int], tuple[int, ...]]]:
-    """Those whose shares are looked at, and which of them are left out, so that a
-    threshold remains: few out first.
-    """
-    for wrong in range(len(there) - threshold + 1):
-        first = there[: threshold + wrong]
-        for out in combinations(first, wrong):
-            yield first, out
+@dataclass(frozen=True)
+class _Selection:
+    """The clients whose shares are used for a secret, and those that are taken for wrong."""
+
+    trusted: tuple[int, ...]
+    excluded: tuple[int, ...]
+
+
+def _selections(senders: Sequence[int], threshold: int) -> Iterator[_Selection]:
+    """All selections of ``threshold`` clients, those with few excluded ones first."""
+    for wrong in range(len(senders) - threshold + 1):
+        candidates = senders[: threshold + wrong]
+        for excluded in combinations(candidates, wrong):
+            trusted = tuple(sender for sender in candidates if sender not in excluded)
+            yield _Selection(trusted, excluded)
 
 
 # ---- messages of the steps -----------------------------------------------------------------------
 #
-# The messages of a secure sum whose clients are elsewhere: four steps in a stage. The server asks
-# for each step with ``question``, beside what the stage itself sends. A client's answer to step
-# ``keys`` is the group ``sum.keys``, and so on. Neither side trusts what it reads.
+# If the clients are on other machines, a stage has four messages. The server asks for each step
+# with ``question``; one of them also contains the stage's own payload. A client's answer to the
+# step ``keys`` is the group ``sum.keys``, and so on. Each side validates what it receives.
 
 
 PREFIX = "sum."
-"""The names of the protocol's groups begin with it; the other groups are the stage's."""
+"""The prefix of the protocol's groups in a payload. All other groups belong to the stage."""
 
 STEPS = ("keys", "shares", "vector", "revealed")
-"""The four steps, by what a client answers."""
+"""The four steps, named after the clients' answers."""
 
 UNREAD = f"{PREFIX}unread"
-"""A client's answer instead of its vector if it cannot read some shares: who sent these."""
+"""The answer of a client that cannot read some shares, instead of its vector: their senders."""
 
 MOST_DIGITS = 9
 """The most digits of a client's id in a message."""
 
 
 def question(step: str, word: str, **groups: Any) -> Payload:
-    """What a client is asked in a step of the sum with this word, beside the stage's payload."""
+    """The server's message for a step of the sum with this word, without the stage's payload."""
     prefixed = {PREFIX + name: group for name, group in groups.items()}
     return Payload({f"{PREFIX}step": step, f"{PREFIX}word": word, **prefixed})
 
@@ -563,16 +574,16 @@ def byte_tensor(data: bytes) -> Tensor:
 
 
 def as_bytes(tensors: Tensors, most: int) -> dict[int, bytes]:
-    """Bytes by client out of a message, at most ``most`` of each.
+    """Bytes by client from a message, at most ``most`` for each.
 
     Raises BadPayload for anything else.
     """
     for name, tensor in tensors.items():
         is_client = name.isdecimal() and len(name) <= MOST_DIGITS
         if not is_client or tensor.dtype != torch.uint8 or tensor.ndim != 1:
-            raise BadPayload("a step of a secure sum brings bytes by client, and nothing else")
+            raise BadPayload("a message of a secure sum must consist of bytes by client")
     if any(len(tensor) > most for tensor in tensors.values()):
-        raise BadPayload(f"a step of a secure sum brings more than {most} bytes for a client")
+        raise BadPayload(f"a message of a secure sum has more than {most} bytes for a client")
     return {int(name): tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 

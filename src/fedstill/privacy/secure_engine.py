@@ -43,7 +43,7 @@ from fedstill.privacy.protocol import (
     Summand,
     as_bytes,
     byte_tensors,
-    demand_key,
+    check_public_key,
     question,
     unmasked,
 )
@@ -114,7 +114,7 @@ class MaskedEngine:
         """The replies that the sum gives. Replies in ``status`` that cannot be summed become
         failures.
         """
-        sum = self.masking.begun(stage, sorted(payloads))
+        sum = self.masking.new_sum(stage, sorted(payloads))
         start = common_start(payloads)
         clients = {client: Summand(sum, client) for client in sum.clients}
         keys = {client: summand.public for client, summand in clients.items()}
@@ -176,7 +176,7 @@ class RemoteSums:
         """
         while True:
             word = secrets.token_hex(8)
-            sum = self.masking.begun(stage, stage.clients, word)
+            sum = self.masking.new_sum(stage, stage.clients, word)
             failed = {client: reply for client, reply in status.items() if reply.failure}
             attempt = _Attempt(
                 engine=self.engine,
@@ -251,7 +251,7 @@ class _Attempt:
         return unique
 
     def _shares(self, keys: Mapping[int, bytes]) -> dict[int, dict[int, bytes]]:
-        """The sealed shares that clients send, by sender and receiver."""
+        """The encrypted shares that clients send, by sender and receiver."""
         question_for_all = self._question("shares", keys=byte_tensors(keys))
         questions = dict.fromkeys(keys, question_for_all)
         shares = self._asked(questions, shares_reader(keys), self.status)
@@ -371,12 +371,12 @@ def read_keys(content: Payload) -> bytes:
     if len(keys) != PUBLIC:
         raise BadPayload(f"its keys are not {PUBLIC} bytes")
     for key in (keys[:KEY], keys[KEY : 2 * KEY]):
-        demand_key(key)
+        check_public_key(key)
     return keys
 
 
 def shares_reader(clients: Collection[int]) -> Callable[[Payload], dict[int, bytes]]:
-    """Reads sealed shares, one for each of the clients."""
+    """Reads encrypted shares, one for each of the clients."""
 
     def read(content: Payload) -> dict[int, bytes]:
         shares = as_bytes(content.tensors(f"{PREFIX}shares"), SEALED)
@@ -514,7 +514,7 @@ def common_start(payloads: Mapping[int, Payload]) -> Tensors:
 
 
 def sealed_for(client: int, shares: Mapping[int, Mapping[int, bytes]]) -> dict[int, bytes]:
-    """The sealed shares for a client, by sender."""
+    """The encrypted shares for a client, by sender."""
     return {sender: shares_of_sender[client] for sender, shares_of_sender in shares.items()}
 
 
@@ -541,7 +541,7 @@ def check_enough(
 ) -> None:
     """Raise TooFewReplies if too few clients did an action; it says why the first one did not."""
     try:
-        sum.demand(clients, action)
+        sum.check_clients(clients, action)
     except FedstillError as error:
         failures = (
             f"; client {reply.client}: {reply.failure}"

@@ -459,10 +459,10 @@ class SiteSums(SiteGuard):
         another sum.
         """
         stage = request.stage
-        sum = self.masking.begun(stage, stage.clients, word)
+        sum = self.masking.new_sum(stage, stage.clients, word)
         note = self.notes.under_way(stage, word)
         if note is not None:
-            summand = Summand.noted(sum, request.client, note.summand)
+            summand = Summand.from_note(sum, request.client, note.summand)
             masked = note.masked
         elif step == "keys":
             summand = Summand(sum, request.client)
@@ -500,7 +500,7 @@ class SumAnswer:
         return self._reply("keys", keys)
 
     def shares(self) -> Reply:
-        """Step 2: shares of the client's secrets, sealed for each client."""
+        """Step 2: shares of the client's secrets, encrypted for each client."""
         keys = as_bytes(self.request.payload.tensors(f"{PREFIX}keys"), PUBLIC)
         shares = byte_tensors(self.summand.shares(keys))
         self._note(self.masked)
