@@ -315,7 +315,6 @@ def check_config(settings: Settings) -> None:
         )
     if privacy.protects_logits and Permit.NOISY_LOGITS not in settings.method.permits:
         raise IncompatibleMethod(
-            f"[privacy] clip protects logits, but clients of method "
-            f"{settings.named.method.label} send none; "
+            f"method {settings.named.method.label} sends no logits, which privacy.clip protects; "
             "leave it out, or choose a method that exchanges logits (hiper_fedkd, fedmd, dsfl)"
         )
