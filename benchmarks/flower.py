@@ -5,7 +5,8 @@ Ray, deployed.
 federation whose server and clients are running (made with as many clients as ``--clients``).
 ``--cold`` adds Flower's own programs, which start a Python for every message; with ``--deployed``
 it prints how many times as fast the federation is. ``--sites 5,10,15`` starts federations of so
-many sites instead, and prints what a message costs (``benchmarks.load``).
+many sites instead, and prints what a message costs (``benchmarks.load``). ``--large`` does so for
+messages of 144 MB (``benchmarks.large``).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import large, load
 from benchmarks.flowers_own import flowers_own
-from benchmarks.load import print_table
 from fedstill.config.experiment import Experiment
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
@@ -85,9 +86,13 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--sites", type=lambda text: [int(number) for number in text.split(",")])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--large", action="store_true")
     given = parser.parse_args()
     if given.sites:
-        print_table(given.sites, given.rounds)
+        load.print_table(given.sites, given.rounds)
+        return
+    if given.large:
+        large.print_table()
         return
     ways: dict[str, dict[str, Any]] = {
         "in process": {"engine": "serial"},

@@ -10,10 +10,10 @@ from typing import Any
 import toys
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
-from fedstill.flower.engine import LoopbackGrid, parsed
+from fedstill.flower.engine import LoopbackGrid, Parcel, parsed
 from fedstill.flower.remote_runs import trial_app
 
-Trouble = Callable[["TroubledGrid", int, int, int, bytes], bytes | None]
+Trouble = Callable[["TroubledGrid", int, int, int, Parcel], Parcel | None]
 """(grid, client, round, how often it was asked for that stage before, message) to reply; None: no
 reply.
 """
@@ -36,7 +36,7 @@ class TroubledGrid(LoopbackGrid):
     def client(self, node: int) -> int:
         return int(self.nodes[node].node_config["partition-id"])
 
-    def deliver(self, node: int, data: bytes) -> bytes | None:
+    def deliver(self, node: int, data: Parcel) -> Parcel | None:
         message = parsed(data)
         if message.metadata.message_type != "train.stage" or self.trouble is None:
             return super().deliver(node, data)
@@ -46,7 +46,7 @@ class TroubledGrid(LoopbackGrid):
         self._met[key] = before + 1
         return self.trouble(self, client, round, before, data)
 
-    def work(self, client: int, data: bytes) -> bytes | None:
+    def work(self, client: int, data: Parcel) -> Parcel | None:
         """What the client's node makes of a message."""
         node = next(n for n in self.nodes if self.client(n) == client)
         return super().deliver(node, data)

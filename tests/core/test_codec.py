@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedstill.core.codec import decode, encode
+from fedstill.core.codec import DTYPES as DTYPES_BY_NAME
+from fedstill.core.codec import decode, encode, encoded_parts
 from fedstill.core.errors import BadPayload
 from fedstill.core.records import Payload
 
@@ -49,6 +53,7 @@ tensors = st.builds(
 group_names = st.text("abcdefgh.ä_ -0", min_size=1, max_size=8).filter(
     lambda n: n not in (".", "..")
 )
+quoted_names = st.text('ab.ä"é_', min_size=1, max_size=4).filter(lambda n: n not in (".", ".."))
 tensor_names = st.one_of(group_names, st.sampled_from(["body.0.weight", "blocks/3/bias", "z", "a"]))
 scalars = st.one_of(
     st.booleans(),
@@ -92,6 +97,48 @@ def test_what_goes_in_comes_out(payload: Payload) -> None:
     assert_same(back, payload)
     assert encode(back) == data
     assert back.nbytes == payload.nbytes
+
+
+@settings(max_examples=100)
+@given(st.dictionaries(quoted_names, tensors, max_size=6))
+def test_the_bytes_are_those_of_safetensors(group: dict[str, Tensor]) -> None:
+    data = encode(Payload({"g": group}, n=1))
+    stored = safetensors.torch.load(data)
+    assert stored.keys() == {f"g/{name}" for name in group}
+    copies = {name: tensor.clone() for name, tensor in stored.items()}
+    metadata = {"fedstill": json.dumps({"groups": ["g", "n"], "rest": {"g": list(group), "n": 1}})}
+    assert data == safetensors.torch.save(copies, metadata)
+
+
+@pytest.mark.parametrize("name", DTYPES_BY_NAME)
+def test_each_type_of_tensor_has_the_name_that_safetensors_gives_it(name: str) -> None:
+    dtype = DTYPES_BY_NAME[name]
+    if dtype not in safetensors.torch._SIZE:
+        pytest.skip("the library of this version has no such type")
+    tensor = torch.arange(2 * dtype.itemsize, dtype=torch.uint8).view(dtype)
+    if dtype == torch.bool:
+        tensor = torch.tensor([True, False])
+    data = encode(Payload(t=tensor))
+    metadata = {"fedstill": json.dumps({"groups": ["t"], "rest": {}})}
+    assert data == safetensors.torch.save({"t": tensor}, metadata)
+    decoded = decode(data).tensor("t")
+    assert decoded.dtype == dtype
+    assert torch.equal(decoded.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_the_parts_of_a_payload_are_the_memory_of_its_tensors() -> None:
+    """A large model is not copied before it is written or hashed."""
+    weights = torch.zeros(3, 5)
+    _, memory = encoded_parts(Payload(params={"w": weights}))
+    weights.fill_(1.0)
+    assert bytes(memory) == weights.numpy().tobytes()
+
+
+def test_a_tensor_of_one_element_is_stored_whatever_its_strides_are() -> None:
+    tensor = torch.arange(8.0)[::4][:1]
+    assert tensor.as_strided((1,), (4,)).is_contiguous()
+    data = encode(Payload(t=tensor.as_strided((1,), (4,))))
+    assert decode(data).tensor("t").tolist() == [0.0]
 
 
 def test_equal_payloads_give_equal_bytes_however_they_lie_in_memory() -> None:

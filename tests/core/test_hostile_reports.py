@@ -17,8 +17,8 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import Interrupted
 from fedstill.core.records import Payload
-from fedstill.flower.engine import parsed, serialised
-from fedstill.flower.messages import SiteReply, content
+from fedstill.flower.engine import Parcel, parsed, serialised
+from fedstill.flower.messages import SiteReply, answer_content
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import resume, run
 from flowers import needs_flower, over_flower
@@ -243,8 +243,8 @@ def spoiled(text: Callable[[str], str]) -> Any:
     """What changes the header of the hostile client's reply in round 1."""
 
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         reply = grid.work(client, data)
         if (client, round) != (HOSTILE, 1) or reply is None:
             return reply
@@ -273,8 +273,8 @@ def without_it(tmp_path_factory: pytest.TempPathFactory) -> Without:
     folders: dict[int, Path] = {}
 
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         return None if (client, round) == (HOSTILE, 1) else grid.work(client, data)
 
     def directory(experiment: Experiment) -> Path:
@@ -345,8 +345,8 @@ def test_a_crafted_census_is_refused(
     labels: list[int], examples: int, why: str, tmp_path: Path
 ) -> None:
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         if (client, round) != (HOSTILE, 0):
             return grid.work(client, data)
         return answer(
@@ -366,11 +366,11 @@ def test_a_crafted_census_is_refused(
         raise AssertionError(first["refused"])
 
 
-def answer(data: bytes, reply: SiteReply) -> bytes:
+def answer(data: Parcel, reply: SiteReply) -> Parcel:
     """A reply of the hostile client's own making, to a message."""
     from flwr.app import Message
 
-    return serialised(Message(content(reply), reply_to=parsed(data)))
+    return serialised(Message(answer_content(reply), reply_to=parsed(data)))
 
 
 LARGE: dict[str, tuple[Payload, str]] = {
@@ -390,8 +390,8 @@ def test_a_large_reply_is_refused_by_a_short_reason(
     up, why = LARGE[name]
 
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         return (
             answer(data, SiteReply(HOSTILE, 1, 0, up, 5))
             if (client, round) == (HOSTILE, 1)
@@ -418,8 +418,8 @@ def test_a_long_reason_of_flowers_or_of_an_app_that_raised_is_cut(tmp_path: Path
     from flwr.app import Error, Message
 
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         if round == 1 and client in (0, HOSTILE):
             return serialised(
                 Message(Error(2 if client else 4, "no " * 10**6), reply_to=parsed(data))

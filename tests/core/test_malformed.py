@@ -126,6 +126,29 @@ MALFORMED = {
     "tensor of no group": with_note({"groups": [], "rest": {}}, {"a": FLOAT}, b"\0" * 4),
     "a key twice": with_header(DOUBLED),
     "a note's key twice": with_note('{"groups": [], "groups": [], "rest": {}}'),
+    **{
+        f"a tensor with {label}": with_note(
+            {"groups": ["a"], "rest": {}}, {"a": {**FLOAT, **change}}, b"\0" * 4
+        )
+        for label, change in {
+            "an unknown type": {"dtype": "F31"},
+            "a type that is no text": {"dtype": ["F32"]},
+            "another shape": {"shape": [2]},
+            "a negative shape": {"shape": [-1]},
+            "a shape of fractions": {"shape": [1.0]},
+            "a shape of truths": {"shape": [True]},
+            "a huge empty shape": {"shape": [2**62, 2**62, 0], "data_offsets": [0, 0]},
+            "offsets that are swapped": {"data_offsets": [4, 0]},
+            "offsets of fractions": {"data_offsets": [0.0, 4.0]},
+            "one offset": {"data_offsets": [0]},
+            "bytes before it": {"shape": [0], "data_offsets": [4, 4]},
+            "bytes after it": {"shape": [0], "data_offsets": [0, 0]},
+            "one more field": {"more": 1},
+        }.items()
+    },
+    "tensors that overlap": with_note(
+        {"groups": ["a", "b"], "rest": {}}, {"a": FLOAT, "b": FLOAT}, b"\0" * 4
+    ),
     "a tensor twice": with_header(
         b'{"__metadata__":{"fedstill":"{\\"groups\\":[\\"a\\"],\\"rest\\":{}}"},'
         b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],'

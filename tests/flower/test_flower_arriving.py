@@ -20,7 +20,7 @@ from fedstill.core.label_counts import census_stage
 from fedstill.core.records import Payload, Stage
 from fedstill.flower import fleet as arriving
 from fedstill.flower.fleet import UNREADABLE, Fleet, Patience, unfolded
-from fedstill.flower.messages import Request, SiteReply, content, require_flower
+from fedstill.flower.messages import Request, SiteReply, answer_content, require_flower
 from fedstill.flower.remote_runs import BYTES_OF_SHARES, ReplyLimits
 from fedstill.running.preparation import prepare
 from flowers import needs_flower
@@ -172,7 +172,7 @@ def good(client: int, size: int = 0) -> Callable[[Any], tuple[str, dict[str, byt
             "train.stage",
         )
         message: Message = make_message(
-            metadata=told, content=content(SiteReply(client, 1, 0, content=up))
+            metadata=told, content=answer_content(SiteReply(client, 1, 0, content=up))
         )
         return message.object_id, {
             id: one.deflate() for id, one in get_all_nested_objects(message).items()

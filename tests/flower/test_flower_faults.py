@@ -14,7 +14,7 @@ import pytest
 import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import Interrupted, TooFewReplies
-from fedstill.flower.engine import parsed
+from fedstill.flower.engine import Parcel, parsed
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.recording import Quiet
 from fedstill.running.runner import resume, run
@@ -70,8 +70,8 @@ def lost_once(code: int | None) -> Any:
     from fedstill.flower.engine import serialised
 
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         reply = grid.work(client, data)
         if round == 2 and not before:
             return serialised(Message(Error(code or 0, "gone"), reply_to=parsed(data)))
@@ -96,8 +96,8 @@ def test_a_client_killed_before_it_kept_its_reply_works_again_to_the_same_bits(
     whole: Path, tmp_path: Path
 ) -> None:
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         if round == 2 and not before and client == 1:
             grid.work(client, data)
             (kept,) = (tmp_path / "sites").rglob("client1/0000002-0000000.reply")
@@ -111,8 +111,8 @@ def test_a_client_killed_before_it_kept_its_reply_works_again_to_the_same_bits(
 
 def test_a_damaged_kept_reply_is_worked_out_again(whole: Path, tmp_path: Path) -> None:
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         out = lost_once(8)(grid, client, round, before, data)
         if round == 2 and not before:
             (kept,) = (tmp_path / "sites").rglob(f"client{client}/0000002-0000000.reply")
@@ -125,8 +125,8 @@ def test_a_damaged_kept_reply_is_worked_out_again(whole: Path, tmp_path: Path) -
 
 def test_a_reply_that_never_comes_is_a_failure_by_name_and_leaves_no_memory(tmp_path: Path) -> None:
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         reply = grid.work(client, data)
         return None if (client, round) == (1, 2) else reply
 
@@ -158,13 +158,13 @@ def seen(folder: Path) -> dict[int, int]:
 
 
 def test_a_late_reply_is_not_folded_into_a_later_round(tmp_path: Path) -> None:
-    late: list[bytes] = []
+    late: list[Parcel] = []
 
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         if (client, round) == (1, 2):
-            late.append(grid.work(client, data) or b"")
+            late.append(grid.work(client, data) or Parcel(b""))
             return None
         if (client, round) == (1, 3):
             grid._replies["999"] = late[0]  # it comes now, as the answer to a message of long ago
@@ -181,13 +181,13 @@ def test_a_late_reply_sent_as_the_answer_of_another_round_is_refused(tmp_path: P
     late = []
 
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         from flwr.app import Message
 
         reply = grid.work(client, data)
         if (client, round) == (1, 2):
-            late.append(parsed(reply or b"").content)
+            late.append(parsed(reply or Parcel(b"")).content)
         if (client, round) == (1, 3):
             return serialised(Message(late[0], reply_to=parsed(data)))
         return reply
@@ -225,8 +225,8 @@ def test_an_app_that_crashes_again_and_again_is_given_up_by_name(tmp_path: Path)
     from fedstill.flower.engine import serialised
 
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         if (client, round) == (1, 2):
             return serialised(
                 Message(Error(8, "ClientApp stopped responding."), reply_to=parsed(data))
@@ -286,8 +286,8 @@ def test_what_a_node_held_when_it_restarted_is_sent_again_within_the_deadline(
     """
 
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         return None if (client, round, before) == (2, 2, 0) else grid.work(client, data)
 
     grid = troubled(tmp_path / "run", trouble, deadline=30, retries=2)
@@ -305,11 +305,11 @@ def test_a_client_that_works_for_longer_than_its_share_is_asked_again_and_its_fi
             )
             return super().pull_messages(message_ids)
 
-    late: dict[str, tuple[float, bytes]] = {}
+    late: dict[str, tuple[float, Parcel]] = {}
 
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         reply = grid.work(client, data)
         if (client, round) != (2, 2) or reply is None:
             return reply
@@ -359,8 +359,8 @@ def test_a_server_that_was_killed_after_it_asked_resumes_to_the_same_bits(
     experiment, sites, worked = over_flower(REMEMBERING), tmp_path / "sites", []
 
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         out = grid.work(client, data)
         if round == stages + 1 and client == 3:
             # the server ends in the middle of a stage, when all clients have done it
@@ -378,8 +378,8 @@ def test_a_server_that_was_killed_after_it_asked_resumes_to_the_same_bits(
     assert len(before) == 4
 
     def watch(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         worked.append((client, round))
         return grid.work(client, data)
 
@@ -403,8 +403,8 @@ def test_a_link_of_a_chain_that_does_not_answer_is_skipped(tmp_path: Path) -> No
 
 def test_a_site_that_lost_its_disk_says_so(tmp_path: Path) -> None:
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         if (client, round) == (1, 2):
             for path in (tmp_path / "sites").rglob("client1/*.safetensors"):
                 path.unlink()

@@ -21,8 +21,15 @@ from fedstill.core.errors import BadPayload, ConfigError
 from fedstill.core.files import digest
 from fedstill.core.label_counts import census_stage
 from fedstill.core.records import Payload, Stage
+from fedstill.flower import messages
 from fedstill.flower.facts import Facts
-from fedstill.flower.messages import Request, SiteReply, content, header_and_payload
+from fedstill.flower.messages import (
+    Contents,
+    Request,
+    SiteReply,
+    answer_content,
+    header_and_payload,
+)
 from fedstill.flower.site import Clerk
 from fedstill.flower.site_settings import Site, files_in, load_site
 from fedstill.running.preparation import prepare
@@ -461,7 +468,7 @@ def test_requests_and_answers_survive_the_wire() -> None:
     request = request_of(
         settings_of(), facts={"classes": ["a"]}, memory=("client0-round1-stage0.safetensors", "ab")
     )
-    back = Request.of(*header_and_payload(content(request), 1 << 30))
+    back = Request.of(*header_and_payload(Contents().of_request(request), 1 << 30))
     assert back.digest() == request.digest()
     assert list(back.payload.params) == list(request.payload.params)
     answer = SiteReply(
@@ -473,28 +480,39 @@ def test_requests_and_answers_survive_the_wire() -> None:
         {"loss": {"ce": float("nan")}},
         ("x.safetensors", "y"),
     )
-    assert SiteReply.of(*header_and_payload(content(answer), 1 << 30)).header() == answer.header()
+    assert (
+        SiteReply.of(*header_and_payload(answer_content(answer), 1 << 30)).header()
+        == answer.header()
+    )
 
 
 @needs_flower
-def test_messages_that_are_none_of_ours_are_refused_by_name() -> None:
+def test_messages_that_are_none_of_ours_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-    good = content(SiteReply(0, 1, 0, Payload(a=1)))
+    small = answer_content(SiteReply(0, 1, 0, Payload(a=1)))
+    monkeypatch.setattr(messages, "HEADER_BYTES", 0)
+    large = answer_content(SiteReply(0, 1, 0, Payload(a=1)))
     three = ArrayRecord({"0": Array("uint8", (3,), "x", b"abc")})
+    more = {"more": ConfigRecord({})}
     for bad, line in [
-        (RecordDict({}), "holds other records"),
-        (RecordDict({**good, "more": ConfigRecord({})}), "holds other records"),
-        (RecordDict({**good, "header": ConfigRecord({"json": 3})}), "holds other records"),
-        (
-            RecordDict({**good, "groups": three}),
-            "too few for a payload",
-        ),
+        (RecordDict({}), "no header"),
+        (RecordDict({**small, **more}), "other records"),
+        (RecordDict({**large, **more}), "other records"),
+        (RecordDict({"header": large["header"]}), "other records"),
+        (RecordDict({**small, "groups": three}), "other records"),
+        (RecordDict({"header": ConfigRecord({"json": "{}", "groups": [3]})}), "other records"),
+        (RecordDict({**large, "header": ConfigRecord({"json": 3})}), "no header"),
+        (RecordDict({**large, "groups": three}), "too few for a payload"),
+        (RecordDict({"header": ConfigRecord({"json": "{}", "groups": [b"abc"]})}), "too few"),
     ]:
         with pytest.raises(BadPayload, match=line):
             header_and_payload(bad, 1 << 20)
-    with pytest.raises(BadPayload, match="over the limit of 10"):
-        header_and_payload(good, 10)
+    for good in (small, large):
+        with pytest.raises(BadPayload, match="over the limit of 10"):
+            header_and_payload(good, 10)
 
 
 @pytest.mark.parametrize(

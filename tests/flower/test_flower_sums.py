@@ -23,7 +23,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import BadPayload, ConfigError, TooFewReplies
 from fedstill.core.files import digest
 from fedstill.core.records import Payload, Stage
-from fedstill.flower.engine import parsed
+from fedstill.flower.engine import Parcel, parsed
 from fedstill.flower.messages import Request, SiteReply, header_and_payload
 from fedstill.flower.site import Clerk
 from fedstill.flower.site_settings import Site
@@ -49,11 +49,11 @@ SECRET = toys.toy(
 )
 
 
-def step_of(data: bytes) -> str:
+def step_of(data: Parcel) -> str:
     return str(payload_of(data).get("sum.step"))
 
 
-def payload_of(data: bytes) -> Payload:
+def payload_of(data: Parcel) -> Payload:
     return header_and_payload(parsed(data).content, 1 << 30)[1]
 
 
@@ -69,7 +69,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Trouble = Callable[[TroubledGrid, int, int, int, bytes], bytes | None]
+Trouble = Callable[[TroubledGrid, int, int, int, Parcel], Parcel | None]
 
 
 def carried(folder: Path, trouble: Trouble, experiment=SECRET, **flower: Any) -> TroubledGrid:
@@ -85,8 +85,8 @@ def test_it_is_the_run_of_one_process_and_no_message_of_a_site_tells_its_model(
     groups, vectors, headers = dict[str, set[str]](), list[torch.Tensor](), list[dict[str, Any]]()
 
     def noted(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         answer = grid.work(client, data)
         assert answer is not None
         header, up = header_and_payload(parsed(answer).content, 1 << 30)
@@ -114,7 +114,9 @@ def test_it_is_the_run_of_one_process_and_no_message_of_a_site_tells_its_model(
 def test_clients_that_drop_out_at_any_step_are_left_out_or_counted(
     step: str, tmp_path: Path
 ) -> None:
-    def lost(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def lost(
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         return None if client in (1, 4) and step_of(data) == step else grid.work(client, data)
 
     carried(tmp_path / "run", lost)
@@ -135,7 +137,9 @@ def test_clients_that_drop_out_at_any_step_are_left_out_or_counted(
 def test_with_too_few_left_at_any_step_the_run_stops_by_name_and_goes_on_when_they_are_back(
     step: str, whole: Path, tmp_path: Path
 ) -> None:
-    def lost(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def lost(
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         return (
             None if round == 2 and client < 3 and step_of(data) == step else grid.work(client, data)
         )
@@ -153,7 +157,9 @@ def test_with_too_few_left_at_any_step_the_run_stops_by_name_and_goes_on_when_th
 
 def test_a_client_that_answers_with_something_else_drops_out_by_name(tmp_path: Path) -> None:
 
-    def odd(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def odd(
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         if client != 2 or step_of(data) != "vector":
             return grid.work(client, data)
         return instead(
@@ -167,14 +173,14 @@ def test_a_client_that_answers_with_something_else_drops_out_by_name(tmp_path: P
     assert all("something else than a masked vector of 182 numbers" in why for why in said)
 
 
-def instead(data: bytes, answer: SiteReply) -> bytes:
+def instead(data: Parcel, answer: SiteReply) -> Parcel:
     """Another answer to a message than the site's own."""
     from flwr.app import Message
 
     from fedstill.flower.engine import serialised
-    from fedstill.flower.messages import content
+    from fedstill.flower.messages import answer_content
 
-    return serialised(Message(content(answer), reply_to=parsed(data)))
+    return serialised(Message(answer_content(answer), reply_to=parsed(data)))
 
 
 def told_of(folder: Path, round: int = 1) -> tuple[dict[int, str], set[int]]:
@@ -217,8 +223,8 @@ def test_a_wrong_answer_is_refused_by_name_and_the_sum_goes_on_without_it(
     up, why = WRONG[step]
 
     def wrong(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         answer = grid.work(client, data)
         mine = client == 2 and step_of(data) == step
         return instead(data, SiteReply(2, round, 0, up)) if mine else answer
@@ -234,8 +240,8 @@ def test_keys_that_two_clients_send_are_of_neither(tmp_path: Path) -> None:
     seen = dict[int, Payload]()
 
     def copies(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         answer = grid.work(client, data)
         if step_of(data) != "keys" or answer is None:
             return answer
@@ -251,8 +257,8 @@ def test_keys_that_two_clients_send_are_of_neither(tmp_path: Path) -> None:
 
 def test_a_client_that_says_it_cannot_read_anothers_shares_drops_out_alone(tmp_path: Path) -> None:
     def accuses(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         answer = grid.work(client, data)
         mine = client == 2 and step_of(data) == "vector"
         return (
@@ -269,8 +275,8 @@ def test_a_client_that_says_it_cannot_read_anothers_shares_drops_out_alone(tmp_p
 
 def test_wrong_shares_at_the_end_are_passed_over(whole: Path, tmp_path: Path) -> None:
     def wrong(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         answer = grid.work(client, data)
         mine = client == 0 and step_of(data) == "revealed"
         up = Payload({"sum.revealed": zeros_for_all(16)})
@@ -282,7 +288,9 @@ def test_wrong_shares_at_the_end_are_passed_over(whole: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("step", STEPS)
 def test_an_answer_of_another_round_is_refused_before_it_is_read(step: str, tmp_path: Path) -> None:
-    def late(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def late(
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         answer = grid.work(client, data)
         assert answer is not None
         if client != 2 or step_of(data) != step:
@@ -310,7 +318,9 @@ def test_no_entry_of_a_step_may_be_longer_than_it_is() -> None:
 def test_of_three_clients_none_may_drop_out(tmp_path: Path) -> None:
     """Of a sum of two each would know the other's model."""
 
-    def lost(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+    def lost(
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         return None if client == 2 and step_of(data) == "vector" else grid.work(client, data)
 
     three = replace(SECRET, topology={"clients": 3})
@@ -322,8 +332,8 @@ def test_after_shares_were_revealed_a_resume_has_the_same_clients_left(tmp_path:
     """Client 4 was away then; two answers were lost on their way, so the run stopped."""
 
     def stuck(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         if round == 2 and client == 4 and step_of(data) == "vector":
             return None
         answer = grid.work(client, data)

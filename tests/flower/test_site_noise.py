@@ -23,7 +23,7 @@ from fedstill.core.files import digest
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Payload, Stage
 from fedstill.data.views import SiteViews
-from fedstill.flower.engine import LoopbackGrid, parsed, serialised
+from fedstill.flower.engine import LoopbackGrid, Parcel, parsed, serialised
 from fedstill.flower.facts import Facts
 from fedstill.flower.messages import Request, SiteReply, header_and_payload
 from fedstill.flower.site import Clerk, client_app
@@ -230,7 +230,7 @@ def test_an_answer_that_was_lost_is_sent_again_with_the_same_noise(
     class Losing(LoopbackGrid):
         """Every node's first reply in a stage is lost, when it has left the node."""
 
-        def deliver(self, node: int, data: bytes) -> bytes | None:
+        def deliver(self, node: int, data: Parcel) -> Parcel | None:
             reply, message = super().deliver(node, data), parsed(data)
             if message.metadata.message_type != "train.stage" or reply is None:
                 return reply
@@ -240,7 +240,7 @@ def test_an_answer_that_was_lost_is_sent_again_with_the_same_noise(
             lost = len(answers[node, str(message.content.config_records["header"]["json"])]) == 1
             return serialised(Message(Error(4, "gone"), reply_to=message)) if lost else reply
 
-    answers: dict[tuple[int, str], list[bytes]] = {}
+    answers: dict[tuple[int, str], list[Parcel]] = {}
     clerks = {s.client: at(s, tmp_path / str(s.client)) for s in there}
     app = client_app(
         lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
@@ -265,7 +265,7 @@ def test_a_server_that_was_killed_after_it_asked_resumes_with_the_noise_that_was
     class Killed(LoopbackGrid):
         """The server ends when the last node has answered in round 2."""
 
-        def deliver(self, node: int, data: bytes) -> bytes | None:
+        def deliver(self, node: int, data: Parcel) -> Parcel | None:
             reply, message = super().deliver(node, data), parsed(data)
             if message.metadata.message_type == "train.stage":
                 stage = json.loads(message.content.config_records["header"]["json"])["stage"]

@@ -17,7 +17,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import BudgetSpent, ConfigError
 from fedstill.core.extensions import RoundResult
 from fedstill.core.records import Payload, Stage
-from fedstill.flower.engine import parsed, serialised
+from fedstill.flower.engine import Parcel, parsed, serialised
 from fedstill.privacy.budget import Budget
 from fedstill.privacy.leakage import epsilon_at_least
 from fedstill.privacy.noise import Privacy, clip_rows, gaussian_epsilon
@@ -268,8 +268,8 @@ def test_one_clients_claims_change_nobodys_epsilon(tmp_path: Path) -> None:
     """
 
     def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: bytes
-    ) -> bytes | None:
+        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
+    ) -> Parcel | None:
         reply = grid.work(client, data)
         if client != 1 or round == 0 or reply is None:
             return reply

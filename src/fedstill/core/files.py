@@ -91,11 +91,14 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PART = ".part"
 """The suffix of files that are being written."""
 
+Content = bytes | Sequence[bytes | memoryview]
+"""The content of a file, or its parts, in their order."""
+
 MOST_AT_ONCE = 32
 """How many files are open and wait for the disk at the same time, each in a thread."""
 
 
-def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
+def write_whole(path: Path, data: Content, mode: int = 0o666) -> None:
     """Write a file under a temporary name, make it durable, and rename it.
 
     A link of this name is replaced; the file that it leads to does not change.
@@ -114,7 +117,7 @@ def write_note(path: Path, data: bytes) -> None:
 
 
 def write_together(
-    files: Iterable[tuple[Path, bytes]],
+    files: Iterable[tuple[Path, Content]],
     mode: int = 0o666,
     beside: Callable[[], object] | None = None,
 ) -> None:
@@ -151,7 +154,7 @@ def write_together(
 
 
 def _write_temporary(
-    files: Iterable[tuple[Path, bytes]],
+    files: Iterable[tuple[Path, Content]],
     mode: int,
     temporary: dict[Path, Path],
     waits: Sequence[Callable[[], object]],
@@ -209,12 +212,14 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_all(file: IO[bytes], data: bytes) -> None:
+def _write_all(file: IO[bytes], data: Content) -> None:
     """Write to an unbuffered file, which may accept only a part at a time."""
-    unwritten = memoryview(data)
-    while unwritten:
-        count = file.write(unwritten)
-        unwritten = unwritten[count:]
+    parts: Sequence[bytes | memoryview] = [data] if isinstance(data, bytes) else data
+    for part in parts:
+        unwritten = memoryview(part)
+        while unwritten:
+            count = file.write(unwritten)
+            unwritten = unwritten[count:]
 
 
 def _sync_content(path: Path, file: IO[bytes]) -> None:
@@ -254,7 +259,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
         raise disk_error(error, path) from error
 
 
-def write_secret(path: Path, data: bytes) -> None:
+def write_secret(path: Path, data: Content) -> None:
     """Write a file that only its owner can read."""
     write_whole(path, data, 0o600)
 
@@ -354,9 +359,12 @@ def in_shell(path: Path | str) -> str:
     return shlex.quote(str(path))
 
 
-def digest(data: bytes) -> str:
-    """SHA-256 in hexadecimal."""
-    return hashlib.sha256(data).hexdigest()
+def digest(*parts: bytes | memoryview) -> str:
+    """SHA-256 of some bytes, given as one or more parts, in hexadecimal."""
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(part)
+    return sha.hexdigest()
 
 
 def disk_error(error: OSError, path: Path) -> DiskFull:

@@ -27,7 +27,7 @@ import torch
 from filelock import FileLock
 
 from fedstill.core import registry
-from fedstill.core.codec import MAX_LOCAL_ENTRIES, decode, encode
+from fedstill.core.codec import MAX_LOCAL_ENTRIES, decode, encoded_parts
 from fedstill.core.errors import BadPayload, DiskFull
 from fedstill.core.files import digest, read_file, remove, write_whole
 from fedstill.core.method import ClientWork
@@ -188,8 +188,9 @@ def key_of(inputs: ReplyInputs) -> str:
         "further": [str(value) for value in inputs.further],
     }
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
-    key.update(encode(inputs.payload))
-    key.update(encode(inputs.client_state))
+    for payload in (inputs.payload, inputs.client_state):
+        for part in encoded_parts(payload):
+            key.update(part)
     for examples in (view.data, view.validation, view.public, view.test, inputs.test):
         data = "none" if examples is None else examples_digest(examples)
         key.update(data.encode())
@@ -246,12 +247,12 @@ def _sources(root: Path) -> list[Path]:
 # A reply as bytes.
 
 
-def _serialised(reply: Reply) -> bytes:
-    """A reply as bytes that begin with their SHA-256."""
+def _serialised(reply: Reply) -> list[bytes | memoryview]:
+    """A reply as bytes that begin with their SHA-256, in parts."""
     fields = {"client": reply.client, "examples": reply.examples, "metrics": dict(reply.metrics)}
     groups = {f"up {name}": group for name, group in reply.content.items()}
-    data = encode(Payload({**groups, "rest": json.dumps(fields)}))
-    return digest(data).encode() + data
+    parts = encoded_parts(Payload({**groups, "rest": json.dumps(fields)}))
+    return [digest(*parts).encode(), *parts]
 
 
 def _load(path: Path) -> Reply | None:
@@ -271,7 +272,7 @@ def _load(path: Path) -> Reply | None:
 
 def _deserialised(serialised: bytes) -> Reply:
     sha = serialised[:SHA_LENGTH]
-    data = serialised[SHA_LENGTH:]
+    data = memoryview(serialised)[SHA_LENGTH:]
     if digest(data).encode() != sha:
         raise BadPayload("its SHA-256 is not the one noted")
     payload = decode(data, entries=MAX_LOCAL_ENTRIES)

@@ -245,7 +245,7 @@ class LoopbackGrid:
         }
         self.bytes_down = self.bytes_up = self.sent = 0
         self.time = 0.0
-        self._replies: dict[str, bytes] = {}
+        self._replies: dict[str, Parcel] = {}
 
     def monotonic(self) -> float:
         """The time, in seconds."""
@@ -279,7 +279,7 @@ class LoopbackGrid:
             self._replies[str(self.sent)] = reply
         return str(self.sent)
 
-    def deliver(self, node: int, data: bytes) -> bytes | None:
+    def deliver(self, node: int, data: Parcel) -> Parcel | None:
         """A node's answer to a message: its reply, or Flower's error reply if its app raises; None:
         no reply.
         """
@@ -293,17 +293,48 @@ class LoopbackGrid:
         return serialised(reply)
 
 
-def serialised(message: Message) -> bytes:
-    """A message as the bytes that Flower's own serialisation gives."""
+@dataclass(frozen=True)
+class Parcel:
+    """A message as it travels over a loopback grid: its protobuf without the data of its arrays.
+
+    ``arrays``: these data, by the names of the record and the array. They are bytes, which nobody
+    can change, so they are not copied.
+    """
+
+    message: bytes
+    arrays: Mapping[tuple[str, str], bytes] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.message) + sum(map(len, self.arrays.values()))
+
+
+def serialised(message: Message) -> Parcel:
+    """A message as bytes, by Flower's own serialisation."""
+    from flwr.app import Array, ArrayRecord, RecordDict
+    from flwr.app.message import make_message
     from flwr.common.serde import message_to_proto
 
-    data: bytes = message_to_proto(message).SerializeToString()
-    return data
+    if not message.has_content():
+        return Parcel(message_to_proto(message).SerializeToString())
+    arrays: dict[tuple[str, str], bytes] = {}
+    records = RecordDict()
+    for name, record in message.content.items():
+        records[name] = record
+        if isinstance(record, ArrayRecord):
+            records[name] = without_data = ArrayRecord()
+            for key, array in record.items():
+                without_data[key] = Array(array.dtype, tuple(array.shape), array.stype, b"")
+                arrays[name, key] = array.data
+    light = make_message(message.metadata, content=records)
+    return Parcel(message_to_proto(light).SerializeToString(), arrays)
 
 
-def parsed(data: bytes) -> Message:
-    """The message in some bytes."""
+def parsed(parcel: Parcel) -> Message:
+    """The message in a parcel."""
     from flwr.common.serde import message_from_proto
     from flwr.proto.message_pb2 import Message as Proto
 
-    return message_from_proto(Proto.FromString(data))
+    message = message_from_proto(Proto.FromString(parcel.message))
+    for (name, key), data in parcel.arrays.items():
+        message.content[name][key].data = data
+    return message

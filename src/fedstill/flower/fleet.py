@@ -17,9 +17,10 @@ from fedstill.flower.messages import (
     RAISED,
     STAGE,
     WHOAMI,
+    Contents,
     Request,
     SiteReply,
-    content,
+    config_record,
     header_and_payload,
 )
 
@@ -373,7 +374,8 @@ class Fleet:
             message = arrived.message
             if message is None or not message.has_content():
                 continue
-            client = message.content.config_records.get("whoami", {}).get("client")
+            introduction = config_record(message.content, "whoami") or {}
+            client = introduction.get("client")
             if type(client) is int:
                 self.clients[node] = client
 
@@ -394,6 +396,7 @@ class Fleet:
     def _send(self, calls: Sequence[_Call], nodes: dict[int, list[int]], end: float) -> None:
         from flwr.app import Message
 
+        contents = Contents()
         messages = []
         sending = []
         for call in calls:
@@ -404,7 +407,7 @@ class Fleet:
                     f"is claimed by {len(client_nodes)} nodes: stop all but one of them",
                 )
             elif client_nodes:
-                records = content(call.request)
+                records = contents.of_request(call.request)
                 messages.append(Message(records, client_nodes[0], STAGE, ttl=self._ttl(end)))
                 sending.append(call)
         if not messages:
@@ -420,7 +423,10 @@ class Fleet:
     def _collect(self, calls: dict[int, _Call]) -> None:
         under_way = {m: c for c in calls.values() for m in c.messages if c.answer is None}
         limits = {id: self._limit(call.request) for id, call in under_way.items()}
-        for id, arrived in self._arrivals.pull(limits).items():
+        replies = self._arrivals.pull(limits)
+        while replies:
+            # One leaves at a time: all encoded and all decoded replies may not fit into memory.
+            id, arrived = replies.popitem()
             call = under_way[id]
             call.messages.discard(id)
             message = arrived.message

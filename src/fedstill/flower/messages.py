@@ -1,5 +1,6 @@
-"""Requests and answers as the content of Flower messages: one header, and one array of bytes for
-each group. A federation's server signs its requests.
+"""Requests and answers as the content of Flower messages: one header, which holds the groups of a
+small message, and one array of bytes for each group of a large one. A federation's server signs its
+requests.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedstill.core.codec import MAX_ENTRIES, decode, encode
+from fedstill.core.codec import MAX_ENTRIES, decode, encoded_parts
 from fedstill.core.errors import (
     BadPayload,
     ConfigError,
@@ -33,7 +34,7 @@ from fedstill.flower import QUIET, check_flower_installed
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from flwr.app import Message, RecordDict
+    from flwr.app import Array, ConfigRecord, Message, RecordDict
 
 
 # Requests of the server and answers of clients: a JSON header beside a payload
@@ -117,7 +118,7 @@ class Request:
     def digest(self) -> str:
         """SHA-256 of everything that the answer depends on."""
         question = replace(self, named=())
-        return digest(question.header().encode() + encode(self.payload))
+        return digest(question.header().encode(), *encoded_parts(self.payload))
 
     @staticmethod
     def of(header: str, payload: Payload) -> Request:
@@ -326,13 +327,19 @@ RAISED = 2
 
 TOO_MANY_ENTRIES = "the message holds too many groups and tensors"
 
+HEADER_BYTES = 1 << 20
+"""The most bytes of groups that stand in a message's header. Flower sends each record and each
+array by itself: a small message is sent faster as a whole.
+"""
+
 _STYPE = "fedstill.payload"
 _SALTED = "fedstill.salted"
 """What the arrays of a message hold: the bytes of a group, or with ``SALT_BYTES`` after them."""
 
 SALT_BYTES = 16
-"""Random bytes after each group of an answer. Flower names arrays by their SHA-256, and tells a
-site which ones the server has: without them, a site could try what another has sent.
+"""Random bytes in the header and after each group of an answer. Flower names records and arrays by
+their SHA-256, and tells a site which ones the server has: without them, a site could try what
+another has sent.
 """
 
 
@@ -344,30 +351,64 @@ def require_flower() -> None:
     check_flower_installed()
 
 
-def content(message: Request | SiteReply) -> RecordDict:
-    """A request or an answer as a message's content. Equal groups of requests give equal arrays,
-    which Flower uploads once.
+@dataclass
+class Contents:
+    """Makes the contents of messages. A group that several requests hold is encoded once, for equal
+    arrays, which Flower uploads once.
     """
+
+    # By the identity of a group, which the requests hold meanwhile.
+    _arrays: dict[tuple[str, int], Array] = field(default_factory=dict)
+
+    def of_request(self, request: Request) -> RecordDict:
+        """A request as a message's content."""
+        header = {"json": request.header()}
+        groups = request.groups()
+        return _records(header, groups, lambda name: self._array(groups, name))
+
+    def _array(self, payload: Payload, name: str) -> Array:
+        key = (name, id(payload[name]))
+        if key not in self._arrays:
+            self._arrays[key] = _array(payload, name, _STYPE)
+        return self._arrays[key]
+
+
+def answer_content(answer: SiteReply) -> RecordDict:
+    """An answer as a message's content."""
+    payload = answer.content
+    header = {"json": answer.header(), "salt": secrets.token_bytes(SALT_BYTES)}
+    return _records(header, payload, lambda name: _array(payload, name, _SALTED))
+
+
+def _records(header: dict[str, Any], payload: Payload, array: Callable[[str], Array]) -> RecordDict:
+    """A header and a payload as records; ``array`` makes the array of a group."""
     from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
-    if isinstance(message, Request):
-        arrays = _arrays(message.groups(), _STYPE, salt=0)
-    else:
-        arrays = _arrays(message.content, _SALTED, salt=SALT_BYTES)
-    return RecordDict(
-        {"header": ConfigRecord({"json": message.header()}), "groups": ArrayRecord(arrays)}
-    )
+    groups = [encoded_parts(_one_group(payload, name)) for name in payload]
+    size = sum(len(part) for parts in groups for part in parts)
+    if size <= HEADER_BYTES:
+        header["groups"] = [b"".join(parts) for parts in groups]
+        return RecordDict({"header": ConfigRecord(header)})
+
+    arrays = ArrayRecord()
+    for number, name in enumerate(payload):
+        arrays[f"{number:06d}"] = array(name)
+    return RecordDict({"header": ConfigRecord(header), "groups": arrays})
 
 
-def _arrays(payload: Payload, kind: str, salt: int) -> dict[str, Any]:
-    """An array of bytes for each group of a payload, with so many random bytes after it."""
+def _one_group(payload: Payload, name: str) -> Payload:
+    return Payload({name: payload[name]})
+
+
+def _array(payload: Payload, name: str, kind: str) -> Array:
+    """An array of the bytes of a group."""
     from flwr.app import Array
 
-    arrays = {}
-    for number, (name, group) in enumerate(payload.items()):
-        data = encode(Payload({name: group})) + secrets.token_bytes(salt)
-        arrays[f"{number:06d}"] = Array("uint8", (len(data),), kind, data)
-    return arrays
+    parts = encoded_parts(_one_group(payload, name))
+    if kind == _SALTED:
+        parts.append(secrets.token_bytes(SALT_BYTES))
+    data = b"".join(parts)
+    return Array("uint8", (len(data),), kind, data)
 
 
 def header_and_payload(
@@ -378,25 +419,24 @@ def header_and_payload(
 
     ``limit``: of bytes; ``entries``: of groups and tensors.
     """
-    header = records.config_records.get("header")
-    groups = records.array_records.get("groups")
+    header = config_record(records, "header")
     text = None
     if header is not None:
         text = header.get("json")
-    if groups is None or not isinstance(text, str) or len(records) != 2:
-        raise BadPayload("the message is not fedstill's: it holds other records")
-    encoded = {key: _without_salt(array) for key, array in sorted(groups.items())}
-    size = sum(len(data) for data in encoded.values())
+    if header is None or not isinstance(text, str):
+        raise BadPayload("the message is not fedstill's: it has no header")
+    encoded = _encoded_groups(records, header)
+    size = sum(len(data) for data in encoded)
     if size > limit:
         raise BadPayload(f"the message has {size} bytes, over the limit of {limit}")
-    if len(groups) > entries:
+    if len(encoded) > entries:
         raise BadPayload(TOO_MANY_ENTRIES)
 
     payload: dict[str, Any] = {}
-    for key, data in encoded.items():
+    for number, data in enumerate(encoded):
         decoded = decode(data, limit, min(entries, MAX_ENTRIES))
         if len(decoded) != 1 or set(decoded) & set(payload):
-            raise BadPayload(f"array {key[:20]!r} does not hold one group of its own")
+            raise BadPayload(f"part {number} does not hold one group of its own")
         payload.update(decoded)
         entries -= sum(map(_entries, decoded.values()))
     if entries < 0:
@@ -404,9 +444,40 @@ def header_and_payload(
     return text, Payload(payload)
 
 
-def _without_salt(array: Any) -> bytes:
+def config_record(records: RecordDict, name: str) -> ConfigRecord | None:
+    """The config record of a name; None without one.
+
+    Flower's views by kind, such as ``config_records``, are cyclic garbage, which keeps a message
+    and its arrays in memory.
+    """
+    from flwr.app import ConfigRecord
+
+    record = records.get(name)
+    if isinstance(record, ConfigRecord):
+        return record
+    return None
+
+
+def _encoded_groups(records: RecordDict, header: Mapping[str, Any]) -> Sequence[bytes | memoryview]:
+    """The bytes of each group, from a header or from arrays; raises BadPayload for other records.
+
+    They are not copied.
+    """
+    from flwr.app import ArrayRecord
+
+    arrays = records.get("groups")
+    in_header: Any = header.get("groups")
+    is_small = isinstance(in_header, list) and all(isinstance(data, bytes) for data in in_header)
+    if is_small and len(records) == 1:
+        return list(in_header)
+    if in_header is None and isinstance(arrays, ArrayRecord) and len(records) == 2:
+        return [_without_salt(arrays[key]) for key in sorted(arrays)]
+    raise BadPayload("the message is not fedstill's: it holds other records")
+
+
+def _without_salt(array: Array) -> memoryview:
     """The bytes of a group in an array."""
-    data: bytes = array.data
+    data = memoryview(array.data)
     if array.stype == _SALTED:
         return data[:-SALT_BYTES]
     return data
@@ -464,13 +535,21 @@ def sign(message: Message, run: int, key: Ed25519PrivateKey) -> None:
 
 def content_digest(records: RecordDict) -> str:
     """SHA-256 of all that a message says: its configs and arrays, with their names and forms."""
-    configs = [[name, sorted(config.items())] for name, config in records.config_records.items()]
-    arrays = [
-        [name, key, array.dtype, list(array.shape), array.stype, digest(array.data)]
-        for name, group in records.array_records.items()
-        for key, array in group.items()
-    ]
+    from flwr.app import ArrayRecord, ConfigRecord
+
+    configs = []
+    arrays = []
+    for name, record in records.items():
+        if isinstance(record, ConfigRecord):
+            configs.append([name, sorted(record.items())])
+        elif isinstance(record, ArrayRecord):
+            arrays += [[name, *_array_digest(key, array)] for key, array in record.items()]
     return digest(json.dumps([sorted(configs), sorted(arrays)], default=bytes.hex).encode())
+
+
+def _array_digest(key: str, array: Array) -> list[Any]:
+    """The name and form of an array, and the SHA-256 of its data."""
+    return [key, array.dtype, list(array.shape), array.stype, digest(array.data)]
 
 
 @dataclass(frozen=True)
@@ -490,6 +569,8 @@ class InstructionCheck:
         It must be for this site, run, kind and content, not expired, and not used before. node: the
         number that this site has in Flower.
         """
+        from flwr.app import MetricRecord
+
         if not message.has_content():
             raise Refused("the message has no content", "signature")
         statement = self._signed_statement(message.content.pop(SIGNED, None))
@@ -504,7 +585,8 @@ class InstructionCheck:
         for name, value in expected.items():
             if statement.get(name) != value:
                 raise Refused(f"the server has signed another {name} of the message", "signature")
-        if about.dst_node_id != node or len(message.content.metric_records):
+        has_metrics = any(isinstance(record, MetricRecord) for record in message.content.values())
+        if about.dst_node_id != node or has_metrics:
             raise Refused("the message is for another site, or holds metrics", "signature")
         if time.time() > statement["until"] + CLOCK_SECONDS:
             raise Refused("the instruction has expired, or a clock is wrong", "signature")

@@ -24,7 +24,7 @@ from fedstill.config.experiment import from_tree
 from fedstill.config.resolve import settle
 from fedstill.config.settings import Settings
 from fedstill.config.stages import takes_census
-from fedstill.core.codec import MAX_LOCAL_ENTRIES, decode, encode
+from fedstill.core.codec import MAX_LOCAL_ENTRIES, decode, encoded_parts
 from fedstill.core.errors import (
     BadPayload,
     CorruptFile,
@@ -49,7 +49,7 @@ from fedstill.flower.messages import (
     WHOAMI,
     Request,
     SiteReply,
-    content,
+    answer_content,
     error_text,
     header_and_payload,
     public_reason,
@@ -569,7 +569,8 @@ class Desk:
         """Keep the model in a request that the run starts from, for later requests."""
         if request.start:
             _check_start(request.start, request)
-            write_secret(self.place / START_MODEL, encode(Payload({START: request.start})))
+            parts = encoded_parts(Payload({START: request.start}))
+            write_secret(self.place / START_MODEL, parts)
 
     def remembered(self, version: Version | None) -> Payload:
         """What the client remembers in a version; raises CorruptFile if that file is gone or
@@ -588,15 +589,18 @@ class Desk:
                 f"the memory that counts, {version[0]}, cannot be used at this site: {error}"
             ) from error
 
-    def _identifier(self, data: bytes) -> str:
-        """Identifies a client's state for the server."""
+    def _identifier(self, *parts: bytes | memoryview) -> str:
+        """Identifies a client's encoded state for the server."""
         if not self.is_secret:
-            return digest(data)
+            return digest(*parts)
         path = self.place / STATE_KEY
         if not path.is_file():
             make_folder(self.place)
             write_secret(path, secrets.token_bytes(32))
-        return hmac.new(read_file(path), data, hashlib.sha256).hexdigest()
+        code = hmac.new(read_file(path), digestmod=hashlib.sha256)
+        for part in parts:
+            code.update(part)
+        return code.hexdigest()
 
     def kept(self, request: Request) -> SiteReply | None:
         """The answer already given to the same request, if it is still here and whole."""
@@ -625,14 +629,14 @@ class Desk:
         make_folder(self.place)
         sweep(self.place)
         if client_state:
-            data = encode(client_state)
+            parts = encoded_parts(client_state)
             name = _memory(self.client, request.stage)
-            write_secret(self.place / name, data)
-            answer = replace(answer, memory=(name, self._identifier(data)))
+            write_secret(self.place / name, parts)
+            answer = replace(answer, memory=(name, self._identifier(*parts)))
         note = json.dumps({"request": request.digest(), "answer": answer.header()})
         groups = {_GROUP + name: group for name, group in answer.content.items()}
         stored = Payload({"note": note, **groups})
-        write_secret(self.place / _reply(request.stage), encode(stored))
+        write_secret(self.place / _reply(request.stage), encoded_parts(stored))
         self._delete_old(request)
         return answer
 
@@ -736,7 +740,7 @@ def client_app(
         def answer() -> RecordDict:
             _, clerk = clerk_of(context)
             request = Request.of(*header_and_payload(message.content, max_bytes, MOST_OF_A_REQUEST))
-            return content(clerk(request))
+            return answer_content(clerk(request))
 
         return answered(message, answer)
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.config.settings import Settings
-from fedstill.core.codec import MAX_LOCAL_ENTRIES, decode, encode
+from fedstill.core.codec import MAX_LOCAL_ENTRIES, decode, encoded_parts
 from fedstill.core.errors import BadPayload, ConfigError, CorruptFile
 from fedstill.core.extensions import Event, Fields, StageKeeper, StageResult
-from fedstill.core.files import digest, make_folder, read_file, remove, write_together
+from fedstill.core.files import Content, digest, make_folder, read_file, remove, write_together
 from fedstill.core.records import NOTHING, SERVER, ModelSpec, Payload, Stage, State
 from fedstill.engines.serial import Memory, Version
 from fedstill.running.journal import JournalMark, read_journal
@@ -143,7 +143,7 @@ class Checkpoints:
         memory: dict[int, tuple[str, str]],
         journal: JournalMark,
         groups: dict[str, str],
-    ) -> Iterator[tuple[Path, bytes]]:
+    ) -> Iterator[tuple[Path, Content]]:
         """What a checkpoint writes: objects that are not there yet, the manifest that names them,
         ``LATEST``.
 
@@ -151,8 +151,8 @@ class Checkpoints:
         """
         extra = {f"extra {k}": Payload({k: state.extra[k]}) for k in state.extra}
         for group, payload in {"params": Payload(params=state.params), **extra}.items():
-            data = encode(payload)
-            name = digest(data)
+            data = encoded_parts(payload)
+            name = digest(*data)
             path, again = self._object_path(name), name in groups.values()
             groups[group] = name
             if not again and (name not in self._sound or not path.exists()):
@@ -336,12 +336,12 @@ class StoredMemory(Memory):
         make_folder(self.folder)
         versions: dict[int, Version] = {}
 
-        def files() -> Iterator[tuple[Path, bytes]]:
+        def files() -> Iterator[tuple[Path, Content]]:
             # One at a time: the encoded states of all clients may not fit into memory.
             for client, state in states.items():
-                data = encode(state)
+                data = encoded_parts(state)
                 name = f"client{client}-round{stage.round}-stage{stage.index}.safetensors"
-                versions[client] = (name, digest(data))
+                versions[client] = (name, digest(*data))
                 yield self.folder / name, data
 
         write_together(files())
@@ -384,10 +384,10 @@ class UpdateKeeper:
         replies = [reply for reply in result.accepted if reply.client != SERVER]
         fields: dict[int, Fields] = {}
 
-        def files() -> Iterator[tuple[Path, bytes]]:
+        def files() -> Iterator[tuple[Path, Content]]:
             for reply in replies:
-                data = encode(reply.content)
-                fields[reply.client] = {SEAL: digest(data)}
+                data = encoded_parts(reply.content)
+                fields[reply.client] = {SEAL: digest(*data)}
                 yield _path(self.folder, result.stage.round, result.stage.index, reply.client), data
 
         if replies:

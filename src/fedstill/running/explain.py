@@ -20,7 +20,7 @@ from fedstill.config.settings import Settings
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
 from fedstill.config.validation import descriptions
 from fedstill.core import docstrings, registry
-from fedstill.core.codec import encode
+from fedstill.core.codec import encoded_parts
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Payload, Plan, Stage, World
 from fedstill.core.rounds import expected_reply
@@ -189,7 +189,7 @@ class _UpdateSizes:
     def _encoded_size(self, reply: Payload) -> int:
         form = _form(reply)
         if form not in self._by_form:
-            self._by_form[form] = len(encode(reply))
+            self._by_form[form] = sum(map(len, encoded_parts(reply)))
         return self._by_form[form]
 
 
