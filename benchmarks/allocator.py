@@ -12,7 +12,7 @@ import os
 
 from benchmarks.speed import Contestant, spread
 from benchmarks.workloads import WORKLOADS
-from fedstill.engines.cores import KEEP_FREED
+from fedstill.engines.hardware import KEEP_FREED
 from fedstill.report import terminal
 
 

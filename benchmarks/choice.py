@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.keys import numpy_generator
-from fedstill.core.labels import distance, proportions
+from fedstill.core.label_counts import distance, proportions
 from fedstill.data.partition import extended_dirichlet
 from fedstill.methods.sfedkd import TIE, complementary
 from fedstill.report import terminal

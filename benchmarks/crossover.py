@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks.workloads import Workload
 from fedstill.config.resolve import settle
 from fedstill.core.records import Payload
-from fedstill.engines.cores import cores
+from fedstill.engines.hardware import cores
 from fedstill.engines.serial import SerialEngine
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.world import work_of_stages

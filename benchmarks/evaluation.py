@@ -15,7 +15,7 @@ import torch
 from benchmarks.speed import spread
 from fedstill.core.records import Examples
 from fedstill.data.inputs import Inputs
-from fedstill.engines.cores import cores, keep_freed_memory, torch_threads
+from fedstill.engines.hardware import cores, keep_freed_memory, torch_threads
 from fedstill.engines.passes import correct_by_example
 from fedstill.models.contract import initial, predictor, spec_for
 from fedstill.report import terminal

@@ -9,8 +9,7 @@ import numpy as np
 
 from fedstill.core.extensions import StageResult
 from fedstill.core.trees import floats, norm, sub
-from fedstill.measures.base import Measure, Numbers
-from fedstill.measures.context import EvaluationContext
+from fedstill.measures.base import EvaluationContext, Measure, Numbers
 from fedstill.measures.contributions import Contributions, StageGame
 
 OF, FALL = 7, 0.10

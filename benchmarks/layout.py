@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from fedstill.core.process_settings import steady
 from fedstill.core.records import ModelSpec, Plan
+from fedstill.engines.hardware import Precision, lowered, products
 from fedstill.engines.optimiser import optimiser
-from fedstill.engines.precision import Precision, lowered, products
 from fedstill.models import contract
 from fedstill.report import terminal
 

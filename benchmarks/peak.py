@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from fedstill.engines.cores import cores
+from fedstill.engines.hardware import cores
 
 SECONDS = 0.6
 """How long each kernel is run."""

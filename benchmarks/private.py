@@ -24,7 +24,7 @@ from benchmarks.speed import spread
 from benchmarks.workloads import WORKLOADS, Workload
 from fedstill.config.resolve import settle
 from fedstill.core.records import SERVER
-from fedstill.engines.cores import keep_freed_memory
+from fedstill.engines.hardware import keep_freed_memory
 from fedstill.models import contract
 from fedstill.report import terminal
 from fedstill.running.preparation import prepare

@@ -17,7 +17,7 @@ import torch
 from benchmarks.ours import Ours
 from benchmarks.workloads import WORKLOADS
 from fedstill.config.resolve import settle
-from fedstill.engines.precision import REPLAY
+from fedstill.engines.hardware import REPLAY
 from fedstill.report import terminal
 from fedstill.running.preparation import prepare
 

@@ -28,8 +28,7 @@ from benchmarks.plain import PlainLoop
 from benchmarks.workloads import WORKLOADS, Workload, flops
 from fedstill.config.resolve import settle
 from fedstill.core.records import SERVER
-from fedstill.engines.cores import cores
-from fedstill.engines.precision import has_bfloat16
+from fedstill.engines.hardware import cores, has_bfloat16
 from fedstill.models import contract
 from fedstill.report import terminal
 from fedstill.running.preparation import prepare

@@ -20,7 +20,7 @@ from benchmarks.ours import Ours
 from benchmarks.speed import spread
 from benchmarks.workloads import WORKLOADS, Workload
 from fedstill.config.resolve import settle
-from fedstill.engines.cores import workers
+from fedstill.engines.hardware import workers
 from fedstill.report import terminal
 from fedstill.running.preparation import prepare
 

@@ -22,7 +22,7 @@ from benchmarks.beside.measurements import Seconds, TimedRun, environment, start
 from benchmarks.beside.trees import working_tree
 from benchmarks.speed import spread
 from benchmarks.workloads import WORKLOADS, write_tensors
-from fedstill.engines.cores import cores
+from fedstill.engines.hardware import cores
 from fedstill.report import terminal
 
 CLIENTS = 2

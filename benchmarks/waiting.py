@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from benchmarks.speed import spread
-from fedstill.engines.cores import cores
+from fedstill.engines.hardware import cores
 from fedstill.report import terminal
 
 HOWS = {"the library's": "import torch, fedstill", "fedstill's": "import fedstill"}
@@ -28,7 +28,7 @@ import sys, time
 from dataclasses import replace
 from benchmarks.ours import Ours
 from benchmarks.workloads import WORKLOADS
-from fedstill.engines.cores import cores
+from fedstill.engines.hardware import cores
 from fedstill.running.preparation import prepare
 from fedstill.config.resolve import settle
 name, rounds = sys.argv[1], int(sys.argv[2])

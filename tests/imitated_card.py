@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedstill.engines import cuda_graphs, loop, precision
-from fedstill.engines.cores import WORKERS
+from fedstill.engines import cuda_graphs, hardware, loop
+from fedstill.engines.hardware import WORKERS
 
 aten = torch.ops.aten
 UNSAID = {aten.native_batch_norm: (3, 4), aten._native_batch_norm_legit: (3, 4)}
@@ -113,7 +113,7 @@ def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         get_rng_state=torch.get_rng_state,
         set_rng_state=torch.set_rng_state,
     )
-    wanted = lambda device: os.environ.get(precision.REPLAY, "1") != "0"  # noqa: E731
+    wanted = lambda device: os.environ.get(hardware.REPLAY, "1") != "0"  # noqa: E731
     monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(**{**vars(torch), "cuda": card}))
     monkeypatch.setattr(cuda_graphs, "_refused", set())
     monkeypatch.setenv(WORKERS, "1")  # a teacher's pass in another thread would not be noted

@@ -10,7 +10,7 @@ import pytest
 import fedstill
 import toys
 from fedstill.attribution.class_changes import ClassChange
-from fedstill.attribution.replayed_rounds import repeat_round, sample_sentence, sample_table
+from fedstill.attribution.replays import repeat_round, sample_sentence, sample_table
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import Stage, World

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fedstill
 import toys
-from fedstill.attribution.teachers import (
+from fedstill.attribution.replays import (
     ALONE_ROW,
     ExchangeEffect,
     exchange_effect,

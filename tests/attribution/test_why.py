@@ -22,7 +22,7 @@ from fedstill.attribution.class_changes import (
     find_changes,
     of_global_model,
 )
-from fedstill.attribution.replayed_rounds import accuracies_by_round, measure_round
+from fedstill.attribution.replays import accuracies_by_round, measure_round
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.records import Stage

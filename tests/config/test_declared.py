@@ -16,7 +16,7 @@ from fedstill.core.capabilities import OF_NETWORKS, Addition, Need, Permit
 from fedstill.core.errors import BadReturn, ConfigError
 from fedstill.core.method import Method
 from fedstill.measures.choice import NEEDS, measures
-from fedstill.models.parameters import ADDED
+from fedstill.models.building import ADDED
 from fedstill.running.network_checks import STRUCTURES
 from fedstill.running.preparation import prepare
 from newcomer import mine

@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
-FILES = 36
-LINES = 7_475
+FILES = 33
+LINES = 7_455
 """Ceilings, which may fall and not rise. The goal is 40 files and 6,500 lines."""
 
 NEEDED = [

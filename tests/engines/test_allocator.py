@@ -10,7 +10,7 @@ import pytest
 
 WHERE = """
 import ctypes, os
-from fedstill.engines.cores import KEEP_FREED, keep_freed_memory
+from fedstill.engines.hardware import KEEP_FREED, keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedstill.core.records import ModelSpec, Plan
 from fedstill.core.registry import register
-from fedstill.engines import footprint
+from fedstill.engines import passes
 from fedstill.engines.pooled import step_cost
 from fedstill.engines.vectorised import stacking_obstacle
 from fedstill.models import contract
@@ -19,14 +19,14 @@ TABLE = contract.spec_for("mlp", (5,), 3, {"hidden": (8,)})
 
 
 def test_products_are_counted_and_an_embeddings_gradient_is_dense() -> None:
-    assert footprint.forward_flops(TEXT) == 2 * 6 * 4
-    assert footprint.embedding_size(TEXT) == 30 * 6
-    assert footprint.step_flops(TEXT, 10) == 3 * 10 * 2 * 6 * 4 + 2 * 30 * 6
-    assert footprint.step_flops(TABLE, 7) == 3 * 7 * 2 * (5 * 8 + 8 * 3)
+    assert passes.forward_flops(TEXT) == 2 * 6 * 4
+    assert passes.embedding_size(TEXT) == 30 * 6
+    assert passes.step_flops(TEXT, 10) == 3 * 10 * 2 * 6 * 4 + 2 * 30 * 6
+    assert passes.step_flops(TABLE, 7) == 3 * 7 * 2 * (5 * 8 + 8 * 3)
 
 
 def test_activations_are_what_layers_give() -> None:
-    assert footprint.activations(TABLE) == 8 + 8 + 3, "linear, ReLU, linear; a view is nothing new"
+    assert passes.activations(TABLE) == 8 + 8 + 3, "linear, ReLU, linear; a view is nothing new"
 
 
 @register("model", "toy_looking")
@@ -45,7 +45,7 @@ class Looking(nn.Module):
 
 def test_a_network_that_looks_at_numbers_is_counted_on_zeros() -> None:
     spec = contract.spec_for("toy_looking", (5,), 3, {})
-    assert footprint.forward_flops(spec) == 2 * 2 * 5 * 3
+    assert passes.forward_flops(spec) == 2 * 2 * 5 * 3
 
 
 @pytest.mark.parametrize("name", ["mlp", "digits_cnn", "cnn"])

@@ -27,8 +27,7 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import register
 from fedstill.engines.client_measures import AtClient
-from fedstill.measures.base import Measure, Numbers
-from fedstill.measures.context import EvaluationContext
+from fedstill.measures.base import EvaluationContext, Measure, Numbers
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.runner import run
 

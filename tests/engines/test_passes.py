@@ -13,7 +13,7 @@ from fedstill.core.errors import MethodFailed
 from fedstill.core.records import Examples
 from fedstill.data.inputs import Inputs
 from fedstill.engines import passes
-from fedstill.engines.cores import torch_threads
+from fedstill.engines.hardware import torch_threads
 from fedstill.engines.passes import Predict, by_shard, correct_by_class, correct_by_example
 from fedstill.models.contract import initial, predictor, spec_for
 from fedstill.models.ensemble import Joined, MeanOfProbabilities

@@ -20,7 +20,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, TrainingStart, View, World
-from fedstill.engines.cores import workers
+from fedstill.engines.hardware import workers
 from fedstill.engines.pooled import LIGHT_FLOPS, PooledEngine
 from fedstill.engines.serial import Memory
 from fedstill.models import contract

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedstill.engines import cuda_graphs, precision
+from fedstill.engines import cuda_graphs, hardware
 from fedstill.engines.cuda_graphs import (
     MIN_STEPS,
     WARM_UP,
@@ -312,7 +312,7 @@ def test_that_the_host_waited_for_a_card_is_heard_and_other_warnings_are_passed_
 
 def test_without_a_card_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert not precision.may_record_steps(torch.device("cpu"))
-    assert precision.may_record_steps(torch.device("cuda"))
-    monkeypatch.setenv(precision.REPLAY, "0")
-    assert not precision.may_record_steps(torch.device("cuda"))
+    assert not hardware.may_record_steps(torch.device("cpu"))
+    assert hardware.may_record_steps(torch.device("cuda"))
+    monkeypatch.setenv(hardware.REPLAY, "0")
+    assert not hardware.may_record_steps(torch.device("cuda"))

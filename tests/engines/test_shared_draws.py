@@ -38,8 +38,7 @@ from fedstill.core.registry import method, register
 from fedstill.engines import pooled
 from fedstill.engines import pooled as shared_draws
 from fedstill.losses import cross_entropy
-from fedstill.measures.base import Measure, Numbers
-from fedstill.measures.context import EvaluationContext
+from fedstill.measures.base import EvaluationContext, Measure, Numbers
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models import contract
 from fedstill.models.contract import draws_random_numbers

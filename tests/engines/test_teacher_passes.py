@@ -17,8 +17,8 @@ import toys
 from double import NEAR, widened
 from fedstill.config.resolve import settle
 from fedstill.core.records import Tensors
-from fedstill.engines import cores
-from fedstill.engines.cores import WORKERS, side_by_side
+from fedstill.engines import hardware
+from fedstill.engines.hardware import WORKERS, side_by_side
 from fedstill.engines.step import FrozenModel, Teachers
 from fedstill.models import contract
 from fedstill.running.preparation import prepare
@@ -194,4 +194,4 @@ def test_a_stage_of_many_clients_leaves_the_cores_to_them(monkeypatch: pytest.Mo
         }
         engine.run(method.work(stage), stage, payloads, 7)  # type: ignore[arg-type]
         assert set(seen) == expected
-    assert cores.cores() >= 1
+    assert hardware.cores() >= 1

@@ -20,7 +20,7 @@ from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.facts import Facts
 from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import Site
-from fedstill.privacy.budget import Budget
+from fedstill.privacy.extensions import Budget
 from fedstill.privacy.noise import Privacy
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import resume, run

@@ -24,7 +24,7 @@ from fedstill.flower.facts import accepted_text
 from fedstill.flower.messages import PUBLIC_REASONS, Request, SiteReply
 from fedstill.flower.site import START_MODEL, Clerk, client_app, prune_states
 from fedstill.flower.site_settings import Site
-from fedstill.models.parameters import sha256_of
+from fedstill.models.building import sha256_of
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run

@@ -15,7 +15,7 @@ import toys
 from fedstill.core import trees
 from fedstill.core.extensions import StageResult
 from fedstill.core.records import Payload, Reply, Stage, State, World
-from fedstill.measures.context import EvaluationContext
+from fedstill.measures.base import EvaluationContext
 from fedstill.measures.contributions import Contributions, StageGame, at_most
 
 AFFINE = (

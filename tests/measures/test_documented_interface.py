@@ -10,7 +10,7 @@ import pytest
 
 from fedstill.core.extensions import StageResult
 from fedstill.engines.client_measures import AtClient
-from fedstill.measures.context import EvaluationContext
+from fedstill.measures.base import EvaluationContext
 
 PAGE = (Path(__file__).parents[2] / "docs/add_a_measure.md").read_text(encoding="utf-8")
 INTERFACE = PAGE.partition("## What a measure may access")[2]

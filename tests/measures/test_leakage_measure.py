@@ -23,9 +23,8 @@ from fedstill.core.registry import method, register
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
 from fedstill.losses import standardize
-from fedstill.measures.base import Measure, Numbers
+from fedstill.measures.base import EvaluationContext, Measure, Numbers
 from fedstill.measures.choice import MeasuredRun, measures, unsuited_measures
-from fedstill.measures.context import EvaluationContext
 from fedstill.metrics.membership import attack, confidences, likelihood_ratios
 from fedstill.privacy import leakage
 from fedstill.privacy.noise import clip_rows

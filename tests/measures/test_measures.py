@@ -26,9 +26,8 @@ from fedstill.core.records import Payload
 from fedstill.core.registry import register
 from fedstill.data.inputs import Inputs
 from fedstill.flower.site_settings import code_in
-from fedstill.measures.base import Measure, Numbers
+from fedstill.measures.base import EvaluationContext, Measure, Numbers
 from fedstill.measures.choice import MeasuredRun, measures, unsuited_measures
-from fedstill.measures.context import EvaluationContext
 from fedstill.measures.features import directions
 from fedstill.metrics.local_models import by_epoch
 from fedstill.running.journal import read_journal, without_times

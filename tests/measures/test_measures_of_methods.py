@@ -20,8 +20,7 @@ from fedstill.config.resolve import settle
 from fedstill.core import registry
 from fedstill.core.errors import FedstillError, IncompatibleMethod
 from fedstill.core.extensions import StageResult
-from fedstill.measures.base import Measure, Numbers
-from fedstill.measures.context import EvaluationContext
+from fedstill.measures.base import EvaluationContext, Measure, Numbers
 from fedstill.models import contract
 from fedstill.running import observers
 from fedstill.running.preparation import prepare

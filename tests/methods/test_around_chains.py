@@ -14,7 +14,7 @@ from torch import Tensor
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.errors import IncompatibleMethod
-from fedstill.core.labels import gini_index, proportions
+from fedstill.core.label_counts import gini_index, proportions
 from fedstill.core.records import Payload, Stage, State, World
 from fedstill.methods.sfedkd import discrepancy_weights
 from fedstill.running.preparation import prepare

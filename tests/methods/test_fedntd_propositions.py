@@ -16,7 +16,7 @@ from torch import Tensor
 
 from double import NEAR
 from fedstill.losses import kd, nckd_slice, target_kl
-from fedstill.metrics.distances import gradient_diversity
+from fedstill.metrics.local_models import gradient_diversity
 
 CLASSES, CLIENTS = 10, 20
 EXAMPLE = Path(__file__).parents[2] / "examples" / "even_model.py"

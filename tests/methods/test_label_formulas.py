@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstill.core import labels
+from fedstill.core import label_counts
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.methods.fedadkd import adaptive_weights
 from fedstill.methods.hiper_fedkd import (
@@ -20,7 +20,7 @@ from fedstill.methods.hiper_fedkd import (
 )
 from fedstill.methods.sfedkd import discrepancy_weights
 
-METRICS: list[labels.Metric] = ["l1", "l2", "kl", "js"]
+METRICS: list[label_counts.Metric] = ["l1", "l2", "kl", "js"]
 
 
 def shares(seed: int, *shape: int) -> np.ndarray:
@@ -60,9 +60,9 @@ def test_adaptive_weights_of_small_and_large_delta() -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_discrepancy_weights_are_eq_5(metric: labels.Metric) -> None:
+def test_discrepancy_weights_are_eq_5(metric: label_counts.Metric) -> None:
     teachers, student = shares(3, 5, 10), shares(4, 10)
-    d = np.array([float(labels.distance(t, student, metric)) for t in teachers])
+    d = np.array([float(label_counts.distance(t, student, metric)) for t in teachers])
     g, h = discrepancy_weights(teachers, student, metric)
     np.testing.assert_allclose(g, d / d.sum(), rtol=1e-9)
     np.testing.assert_allclose(h, 1 / (d + 1e-4) / (1 / (d + 1e-4)).sum(), rtol=1e-9)
@@ -71,7 +71,7 @@ def test_discrepancy_weights_are_eq_5(metric: labels.Metric) -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_discrepancy_weights_at_their_guards(metric: labels.Metric) -> None:
+def test_discrepancy_weights_at_their_guards(metric: label_counts.Metric) -> None:
     student = np.array([0.5, 0.5, 0.0])
     g, h = discrepancy_weights([student, student], student, metric)
     assert g.tolist() == h.tolist() == [0.5, 0.5]  # no teacher differs

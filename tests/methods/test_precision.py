@@ -21,7 +21,7 @@ from fedstill.core import trees
 from fedstill.core.errors import ConfigError
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Plan, Stage, Step, Tensors, TrainingStart
-from fedstill.engines import precision
+from fedstill.engines import hardware
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
 from fedstill.running.journal import read_journal, without_times
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("with_threads")
 @pytest.fixture(autouse=True)
 def _has_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch imitates bfloat16 where a processor has none: slowly, but it can be tested."""
-    monkeypatch.setattr(precision, "has_bfloat16", lambda device: True)
+    monkeypatch.setattr(hardware, "has_bfloat16", lambda device: True)
 
 
 def rounded(v: Tensor) -> bool:
@@ -122,7 +122,7 @@ def test_a_stack_trains_in_bfloat16_too() -> None:
 def test_what_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="'tf32'"):
         settle(Experiment(precision="tf32"))
-    monkeypatch.setattr(precision, "has_bfloat16", lambda device: False)
+    monkeypatch.setattr(hardware, "has_bfloat16", lambda device: False)
     with pytest.raises(ConfigError, match="bfloat16"):
         settle(Experiment(precision="bf16"))
     assert settle(Experiment()).precision == "fp32"
@@ -133,7 +133,7 @@ def test_products_are_rounded_where_that_was_asked_for() -> None:
         return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
 
     for kind in ("tf32", "fp32", "bf16"):
-        with precision.products(kind, torch.device("cuda")):
+        with hardware.products(kind, torch.device("cuda")):
             assert rounded_ones() == (kind == "tf32",) * 2
         assert rounded_ones() == (False, False)
 
@@ -142,7 +142,7 @@ NEWER = """
 import torch
 from fedstill.core.process_settings import steady
 from fedstill.engines.passes import without_cudnn
-from fedstill.engines.precision import products
+from fedstill.engines.hardware import products
 {user}
 said = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
 before = [one.fp32_precision for one in said]

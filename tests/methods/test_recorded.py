@@ -21,7 +21,7 @@ from fedstill.core import registry
 from fedstill.core.capabilities import Need
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart
-from fedstill.engines import cuda_graphs, precision
+from fedstill.engines import cuda_graphs, hardware
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.preparation import prepare
 from imitated_card import record_on_cpu
@@ -88,11 +88,11 @@ def both(
     **changes: object,
 ) -> int:
     """Assert that replayed steps end at the bits of steps that are not; how many were replayed."""
-    monkeypatch.setenv(precision.REPLAY, "0")
+    monkeypatch.setenv(hardware.REPLAY, "0")
     ready = lambda: stacking.ready(name, "serial", device=DEVICE, **changes)  # noqa: E731
     plain, said, _ = stacking.rounds(ready(), rounds)
     assert not replays
-    monkeypatch.setenv(precision.REPLAY, "1")
+    monkeypatch.setenv(hardware.REPLAY, "1")
     state, told, _ = stacking.rounds(ready(), rounds)
     expected, got = stacking.tensors(plain), stacking.tensors(state)
     for key in expected:
@@ -155,7 +155,7 @@ def test_dropout_and_augmentation_are_drawn_as_they_are_without(
 ) -> None:
     ends = []
     for on in "01":
-        monkeypatch.setenv(precision.REPLAY, on)
+        monkeypatch.setenv(hardware.REPLAY, on)
         plan = {**LONG, "epochs": 0, "steps": 10}
         changes = {
             "data": {"augment": augment},

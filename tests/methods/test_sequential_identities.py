@@ -16,7 +16,7 @@ import toys
 from fedstill import losses
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import InfeasiblePartition
-from fedstill.core.labels import Metric
+from fedstill.core.label_counts import Metric
 from fedstill.core.records import NOTHING, Payload, Reply, Stage, TrainingStart, many
 from fedstill.methods.cwc import CWC
 from fedstill.methods.sfedkd import SFedKD, discrepancy_weights

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedstill.core import labels
+from fedstill.core import label_counts
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.methods import fit, sfedkd
 
-METRICS: list[labels.Metric] = ["l1", "l2", "kl", "js"]
+METRICS: list[label_counts.Metric] = ["l1", "l2", "kl", "js"]
 
 
 def greedy(shares: np.ndarray, k: int, metric: str, normalise: bool) -> list[int]:
@@ -49,7 +49,7 @@ def draw(seed: int, clients: int = 10, classes: int = 10) -> np.ndarray:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_complementary_is_the_greedy_algorithm(metric: labels.Metric) -> None:
+def test_complementary_is_the_greedy_algorithm(metric: label_counts.Metric) -> None:
     for seed in range(10):
         assert sfedkd.complementary(draw(seed), 5, metric) == greedy(
             draw(seed), 5, metric, normalise=True
@@ -58,7 +58,7 @@ def test_complementary_is_the_greedy_algorithm(metric: labels.Metric) -> None:
 
 # papers.md 13.7
 @pytest.mark.parametrize("metric", ["kl", "l2"])
-def test_for_kl_and_l2_normalising_changes_nothing(metric: labels.Metric) -> None:
+def test_for_kl_and_l2_normalising_changes_nothing(metric: label_counts.Metric) -> None:
     for seed in range(10):
         assert sfedkd.complementary(draw(seed), 5, metric) == greedy(
             draw(seed), 5, metric, normalise=False
@@ -69,7 +69,7 @@ def test_for_kl_and_l2_normalising_changes_nothing(metric: labels.Metric) -> Non
 @settings(max_examples=20, deadline=None)
 @given(order=st.lists(st.integers(0, 3), min_size=4, max_size=12))
 def test_one_class_clients_cover_all_classes_before_any_twice(
-    metric: labels.Metric, order: list[int]
+    metric: label_counts.Metric, order: list[int]
 ) -> None:
     there = len(set(order))
     picks = sfedkd.complementary(np.eye(4)[order], there, metric)
@@ -80,7 +80,7 @@ def test_one_class_clients_cover_all_classes_before_any_twice(
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_ties_go_to_the_lower_position_even_when_sums_round_differently(
-    metric: labels.Metric,
+    metric: label_counts.Metric,
 ) -> None:
     row = np.array([0.1, 0.2, 0.3, 0.4, 0.0])
     for seed in range(20):
@@ -89,13 +89,16 @@ def test_ties_go_to_the_lower_position_even_when_sums_round_differently(
         assert sfedkd.complementary(shuffled, 1, metric) == [0]
 
 
-def optimum(shares: np.ndarray, k: int, metric: labels.Metric) -> tuple[float, list[float]]:
+def optimum(shares: np.ndarray, k: int, metric: label_counts.Metric) -> tuple[float, list[float]]:
     """The least distance to uniform that any k candidates reach, and that of every choice, by
     trying all.
     """
     every = [list(c) for c in combinations(range(len(shares)), k)]
     uniform = np.full(shares.shape[1], 1 / shares.shape[1])
-    far = [float(labels.distance(shares[c].mean(0), uniform, metric, smoothing=0.0)) for c in every]
+    far = [
+        float(label_counts.distance(shares[c].mean(0), uniform, metric, smoothing=0.0))
+        for c in every
+    ]
     return min(far), far
 
 
@@ -103,12 +106,12 @@ def optimum(shares: np.ndarray, k: int, metric: labels.Metric) -> tuple[float, l
 # than chance.
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_greedy_against_the_exact_optimum(metric: labels.Metric, k: int) -> None:
+def test_greedy_against_the_exact_optimum(metric: label_counts.Metric, k: int) -> None:
     ours, best, chance = [], [], []
     for seed in range(15):
         shares = draw(seed, clients=8, classes=5)
         chosen = shares[sfedkd.complementary(shares, k, metric)].mean(0)
-        ours.append(float(labels.distance(chosen, np.full(5, 0.2), metric, smoothing=0.0)))
+        ours.append(float(label_counts.distance(chosen, np.full(5, 0.2), metric, smoothing=0.0)))
         least, far = optimum(shares, k, metric)
         best.append(least)
         chance.append(float(np.mean(far)))
@@ -126,12 +129,14 @@ def test_greedy_is_not_always_optimal() -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_where_one_class_clients_cover_everything_greedy_is_optimal(metric: labels.Metric) -> None:
+def test_where_one_class_clients_cover_everything_greedy_is_optimal(
+    metric: label_counts.Metric,
+) -> None:
     shares = np.eye(4)[[0, 0, 1, 2, 2, 3]]
     chosen = shares[sfedkd.complementary(shares, 4, metric)].mean(0)
-    assert float(labels.distance(chosen, np.full(4, 0.25), metric, smoothing=0.0)) == pytest.approx(
-        0
-    )
+    assert float(
+        label_counts.distance(chosen, np.full(4, 0.25), metric, smoothing=0.0)
+    ) == pytest.approx(0)
     assert optimum(shares, 4, metric)[0] == pytest.approx(0)
 
 

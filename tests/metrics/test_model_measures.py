@@ -13,14 +13,15 @@ from torch import Tensor
 
 from fedstill.core.errors import ConfigError
 from fedstill.measures import landscape
-from fedstill.metrics.distances import (
+from fedstill.metrics.local_models import (
     alignment,
     distribution_distance,
     gradient_diversity,
+    local_accuracies,
+    over_clients,
     preferred_classes,
     weight_divergence,
 )
-from fedstill.metrics.local_models import local_accuracies, over_clients
 
 RNG = np.random.default_rng(1)
 

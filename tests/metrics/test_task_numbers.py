@@ -10,7 +10,7 @@ import pytest
 
 from fedstill.core.errors import ConfigError
 from fedstill.metrics import tasks as over
-from fedstill.metrics.forgetting import forgetting
+from fedstill.metrics.accuracy import forgetting
 from fedstill.metrics.tasks import TABLE
 
 NAN = float("nan")

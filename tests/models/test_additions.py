@@ -17,8 +17,8 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.records import ModelSpec
 from fedstill.core.trees import only, same_bits
 from fedstill.models import contract
+from fedstill.models.building import is_added, own_logits, with_both_heads
 from fedstill.models.model_file import read_model, save_model
-from fedstill.models.parameters import is_added, own_logits, with_both_heads
 from fedstill.running.preparation import prepare
 from fedstill.running.start_weights import start_of
 

@@ -18,7 +18,7 @@ from fedstill.core.errors import BudgetSpent, ConfigError
 from fedstill.core.extensions import RoundResult
 from fedstill.core.records import Payload, Stage
 from fedstill.flower.engine import Parcel, parsed, serialised
-from fedstill.privacy.budget import Budget
+from fedstill.privacy.extensions import Budget
 from fedstill.privacy.leakage import epsilon_at_least
 from fedstill.privacy.noise import Privacy, clip_rows, gaussian_epsilon
 from fedstill.running.journal import read_journal, without_times

@@ -28,7 +28,7 @@ from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import NOTHING, Payload, Plan, Reply, Stage
 from fedstill.flower.messages import Request
-from fedstill.privacy.budget import TrainingBudget, WithinBudget
+from fedstill.privacy.extensions import TrainingBudget, WithinBudget
 from fedstill.privacy.leakage import epsilon_at_least
 from fedstill.privacy.noise import Privacy, rows_of
 from fedstill.privacy.private_training import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fedstill.core.records import ModelSpec, Plan
-from fedstill.engines.footprint import forward_flops
+from fedstill.engines.passes import forward_flops
 from fedstill.models import contract
 from fedstill.running import world
 from fedstill.running.world import StageWork, suited_engine

@@ -12,7 +12,7 @@ import pytest
 import toys
 from fedstill.config.resolve import settle
 from fedstill.core.records import Plan
-from fedstill.engines.footprint import forward_flops
+from fedstill.engines.passes import forward_flops
 from fedstill.models import contract
 from fedstill.running import world
 from fedstill.running.compare import make_way, variants

@@ -20,7 +20,7 @@ from fedstill.config.resolve import settle
 from fedstill.core.errors import ConfigError, InfeasiblePartition
 from fedstill.core.extensions import RoundResult
 from fedstill.data.dataset import Dataset
-from fedstill.data.partition.column import column
+from fedstill.data.partition.sharding import column
 from fedstill.report.data_split import class_by_client, splits
 from fedstill.report.figures import short_name
 from fedstill.report.page import write_page

@@ -26,7 +26,7 @@ from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import at_the_end, process_settings, set_environment, steady
 from fedstill.core.records import Payload, Reply, Stage, State, Step, TrainingStart, World
 from fedstill.data.dataset import Dataset
-from fedstill.engines.cores import side_by_side
+from fedstill.engines.hardware import side_by_side
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.recording import Quiet
 from run_bits import assert_same_bits, bits

@@ -23,7 +23,7 @@ from fedstill.core.errors import ConfigError, CorruptFile, IncompatibleMethod
 from fedstill.core.records import SERVER, Reply, Stage, State, World
 from fedstill.core.trees import same_bits
 from fedstill.methods.fedavg import FedAvg
-from fedstill.models import contract, parameters
+from fedstill.models import building, contract
 from fedstill.models.model_file import read_model, save_model
 from fedstill.running.preparation import prepare
 
@@ -155,7 +155,7 @@ def test_a_model_file_has_the_entries_that_are_not_trained(
     save_model(path, spec, params)
 
     # As in another process: what this one holds, and the modules that it has made, are gone.
-    monkeypatch.setattr(parameters, "_held", {})
+    monkeypatch.setattr(building, "_held", {})
     monkeypatch.setattr(contract, "_modules", type(contract._modules)())
     read_spec, read_params = read_model(path)
     assert read_spec == spec

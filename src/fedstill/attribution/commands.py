@@ -218,7 +218,7 @@ def _measure(
 ) -> Attribution | None:
     """Replay the round to measure contributions; they are stored unless an option changes them."""
     from fedstill.attribution.class_changes import attribute
-    from fedstill.attribution.replayed_rounds import check_coalitions, measure_round
+    from fedstill.attribution.replays import check_coalitions, measure_round
     from fedstill.measures.contributions import Contributions
     from fedstill.running.journal import add_looks, looks_of
     from fedstill.running.replay import Replay
@@ -277,7 +277,7 @@ def _print_without(
     directory: Path, change: ClassChange, client: int, span: ReplayedSpan, quiet: bool
 ) -> int:
     from fedstill.attribution import class_changes
-    from fedstill.attribution.replayed_rounds import accuracies_by_round
+    from fedstill.attribution.replays import accuracies_by_round
     from fedstill.report import terminal
     from fedstill.running.replay import Replay, Without
     from fedstill.running.runs import read_run
@@ -328,7 +328,7 @@ def _print_without(
 
 
 def _print_samples(directory: Path, change: ClassChange, count: int, quiet: bool) -> int:
-    from fedstill.attribution.replayed_rounds import repeat_round, sample_sentence, sample_table
+    from fedstill.attribution.replays import repeat_round, sample_sentence, sample_table
     from fedstill.report import terminal
     from fedstill.running.replay import Replay
     from fedstill.running.runs import read_run
@@ -355,7 +355,7 @@ def _print_samples(directory: Path, change: ClassChange, count: int, quiet: bool
 
 
 def _print_exchange(directory: Path, client: int, round: int, quiet: bool) -> int:
-    from fedstill.attribution import teachers
+    from fedstill.attribution import replays
     from fedstill.report import terminal
     from fedstill.running.replay import Replay
     from fedstill.running.runs import read_run
@@ -375,12 +375,12 @@ def _print_exchange(directory: Path, client: int, round: int, quiet: bool) -> in
             )
 
     announcement = ReplayAnnouncement(replay, round, quiet)
-    effect = teachers.exchange_effect(replay, client, round, announcement, announce_exchanges)
+    effect = replays.exchange_effect(replay, client, round, announcement, announce_exchanges)
     screen = terminal.console(sentences=True)
-    terminal.tell(screen, teachers.exchange_sentence(run, effect))
-    table = teachers.teacher_table(run, effect)
+    terminal.tell(screen, replays.exchange_sentence(run, effect))
+    table = replays.teacher_table(run, effect)
     screen.print(terminal.table(table.head, table.lines))
-    terminal.tell(screen, teachers.exchange_note(effect))
+    terminal.tell(screen, replays.exchange_note(effect))
     return 0
 
 

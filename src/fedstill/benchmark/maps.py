@@ -28,7 +28,7 @@ from fedstill.config.named_tables import NAME_KEYS, resolved_name
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, UnknownName
 from fedstill.core.files import make_folder, write_whole
-from fedstill.core.labels import distance, proportions
+from fedstill.core.label_counts import distance, proportions
 from fedstill.core.records import SERVER, Stage
 from fedstill.report.table_files import csv_text
 from fedstill.running.compare import Variant

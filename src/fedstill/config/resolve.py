@@ -71,7 +71,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.rounds import Schedule
 from fedstill.core.stream import cut_times
-from fedstill.engines.precision import check_machine, check_precision
+from fedstill.engines.hardware import check_machine, check_precision
 from fedstill.measures.choice import measures
 from fedstill.metrics.classification import ACCURACY, RANKING, RECORDED, unknown_metric
 

@@ -30,7 +30,7 @@ from fedstill.core.fields import (
 from fedstill.core.screen import MAX_EXAMPLES, Failures, MostExamples, Rules
 from fedstill.core.stream import Head
 from fedstill.data.dataset import Broken, Kind, Missing, Mode, Value
-from fedstill.engines.precision import Precision
+from fedstill.engines.hardware import Precision
 from fedstill.metrics.classification import ACCURACY
 
 NO_STREAM = NAMED["stream"].default

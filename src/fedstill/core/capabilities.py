@@ -87,7 +87,7 @@ class Permit(Declared):
 
 
 class Addition(Declared):
-    """What a method adds to every network, initially zeros (``models.parameters``)."""
+    """What a method adds to every network, initially zeros (``models.building``)."""
 
     NOTHING = 0
 

@@ -80,7 +80,7 @@ class ModelSpec:
     hidden layers, if they are not the default. ``vocabulary``: the number of token ids; 0 if inputs
     are numbers. ``trains``, ``held``: the trained entries, and the SHA-256 of all others, which do
     not change; empty if all entries are trained. ``adds``: what the method adds to the network;
-    initial weights do not depend on it. ``models.parameters`` explains the last three.
+    initial weights do not depend on it. ``models.building`` explains the last three.
     """
 
     name: str

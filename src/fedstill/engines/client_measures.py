@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from fedstill.continual.task_test import TEST_STAGES
+from fedstill.core.checks import MutationGuard, journal_fields
 from fedstill.core.errors import FedstillError
 from fedstill.core.extensions import ClientHook
 from fedstill.core.records import RULED_OUT, SERVER, Examples, Stage, Tensors, View, World
-from fedstill.core.reports import ENGINE, METHOD_REPORT, PROBE, SERVER_FIELDS
+from fedstill.core.screen import ENGINE, METHOD_REPORT, PROBE, SERVER_FIELDS
 from fedstill.core.user_code import reason
 from fedstill.core.user_modules import class_identity
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import Outputs, correct_by_class, outputs_by_example
-from fedstill.engines.user_functions import MutationGuard, journal_fields
 from fedstill.methods.fit import FIT
 from fedstill.metrics.classification import ACCURACY, METRICS, NO_METRICS, Predictions, RunMetrics
 from fedstill.metrics.score_histograms import HISTOGRAMS, as_histograms, wrong_histograms

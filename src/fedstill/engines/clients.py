@@ -16,8 +16,7 @@ from fedstill.core import trees
 from fedstill.core.extensions import GradientRule
 from fedstill.core.keys import generator, seed_for, to_device
 from fedstill.core.records import Examples, Plan, Stage, Tensors, TrainingStart, View
-from fedstill.engines.cores import workers
-from fedstill.engines.precision import Precision
+from fedstill.engines.hardware import Precision, workers
 from fedstill.engines.step import (
     StepInputs,
     TeacherOnBatch,

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from fedstill.core.errors import on_one_line
 from fedstill.core.records import Plan
-from fedstill.engines.precision import may_record_steps
+from fedstill.engines.hardware import may_record_steps
 from fedstill.engines.step import StepInputs
 
 log = logging.getLogger("fedstill.engine")

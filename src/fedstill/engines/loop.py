@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core import trees
-from fedstill.core.checks import bad_return
+from fedstill.core.checks import bad_return, terms_of
 from fedstill.core.extensions import GradientRule
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork
@@ -32,10 +32,9 @@ from fedstill.engines.clients import (
     uses_scores,
     with_network_of,
 )
+from fedstill.engines.hardware import may_record_steps, products
 from fedstill.engines.optimiser import optimiser
-from fedstill.engines.precision import may_record_steps, products
 from fedstill.engines.step import BatchStep, Networks, StepInputs
-from fedstill.engines.user_functions import terms_of
 from fedstill.models import contract
 from fedstill.models.contract import draws_random_numbers, freeze_norms
 

@@ -17,8 +17,8 @@ import torch
 from fedstill.core.keys import GLOBAL_GENERATOR_LOCK, drawing_from, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, ModelSpec, Payload, Reply, Stage
-from fedstill.engines.cores import workers
-from fedstill.engines.footprint import activations, step_flops
+from fedstill.engines.hardware import workers
+from fedstill.engines.passes import activations, step_flops
 from fedstill.engines.serial import ClientJob, SerialEngine, StartedClient, TimedTraining
 from fedstill.models import contract
 from fedstill.models.contract import draws_random_numbers

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from fedstill.core.checks import checked_return, place
+from fedstill.core.checks import (
+    MutationGuard,
+    checked_return,
+    journal_fields,
+    place,
+    sent_and_remembered,
+)
 from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
 from fedstill.core.extensions import ClientHook, Fields, GradientRule
 from fedstill.core.keys import drawing_from, seed_for
@@ -32,18 +38,12 @@ from fedstill.core.records import (
     View,
     World,
 )
-from fedstill.core.reports import METHOD_REPORT
+from fedstill.core.screen import METHOD_REPORT
 from fedstill.core.trees import dtype_of
 from fedstill.engines.clients import TrainingSetup, trained_labels
-from fedstill.engines.cores import ThreadCounts, keep_freed_memory, torch_threads
+from fedstill.engines.hardware import Precision, ThreadCounts, keep_freed_memory, torch_threads
 from fedstill.engines.loop import Trained, train
-from fedstill.engines.precision import Precision
 from fedstill.engines.step import FrozenModel, frozen
-from fedstill.engines.user_functions import (
-    MutationGuard,
-    journal_fields,
-    sent_and_remembered,
-)
 
 if TYPE_CHECKING:
     from fedstill.data.inputs import Inputs

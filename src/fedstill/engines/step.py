@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.records import OFF, ModelSpec, Teacher, Tensors, TrainingStart
-from fedstill.engines.cores import side_by_side
-from fedstill.engines.precision import Precision, lowered
+from fedstill.engines.hardware import Precision, lowered, side_by_side
 from fedstill.models import contract
 from fedstill.models.functional import SHARD, channels_last
 

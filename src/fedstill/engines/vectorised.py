@@ -25,21 +25,20 @@ from fedstill.engines.clients import (
     stage_examples,
     uses_scores,
 )
-from fedstill.engines.cores import torch_threads
-from fedstill.engines.footprint import activations
+from fedstill.engines.hardware import products, torch_threads
 from fedstill.engines.loop import Trained, Training
+from fedstill.engines.passes import activations
 from fedstill.engines.pooled import PooledEngine, SharedDraw
-from fedstill.engines.precision import products
 from fedstill.engines.serial import ClientJob, StartedClient, TimedTraining
 from fedstill.engines.stack import Stack, Structures
 from fedstill.models import contract
+from fedstill.models.adapted import Wrapped
 from fedstill.models.building import is_of_library
 from fedstill.models.contract import (
     draws_random_numbers,
     freeze_norms,
     joins_last_example,
 )
-from fedstill.models.wrapped import Wrapped
 
 MAX_STACK = 100
 """The most clients in a stack."""

@@ -21,7 +21,7 @@ from fedstill.core.fields import plain_value
 from fedstill.core.files import digest, in_shell, named_path, read_file
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import NOTHING, SERVER, Payload, State
-from fedstill.core.reports import json_value
+from fedstill.core.screen import json_value
 from fedstill.core.trees import same_bits
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, PLURALS, DatasetInfo
 from fedstill.engines.step import frozen

@@ -23,7 +23,7 @@ from fedstill.core.files import make_folder, neutral, write_whole
 from fedstill.export import standalone
 from fedstill.export.programs import as_code, furthest
 from fedstill.export.trained_model import TrainedModel
-from fedstill.metrics.forgetting import forgetting_by_class
+from fedstill.metrics.accuracy import forgetting_by_class
 from fedstill.models.functional import channels_last
 from fedstill.models.network import of_the_batch
 from fedstill.running.journal import Event, read_journal

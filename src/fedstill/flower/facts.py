@@ -20,7 +20,7 @@ from fedstill.core.files import digest
 from fedstill.data.dataset import PLURALS, DatasetInfo, Kind, examples_digest
 from fedstill.data.encoding import TableInputs
 from fedstill.data.inputs import Inputs
-from fedstill.models.parameters import sha256_of
+from fedstill.models.building import sha256_of
 from fedstill.running.preparation import Prepared
 from fedstill.running.standardisation import Origin
 

@@ -19,7 +19,7 @@ from fedstill.core.records import Examples, Group, Payload, Stage, Tensors
 from fedstill.core.rounds import expected_reply
 from fedstill.core.screen import MAX_STRING
 from fedstill.data.dataset import Dataset
-from fedstill.engines.cores import cores
+from fedstill.engines.hardware import cores
 from fedstill.engines.serial import Version
 from fedstill.flower.deployment.control import Control, NoAnswer, when_it_listens
 from fedstill.flower.deployment.folder import load_federation

@@ -58,7 +58,7 @@ from fedstill.flower.messages import (
 )
 from fedstill.flower.site_data import Ready, on_own_data, on_own_tasks
 from fedstill.flower.site_settings import Site, code_in, files_in
-from fedstill.models.parameters import sha256_of
+from fedstill.models.building import sha256_of
 from fedstill.running.extensions import site_guards
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.standardisation import sums_stage, sums_work

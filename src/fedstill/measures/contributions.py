@@ -35,8 +35,7 @@ from fedstill.data.inputs import Inputs
 from fedstill.data.views import SiteViews
 from fedstill.engines.client_measures import AtClient
 from fedstill.engines.passes import correct_by_class, shards
-from fedstill.measures.base import Measure, Numbers, are_counts, rounded_lists
-from fedstill.measures.context import EvaluationContext
+from fedstill.measures.base import EvaluationContext, Measure, Numbers, are_counts, rounded_lists
 from fedstill.methods.fit import fitted_models, student_models
 from fedstill.metrics.shapley import (
     MOST_EXACT,

@@ -14,16 +14,23 @@ from fedstill.core.records import Examples, Tensors
 from fedstill.core.registry import register
 from fedstill.core.trees import only, sub
 from fedstill.losses import cross_entropy
-from fedstill.measures.base import Measure, Numbers
-from fedstill.measures.context import EvaluationContext, comparable, is_global, layers, named_models
-from fedstill.metrics.distances import (
+from fedstill.measures.base import (
+    EvaluationContext,
+    Measure,
+    Numbers,
+    comparable,
+    is_global,
+    layers,
+    named_models,
+)
+from fedstill.metrics.local_models import (
     alignment,
     distribution_distance,
     gradient_diversity,
+    over_clients,
     preferred_classes,
     weight_divergence,
 )
-from fedstill.metrics.local_models import over_clients
 from fedstill.models import contract
 from fedstill.models.functional import SHARD
 

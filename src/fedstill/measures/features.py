@@ -18,8 +18,16 @@ from fedstill.core.extensions import StageResult
 from fedstill.core.records import Examples
 from fedstill.core.registry import register
 from fedstill.core.trees import on_cpu
-from fedstill.measures.base import Measure, Numbers, none_for_nan, rounded_lists
-from fedstill.measures.context import EvaluationContext, WholePasses, comparable, named_models
+from fedstill.measures.base import (
+    EvaluationContext,
+    Measure,
+    Numbers,
+    WholePasses,
+    comparable,
+    named_models,
+    none_for_nan,
+    rounded_lists,
+)
 from fedstill.methods.fit import queries_of
 from fedstill.models import contract
 

@@ -16,8 +16,7 @@ from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.core.registry import register
 from fedstill.engines.passes import shards
 from fedstill.losses import cross_entropy
-from fedstill.measures.base import Measure, Numbers
-from fedstill.measures.context import EvaluationContext, whole
+from fedstill.measures.base import EvaluationContext, Measure, Numbers, whole
 from fedstill.models import contract
 
 LossOfWeights = Callable[[Tensors], Tensor]

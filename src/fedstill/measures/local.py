@@ -15,11 +15,17 @@ import torch
 from fedstill.core.extensions import StageResult
 from fedstill.core.records import Examples, Tensors
 from fedstill.core.registry import register
-from fedstill.core.reports import counts as are_all_counts
+from fedstill.core.screen import counts as are_all_counts
 from fedstill.engines.client_measures import AtClient
 from fedstill.engines.passes import correct_by_class
-from fedstill.measures.base import Measure, Numbers, RoundReports, are_counts, none_for_nan
-from fedstill.measures.context import EvaluationContext
+from fedstill.measures.base import (
+    EvaluationContext,
+    Measure,
+    Numbers,
+    RoundReports,
+    are_counts,
+    none_for_nan,
+)
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.local_models import (
     by_epoch,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedstill.core.aggregation import Weighting
 from fedstill.core.fields import NonNegative
-from fedstill.core.labels import means_by_class
+from fedstill.core.label_counts import means_by_class
 from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     SERVER,
@@ -143,7 +143,7 @@ def mean_by_class(
     """The mean of what the replies say of each class, over those that have it; and which classes
     any has.
 
-    A reply has a group of values by class (C, V) and, as ``labels.means_by_class`` gives them,
+    A reply has a group of values by class (C, V) and, as ``means_by_class`` gives them,
     ``counts`` (C,) int64.
     weighting: each weighs by its number of examples of the class, or alike. Gives (C, V) of the
     type of ``old``, summed in float64, in which a class that no reply has is as in ``old``, (C, V);

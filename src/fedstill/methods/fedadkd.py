@@ -48,7 +48,7 @@ from torch import Tensor
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import NonNegative, Positive, Share
-from fedstill.core.labels import TensorLike, as_floats, gini_index, proportions
+from fedstill.core.label_counts import TensorLike, as_floats, gini_index, proportions
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,

@@ -48,8 +48,8 @@ from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
+from fedstill.models.building import ADDED
 from fedstill.models.contract import width
-from fedstill.models.parameters import ADDED
 
 MEANS = "means"
 """The stage before round 1, in which all clients send the mean of their features."""

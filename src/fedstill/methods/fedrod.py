@@ -48,7 +48,7 @@ from fedstill.core.trees import dtype_of
 from fedstill.losses import adjusted_cross_entropy, cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
-from fedstill.models.parameters import ADDED, own_logits, with_both_heads
+from fedstill.models.building import ADDED, own_logits, with_both_heads
 
 
 @method("fedrod")

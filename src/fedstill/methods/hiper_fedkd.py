@@ -43,7 +43,7 @@ from torch import Tensor
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.fields import NonNegative, Positive, PositiveShare
-from fedstill.core.labels import TensorLike, as_floats, proportions
+from fedstill.core.label_counts import TensorLike, as_floats, proportions
 from fedstill.core.records import Plan, State
 from fedstill.core.registry import method
 from fedstill.losses import cross_entropy, kd, standardize

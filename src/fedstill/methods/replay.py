@@ -39,7 +39,7 @@ from torch.nn.functional import normalize
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import CountOrZero, NonNegative
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.labels import means_by_class
+from fedstill.core.label_counts import means_by_class
 from fedstill.core.method import ClientWork
 from fedstill.core.payload import NOTHING, Payload
 from fedstill.core.records import (

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import StageActor, StageProvider
-from fedstill.core.labels import counts
+from fedstill.core.label_counts import counts
 from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     KEEP,

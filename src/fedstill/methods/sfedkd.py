@@ -41,7 +41,14 @@ from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.core.fields import CountOrZero, NonNegative, Positive
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.labels import SMOOTHING, Metric, TensorLike, as_floats, distance, proportions
+from fedstill.core.label_counts import (
+    SMOOTHING,
+    Metric,
+    TensorLike,
+    as_floats,
+    distance,
+    proportions,
+)
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,

@@ -8,16 +8,14 @@ as a journal writes it): metrics leave it out, and give NaN where nothing is lef
 from fedstill.metrics.accuracy import (
     average_accuracy,
     class_accuracy,
-    in_local_accuracy,
-    out_local_accuracy,
-    top1,
-    uniform_accuracy,
-)
-from fedstill.metrics.forgetting import (
     consistency,
     forgetting,
+    in_local_accuracy,
+    out_local_accuracy,
     running_consistency,
     running_forgetting,
+    top1,
+    uniform_accuracy,
 )
 from fedstill.metrics.local_models import query_accuracy_gain, query_forgetting
 

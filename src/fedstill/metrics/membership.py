@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.core.labels import TensorLike
+from fedstill.core.label_counts import TensorLike
 from fedstill.metrics.values import Values, values
 
 RATES = (0.001, 0.01)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedstill.core.keys import numpy_generator, seed_for
-from fedstill.core.labels import TensorLike
+from fedstill.core.label_counts import TensorLike
 from fedstill.metrics.values import Values
 
 CONFIDENCE = 0.95

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstill.core.reports import is_count
+from fedstill.core.screen import is_count
 from fedstill.metrics.classification import CALIBRATION_BINS, Predictions, Scores
 from fedstill.metrics.values import Values
 

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.labels import TensorLike
-from fedstill.metrics.forgetting import forgetting
+from fedstill.core.label_counts import TensorLike
+from fedstill.metrics.accuracy import forgetting
 from fedstill.metrics.values import Values, same_classes, values
 
 Tasks = TensorLike | None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.labels import TensorLike
+from fedstill.core.label_counts import TensorLike
 
 Values = NDArray[np.float64]
 

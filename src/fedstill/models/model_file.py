@@ -14,7 +14,7 @@ from fedstill.core.files import digest, read_file, write_whole
 from fedstill.core.records import ModelSpec, Tensors, matches
 from fedstill.core.user_modules import code_named_by, trust_content
 from fedstill.models import contract
-from fedstill.models.parameters import held_entries, hold, sha256_of
+from fedstill.models.building import held_entries, hold, sha256_of
 
 # The final model in a run's directory, and the SHA-256 that ``summary.json`` has of it.
 

@@ -1,28 +1,45 @@
 """What privacy adds to a run: secure sums, private training, noise on logits and on sums, and
 budgets.
 
-The code of each is imported only by runs that use it.
+The code of each is imported only by runs that use it. Budgets are counted from the events of the
+journal, so a resumed run continues to count.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedstill.config.settings import Settings
-from fedstill.core.errors import ConfigError
-from fedstill.core.extensions import ClientHook, Middleware
-from fedstill.core.records import Payload, Reply, World
+from fedstill.core.checks import place
+from fedstill.core.errors import BudgetSpent, ConfigError
+from fedstill.core.extensions import (
+    ClientHook,
+    Engine,
+    Event,
+    Fields,
+    Middleware,
+    Observer,
+    RoundResult,
+    StageResult,
+)
+from fedstill.core.label_counts import census_stage
+from fedstill.core.method import ClientWork
+from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage, World
+from fedstill.core.rounds import Schedule
 from fedstill.data.dataset import DatasetInfo
-from fedstill.privacy.noise import SUMS_GROUP, NoisedLogits, Privacy
+from fedstill.privacy.noise import GROUP, SUMS_GROUP, NoisedLogits, Privacy, rows_of
+from fedstill.privacy.private_training import rate_and_steps, training_epsilon
 from fedstill.running.extensions import Extensions
 from fedstill.running.preparation import Prepared
-from fedstill.running.standardisation import ROUNDING, Moments, SumsWork
+from fedstill.running.standardisation import ROUNDING, Moments, SumsWork, sums_work
 
 
 def secure_sums(prepared: Prepared, folder: Path | None) -> Extensions:
@@ -45,7 +62,7 @@ def budgets(prepared: Prepared, folder: Path | None) -> Extensions:
     privacy = prepared.settings.table(Privacy)
     if not (privacy.trains or privacy.protects_logits):
         return Extensions()
-    from fedstill.privacy.budget import Budget, TrainingBudget, WithinBudget
+    from fedstill.privacy.extensions import Budget, TrainingBudget, WithinBudget
 
     budget: Budget | TrainingBudget = Budget.of(prepared)
     if privacy.trains:
@@ -205,4 +222,279 @@ def noised_sums(
         high=tuple(float(limits[names[i]][1]) for i in places),
         clip=privacy.clip,
         noise=privacy.noise,
+    )
+
+
+# ---- budget: training ----------------------------------------------------------------------------
+
+
+@dataclass
+class TrainingBudget(Observer):
+    """Counts each client's noised steps, by the probability with which a step takes an example.
+
+    ``examples``: in a simulation, the number of examples that each client trains on, by stage name
+    and client. ``steps``: the steps so far, by client and probability. ``reported``: the number of
+    examples that a real site reported last, by stage name and client. A site that has not reported
+    yet counts as if every step took all of its examples. Failed and refused replies also count,
+    because the client may have sent something. ``unasked``: the clients that were left out of the
+    current stage, because their budget is spent.
+    """
+
+    privacy: Privacy
+    world: World
+    examples: Mapping[tuple[str, int], int]
+    steps: dict[int, Counter[float]] = field(default_factory=dict)
+    reported: dict[tuple[str, int], int] = field(default_factory=dict)
+    on_sites: bool = False
+    unasked: frozenset[int] = frozenset()
+    advice: ClassVar[str] = "fewer rounds or epochs, more noise (gradient_noise) or smaller batches"
+
+    @staticmethod
+    def of(prepared: Prepared) -> TrainingBudget:
+        """The budget of a run."""
+        settings = prepared.settings
+        examples: dict[tuple[str, int], int] = {}
+        if not settings.on_sites:
+            for stage in settings.plans:
+                for client in range(settings.clients):
+                    examples[stage, client] = prepared.sites.trains_on(client, stage)
+        return TrainingBudget(
+            privacy=settings.table(Privacy),
+            world=prepared.world,
+            examples=examples,
+            on_sites=settings.on_sites,
+        )
+
+    def visit(self, stage: Stage, client: int, claimed: int | None) -> tuple[float, int]:
+        """The probability with which a step takes an example, and the number of steps.
+
+        claimed: the number of examples that the client reports; None if it reports none.
+        """
+        plan = self.world.plans.get(stage.name)
+        if plan is None or client == SERVER or stage.view != "private":
+            return 0.0, 0
+        key = (stage.name, client)
+        if claimed is None:
+            claimed = self.reported.get(key)
+        examples = self.examples.get(key, claimed)
+        if examples is None:
+            examples = plan.batch
+        return rate_and_steps(examples, plan)
+
+    def client_fields(self, event: Event, result: StageResult) -> Fields:
+        """``private_steps``: the noised steps of a client, and ``private_rate``: the probability
+        with which a step takes an example.
+        """
+        if not _is_asked(event, result.stage, self.unasked):
+            return {}
+        rate, steps = self.visit(result.stage, event["client"], event.get("examples"))
+        if not steps:
+            return {}
+        return {"private_steps": steps, "private_rate": rate}
+
+    def on_event(self, event: Event) -> None:
+        """Count a client's steps, and remember how many examples a site has."""
+        steps = event.get("private_steps", 0)
+        if event["event"] != "client" or not steps:
+            return
+        steps_by_rate = self.steps.setdefault(event["client"], Counter())
+        steps_by_rate[float(event["private_rate"])] += steps
+        if event.get("examples") and "refused" not in event:
+            self.reported[event["name"], event["client"]] = event["examples"]
+
+    def spent(self, client: int, rate: float = 0.0, further_steps: int = 0) -> float | None:
+        """A client's epsilon so far, or after further steps; None if it is unbounded."""
+        steps = self.steps.get(client, Counter()) + Counter({rate: further_steps})
+        return training_epsilon(self.privacy.sigma, steps, self.privacy.delta)
+
+    def over(self, stage: Stage, client: int) -> str:
+        """Why a stage would raise a client's epsilon above ``privacy.epsilon``; empty if it does
+        not.
+
+        A real site that has not reported its number of examples yet, or whose data have changed,
+        checks its budget itself.
+        """
+        limit = self.privacy.epsilon
+        if limit is None or (not self.examples and (stage.name, client) not in self.reported):
+            return ""
+        rate, steps = self.visit(stage, client, None)
+        total = self.spent(client, rate, steps)
+        if total is not None and total <= limit:
+            return ""
+        return (
+            f"client {client} has spent epsilon {self.spent(client):.3g}, and {steps} more steps "
+            f"would make it {total:.3g}, above privacy.epsilon = {limit:g}"
+        )
+
+    def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
+        """``privacy``: each client's epsilon so far (None: unbounded), and at which delta."""
+        return {
+            "privacy": {
+                "epsilon": [self.spent(client) for client in range(self.world.clients)],
+                "delta": self.privacy.delta,
+                "covers": "training, by example",
+            }
+        }
+
+
+# ---- budget: uploads -----------------------------------------------------------------------------
+
+
+@dataclass
+class Budget(Observer):
+    """Counts the rows of logits that each client uploads, as the server sees them.
+
+    A client cannot lower its count by what it reports. ``sums``: the rows that each client sends
+    before round 1, for the mean and the deviation of each column. ``rows``: the rows so far, by
+    client. Refused, failed and late replies also count, because their logits may have been sent.
+    ``unasked``: the clients that were left out of the current stage, because their budget is spent.
+    """
+
+    privacy: Privacy
+    schedule: Schedule
+    world: World
+    sums: int = 0
+    rows: Counter[int] = field(default_factory=Counter)
+    on_sites: bool = False
+    unasked: frozenset[int] = frozenset()
+    advice: ClassVar[str] = "fewer rounds, more noise or fewer public examples (method.subset)"
+
+    @staticmethod
+    def of(prepared: Prepared) -> Budget:
+        """The budget of a run. In a simulation, clients have already sent their sums."""
+        settings = prepared.settings
+        data = prepared.dataset
+        sums = 0
+        if prepared.scaler.origin == "summed":
+            sums = sums_work(settings, data.about, data.input_shape).rows
+        rows: Counter[int] = Counter()
+        if sums and not settings.on_sites:
+            rows.update(dict.fromkeys(range(settings.clients), sums))
+        return Budget(
+            privacy=settings.table(Privacy),
+            schedule=settings.schedule,
+            world=prepared.world,
+            sums=sums,
+            rows=rows,
+            on_sites=settings.on_sites,
+        )
+
+    def client_fields(self, event: Event, result: StageResult) -> Fields:
+        """``noised_rows``: the rows of noised logits that a client sent, and at least the number
+        that it was asked for.
+        """
+        stage = result.stage
+        client = event["client"]
+        is_off = not self.privacy.protects_logits or stage == census_stage(self.world)
+        if is_off or client == SERVER or not _is_asked(event, stage, self.unasked):
+            return {}
+        arrived = rows_of(result.contents.get(client, NOTHING))
+        rows = max(self.expected_rows(stage, client), arrived)
+        if not rows:
+            return {}
+        return {"noised_rows": rows}
+
+    def expected_rows(self, stage: Stage, client: int) -> int:
+        """The number of noised rows that a client is asked for in a stage."""
+        if (
+            not self.privacy.protects_logits
+            or client == SERVER
+            or stage == census_stage(self.world)
+        ):
+            return 0
+        if stage.round == 0:  # before round 1, beside the census
+            return self.sums
+        return rows_of(self.schedule.actor(stage).expected_reply(client, stage, self.world))
+
+    def over(self, stage: Stage, client: int) -> str:
+        """Why a stage would raise a client's epsilon above ``privacy.epsilon``; empty if it does
+        not.
+        """
+        rows = self.expected_rows(stage, client)
+        sent_rows = self.rows[client]
+        if not rows or self.privacy.allows(sent_rows + rows):
+            return ""
+        spent = self.privacy.spent(sent_rows)
+        total = self.privacy.spent(sent_rows + rows)
+        return (
+            f"client {client} has spent epsilon {spent:.3g}, and its next {rows} rows would make "
+            f"it {total:.3g}, above privacy.epsilon = {self.privacy.epsilon:g}"
+        )
+
+    def on_event(self, event: Event) -> None:
+        """Count a client's rows."""
+        if event["event"] == "client":
+            self.rows[event["client"]] += event.get("noised_rows", 0)
+
+    def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
+        """``privacy``: each client's epsilon so far (None: unbounded), and at which delta; nothing
+        if logits are not protected.
+        """
+        if not self.privacy.protects_logits:
+            return {}
+        epsilons = {rows: self.privacy.spent(rows) for rows in {0, *self.rows.values()}}
+        covered = GROUP
+        if self.sums:
+            covered = f"{GROUP} and sums"
+        return {
+            "privacy": {
+                "epsilon": [epsilons[self.rows[c]] for c in range(self.world.clients)],
+                "delta": self.privacy.delta,
+                "covers": covered,
+            }
+        }
+
+
+def _is_asked(event: Event, stage: Stage, unasked: Collection[int]) -> bool:
+    """Whether a client took part in a stage: it was asked, and was not idle."""
+    client = event["client"]
+    return client in stage.clients and "idle" not in event and client not in unasked
+
+
+@dataclass(frozen=True)
+class WithinBudget:
+    """An engine that leaves out clients whose budget does not cover a stage.
+
+    A real site can spend its budget early, for example by reporting too many examples. It is left
+    out, and the others continue. In a simulation, the run ends when the first client has spent its
+    budget.
+    """
+
+    engine: Engine
+    budget: Budget | TrainingBudget
+
+    def run(
+        self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
+        """The replies. Raises BudgetSpent before any client starts."""
+        reasons = {}
+        for client in sorted(payloads):
+            reason = self.budget.over(stage, client)
+            if reason:
+                reasons[client] = reason
+        if reasons and (len(reasons) == len(payloads) or not self.budget.on_sites):
+            raise BudgetSpent(
+                f"{place(stage)}: {next(iter(reasons.values()))}. Nothing of this stage was sent; "
+                f"start a new run with {self.budget.advice}"
+            )
+        self.budget.unasked = frozenset(reasons)
+        affordable = {client: p for client, p in payloads.items() if client not in reasons}
+        replies = self.engine.run(work, stage, affordable, seed)
+        excluded = [_excluded(client, stage, reason) for client, reason in reasons.items()]
+        return [*replies, *excluded]
+
+    def commit(self, stage: Stage, clients: Sequence[int]) -> None:
+        """Keep the states of clients."""
+        self.engine.commit(stage, clients)
+
+
+def _excluded(client: int, stage: Stage, reason: str) -> Reply:
+    """The reply of a client that was left out."""
+    return Reply(
+        client=client,
+        content=NOTHING,
+        examples=0,
+        round=stage.round,
+        stage=stage.index,
+        failure=reason,
     )

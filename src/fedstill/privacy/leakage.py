@@ -20,8 +20,7 @@ from fedstill.core.keys import seed_for
 from fedstill.core.records import SERVER, Examples, Payload, Stage, Tensors
 from fedstill.core.registry import register
 from fedstill.core.trees import same_bits
-from fedstill.measures.base import Measure, Numbers, SaysLogits
-from fedstill.measures.context import EvaluationContext
+from fedstill.measures.base import EvaluationContext, Measure, Numbers, SaysLogits
 from fedstill.metrics.membership import LEAST_OUT, attack, confidences, likelihood_ratios
 from fedstill.metrics.values import Values
 from fedstill.privacy.noise import GROUP, Privacy

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedstill.core.errors import CorruptFile
 from fedstill.core.files import read_file
 from fedstill.data.dataset import stratified_positions
-from fedstill.measures.context import MEASURES_FOLDER
+from fedstill.measures.base import MEASURES_FOLDER
 from fedstill.measures.features import embedded
 from fedstill.report.blocks import Chart, Choice, Gallery, Paragraph, Section, group_label
 from fedstill.report.class_regions import HIDDEN_AXIS, class_colour, class_name

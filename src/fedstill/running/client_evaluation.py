@@ -21,7 +21,7 @@ from fedstill.continual.task_test import TEST_STAGES
 from fedstill.core.extensions import Event, Fields, Observer, RoundResult
 from fedstill.core.records import Examples
 from fedstill.data.views import SiteViews
-from fedstill.engines.cores import workers
+from fedstill.engines.hardware import workers
 from fedstill.engines.passes import Outputs, correct_by_example, outputs_by_example
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.classification import CONFUSION, NO_METRICS, Predictions, RunMetrics

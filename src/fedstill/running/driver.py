@@ -21,7 +21,7 @@ from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.records import SERVER, Payload, State
 from fedstill.core.rounds import RunContext, run_round
 from fedstill.data.dataset import Dataset
-from fedstill.engines.cores import ThreadCounts, torch_threads
+from fedstill.engines.hardware import ThreadCounts, torch_threads
 from fedstill.engines.serial import Memory, SerialEngine, Version
 from fedstill.running.checkpoint import Checkpoints, Restored, StoredMemory
 from fedstill.running.evaluation import Evaluation, answering_models, client_predictors_of

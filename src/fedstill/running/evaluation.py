@@ -23,7 +23,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import RULED_OUT, SERVER, Examples, State, World
 from fedstill.core.trees import same_bits
 from fedstill.data.views import SiteViews
-from fedstill.engines.cores import workers
+from fedstill.engines.hardware import workers
 from fedstill.engines.passes import by_shard, correct_by_class, counted_right
 from fedstill.metrics.classification import CONFUSION
 from fedstill.running.preparation import Prepared

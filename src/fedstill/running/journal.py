@@ -31,7 +31,7 @@ from fedstill.core.files import (
     sync_folder,
     write_whole,
 )
-from fedstill.core.reports import json_value
+from fedstill.core.screen import json_value
 from fedstill.data.dataset import nfc
 from fedstill.running.journal_schema import Event as Event
 from fedstill.running.journal_schema import (

@@ -4,7 +4,7 @@ Every reader relies on this schema and on nothing else, so a journal is checked 
 read (``running.journal.read_journal``). An event has the fields that are listed here, and any
 further ones: measures, methods and packages add their own. A further field of a round or of a
 measure may hold any JSON, except that a field ``…_by_client`` is a table of clients. Further fields
-of a client's event have the form that a client may report (``core.reports``).
+of a client's event have the form that a client may report (``core.screen``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from fedstill.config.tables import SelectionData
 from fedstill.core.records import SERVER
-from fedstill.core.reports import (
+from fedstill.core.screen import (
     COUNTED,
     MAX_COUNT,
     MAX_NAMES,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedstill.continual.task_test import TASK_TEST
-from fedstill.core.checks import bad_return
+from fedstill.core.checks import MutationGuard, bad_return, journal_fields
 from fedstill.core.errors import FedstillError
 from fedstill.core.extensions import (
     Event,
@@ -37,10 +37,8 @@ from fedstill.core.records import SERVER, Examples, Payload, World
 from fedstill.core.rounds import extended_world
 from fedstill.core.user_code import reason
 from fedstill.engines.serial import Memory
-from fedstill.engines.user_functions import MutationGuard, journal_fields
-from fedstill.measures.base import Measure, Numbers, RoundReports
+from fedstill.measures.base import EvaluationContext, Measure, Numbers, RoundReports
 from fedstill.measures.choice import looks_last, measures
-from fedstill.measures.context import EvaluationContext
 from fedstill.metrics import consistency, forgetting
 from fedstill.running.evaluation import Evaluation, Predict, tests_by_class
 from fedstill.running.preparation import Prepared

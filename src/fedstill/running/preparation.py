@@ -29,15 +29,13 @@ from fedstill.data.inputs import Inputs
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import Arrival, SiteViews
 from fedstill.engines.client_measures import ClientMeasures
-from fedstill.engines.cores import ThreadCounts
+from fedstill.engines.hardware import ThreadCounts, check_machine
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.pooled import PooledEngine
-from fedstill.engines.precision import check_machine
 from fedstill.engines.reply_cache import StoredReplies
 from fedstill.engines.serial import Memory, SerialEngine
-from fedstill.measures.base import at_clients
+from fedstill.measures.base import EvaluationContext, at_clients
 from fedstill.measures.choice import measures
-from fedstill.measures.context import EvaluationContext
 from fedstill.methods.fit import FIT, ONLY_FIT, queries_of
 from fedstill.methods.ridge import NO_TRAINING
 from fedstill.metrics.classification import NO_METRICS, RunMetrics

@@ -19,7 +19,7 @@ from fedstill.core.process_settings import process_settings, steady
 from fedstill.core.records import Stage, State, World
 from fedstill.core.rounds import extended_world, run_round
 from fedstill.data.dataset import Dataset
-from fedstill.engines.cores import ThreadCounts, torch_threads
+from fedstill.engines.hardware import ThreadCounts, torch_threads
 from fedstill.engines.serial import Memory, SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Position, Restored, StoredMemory
 from fedstill.running.directory import settings_of

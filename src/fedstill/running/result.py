@@ -20,9 +20,9 @@ from fedstill.core.errors import CorruptFile
 from fedstill.core.files import digest, in_shell, named_path, read_file, write_whole
 from fedstill.core.records import SERVER, State
 from fedstill.core.registry import short_name
-from fedstill.core.reports import json_value
+from fedstill.core.screen import json_value
+from fedstill.metrics.accuracy import forgetting_by_class
 from fedstill.metrics.classification import METRICS, RECORDED
-from fedstill.metrics.forgetting import forgetting_by_class
 from fedstill.metrics.local_models import QUERY_MEASURES, UNTAUGHT
 from fedstill.models.model_file import FINAL, MODEL_SEAL, read_final
 from fedstill.running import journal as journals

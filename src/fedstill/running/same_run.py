@@ -40,7 +40,7 @@ from fedstill.core.files import digest, in_shell, open_to_read, read_file
 from fedstill.core.process_settings import card_named
 from fedstill.core.records import State
 from fedstill.core.registry import LIVE
-from fedstill.core.reports import json_value
+from fedstill.core.screen import json_value
 from fedstill.core.user_modules import files_of
 from fedstill.data.sources.catalog import KNOWN
 from fedstill.running.client_data import NOISE, TRAIN

@@ -25,7 +25,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import Event, Fields, Observer, RoundResult, of_some_clients
 from fedstill.core.records import Examples, World
 from fedstill.data.views import SiteViews
-from fedstill.engines.cores import workers
+from fedstill.engines.hardware import workers
 from fedstill.engines.passes import Outputs, outputs_by_example
 from fedstill.metrics.classification import (
     ACCURACY,

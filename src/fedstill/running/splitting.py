@@ -25,7 +25,7 @@ from fedstill.core.stream import Cut, Stream
 from fedstill.core.user_code import definition, reason
 from fedstill.data.client_split import ClientSplit, Positions
 from fedstill.data.partition import cached_split
-from fedstill.data.partition.column import column
+from fedstill.data.partition.sharding import column
 from fedstill.data.views import TaskData
 
 # The partition that a config names, applied and checked.

@@ -34,12 +34,12 @@ from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.data.cache import cache_folder
 from fedstill.data.dataset import Dataset, DatasetInfo, examples_digest
 from fedstill.data.inputs import Inputs
-from fedstill.engines.cores import side_by_side, workers
+from fedstill.engines.hardware import side_by_side, workers
 from fedstill.engines.passes import ModelPasses
 from fedstill.models import contract
+from fedstill.models.building import is_added
 from fedstill.models.functional import SHARD
 from fedstill.models.model_file import FINAL, read_final
-from fedstill.models.parameters import is_added
 
 # A model that a run starts from instead of drawn weights: another run's final one, or one in a
 # file.

@@ -14,12 +14,12 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.keys import seed_for
 from fedstill.core.records import SERVER, ModelSpec, Plan, Tensors, matches
 from fedstill.core.stream import ONE_TASK, Stream
-from fedstill.engines.footprint import step_flops
+from fedstill.engines.passes import step_flops
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import SerialEngine
 from fedstill.engines.vectorised import VectorisedEngine, stacking_obstacle
 from fedstill.models import contract
-from fedstill.models.parameters import ADDED, hold
+from fedstill.models.building import ADDED, hold
 from fedstill.running.start_weights import Start, sent_start, start_of
 
 T = TypeVar("T")

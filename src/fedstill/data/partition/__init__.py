@@ -3,7 +3,6 @@ arrays.
 """
 
 from fedstill.data.client_split import ClientSplit
-from fedstill.data.partition.column import column
 from fedstill.data.partition.dirichlet import (
     dirichlet,
     dirichlet_draw,
@@ -14,7 +13,7 @@ from fedstill.data.partition.dirichlet import (
     public_split,
 )
 from fedstill.data.partition.rules import Draw, Parts, cached_split
-from fedstill.data.partition.sharding import iid, pathological, shard_rows, sharding
+from fedstill.data.partition.sharding import column, iid, pathological, shard_rows, sharding
 
 __all__ = [
     "ClientSplit",

@@ -1,0 +1,246 @@
+"""How a run uses the hardware: cores and threads, memory that the process frees, and the precision
+of its arithmetic.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import ConfigError
+
+WORKERS = "FEDSTILL_WORKERS"
+"""The environment variable with the number of jobs side by side; by default one per core."""
+
+T = TypeVar("T")
+
+
+# ---- cores and threads ---------------------------------------------------------------------------
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def workers() -> int:
+    """The number of jobs to do side by side. Raises ConfigError if the environment variable is not
+    a number from 1.
+    """
+    value = os.environ.get(WORKERS, "")
+    if not value:
+        return cores()
+    if not value.isdecimal() or int(value) == 0:
+        raise ConfigError(f"{WORKERS} = {value!r} in the environment must be a whole number from 1")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class ThreadCounts:
+    """The torch threads of a client in a stage of ``several`` clients, and of a client ``alone`` or
+    a stack. The last bit of a sum depends on them, so they are part of a run's definition.
+    """
+
+    several: int = 1
+    alone: int = 1
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Compute with this number of torch threads within the block."""
+    previous = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous)
+
+
+def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
+    """The result of each job, in order. Every job has one torch thread, so the bits do not depend
+    on ``workers``.
+    """
+    if min(workers, len(jobs)) < 2:
+        with torch_threads(1):
+            return [job() for job in jobs]
+    from fedstill.core.process_settings import is_settled, process_settings  # for threads alone
+
+    if not is_settled():
+        # Whoever leaves the settings ends the threads.
+        with process_settings():
+            return side_by_side(jobs, workers)
+    futures = [_pool(workers).submit(job) for job in jobs]
+    return [future.result() for future in futures]
+
+
+@functools.cache
+def _pool(workers: int) -> ThreadPoolExecutor:
+    """Threads that stay until the run ends, because each builds the modules that its jobs run in.
+    The number of torch threads is a setting of each thread.
+    """
+    from fedstill.core.process_settings import at_the_end
+
+    pool = ThreadPoolExecutor(workers, "shard", torch.set_num_threads, (1,))
+
+    def end() -> None:
+        _pool.cache_clear()
+        pool.shutdown()
+
+    at_the_end(end)
+    return pool
+
+
+if hasattr(os, "register_at_fork"):
+    # A child process has none of its parent's threads.
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+# A step allocates and frees the activations and gradients of a batch. If the C library returns
+# their pages to the system, the next step waits until they are found, cleared and mapped again.
+# ``python -m benchmarks.allocator`` prints what keeping them is worth.
+
+KEEP_FREED = "FEDSTILL_KEEP_FREED"
+"""The environment variable that, at 0, leaves the C library as it is. The process then holds less
+memory between stages.
+"""
+
+# mallopt's names for its parameters.
+_MMAP_THRESHOLD = -3
+_TRIM_THRESHOLD = -1
+_LARGEST_BLOCK = 32 * 2**20
+"""The largest value that glibc takes for ``_MMAP_THRESHOLD``, in bytes."""
+_NEVER_TRIM = 2**31 - 1
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Have this process keep the memory that it frees, for good; return whether it does.
+
+    Only glibc can be asked to.
+    """
+    if sys.platform != "linux" or os.environ.get(KEEP_FREED) == "0":
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_TRIM_THRESHOLD, _NEVER_TRIM))
+
+
+# ---- precision -----------------------------------------------------------------------------------
+
+Precision = Literal["fp32", "bf16", "tf32"]
+"""``fp32``: everything in float32.
+
+``bf16``: forward and backward passes of students and teachers in bfloat16; parameters, losses and
+the optimiser in float32.
+
+``tf32``: float32, but a CUDA device rounds products to ten bits.
+"""
+
+P = ParamSpec("P")
+
+
+def check_precision(precision: Precision, device: str) -> None:
+    """Raise ConfigError for a precision that no device of this kind supports."""
+    if precision == "tf32" and device != "cuda":
+        raise ConfigError(
+            "precision = 'tf32' works on CUDA devices only; on the CPU set precision = 'fp32' or "
+            "'bf16'"
+        )
+
+
+def check_machine(precision: Precision, device: str) -> None:
+    """Raise ConfigError if this machine has no such device, or would emulate the precision."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device = 'cuda': torch sees no CUDA device here; "
+            "set device = 'cpu' for a new run, or install torch for CUDA"
+        )
+    if precision == "bf16" and not has_bfloat16(device):
+        kind = "processor"
+        if device == "cuda":
+            kind = "CUDA device"
+        raise ConfigError(
+            f"precision = 'bf16': this {kind} has no units for bfloat16, and would imitate it "
+            "slowly; set 'fp32' for a new run"
+        )
+
+
+def has_bfloat16(device: str) -> bool:
+    """Whether a device has instructions for products in bfloat16."""
+    if device == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if hasattr(torch.cpu, "get_capabilities"):
+        capabilities = torch.cpu.get_capabilities()
+        return any(supported for name, supported in capabilities.items() if "bf16" in name)
+    # Older versions of torch.
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def lowered(run: Callable[P, T], precision: Precision, device: torch.device) -> Callable[P, T]:
+    """A forward pass at a precision. Its outputs are float32 again, so that losses are, too."""
+    if precision != "bf16":
+        return run
+
+    def in_bfloat16(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+            return _floats(run(*args, **kwargs))
+
+    return in_bfloat16
+
+
+@contextmanager
+def products(precision: Precision, device: torch.device) -> Iterator[None]:
+    """Let a CUDA device round products to TensorFloat-32 if that is the precision. On the CPU this
+    does nothing.
+
+    Torch has one setting for the whole process. It is safe to change, because on a card clients
+    train one after another.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    from fedstill.core.process_settings import round_products  # for cards alone
+
+    try:
+        round_products(precision == "tf32")
+        yield
+    finally:
+        round_products(False)
+
+
+def _floats(value: T) -> T:
+    """The outputs of a pass, with float32 in place of bfloat16."""
+    if isinstance(value, Tensor) and value.dtype == torch.bfloat16:
+        return value.float()  # type: ignore[return-value]
+    if not isinstance(value, tuple):
+        return value
+    parts = [_floats(part) for part in value]
+    if hasattr(value, "_make"):  # a NamedTuple
+        return value._make(parts)  # type: ignore[no-any-return]
+    return tuple(parts)  # type: ignore[return-value]
+
+
+# ---- recorded steps ------------------------------------------------------------------------------
+
+REPLAY = "FEDSTILL_REPLAY"
+"""The environment variable that turns recording off if it is 0."""
+
+
+def may_record_steps(device: torch.device) -> bool:
+    """Whether steps on a device may be recorded."""
+    return device.type == "cuda" and os.environ.get(REPLAY, "1") != "0"
