@@ -313,7 +313,7 @@ PACKAGES = (
             Part(
                 "queries",
                 "The queries of clients, or the rule by which they raise them.",
-                "fedstill.querying.rules:with_asking",
+                "fedstill.querying.rules:with_queries",
             ),
         ),
         arrivals=(

@@ -22,7 +22,7 @@ from fedstill.core.records import Stage
 from fedstill.data.sources import load_dataset
 from fedstill.models.contract import initial, spec_for
 from fedstill.models.model_file import read_model, save_model
-from fedstill.querying.answers import Later, ask, with_new_data
+from fedstill.querying.answers import ClientChanges, answer_query, with_new_data
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.result import Result
@@ -87,7 +87,7 @@ def test_the_command_says_who_teaches_and_writes_the_students_model(
     for words in (
         "client 0 asks for",
         "client 5",
-        "asked for",
+        "queried",
         "forgetting",
         "average accuracy",
         "yes",
@@ -101,7 +101,7 @@ def test_the_command_says_who_teaches_and_writes_the_students_model(
 def test_it_is_what_qkt_does_in_a_run(
     local: Path, lacking: tuple[int, int], tmp_path: Path
 ) -> None:
-    found = ask(local, 0, [lacking[0]], changes=CHANGES)
+    found = answer_query(local, 0, [lacking[0]], changes=CHANGES)
     tree = json.loads(json.dumps({"classes": {"0": [lacking[0]]}, "fewer_than": 1}))
     experiment = Experiment(
         rounds=1,
@@ -125,14 +125,14 @@ def test_it_is_what_qkt_does_in_a_run(
     events = [
         e for e in read_journal(tmp_path / "qkt" / "journal.jsonl") if e.get("name") == "transfer"
     ]
-    assert [e["teachers"] for e in events if "teachers" in e] == [found.used]
+    assert [e["teachers"] for e in events if "teachers" in e] == [found.teachers]
 
 
 def test_without_a_teacher_above_the_threshold_the_local_model_comes_back(
     local: Path, lacking: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = ask(local, 0, [lacking[0]], changes={"method.threshold": 1.0})
-    assert found.used == []
+    found = answer_query(local, 0, [lacking[0]], changes={"method.threshold": 1.0})
+    assert found.teachers == []
     assert found.after == found.before
 
 
@@ -141,15 +141,17 @@ def test_a_teacher_may_come_from_a_file_and_be_of_another_network(
 ) -> None:
     spec = spec_for("logistic", (1, 8, 8), 10, {})
     save_model(tmp_path / "guest.safetensors", spec, initial(spec, 1))
-    found = ask(local, 0, [lacking[0]], changes=CHANGES, teachers=[tmp_path / "guest.safetensors"])
+    found = answer_query(
+        local, 0, [lacking[0]], changes=CHANGES, teachers=[tmp_path / "guest.safetensors"]
+    )
     assert found.names[6] == "guest.safetensors"
-    assert 6 in found.used, "an untrained model predicts every class a little"
+    assert 6 in found.teachers, "an untrained model predicts every class a little"
 
 
 def test_a_bad_teacher_file_is_named(local: Path, lacking: tuple[int, int], tmp_path: Path) -> None:
     def refused(error: type[Exception], said: str, path: Path) -> None:
         with pytest.raises(error, match=said) as caught:
-            ask(local, 0, [lacking[0]], changes=CHANGES, teachers=[path])
+            answer_query(local, 0, [lacking[0]], changes=CHANGES, teachers=[path])
         assert "\n" not in str(caught.value)
 
     good = spec_for("logistic", (1, 8, 8), 10, {})
@@ -163,10 +165,10 @@ def test_a_bad_teacher_file_is_named(local: Path, lacking: tuple[int, int], tmp_
     refused(CorruptFile, "is damaged", path)
     few = spec_for("logistic", (1, 8, 8), 4, {})
     save_model(path, few, initial(few, 0))
-    refused(ConfigError, "knows 4 classes, the run has 10", path)
+    refused(ConfigError, "4 classes", path)
     wide = spec_for("logistic", (1, 9, 9), 10, {})
     save_model(path, wide, initial(wide, 0))
-    refused(ConfigError, r"takes examples of \(1, 9, 9\)", path)
+    refused(ConfigError, r"\(1, 9, 9\)", path)
     save_model(path, spec_for("resnext", (1, 8, 8), 10, {}), params)
     refused(UnknownName, "unknown model 'resnext'", path)
     save_model(path, good, {k: v[:1] for k, v in params.items()})
@@ -178,7 +180,7 @@ def test_a_bad_teacher_file_is_named(local: Path, lacking: tuple[int, int], tmp_
 @pytest.mark.parametrize(
     ("client", "classes", "said"),
     [
-        ("0", "own", "it has class"),
+        ("0", "own", "examples of class"),
         ("0", "99", "there is no class 99"),
         ("9", "lacking", "there is no client 9"),
         ("0", "seven", "unknown class 'seven'"),
@@ -202,8 +204,8 @@ def test_a_query_that_cannot_be_answered_is_one_line_and_exit_code_2(
 def test_a_run_without_local_models_is_refused(tmp_path: Path) -> None:
     assert len(load_dataset("digits").train) > 0
     run(toys.toy("fedavg", rounds=1), tmp_path / "fedavg", toys.blobs())
-    with pytest.raises(ConfigError, match="no models"):
-        ask(tmp_path / "fedavg", 0, [1], data=toys.blobs())
+    with pytest.raises(ConfigError, match="local_only"):
+        answer_query(tmp_path / "fedavg", 0, [1], data=toys.blobs())
 
 
 def test_a_damaged_checkpoint_is_said(
@@ -216,7 +218,7 @@ def test_a_damaged_checkpoint_is_said(
     for path in (other / "checkpoints" / "objects").iterdir():
         path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(CorruptFile, match="checkpoint"):
-        ask(other, 0, [lacking[0]], changes=CHANGES)
+        answer_query(other, 0, [lacking[0]], changes=CHANGES)
 
 
 def test_a_query_is_raised_by_what_the_clients_model_gets_wrong(
@@ -225,7 +227,7 @@ def test_a_query_is_raised_by_what_the_clients_model_gets_wrong(
     lines, out = ["--by", "accuracy", "--under", "1"], weak.parent / "raised.safetensors"
     few = [w for k, v in CHANGES.items() for w in ("-s", f"{k}={v}")]
     assert call(["query", str(weak), "--client", "0", *lines, "--out", str(out), *few]) == 0
-    raised = ask(weak, 0, {"by": ("accuracy",), "accuracy_under": 1.0}, changes=CHANGES)
+    raised = answer_query(weak, 0, {"by": ("accuracy",), "accuracy_under": 1.0}, changes=CHANGES)
     said = capsys.readouterr().out
     assert raised.why
     for c, why in raised.why.items():
@@ -233,7 +235,7 @@ def test_a_query_is_raised_by_what_the_clients_model_gets_wrong(
             f"{c} ({c}): right on {100 * why['accuracy']:.0f} % of {why['held_out']:g} held out"
             in said
         )
-    written = ask(weak, 0, raised.query, changes={**CHANGES, "query.fewer_than": 1000})
+    written = answer_query(weak, 0, raised.query, changes={**CHANGES, "query.fewer_than": 1000})
     assert (written.query, written.before, written.after) == (
         raised.query,
         raised.before,
@@ -244,7 +246,7 @@ def test_a_query_is_raised_by_what_the_clients_model_gets_wrong(
 def test_by_lack_it_asks_for_all_that_it_lacks(local: Path) -> None:
     counts = Result.of(local).label_counts().tolist()
     lacks = tuple(c for c in range(10) if not counts[0][c] and any(row[c] for row in counts))
-    assert ask(local, 0, {"by": ("lack",)}, changes=CHANGES).query == lacks
+    assert answer_query(local, 0, {"by": ("lack",)}, changes=CHANGES).query == lacks
 
 
 def test_by_need_it_asks_for_what_is_named_whatever_it_has(
@@ -258,36 +260,45 @@ def test_by_need_it_asks_for_what_is_named_whatever_it_has(
     said = capsys.readouterr().out
     for c in lacking:
         assert f"{c} ({c}): will need it" in said
-    needed = ask(local, 0, {"by": ("need",), "needs": {"0": lacking}}, changes=CHANGES)
+    needed = answer_query(local, 0, {"by": ("need",), "needs": {"0": lacking}}, changes=CHANGES)
     assert needed.query == tuple(sorted(lacking))
     assert needed.why == {c: {"need": 1} for c in lacking}
-    written = ask(local, 0, lacking, changes={**CHANGES, "query.fewer_than": 1000})
+    written = answer_query(local, 0, lacking, changes={**CHANGES, "query.fewer_than": 1000})
     assert (written.before, written.after) == (needed.before, needed.after)
-    both = ask(local, 0, {"by": ("lack", "need"), "needs": {"0": (has,)}}, changes=CHANGES)
-    assert set(both.query) == {*ask(local, 0, {"by": ("lack",)}, changes=CHANGES).query, has}
+    both = answer_query(local, 0, {"by": ("lack", "need"), "needs": {"0": (has,)}}, changes=CHANGES)
+    assert set(both.query) == {
+        *answer_query(local, 0, {"by": ("lack",)}, changes=CHANGES).query,
+        has,
+    }
 
 
 def test_a_later_query_goes_on_from_the_model_of_the_one_before_with_new_data(
     local: Path, lacking: tuple[int, int], tmp_path: Path
 ) -> None:
     counts = Result.of(local).label_counts()[0].tolist()
-    first = ask(local, 0, [lacking[0]], changes=CHANGES)
+    first = answer_query(local, 0, [lacking[0]], changes=CHANGES)
     save_model(tmp_path / "student.safetensors", first.model, first.params)
     digits = load_dataset("digits")
     rows = (digits.train.labels == lacking[0]).nonzero().flatten()[:40]
     new = replace(digits, train=digits.train.take(rows))
     other = next(c for c in range(10) if c != lacking[0] and not counts[c])
     short = {**CHANGES, "plan.fit.epochs": 3}
-    second = ask(
-        local, 0, [other], changes=short, later=Later(tmp_path / "student.safetensors", new)
+    second = answer_query(
+        local,
+        0,
+        [other],
+        changes=short,
+        client_changes=ClientChanges(tmp_path / "student.safetensors", new),
     )
     assert second.new == 40
-    assert second.own[lacking[0]] == pytest.approx(40 / (sum(counts) + 40)), (
+    assert second.label_shares[lacking[0]] == pytest.approx(40 / (sum(counts) + 40)), (
         "the class is its own by now"
     )
     assert second.before[lacking[0]] > 0.5, "it learned the class, and has data of it"
     assert second.before != first.after, "it trained alone on the new data first"
-    alone = ask(local, 0, [other], changes=short, later=Later(new=new))
+    alone = answer_query(
+        local, 0, [other], changes=short, client_changes=ClientChanges(new_data=new)
+    )
     assert alone.before != second.before, "from another model"
 
 
@@ -306,13 +317,19 @@ def test_a_students_file_has_everything_of_its_network(kind: str, tmp_path: Path
     folder = trained(tmp_path / "run", epochs=1, **changes)
     lacking, also_lacking = (row.tolist().index(0) for row in Result.of(folder).label_counts()[:2])
     short = {"plan.transfer.epochs": 1, "plan.refine.epochs": 1}
-    first = ask(folder, 0, [lacking], changes=short)
+    first = answer_query(folder, 0, [lacking], changes=short)
     path = tmp_path / "student.safetensors"
     save_model(path, first.model, first.params)
     assert read_model(path)[0] == first.model
-    assert ask(folder, 0, [lacking], changes=short, later=Later(path, None)).before == first.after
     assert (
-        path.name in ask(folder, 1, [also_lacking], changes=short, teachers=[path]).names.values()
+        answer_query(
+            folder, 0, [lacking], changes=short, client_changes=ClientChanges(path, None)
+        ).before
+        == first.after
+    )
+    assert (
+        path.name
+        in answer_query(folder, 1, [also_lacking], changes=short, teachers=[path]).names.values()
     )
 
 
@@ -336,7 +353,7 @@ def test_what_a_later_query_holds_out_is_new(local: Path) -> None:
     ("tokens", "said"),
     [
         ([], "--classes 7,9"),
-        (["--classes", "1", "--by", "lack"], "which classes"),
+        (["--classes", "1", "--by", "lack"], "--by"),
         (["--by", "accuracy"], "--by accuracy and --under go together"),
         (["--by", "lack", "--under", "0.5"], "--by accuracy and --under go together"),
         (["--by", "luck"], "query.by = 'luck'"),
@@ -366,7 +383,7 @@ def test_a_raised_query_that_cannot_be_is_one_line(
 
 def test_a_client_for_which_no_need_is_named_has_no_query(local: Path) -> None:
     with pytest.raises(ConfigError, match="client 0"):
-        ask(local, 0, {"by": ("need",), "needs": {"1": (7,)}})
+        answer_query(local, 0, {"by": ("need",), "needs": {"1": (7,)}})
 
 
 def test_what_cannot_be_a_later_query_is_refused(
@@ -375,29 +392,29 @@ def test_what_cannot_be_a_later_query_is_refused(
     spec = spec_for("mlp", (1, 8, 8), 10, {"hidden": (16,)})
     save_model(tmp_path / "m.safetensors", spec, initial(spec, 0))
     with pytest.raises(ConfigError, match="all data of client 0"):
-        ask(
+        answer_query(
             local,
             0,
             {"by": ("accuracy",), "accuracy_under": 0.5},
-            later=Later(tmp_path / "m.safetensors"),
+            client_changes=ClientChanges(tmp_path / "m.safetensors"),
         )
     wide = spec_for("mlp", (1, 8, 8), 10, {"hidden": (17,)})
     save_model(tmp_path / "wide.safetensors", wide, initial(wide, 0))
-    with pytest.raises(ConfigError, match=r"wide\.safetensors is a mlp\(hidden=\(17,\)\)"):
-        ask(local, 0, [lacking[0]], later=Later(tmp_path / "wide.safetensors"))
-    with pytest.raises(
-        ConfigError, match=r"examples have shape \(1, 4, 4\), those of the run \(1, 8, 8\)"
-    ):
-        ask(local, 0, [lacking[0]], later=Later(new=toys.blobs()))
+    with pytest.raises(ConfigError, match=r"wide\.safetensors .* mlp\(hidden=\(17,\)\)"):
+        answer_query(
+            local, 0, [lacking[0]], client_changes=ClientChanges(tmp_path / "wide.safetensors")
+        )
+    with pytest.raises(ConfigError, match=r"\(1, 4, 4\).*\(1, 8, 8\)"):
+        answer_query(local, 0, [lacking[0]], client_changes=ClientChanges(new_data=toys.blobs()))
     with pytest.raises(
         ConfigError,
         match=r"client 0 .*1e-07 %",
     ):
-        ask(local, 0, {"by": ("accuracy",), "accuracy_under": 1e-9})
+        answer_query(local, 0, {"by": ("accuracy",), "accuracy_under": 1e-9})
     digits = load_dataset("digits")
     named = replace(digits, classes=(*digits.classes[:-1], "tenth"))
     with pytest.raises(ConfigError, match="'tenth'"):
-        ask(local, 0, [lacking[0]], later=Later(new=named))
+        answer_query(local, 0, [lacking[0]], client_changes=ClientChanges(new_data=named))
 
 
 def test_a_run_whose_clients_ask_again_says_what_each_query_gained(

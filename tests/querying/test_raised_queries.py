@@ -19,7 +19,7 @@ from fedstill.core.files import digest
 from fedstill.core.records import Payload, Reply, Stage, State
 from fedstill.engines.passes import ModelPasses
 from fedstill.querying.hooks import ASKS, QueriesAtClient, QueriesAtServer, query_raised
-from fedstill.querying.queries import Asking
+from fedstill.querying.queries import QueryRule
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import Prepared, prepare
@@ -220,7 +220,7 @@ def test_nobody_may_have_reason_to_ask(tmp_path: Path) -> None:
         (
             {"method": "fedavg", "rounds": 2},
             IncompatibleMethod,
-            "there is no stage 'fit'; set topology.first = 'fit'",
+            "topology.first = 'fit'",
         ),
         ({"method": "toy_peers"}, IncompatibleMethod, "its work must be fedstill.methods.fit.Fit"),
         (
@@ -229,7 +229,7 @@ def test_nobody_may_have_reason_to_ask(tmp_path: Path) -> None:
                 "data": {"train_size": 10},
             },
             ConfigError,
-            r"client \d has one example and cannot hold it out",
+            r"client \d has a single example",
         ),
         (
             {"method": "clue"},
@@ -239,8 +239,7 @@ def test_nobody_may_have_reason_to_ask(tmp_path: Path) -> None:
         (
             {"rounds": 2, "query": {"again": "mixed"}},
             ConfigError,
-            r"stage 'refine' trains on what the stage 'fit' holds out, .* set "
-            r"plan.refine.validation = 0.1",
+            r"stage 'refine' .*plan.refine.validation = 0.1",
         ),
         (
             {"rounds": 2},
@@ -255,7 +254,7 @@ def test_nobody_may_have_reason_to_ask(tmp_path: Path) -> None:
         (
             {"rounds": 2, "query": {"again": "mixed"}, "method": "fedavg"},
             ConfigError,
-            "with topology.kind = 'parallel' clients do not ask again",
+            "query.again",
         ),
         (
             {"query": {"by": "need", "accuracy_under": None, "needs": {"9": [1]}}},
@@ -280,7 +279,7 @@ def test_what_cannot_raise_a_query_is_refused_before_round_1(
 def test_what_a_client_says_is_checked_and_what_it_is_sent_too() -> None:
     prepared = ready(by_accuracy())
     world, fit, later = prepared.world, Stage(1, 0, "fit", (0,)), Stage(1, 1, "transfer", (0,))
-    asking = world.get(Asking)
+    asking = world.get(QueryRule)
     server, client = QueriesAtServer(asking), QueriesAtClient(asking)
     expected = prepared.settings.method.expected_reply(0, fit, world)
     assert set(server.extend_expected(expected, 0, fit, world)) == {"params", ASKS}

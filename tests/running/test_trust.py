@@ -23,7 +23,7 @@ from fedstill.core.errors import UntrustedCode
 from fedstill.core.files import digest
 from fedstill.export.loading import load_model
 from fedstill.models.model_file import read_model
-from fedstill.querying.answers import ask
+from fedstill.querying.answers import answer_query
 from fedstill.running.directory import settings_of
 from fedstill.running.replay import Replay
 from fedstill.running.runner import resume, run
@@ -83,7 +83,7 @@ def poison(file: Path, marker: Path) -> None:
 USES: dict[str, Callable[[Path], object]] = {
     "resume": lambda folder: resume(folder, data=toys.blobs()),
     "load_model": lambda folder: load_model(folder, client=0),
-    "query": lambda folder: ask(folder, 0, [1], data=toys.blobs()),
+    "query": lambda folder: answer_query(folder, 0, [1], data=toys.blobs()),
     "replay": lambda folder: Replay.of_round(folder, 1, toys.blobs()),
     "why": lambda folder: find_changes(folder, None, None),
     "compare": lambda folder: other_settings(settings_of(folder), folder),

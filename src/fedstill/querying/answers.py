@@ -1,4 +1,4 @@
-"""One query, answered from a finished run's models: teachers, gain and forgetting."""
+"""Answers a query from the models of a finished run: teachers, gain and forgetting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fedstill.methods.qkt import QKT
 from fedstill.metrics import class_accuracy
 from fedstill.models.contract import predictor
 from fedstill.models.model_file import read_model
-from fedstill.querying.hooks import why_asked
+from fedstill.querying.hooks import query_reasons
 from fedstill.querying.queries import QueryTable, Why, picked
 from fedstill.querying.rules import rule_of, with_known_queries
 from fedstill.running.checkpoint import Checkpoints
@@ -40,81 +40,107 @@ from fedstill.running.extensions import Extensions, run_context
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.world import RunWorld
 
-# What a client is by now that asks after a run: its model, its new data, and for what it has reason
-# to ask.
+# ---- the client at the time of the query ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Later:
-    """What is different when a client asks later: the file of the model that it has now, and its
-    new data.
+class ClientChanges:
+    """What has changed at the client since the run.
+
+    ``student``: the file of its current model; None for its model in the run. ``new_data``: a data
+    set whose training examples it has in addition.
     """
 
     student: Path | None = None
-    new: Dataset | None = None
+    new_data: Dataset | None = None
 
     @property
     def examples(self) -> int:
-        """How many new examples there are."""
-        if self.new is None:
+        """The number of new examples."""
+        if self.new_data is None:
             return 0
-        return len(self.new.train)
-
-
-def by_now(
-    prepared: Prepared, folder: Path, client: int, later: Later
-) -> tuple[Prepared, dict[int, Tensors], dict[str, Any]]:
-    """The run with a client's new data, all clients' models by now, and their numbers of examples
-    when they trained.
-
-    Raises ConfigError for a client that trained nothing, and for a student of another network.
-    """
-    models, sizes = _local_models(folder)
-    if client not in models:
-        raise ConfigError(f"client {client} trained no model in {folder}")
-    if later.student is not None:
-        if "accuracy" in prepared.settings.table(QueryTable).triggers and later.new is None:
-            raise ConfigError(
-                f"{later.student} was trained on all data of client {client}; its accuracy cannot "
-                "be measured on them; "
-                "give new data, of which some are held out, or name the classes"
-            )
-        spec, models[client] = read_model(later.student)
-        if spec != prepared.world.model(client):
-            raise ConfigError(
-                f"{later.student} is a {spec}, client {client} has a {prepared.world.model(client)}"
-            )
-    if later.new is not None:
-        prepared = with_new_data(prepared, client, later.new)
-        models[client] = fitted_again(prepared, prepared.settings.method, models, sizes, client)
-    return prepared, models, sizes
+        return len(self.new_data.train)
 
 
 @dataclass(frozen=True)
-class WithNewData(SiteViews):
-    """Views in which one client, ``asker``, has ``new`` further examples, which stand at the end of
-    its part.
-
-    What it holds out is of the new ones alone: a model of before may have been trained on all
-    others.
+class LocalModels:
+    """The models that clients trained alone, and the groups ``size.*`` of the state with their
+    numbers of examples.
     """
 
-    asker: int = 0
-    new: int = 0
+    models: dict[int, Tensors]
+    sizes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CurrentClients:
+    """A run with a client's changes: its data, and the current models of all clients."""
+
+    prepared: Prepared
+    local: LocalModels
+
+
+def current_clients(
+    prepared: Prepared, folder: Path, client: int, changes: ClientChanges
+) -> CurrentClients:
+    """The clients of a run at the time of a query.
+
+    Raises ConfigError for a client without a model, and for a student with another network.
+    """
+    local = _local_models(folder)
+    if client not in local.models:
+        raise ConfigError(f"client {client} trained no model in {folder}")
+    if changes.student is not None:
+        local.models[client] = _student(prepared, client, changes)
+    if changes.new_data is not None:
+        prepared = with_new_data(prepared, client, changes.new_data)
+        local.models[client] = retrained(prepared, prepared.settings.method, local, client)
+    return CurrentClients(prepared, local)
+
+
+def _student(prepared: Prepared, client: int, changes: ClientChanges) -> Tensors:
+    """The parameters of the client's current model, from its file."""
+    assert changes.student is not None
+    by_accuracy = "accuracy" in prepared.settings.table(QueryTable).triggers
+    if by_accuracy and changes.new_data is None:
+        raise ConfigError(
+            f"{changes.student} was trained on all data of client {client}, so its accuracy cannot "
+            "be measured; pass new data, a part of which is held out, or name the classes"
+        )
+    spec, params = read_model(changes.student)
+    client_spec = prepared.world.model(client)
+    if spec != client_spec:
+        raise ConfigError(
+            f"{changes.student} has the network {spec}, but client {client} has {client_spec}"
+        )
+    return params
+
+
+@dataclass(frozen=True)
+class ViewsWithNewData(SiteViews):
+    """Views in which ``changed_client`` has ``new_examples`` further examples, at the end of its
+    part.
+
+    It holds out new examples only, because its model may have been trained on all others.
+    """
+
+    changed_client: int = 0
+    new_examples: int = 0
 
     def divided_indices(
         self, client: int, size: int, share: float, task: int = 0
     ) -> Division[Tensor]:
-        if client != self.asker:
+        if client != self.changed_client:
             return super().divided_indices(client, size, share, task)
-        old = torch.arange(size - self.new)
-        new = super().divided_indices(client, self.new, share)
+        old = torch.arange(size - self.new_examples)
+        new = super().divided_indices(client, self.new_examples, share)
         return Division(torch.cat([old, len(old) + new.train]), len(old) + new.held_out)
 
 
 def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
-    """The run in which a client also has a data set's training examples; raises ConfigError if they
-    do not fit.
+    """The run with the training examples of a data set added to a client's data.
+
+    Raises ConfigError if their shape or classes do not match the run.
     """
     sites = prepared.sites
     classes = prepared.dataset.classes
@@ -122,7 +148,8 @@ def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
     run_shape = tuple(sites.train.values.shape[1:])
     if shape != run_shape:
         raise ConfigError(
-            f"new data {new.name}: examples have shape {shape}, those of the run {run_shape}"
+            f"new data {new.name}: the examples have shape {shape}, but those of the run have "
+            f"{run_shape}"
         )
     unknown = [c for c in new.classes if c not in classes]
     if unknown:
@@ -138,28 +165,22 @@ def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
 
     views = {f.name: getattr(sites, f.name) for f in fields(SiteViews)}
     views |= {"train": train, "split": split}
-    return replace(prepared, sites=WithNewData(**views, asker=client, new=len(further)))
+    changed = ViewsWithNewData(**views, changed_client=client, new_examples=len(further))
+    return replace(prepared, sites=changed)
 
 
-def fitted_again(
-    prepared: Prepared,
-    method: Method,
-    models: Mapping[int, Tensors],
-    sizes: Mapping[str, Any],
-    client: int,
-) -> Tensors:
-    """A client's model after it has trained alone on what it has now, from the model that it
-    had.
-    """
-    unasked = replace(
+def retrained(prepared: Prepared, method: Method, local: LocalModels, client: int) -> Tensors:
+    """A client's model after it has trained alone on its current data, from its current model."""
+    without_rule = replace(
         prepared,
         world=with_known_queries(prepared.world, queries_of(prepared.world)),
         settings=with_method(prepared.settings, method),
     )
-    state = State({}, Payload({**many("model", models), **sizes}))
-    with closing(unasked.engine(measured=False)) as engine:
+    state = State({}, Payload({**many("model", local.models), **local.sizes}))
+    with closing(without_rule.engine(measured=False)) as engine:
         stages = [Stage(1, 0, FIT, (client,))]
-        state = run_round(state, stages, run_context(unasked, engine, extensions=Extensions()))
+        context = run_context(without_rule, engine, extensions=Extensions())
+        state = run_round(state, stages, context)
     return state.extra.many("model")[client]
 
 
@@ -168,8 +189,8 @@ def with_method(settings: Settings, method: Method) -> Settings:
     return replace(settings, schedule=replace(settings.schedule, method=method))
 
 
-def with_query_of(prepared: Prepared, client: int, query: tuple[int, ...]) -> Prepared:
-    """The run in which one client asks, for these classes, and no other does."""
+def with_query(prepared: Prepared, client: int, query: tuple[int, ...]) -> Prepared:
+    """The run in which this client alone asks, for these classes."""
     queries = {client: query}
     return replace(
         prepared,
@@ -178,41 +199,43 @@ def with_query_of(prepared: Prepared, client: int, query: tuple[int, ...]) -> Pr
     )
 
 
-def raised_by(prepared: Prepared, client: int, params: Tensors) -> dict[int, Why]:
-    """What a client has reason to ask for by the settings' rule, given its local model, and why.
+def query_by_rule(prepared: Prepared, client: int, params: Tensors) -> dict[int, Why]:
+    """The classes that a client asks for by the rule of the settings, and the reasons.
 
-    Raises ConfigError if it has none, or holds out no data to tell.
+    params: its local model. Raises ConfigError if no class is eligible, or if the client holds out
+    no examples.
     """
     settings = prepared.settings
     rule = rule_of(settings, prepared.sites.all_counts())
     assert rule is not None
     view = prepared.sites.view(client, Stage(1, 0, FIT, (client,)))
-    reasons_by_class = why_asked(rule, params, view)
+    reasons_by_class = query_reasons(rule, params, view)
     query = picked(rule, client, list(reasons_by_class))
     if not query:
         raise ConfigError(
-            f"client {client} has no reason to ask: {_by(settings)}; name the classes with "
-            "--classes"
+            f"client {client} has no reason for a query: {_missing_reasons(settings)}; name the "
+            "classes with --classes"
         )
     return {c: reasons_by_class[c] for c in query}
 
 
-def _by(settings: Settings) -> str:
+def _missing_reasons(settings: Settings) -> str:
     """Why no trigger of the settings applies to a client, in words."""
     table = settings.table(QueryTable)
     share = f"{100 * (table.accuracy_under or 0):g} %"
     reasons = {
         "lack": f"it has {table.fewer_than} examples or more of each class that another client has",
-        "accuracy": f"its model is right on {share} or more of each class that it holds out",
-        "need": "no class is named that it will need",
+        "accuracy": f"the accuracy of its model is {share} or higher on each held-out class",
+        "need": "the config lists no class that it will need",
     }
     return " and ".join(reasons[trigger] for trigger in table.triggers)
 
 
-def _local_models(folder: Path) -> tuple[dict[int, Tensors], dict[str, Any]]:
+def _local_models(folder: Path) -> LocalModels:
+    """The local models of a finished run."""
     if not (folder / "summary.json").is_file():
         raise ConfigError(
-            f"{folder} is not finished; `fedstill resume {in_shell(folder)}`, then ask"
+            f"{folder} is not finished; run `fedstill resume {in_shell(folder)}` before the query"
         )
     config = digest(read_file(folder / "config.toml"))
     restored = Checkpoints(folder / "checkpoints", config, folder / "memory").latest()
@@ -220,21 +243,22 @@ def _local_models(folder: Path) -> tuple[dict[int, Tensors], dict[str, Any]]:
     if restored is not None:
         models = restored.state.extra.many("model")
     if not models:
-        raise ConfigError(
-            f"{folder} keeps no models that clients trained alone; run method = 'local_only', then "
-            "ask"
-        )
+        raise ConfigError(f"{folder} contains no local models; {NEEDS_LOCAL_RUN}")
     assert restored is not None
-    return models, {k: v for k, v in restored.state.extra.items() if k.startswith("size.")}
+    sizes = {k: v for k, v in restored.state.extra.items() if k.startswith("size.")}
+    return LocalModels(models, sizes)
 
 
-# One query, answered from a finished run's models: which teachers know the classes, what is gained,
-# what is lost.
+NEEDS_LOCAL_RUN = "queries are answered from a run with method = 'local_only'"
+"""What to do if a run has no local models."""
+
+
+# ---- the answer ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Guest:
-    """A teacher from a file: what it is called, its network, its parameters."""
+class ExternalTeacher:
+    """A teacher from a file: its name, network and parameters."""
 
     name: str
     model: ModelSpec
@@ -242,33 +266,37 @@ class Guest:
 
 
 @dataclass(frozen=True)
-class WithGuests(RunWorld):
-    """A world with further teachers, from files; their ids follow those of the clients."""
+class WorldWithTeachers(RunWorld):
+    """A world with teachers from files. Their ids follow those of the ``run_clients`` clients of
+    the run.
+    """
 
-    guests: tuple[Guest, ...] = ()
-    own: int = 0
+    external: tuple[ExternalTeacher, ...] = ()
+    run_clients: int = 0
 
     def model(self, client: int) -> ModelSpec:
-        if client >= self.own > 0:
-            return self.guests[client - self.own].model
+        if client >= self.run_clients > 0:
+            return self.external[client - self.run_clients].model
         return super().model(client)
 
     def name(self, client: int) -> str:
-        """What a client or guest is called."""
-        if client >= self.own:
-            return self.guests[client - self.own].name
+        """The name of a client or of a teacher from a file."""
+        if client >= self.run_clients:
+            return self.external[client - self.run_clients].name
         return f"client {client}"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a query, and what it changed.
+    """The answer to a query.
 
-    probe: each teacher's mean softmax (C,) on noise; used: those that taught; shares: label shares
-    (C,) of the clients among the teachers; before, after: class accuracies (C,) on the common test
-    set; own: the client's label shares;
-    why: the reasons for what is asked, where they raised the query; new: the client's new examples,
-    on which it trained before it asked.
+    ``query``: the queried classes. ``classes``: the names of all classes. ``threshold``: of QKT's
+    noise filter. ``names``: the names of all candidates for teachers. ``probe``: the mean softmax
+    (C,) of each candidate on noise. ``teachers``: the candidates that taught. ``label_shares``: the
+    client's label shares, (C,). ``teacher_label_shares``: those of other clients of the run.
+    ``before``, ``after``: class accuracies (C,) on the common test set. ``model``, ``params``: the
+    student. ``why``: the reasons for each class of a query by rule. ``new``: the number of new
+    examples on which the client trained before the query.
     """
 
     client: int
@@ -277,9 +305,9 @@ class Answer:
     threshold: float
     names: Mapping[int, str]
     probe: Mapping[int, Tensor]
-    used: Sequence[int]
-    shares: Mapping[int, Sequence[float]]
-    own: Sequence[float]
+    teachers: Sequence[int]
+    label_shares: Sequence[float]
+    teacher_label_shares: Mapping[int, Sequence[float]]
     before: Sequence[float]
     after: Sequence[float]
     model: ModelSpec = field(repr=False)
@@ -289,7 +317,7 @@ class Answer:
 
 
 @process_settings()
-def ask(
+def answer_query(
     folder: Path,
     client: int,
     query: Sequence[int] | Mapping[str, Any],
@@ -297,80 +325,82 @@ def ask(
     changes: Mapping[str, Any] | None = None,
     teachers: Sequence[Path] = (),
     data: Dataset | None = None,
-    later: Later | None = None,
+    client_changes: ClientChanges | None = None,
 ) -> Answer:
-    """Answer one client's query by QKT, from the models that clients of a run trained alone.
+    """Answer a client's query by QKT, from the local models of a finished run.
 
-    ``query``: classes by number; or what raises it, as keys of ``[query]``, e.g.
-    ``{"by": ["lack"]}``: then the client asks for all classes for which it has reason. ``changes``:
-    dotted keys of QKT or its plans (``method.query_weight``,
-    ``plan.transfer.epochs``); ``teachers``: model files beside the run's own. ``later``: the client
-    has another model by now, or new data. Where no teacher reaches the threshold, the local model
-    is given back as it is. Raises ConfigError for a query without an answer, for a client without
-    reason to ask, for a run without local models, or for a teacher of another class count or image
-    shape; CorruptFile for a file that is damaged; UntrustedCode for code that the user
-    does not trust.
+    ``query``: classes by number; or a rule as keys of ``[query]``, e.g. ``{"by": ["lack"]}``, by
+    which the client asks for all eligible classes. ``changes``: dotted keys of QKT or its plans
+    (``method.query_weight``, ``plan.transfer.epochs``). ``teachers``: model files, in addition to
+    the models of the run. ``data``: the data set of the run, if it was in memory.
+    ``client_changes``: the client's current model and new data.
+
+    If no teacher reaches the threshold, the answer contains the unchanged local model. Raises
+    ConfigError for a query that cannot be answered, a client without a reason, a run without local
+    models, and a teacher with another number of classes or shape of inputs; CorruptFile for a
+    damaged file; UntrustedCode for code that the user does not trust.
     """
+    client_changes = client_changes or ClientChanges()
     with code_of_run(folder):
         settings = settle(_experiment(folder, client, query, changes or {}))
         prepared = prepare_again(settings, folder, data)
-        guests = tuple(_guest(path, prepared) for path in teachers)
-        prepared, models, sizes = by_now(prepared, folder, client, later or Later())
+        external = tuple(_external_teacher(path, prepared) for path in teachers)
+        clients = current_clients(prepared, folder, client, client_changes)
+    prepared = clients.prepared
+    models = clients.local.models
     method = prepared.settings.method
     assert isinstance(method, QKT)
+
     reasons_by_class: dict[int, Why] = {}
+    classes = queries_of(prepared.world).get(client, ())
     if isinstance(query, Mapping):
-        reasons_by_class = raised_by(prepared, client, models[client])
-    prepared = with_query_of(
-        prepared, client, tuple(reasons_by_class) or queries_of(prepared.world)[client]
-    )
-    world = _world(prepared, guests)
-    classes = queries_of(world)[client]
+        reasons_by_class = query_by_rule(prepared, client, models[client])
+        classes = tuple(reasons_by_class)
+    prepared = with_query(prepared, client, classes)
+    world = _world(prepared, external)
 
     all_models = dict(models)
-    for index, guest in enumerate(guests):
-        all_models[world.own + index] = guest.params
+    for index, teacher in enumerate(external):
+        all_models[world.run_clients + index] = teacher.params
     probe = {
-        teacher: probed(world.model(teacher), params, world, method.samples)
-        for teacher, params in all_models.items()
-        if teacher != client
+        candidate: probed(world.model(candidate), params, world, method.samples)
+        for candidate, params in all_models.items()
+        if candidate != client
     }
-    used = [teacher for teacher, probe_mean in probe.items() if method.useful(probe_mean, classes)]
-    params = models[client]
+    used = [candidate for candidate, mean in probe.items() if method.useful(mean, classes)]
+    student = models[client]
     if used:
-        params = _learn(prepared, world, method, all_models, sizes)[client]
+        local = LocalModels(all_models, clients.local.sizes)
+        student = _student_models(prepared, world, method, local)[client]
 
     spec = world.model(client)
-    shares = {c: prepared.sites.label_shares(c) for c in range(world.own)}
+    shares = {c: prepared.sites.label_shares(c) for c in range(world.run_clients)}
     return Answer(
         client=client,
         query=classes,
         classes=prepared.dataset.classes,
         threshold=method.threshold,
-        names={teacher: world.name(teacher) for teacher in probe},
+        names={candidate: world.name(candidate) for candidate in probe},
         probe=probe,
-        used=used,
-        shares={c: share for c, share in shares.items() if c != client},
-        own=shares[client],
+        teachers=used,
+        label_shares=shares[client],
+        teacher_label_shares={c: share for c, share in shares.items() if c != client},
         before=_accuracies(prepared, spec, models[client]),
-        after=_accuracies(prepared, spec, params),
+        after=_accuracies(prepared, spec, student),
         model=spec,
-        params=params,
+        params=student,
         why=reasons_by_class,
-        new=later.examples if later else 0,
+        new=client_changes.examples,
     )
 
 
 def _experiment(
     folder: Path, client: int, query: Sequence[int] | Mapping[str, Any], changes: Mapping[str, Any]
 ) -> Experiment:
-    """The run's experiment with QKT for its method, one student and one query."""
+    """The run's experiment with the method QKT, one student and one query."""
     run = settings_of(folder)
     if FIT not in run.plans:
-        raise ConfigError(
-            f"{folder} has no models that clients trained alone; run method = 'local_only', then "
-            "ask"
-        )
+        raise ConfigError(f"{folder} contains no local models; {NEEDS_LOCAL_RUN}")
     query_keys: dict[str, Any] = {"classes": {str(client): tuple(query)}}
     if isinstance(query, Mapping):
         query_keys = {"draw": "all", **query}
@@ -387,62 +417,59 @@ def _experiment(
 
 
 def _check_changes(changes: Mapping[str, Any], query_keys: Iterable[str]) -> None:
-    """Raise ConfigError for a change of anything but QKT, its plans and the rules of queries, and
+    """Raise ConfigError for changes of anything except QKT, its plans and the rules of queries, and
     for keys of ``[query]`` that the query itself sets.
     """
     for key in leaf_keys(changes):
         table, _, field = key.partition(".")
-        is_own = table in ("method", "plan", "query") and key != "method.name"
-        if not is_own:
+        may_change = table in ("method", "plan", "query") and key != "method.name"
+        if not may_change:
             raise ConfigError(
-                f"-s {key}: a query sets fields of QKT and its plans (method.query_weight, "
-                "plan.transfer.epochs); all else is as in the run"
+                f"-s {key}: a query can only change fields of QKT and its plans "
+                "(method.query_weight, plan.transfer.epochs); leave it out"
             )
         if table == "query" and field.partition(".")[0] in query_keys:
-            raise ConfigError(f"-s {key}: the other options set it; leave it out")
+            raise ConfigError(f"-s {key}: another option of the command sets it; leave it out")
 
 
-def _guest(path: Path, prepared: Prepared) -> Guest:
+def _external_teacher(path: Path, prepared: Prepared) -> ExternalTeacher:
     spec, params = read_model(path)
     run_model = prepared.world.server_model
     if spec.classes != run_model.classes:
         raise ConfigError(
-            f"teacher {path} knows {spec.classes} classes, the run has {run_model.classes}"
+            f"teacher {path} has {spec.classes} classes, but the run has {run_model.classes}"
         )
     if spec.input_shape != run_model.input_shape:
         raise ConfigError(
-            f"teacher {path} takes examples of {spec.input_shape}, the run's are "
+            f"teacher {path} takes inputs of shape {spec.input_shape}, but those of the run have "
             f"{run_model.input_shape}"
         )
-    return Guest(path.name, spec, params)
+    return ExternalTeacher(path.name, spec, params)
 
 
-def _world(prepared: Prepared, guests: tuple[Guest, ...]) -> WithGuests:
-    w = prepared.world
-    return WithGuests(
-        clients=w.clients + len(guests),
-        classes=w.classes,
+def _world(prepared: Prepared, external: tuple[ExternalTeacher, ...]) -> WorldWithTeachers:
+    world = prepared.world
+    return WorldWithTeachers(
+        clients=world.clients + len(external),
+        classes=world.classes,
         rounds=1,
-        seed=w.seed,
-        plans=w.plans,
-        server_model=w.server_model,
-        client_models=w.client_models,
-        extensions=w.extensions,
-        guests=guests,
-        own=w.clients,
+        seed=world.seed,
+        plans=world.plans,
+        server_model=world.server_model,
+        client_models=world.client_models,
+        extensions=world.extensions,
+        external=external,
+        run_clients=world.clients,
     )
 
 
-def _learn(
-    prepared: Prepared,
-    world: WithGuests,
-    method: QKT,
-    models: Mapping[int, Tensors],
-    sizes: Mapping[str, Any],
+def _student_models(
+    prepared: Prepared, world: WorldWithTeachers, method: QKT, local: LocalModels
 ) -> Mapping[int, Tensors]:
-    """The models of the clients that ask, after a round from the stage in which they learn."""
-    state = State({}, Payload({**many("model", models), **sizes}), round=1, stage=1)
-    stages = prepared.settings.schedule(1, prepared.world)  # guests do not act
+    """The models of the students after the stages of QKT that follow local training."""
+    extra = Payload({**many("model", local.models), **local.sizes})
+    state = State({}, extra, round=1, stage=1)
+    stages = prepared.settings.schedule(1, prepared.world)  # teachers from files do not act
     settings = with_method(prepared.settings, method)
     prepared = replace(prepared, world=world, settings=settings)
     with closing(prepared.engine(measured=False)) as engine:
@@ -456,8 +483,7 @@ def _accuracies(prepared: Prepared, spec: ModelSpec, params: Tensors) -> list[fl
     classes = prepared.world.classes
     if test is None:
         return [float("nan")] * classes
-    right = correct_by_class(predictor(spec, params), test, prepared.sites.inputs, classes)
-    accuracies: list[float] = class_accuracy(
-        right, torch.bincount(test.labels.cpu(), minlength=classes)
-    ).tolist()
+    correct = correct_by_class(predictor(spec, params), test, prepared.sites.inputs, classes)
+    totals = torch.bincount(test.labels.cpu(), minlength=classes)
+    accuracies: list[float] = class_accuracy(correct, totals).tolist()
     return accuracies

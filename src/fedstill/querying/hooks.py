@@ -1,13 +1,12 @@
-"""Queries that clients raise in a run: what clients send in the stage ``fit``, what is asked then,
-how clients know, and what the journal gets.
+"""Queries that clients raise in a run, and the fields of the journal about queries.
 
-Where a query needs more than label counts that are known before (a model's accuracy, new data, data
-of real sites), the run has a rule (``Asking``). At the end of the stage ``fit`` each client says
-for which classes it has reason to ask (group ``asks``). The server keeps which of them each client
-asks for, as state ``asked``; from then on the world of the methods has these queries, and what a
-client is sent has its own (group ``query``).
+If queries depend on more than known label counts (on a model's accuracy, on new data, or on the
+data of real sites), the run has a rule (``QueryRule``). At the end of the stage ``fit``, each
+client sends its eligible classes (group ``asks``). The server draws the client's query from them
+and stores all queries in the state ``asked``. From then on, the methods' world contains these
+queries, and each payload contains the query of its client (group ``query``).
 
-State: asked = (clients, C) int8, 1 for a class that a client asks for, until the next stage
+State: asked = (clients, C) int8, 1 for a class that a client asks for; replaced in each stage
 ``fit``.
 """
 
@@ -37,9 +36,9 @@ from fedstill.core.screen import REASONS
 from fedstill.methods.fit import FIT, Queries, anyone_asks, queries_of
 from fedstill.metrics.local_models import answers
 from fedstill.querying.queries import (
-    Asking,
+    ClientKnowledge,
+    QueryRule,
     QueryTable,
-    Standing,
     Why,
     picked,
     reasons,
@@ -51,22 +50,20 @@ from fedstill.running.extensions import Extensions
 from fedstill.running.preparation import Prepared
 
 ASKED = "asked"
-"""The state that holds what all clients ask for."""
+"""The group of the state with the queries of all clients."""
 
 ASKS = "asks"
-"""The group of a reply, (C,) int8, that is 1 for the classes that a client has reason to ask
-for.
-"""
+"""The group of a reply, (C,) int8: 1 for the classes that are eligible for the client's query."""
 
 QUERY = "query"
-"""The group of a payload, (C,) int8, that is 1 for the classes that the client asks for."""
+"""The group of a payload, (C,) int8: 1 for the classes that the client asks for."""
 
 
 @dataclass(frozen=True)
 class QueriesAtServer(RoundHook):
-    """Keeps what clients ask for, and tells each client its own query."""
+    """Stores the queries of clients in the state, and sends each client its query."""
 
-    asking: Asking
+    rule: QueryRule
 
     def extend_world(self, world: World, state: State) -> World:
         """The world with the queries that clients have raised so far."""
@@ -95,16 +92,18 @@ class QueriesAtServer(RoundHook):
             return state
         query_matrix = torch.zeros(world.clients, world.classes, dtype=torch.int8)
         for reply in accepted:
-            query = query_raised(self.asking, reply.client, reply.content, stage)
+            query = query_raised(self.rule, reply.client, reply.content, stage)
             query_matrix[reply.client, list(query)] = 1
         return state.next(groups={ASKED: query_matrix})
 
 
 @dataclass(frozen=True)
 class QueriesAtClient(ClientHook):
-    """Raises a client's query when it has trained alone, and shows the client its query later."""
+    """Sends a client's eligible classes after local training, and adds its query to its later
+    views.
+    """
 
-    asking: Asking
+    rule: QueryRule
 
     def extend_view(self, view: View, payload: Payload, stage: Stage) -> View:
         """The view with the query that the client was sent, if there is one.
@@ -126,31 +125,31 @@ class QueriesAtClient(ClientHook):
         if stage.name != FIT:
             return content
         asks = torch.zeros(world.classes, dtype=torch.int8)
-        asks[list(why_asked(self.asking, params, view))] = 1
+        asks[list(query_reasons(self.rule, params, view))] = 1
         return Payload(content, **{ASKS: asks})
 
     def report(self, params: Tensors, view: View, stage: Stage, world: World) -> Fields:
-        """``why_asked``: by class, as text, why the client has reason to ask for it."""
+        """``why_asked``: the reasons for each eligible class, by class id as text."""
         if stage.name != FIT:
             return {}
-        reasons_by_class = why_asked(self.asking, params, view)
+        reasons_by_class = query_reasons(self.rule, params, view)
         return {REASONS: {str(label): reason for label, reason in reasons_by_class.items()}}
 
     def cache_key(self, stage: Stage) -> str:
-        """The rule decides what is sent in the stage ``fit`` alone."""
+        """The rule affects replies of the stage ``fit`` only."""
         if stage.name != FIT:
             return ""
-        return repr(self.asking)
+        return repr(self.rule)
 
 
-def query_raised(asking: Asking, client: int, content: Payload, stage: Stage) -> tuple[int, ...]:
-    """What a client asks for, of the classes for which its reply says that it has reason."""
+def query_raised(rule: QueryRule, client: int, content: Payload, stage: Stage) -> tuple[int, ...]:
+    """A client's query, from the eligible classes in its reply."""
     classes = content.tensor(ASKS).nonzero().flatten().tolist()
-    return picked(asking, client, classes, stage.round)
+    return picked(rule, client, classes, stage.round)
 
 
 def with_queries_of(state: State, world: World) -> World:
-    """The world with the queries that a state holds, if it holds any."""
+    """The world with the queries of a state, if it has any."""
     if ASKED not in state.extra:
         return world
     rows = enumerate(state.extra.tensor(ASKED))
@@ -161,54 +160,54 @@ def with_queries_of(state: State, world: World) -> World:
     return world.extend(replace(queries, by_client=by_client))
 
 
-def why_asked(asking: Asking, params: Tensors, view: View) -> dict[int, Why]:
-    """The classes that a client has reason to ask for, and why, given the model that it trained
-    alone.
+def query_reasons(rule: QueryRule, params: Tensors, view: View) -> dict[int, Why]:
+    """The classes that are eligible for a client's query, with reasons. params: its local model.
 
-    Raises ConfigError if accuracy is a reason and the client holds out no example.
+    Raises ConfigError if accuracy is a trigger and the client holds out no examples.
     """
-    standing = Standing(view.counts)
-    if "accuracy" in asking.by and view.validation is not None:
+    knowledge = ClientKnowledge(view.counts)
+    if "accuracy" in rule.by and view.validation is not None:
         labels = view.validation.labels.cpu()
-        is_right = view.passes.logits(params, view.validation).argmax(1).cpu() == labels
+        is_correct = view.passes.logits(params, view.validation).argmax(1).cpu() == labels
         classes = len(view.counts)
-        standing = Standing(
+        knowledge = ClientKnowledge(
             counts=view.counts,
-            right=torch.bincount(labels[is_right], minlength=classes),
-            held=torch.bincount(labels, minlength=classes),
+            correct=torch.bincount(labels[is_correct], minlength=classes),
+            held_out=torch.bincount(labels, minlength=classes),
         )
-    reasons_by_class = reasons(asking, view.client, standing)
-    if not asking.discreet:
+    reasons_by_class = reasons(rule, view.client, knowledge)
+    if not rule.discreet:
         return reasons_by_class
     return {label: without_numbers(reason) for label, reason in reasons_by_class.items()}
 
 
-# ---- what the journal gets -----------------------------------------------------------------------
+# ---- journal -------------------------------------------------------------------------------------
 
 
-Whys = dict[str, Any]
-"""Reasons by class id, as text."""
+ReasonFields = dict[str, Any]
+"""Reasons by class id as text."""
 
 
 @dataclass
 class RunQueries(Observer):
-    """The queries of a run: those known before, or those that clients raised in their last stage
-    ``fit``.
+    """Writes queries and their effects to the journal.
 
-    It also keeps each client's event of that stage, by which its answer is measured.
+    The queries are those known before the run, or those of the last stage ``fit``. ``personal``:
+    the stages after which a client's own model is the answer to its query.
     """
 
     prepared: Prepared
-    personal: Collection[str] = ()  # after which stages a client's own model is its answer
+    personal: Collection[str] = ()
     _alone: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    _why: dict[int, Whys] = field(default_factory=dict)
+    """Each client's event of the last stage ``fit``, the baseline of its gain and forgetting."""
+    _why: dict[int, ReasonFields] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         settings = self.prepared.settings
         world = self.prepared.world
         sites = self.prepared.sites
         self.personal = settings.method.personal
-        self._asking = world.get(Asking)
+        self._rule = world.get(QueryRule)
         self._queries = {c: tuple(query) for c, query in queries_of(world).items()}
         if settings.table(QueryTable).by is not None and sites.split is not None:
             reasons = reasons_before(settings, world, sites.all_counts)
@@ -218,10 +217,10 @@ class RunQueries(Observer):
                 }
 
     def start_fields(self) -> Fields:
-        """``queries``: those that are known before the run; ``why_asked``: why, where a config says
-        by what. Nothing if no client asks.
+        """``queries``: the queries that are known before the run. ``why_asked``: their reasons, if
+        ``query.by`` is set. Empty if no client asks.
         """
-        if not self._queries and self._asking is None:
+        if not self._queries and self._rule is None:
             return {}
         fields: Fields = {"queries": {str(c): list(query) for c, query in self._queries.items()}}
         if self._why:
@@ -231,19 +230,17 @@ class RunQueries(Observer):
         return fields
 
     def client_fields(self, event: Event, result: StageResult) -> Fields:
-        """``query``: the classes that the client asks for, in the stage in which it raises its
-        query.
-        """
-        if self._asking is None or result.stage.name != FIT or "refused" in event:
+        """``query``: the classes that the client asks for, in the stage ``fit``."""
+        if self._rule is None or result.stage.name != FIT or "refused" in event:
             return {}
         client = event["client"]
         if client not in result.contents:
             return {"query": []}
         content = result.contents[client]
-        return {"query": list(query_raised(self._asking, client, content, result.stage))}
+        return {"query": list(query_raised(self._rule, client, content, result.stage))}
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
-        """What clients gained and lost by their queries of a round."""
+        """The gain and forgetting of clients by their queries."""
         sites = self.prepared.sites
         if not self._queries or sites.split is None:
             return {}
@@ -265,12 +262,12 @@ class RunQueries(Observer):
         return fields
 
     def on_event(self, event: Event) -> None:
-        """Remember what clients trained alone can do, and what they ask for."""
+        """Store a client's accuracy after local training, and its query."""
         if event["event"] != "client" or event["name"] != FIT:
             return
         client = event["client"]
         self._alone[client] = event
-        if self._asking is None:
+        if self._rule is None:
             return
         self._queries.pop(client, None)
         if event.get("query"):
@@ -282,21 +279,21 @@ class RunQueries(Observer):
 
 
 def run_extensions(prepared: Prepared, folder: Path | None) -> Extensions:
-    """What queries add to a run at the server, if a client asks."""
+    """The hooks and observers for queries at the server, if a client asks."""
     if not anyone_asks(prepared.world):
         return Extensions()
-    asking = prepared.world.get(Asking)
+    rule = prepared.world.get(QueryRule)
     hooks: tuple[RoundHook, ...] = ()
-    if asking is not None:
-        hooks = (QueriesAtServer(asking),)
+    if rule is not None:
+        hooks = (QueriesAtServer(rule),)
     return Extensions(round_hooks=hooks, observers=(RunQueries(prepared),))
 
 
 def client_extensions(
     settings: Settings, world: World, is_real_site: bool
 ) -> tuple[ClientHook, ...]:
-    """What queries add to a run's clients."""
-    asking = world.get(Asking)
-    if asking is None:
+    """The client hooks for queries that are raised in the run."""
+    rule = world.get(QueryRule)
+    if rule is None:
         return ()
-    return (QueriesAtClient(asking),)
+    return (QueriesAtClient(rule),)

@@ -1,21 +1,20 @@
-"""Queries: why a client asks its peers for a class, for which of these classes, and which queries
-nobody can answer; and the table ``[query]`` of a config.
+"""Queries: which classes a client asks its peers for, and why; and the config table ``[query]``.
 
-All functions here are pure. What a client knows of itself (``Standing``) raises a query under a
-rule (``Asking``): ``reasons`` gives the classes and why, ``picked`` those that it asks for. Where
-label counts decide alone, the queries of all clients are known before the run (``drawn``); else
-each client raises its own in the run (``fedstill.querying.hooks``).
+All functions here are pure. A rule (``QueryRule``) decides from what a client knows about itself
+(``ClientKnowledge``): ``reasons`` returns the eligible classes with reasons, and ``picked`` the
+classes that the client asks for. If the rule depends on label counts only, the queries of all
+clients are known before the run (``drawn``). Otherwise each client raises its query in the run
+(``fedstill.querying.hooks``).
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
 (QKT), section 3.1: a query is raised by "under-representation or absence" of a class "but can also
 be other triggers such as performance-based or proactive queries".
-Reading: the paper says no more of the last two. Performance-based ("accuracy"): the model that the
-client trained alone is right on fewer than a share ``accuracy_under`` of a class, on examples that
-the client itself holds out in the stage ``fit``. That stage keeps the epoch that is best on them,
-so the accuracies are a little too high. A class of which none is held out cannot be measured, and
-is not asked for by this trigger.
-Reading: proactive ("need"): a client says which classes it will need, and asks for them whatever it
-has of them.
+Reading: the paper does not define the last two. Performance-based ("accuracy"): the accuracy of the
+client's local model on a class is below ``accuracy_under``, on examples that the client holds out
+in the stage ``fit``. That stage keeps the best epoch on these examples, so the accuracies are
+slightly too high. A class without held-out examples is not eligible by this trigger.
+Reading: proactive ("need"): the client lists the classes that it will need, and asks for them
+regardless of its data.
 """
 
 from __future__ import annotations
@@ -42,28 +41,28 @@ ClassesByClient = dict[int, tuple[int, ...]]
 """Classes of each client, sorted."""
 
 Trigger = Literal["lack", "accuracy", "need"]
-"""What raises a query: too few examples of a class, a model that is too often wrong on it, or a
-need foreseen.
+"""A reason for a query: too few examples of a class, a low accuracy of the local model on it, or a
+future need.
 """
 
 TRIGGERS: tuple[Trigger, ...] = ("lack", "accuracy", "need")
 
 Why = dict[str, float | None]
-"""Why a class is asked for: ``lack``, the client's number of examples; ``accuracy``, on as many
-examples as ``held_out``; ``need``, 1. None for a number that stays at a site.
+"""The reasons for a class: ``lack``, the client's number of examples; ``accuracy``, measured on
+``held_out`` examples; ``need``, 1. None for a number that stays at a site.
 """
 
 
 @dataclass(frozen=True)
-class Asking:
-    """The rule by which clients ask: what raises a query, and for how many of the classes they ask.
+class QueryRule:
+    """Which classes are eligible for a query, and how many of them a client asks for.
 
-    ``by``: the triggers, any of which is enough. ``fewer_than``: examples, for
-    "lack"; ``accuracy_under``: for "accuracy"; ``needs``: classes by client, for "need". ``draw``:
-    one of the classes, ``least`` to ``most``, or all.
-    ``seed``: of the draw. ``offered``: the classes of which another client has an example, by
-    client; a client that is left out may ask for any. ``discreet``: clients say why they ask
-    without numbers.
+    ``by``: the triggers; one of them is enough. ``fewer_than``: the number of examples for "lack".
+    ``accuracy_under``: the accuracy for "accuracy". ``needs``: the classes by client for "need".
+    ``draw``: ask for one of the eligible classes, for ``least`` to ``most`` of them, or for all.
+    ``seed``: the seed of the draw. ``offered``: by client, the classes of which another client has
+    an example; a client that is not listed may ask for all classes. ``discreet``: clients report
+    their reasons without numbers.
     """
 
     draw: Literal["single", "multi", "all"]
@@ -83,50 +82,51 @@ class Asking:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What a client knows of itself when it asks: its label counts (C,) int64, and how its local
-    model does.
+class ClientKnowledge:
+    """What a client knows about itself when it raises a query.
 
-    ``right``, ``held``: of the examples of each class (C,) that it held out, how many the model
-    predicts right, and how many there are; None where nothing was measured.
+    ``counts``: its label counts, (C,) int64. ``correct``, ``held_out``: the correct predictions of
+    its local model on held-out examples of each class, and the number of these examples, (C,);
+    None if they were not measured.
     """
 
     counts: Tensor
-    right: Tensor | None = None
-    held: Tensor | None = None
+    correct: Tensor | None = None
+    held_out: Tensor | None = None
 
 
-def reasons(asking: Asking, client: int, standing: Standing) -> dict[int, Why]:
-    """The classes that a client has reason to ask for, by id, each with all that speaks for it.
+def reasons(rule: QueryRule, client: int, knowledge: ClientKnowledge) -> dict[int, Why]:
+    """The classes that are eligible for a client's query, by id, with all reasons.
 
-    Raises ConfigError if accuracy is a trigger and the client holds out no example.
+    Raises ConfigError if accuracy is a trigger and the client holds out no examples.
 
     >>> few, often_wrong = torch.tensor([90, 0, 60]), torch.tensor([9, 0, 2])
-    >>> rule = Asking("all", seed=1, by=("lack", "accuracy"), accuracy_under=0.5)
-    >>> reasons(rule, 0, Standing(few, right=often_wrong, held=torch.tensor([9, 0, 6])))
+    >>> rule = QueryRule("all", seed=1, by=("lack", "accuracy"), accuracy_under=0.5)
+    >>> held_out = torch.tensor([9, 0, 6])
+    >>> reasons(rule, 0, ClientKnowledge(few, correct=often_wrong, held_out=held_out))
     {1: {'lack': 0}, 2: {'accuracy': 0.3333, 'held_out': 6}}
     """
-    counts = standing.counts.tolist()
+    counts = knowledge.counts.tolist()
     reasons_by_class: dict[int, Why] = {c: {} for c in range(len(counts))}
-    if "lack" in asking.by:
+    if "lack" in rule.by:
         for c, count in enumerate(counts):
-            if count < asking.fewer_than:
+            if count < rule.fewer_than:
                 reasons_by_class[c]["lack"] = count
-    if "accuracy" in asking.by:
-        for c, (right, held_out) in enumerate(_measured(client, standing)):
-            if held_out > 0 and right / held_out < asking.accuracy_under:
+    if "accuracy" in rule.by:
+        for c, (correct, held_out) in enumerate(_measured(client, knowledge)):
+            if held_out > 0 and correct / held_out < rule.accuracy_under:
                 reasons_by_class[c] |= {
-                    "accuracy": round(right / held_out, 4),
+                    "accuracy": round(correct / held_out, 4),
                     "held_out": held_out,
                 }
-    if "need" in asking.by:
-        for c in asking.needs.get(client, ()):
+    if "need" in rule.by:
+        for c in rule.needs.get(client, ()):
             reasons_by_class[c] |= {"need": 1}
     return {c: w for c, w in reasons_by_class.items() if w}
 
 
 def without_numbers(class_reasons: Why) -> Why:
-    """The reasons alone.
+    """The reasons without their numbers.
 
     >>> without_numbers({"lack": 12, "accuracy": 0.25, "held_out": 8})
     {'lack': None, 'accuracy': None}
@@ -135,7 +135,7 @@ def without_numbers(class_reasons: Why) -> Why:
 
 
 def because(class_reasons: Mapping[str, float | None]) -> str:
-    """Why a class is asked for, in words; empty for no reason.
+    """The reasons for a class in words; empty if there are none.
 
     >>> because({"lack": 12}), because({"accuracy": 0.25, "held_out": 8, "need": 1})
     ('has 12 examples', 'right on 25 % of 8 held out; will need it')
@@ -170,52 +170,50 @@ def _accuracy_in_words(accuracy: float | None, held_out: float) -> str:
     return f"right on {100 * accuracy:.0f} % of {held_out:g} held out"
 
 
-def picked(asking: Asking, client: int, needed: Sequence[int], number: int = 1) -> tuple[int, ...]:
-    """The classes that a client asks for, sorted, of those for which it has reason to ask.
+def picked(rule: QueryRule, client: int, needed: Sequence[int], number: int = 1) -> tuple[int, ...]:
+    """The classes that a client asks for, sorted, out of its eligible classes ``needed``.
 
-    ``needed``: these classes. ``number``: which of the client's queries it is, from 1.
+    ``number``: the number of the client's query, from 1.
 
-    Classes that nobody else has are left out. "single": one, uniform; "multi": a uniform number
-    from ``least`` to ``most``, at most all of them, uniform without repetition. A pure function of
-    the seed.
+    Classes that no other client has are left out. "single" draws one class uniformly. "multi" draws
+    a uniform number from ``least`` to ``most``, and then as many classes without replacement, or
+    all if there are fewer. The result is a pure function of the arguments.
 
     Source: QKT, section 4.1.
-    Reading: "a random number of classes" has no range; the published mean of 1 / (1 + number) is
-    that of 2 and 3.
+    Reading: the paper gives no range for "a random number of classes". The published mean of
+    1 / (1 + number) fits the range 2 to 3.
     """
-    offered = asking.offered.get(client)
+    offered = rule.offered.get(client)
     answerable = sorted(c for c in set(needed) if offered is None or c in offered)
-    if asking.draw == "all":
+    if rule.draw == "all":
         return tuple(answerable)
-    draw = generator(seed_for(asking.seed, number - 1, 0, client, "query"))
+    draw = generator(seed_for(rule.seed, number - 1, 0, client, "query"))
     size = 1
-    if asking.draw == "multi":
-        size = int(torch.randint(asking.least, asking.most + 1, (), generator=draw))
+    if rule.draw == "multi":
+        size = int(torch.randint(rule.least, rule.most + 1, (), generator=draw))
     order = torch.randperm(len(answerable), generator=draw).tolist()
     return tuple(sorted(answerable[i] for i in order[:size]))
 
 
-def drawn(asking: Asking, counts: Tensor) -> ClassesByClient:
-    """A query for every client that has reason to ask for a class which another client has, from
-    label counts alone.
+def drawn(rule: QueryRule, counts: Tensor) -> ClassesByClient:
+    """The queries of all clients, from label counts. Clients without an eligible class that another
+    client has ask for nothing.
 
     counts: (clients, C) int64. Raises ConfigError if the rule needs a model's accuracy.
 
-    >>> drawn(Asking("single", seed=1), torch.tensor([[90, 0], [0, 90]]))
+    >>> drawn(QueryRule("single", seed=1), torch.tensor([[90, 0], [0, 90]]))
     {0: (1,), 1: (0,)}
     """
-    rule = replace(asking, offered=offers(counts))
+    rule = replace(rule, offered=offers(counts))
     queries = {
-        c: picked(rule, c, list(reasons(rule, c, Standing(client_counts))))
+        c: picked(rule, c, list(reasons(rule, c, ClientKnowledge(client_counts))))
         for c, client_counts in enumerate(counts)
     }
     return {client: classes for client, classes in queries.items() if classes}
 
 
 def offers(counts: Tensor) -> ClassesByClient:
-    """For each client the classes of which another one has an example, from label counts (clients,
-    C).
-    """
+    """For each client, the classes of which another client has an example. counts: (clients, C)."""
     peer_counts = counts.sum(0) - counts
     return {
         client: tuple(row.nonzero().flatten().tolist()) for client, row in enumerate(peer_counts)
@@ -225,18 +223,17 @@ def offers(counts: Tensor) -> ClassesByClient:
 def check_queries(
     queries: Mapping[int, Sequence[int]], counts: Tensor, fewer_than: int | None = 50
 ) -> ClassesByClient:
-    """Queries as they were written, each sorted; raises ConfigError, in one line, for one that no
-    client can answer.
+    """The queries of a config, each sorted.
 
-    counts: (clients, C). Refused are clients and classes that do not exist, an empty query, a class
-    that the client has (``fewer_than`` examples of it or more; None: it may), and one of which no
-    other client has an example.
+    counts: (clients, C). Raises ConfigError for unknown clients and classes, an empty query, a
+    class of which the client has ``fewer_than`` examples or more (None: no such limit), and a class
+    that no other client has.
     """
     checked: ClassesByClient = {}
     for client, classes in sorted(queries.items()):
         if not 0 <= client < len(counts):
             raise ConfigError(
-                f"query: there is no client {client}; clients are 0 to {len(counts) - 1}"
+                f"query: there is no client {client}; the clients are 0 to {len(counts) - 1}"
             )
         if not classes:
             raise ConfigError(
@@ -249,14 +246,15 @@ def check_queries(
 
 
 def check_unseen(queries: Mapping[int, Sequence[int]], classes: int) -> ClassesByClient:
-    """The same of real sites, whose label counts nobody sees; raises ConfigError for a class that
-    does not exist.
+    """The queries of real sites, whose label counts are unknown, each sorted.
+
+    Raises ConfigError for an unknown class.
     """
     for client, query in sorted(queries.items()):
         for c in query:
             if not 0 <= c < classes:
                 raise ConfigError(
-                    f"query of client {client}: there is no class {c}; classes are 0 to "
+                    f"query of client {client}: there is no class {c}; the classes are 0 to "
                     f"{classes - 1}"
                 )
     return {client: tuple(sorted(set(query))) for client, query in queries.items()}
@@ -265,30 +263,33 @@ def check_unseen(queries: Mapping[int, Sequence[int]], classes: int) -> ClassesB
 def _refuse(client: int, c: int, counts: Tensor, fewer_than: int | None) -> None:
     if not 0 <= c < counts.shape[1]:
         raise ConfigError(
-            f"query of client {client}: there is no class {c}; classes are 0 to "
+            f"query of client {client}: there is no class {c}; the classes are 0 to "
             f"{counts.shape[1] - 1}"
         )
     client_count = int(counts[client, c])
     peer_count = int(counts[:, c].sum()) - client_count
     if fewer_than is not None and client_count >= fewer_than:
         raise ConfigError(
-            f"query of client {client}: it has class {c} itself, {client_count} examples of it; "
-            f"ask for one of which it has fewer than {fewer_than} (query.fewer_than)"
+            f"query of client {client}: it has {client_count} examples of class {c}; choose a "
+            f"class of which it has fewer than {fewer_than} (query.fewer_than)"
         )
     if peer_count == 0:
         raise ConfigError(
-            f"query of client {client}: no other client has an example of class {c}; ask for "
-            "another"
+            f"query of client {client}: no other client has an example of class {c}; choose "
+            "another class"
         )
 
 
-def _measured(client: int, standing: Standing) -> list[tuple[int, int]]:
-    if standing.right is None or standing.held is None or not int(standing.held.sum()):
+def _measured(client: int, knowledge: ClientKnowledge) -> list[tuple[int, int]]:
+    """By class, the correct predictions and the number of held-out examples."""
+    correct = knowledge.correct
+    held_out = knowledge.held_out
+    if correct is None or held_out is None or not int(held_out.sum()):
         raise ConfigError(
-            f"client {client} holds out no example to measure its model on; set "
+            f"client {client} holds out no examples to evaluate its model on; set "
             "plan.fit.validation, e.g. 0.1"
         )
-    return list(zip(standing.right.tolist(), standing.held.tolist(), strict=True))
+    return list(zip(correct.tolist(), held_out.tolist(), strict=True))
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -350,22 +351,22 @@ class QueryTable(PackageTable):
 
     @property
     def asks(self) -> bool:
-        """Whether any client may ask."""
+        """Whether the config has queries."""
         return self.draw != "none" or bool(self.classes)
 
     @property
     def triggers(self) -> tuple[Trigger, ...]:
-        """What is reason to ask for a class."""
+        """The triggers of a query."""
         return self.by or ("lack",)
 
     @property
     def exchange_each_round(self) -> bool:
-        """Whether clients ask again in every round."""
+        """Whether clients raise a query in every round."""
         return self.again is not None
 
     @classmethod
     def read(cls, values: Mapping[str, Any], name: str) -> Self:
-        """The table of these values, in which one trigger may be written without a list."""
+        """The table of these values. A single trigger may be written without a list."""
         by = values.get("by")
         if isinstance(by, str) and not isinstance(by, CommandLineText):
             values = {**values, "by": (by,)}
@@ -378,19 +379,18 @@ class QueryTable(PackageTable):
                 if not client.isdecimal():
                     raise contradiction(
                         f"query.{key}.{client}",
-                        f"names no client: a client is a whole number, e.g. [query.{key}] 3 = "
-                        "[7, 9]",
+                        f"is not a client number: write, for example, [query.{key}] 3 = [7, 9]",
                     )
         if self.classes and self.draw != "none":
             raise contradiction(
-                "query.draw", "would draw the classes that [query.classes] names; leave one out"
+                "query.draw", "and [query.classes] both choose the classes; leave one of them out"
             )
         if self.by is not None:
             self._check_triggers(self.by)
         self._check_unread()
         if self.again and not self.asks:
             raise contradiction(
-                "query.again", "is set, and nobody asks; set query.draw, or write [query.classes]"
+                "query.again", "needs queries; set query.draw, or add [query.classes]"
             )
         return self
 
@@ -399,70 +399,77 @@ class QueryTable(PackageTable):
         if self.draw == "none":
             raise contradiction(
                 "query.by",
-                "says what raises a query; say with query.draw for how many classes: 'single', "
-                "'multi' or 'all'",
+                "needs query.draw, the number of classes in a query: 'single', 'multi' or 'all'",
             )
         if not by or len(set(by)) < len(by):
             raise contradiction(
                 "query.by",
-                f"= {list(by)}: name each of 'lack', 'accuracy' and 'need' at most once, and one "
-                "of them at least",
+                f"= {list(by)} must contain at least one of 'lack', 'accuracy' and 'need', each at "
+                "most once",
             )
         if "accuracy" in by and self.accuracy_under is None:
-            raise contradiction("query.by", "names 'accuracy': set query.accuracy_under, e.g. 0.6")
+            raise contradiction(
+                "query.by", "contains 'accuracy', which needs query.accuracy_under, e.g. 0.6"
+            )
         if "need" in by and not self.needs:
             raise contradiction(
                 "query.by",
-                "names 'need': write which classes each client will need, [query.needs] 3 = [7, 9]",
+                "contains 'need': list the classes that clients will need, e.g. [query.needs] "
+                "3 = [7, 9]",
             )
 
     def _check_unread(self) -> None:
-        """Raise WrongConfig for keys that nothing reads."""
+        """Raise WrongConfig for keys without effect."""
         by = self.by or ()
         if self.accuracy_under is not None and "accuracy" not in by:
             raise contradiction(
                 "query.accuracy_under",
-                "is read where query.by names 'accuracy'; add it there, or leave this out",
+                "has no effect unless query.by contains 'accuracy'; add it there, or leave this "
+                "out",
             )
         if self.needs and "need" not in by:
             raise contradiction(
                 "query.needs",
-                "is read where query.by names 'need'; add it there, or leave [query.needs] out",
+                "has no effect unless query.by contains 'need'; add it there, or leave out "
+                "[query.needs]",
             )
         if self.data_at_first is not None and not self.again:
             raise contradiction(
                 "query.data_at_first",
-                "applies only where clients ask more than once; set query.again, or leave it out",
+                "has no effect unless clients query in every round; set query.again, or leave this "
+                "out",
             )
 
 
 def check_config(settings: Settings) -> None:
-    """Raises ConfigError where clients cannot ask with the rounds, topology, method or stream of a
-    config.
-    """
+    """Raise ConfigError if queries do not fit the rounds, topology, method or stream."""
     query = settings.table(QueryTable)
     if query.asks and settings.named.stream.name != NO_STREAM:
-        raise ConfigError("[stream] and [query] both say when data come; leave one of them out")
+        raise ConfigError(
+            "[stream] and [query] cannot be combined: both define when data arrive; leave one of "
+            "them out"
+        )
     if not query.again:
         return
     kind = settings.named.topology.name
     method = settings.named.method.name
     if kind != PEERS:
         raise ConfigError(
-            f"query.again: with topology.kind = {kind!r} clients do not ask again; leave it out, "
-            f"or choose a method on {PEERS!r} (qkt, naive_kd, local_only)"
+            f"query.again: with topology.kind = {kind!r}, clients query only once; leave it out, "
+            f"or choose a method with topology {PEERS!r} (qkt, naive_kd, local_only)"
         )
     if settings.rounds == 1:
         raise ConfigError(
-            "query.again: in rounds = 1 clients ask once; set rounds to how often they ask"
+            "query.again: with rounds = 1, clients query only once; set rounds to the number of "
+            "queries"
         )
     if Need.LABEL_COUNTS in settings.method.requires():
         raise ConfigError(
-            f"query.again: method {method} counts labels once, before round 1, and data grow; "
+            f"query.again: method {method} counts labels once, before round 1, but the data grow; "
             "leave it out, or choose another method"
         )
     if needs_label_totals(settings.plans):
         raise ConfigError(
             f"query.again: class_weights = {BALANCED_OVERALL!r} counts labels once, before round "
-            f"1, and data grow; set {BALANCED!r}"
+            f"1, but the data grow; set {BALANCED!r}"
         )

@@ -146,8 +146,8 @@ ABOUT_GAIN = (
     "round."
 )
 ABOUT_LOSS = (
-    "Accuracy lost on the client's own classes by asking, compared with the client alone in that "
-    "round."
+    "Accuracy lost on the client's own classes by its query, compared with the client alone in "
+    "that round."
 )
 
 

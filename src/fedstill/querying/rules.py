@@ -1,6 +1,4 @@
-"""Who asks for what: queries that are known before a run, or the rule by which clients raise them
-in it.
-"""
+"""The queries of a run: known before the run, or raised by clients in the run by a rule."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ from fedstill.core.records import SERVER
 from fedstill.data.views import Arrival
 from fedstill.methods.fit import FIT, Fit, Queries, anyone_asks, queries_of
 from fedstill.querying.queries import (
-    Asking,
     ClassesByClient,
+    ClientKnowledge,
+    QueryRule,
     QueryTable,
-    Standing,
     Why,
     check_queries,
     check_unseen,
@@ -31,42 +29,43 @@ from fedstill.running.compatibility import PlannedRun, Rule, needs
 from fedstill.running.world import RunWorld
 
 
-def with_asking(settings: Settings, world: RunWorld, table: Callable[[], Tensor]) -> RunWorld:
+def with_queries(settings: Settings, world: RunWorld, table: Callable[[], Tensor]) -> RunWorld:
     """The world with its queries, or with the rule by which clients raise them in the run.
 
-    table: gives label counts (clients, C) of a simulation; (0, C) of real sites, which are unknown.
-    It is called only where clients ask. Raises ConfigError for a query without an answer.
+    table: returns the label counts, (clients, C) in a simulation and (0, C) for real sites, whose
+    counts are unknown. It is called only if the config has queries. Raises ConfigError for a query
+    that no client can answer.
     """
     query = settings.table(QueryTable)
     if not query.asks:
         return world
     counts = table()
-    asking = rule_of(settings, counts)
-    if asking is None:
+    rule = rule_of(settings, counts)
+    if rule is None:
         written = _written(query.classes, counts, query.fewer_than)
         return world.extend(Queries(written))
     if _in_the_run(settings):
-        return world.extend(Queries(raised=asking.draw), asking)
-    return world.extend(Queries(drawn(asking, counts)))
+        return world.extend(Queries(raised=rule.draw), rule)
+    return world.extend(Queries(drawn(rule, counts)))
 
 
 def with_known_queries(world: RunWorld, by_client: Mapping[int, tuple[int, ...]]) -> RunWorld:
-    """The world in which there are these queries, and clients raise none in the run."""
-    extensions = {kind: record for kind, record in world.extensions.items() if kind is not Asking}
+    """The world with these queries, and without a rule."""
+    extensions = {
+        kind: record for kind, record in world.extensions.items() if kind is not QueryRule
+    }
     return replace(world, extensions=extensions).extend(Queries(by_client))
 
 
-def rule_of(settings: Settings, counts: Tensor) -> Asking | None:
-    """The rule by which clients ask, given label counts (clients, C); None where no query is
-    drawn.
-    """
+def rule_of(settings: Settings, counts: Tensor) -> QueryRule | None:
+    """The rule of a config, given label counts (clients, C); None if queries are not drawn."""
     table = settings.table(QueryTable)
     if table.draw == "none":
         return None
     seed = settings.seed
     if table.seed is not None:
         seed = table.seed
-    return Asking(
+    return QueryRule(
         draw=table.draw,
         seed=seed,
         by=table.triggers,
@@ -83,24 +82,24 @@ def rule_of(settings: Settings, counts: Tensor) -> Asking | None:
 def reasons_before(
     settings: Settings, world: RunWorld, table: Callable[[], Tensor]
 ) -> dict[int, dict[int, Why]]:
-    """Why clients ask for what they ask, by client and class, of queries that are drawn before the
-    run; else empty.
+    """The reasons for queries that were drawn before the run, by client and class; empty for other
+    queries.
     """
-    if settings.table(QueryTable).draw == "none" or world.get(Asking) is not None:
+    if settings.table(QueryTable).draw == "none" or world.get(QueryRule) is not None:
         return {}
     counts = table()
-    asking = rule_of(settings, counts)
-    assert asking is not None
+    rule = rule_of(settings, counts)
+    assert rule is not None
     queries = queries_of(world)
     reasons_by_client = {}
     for client, query in queries.items():
-        reasons_by_class = reasons(asking, client, Standing(counts[client]))
+        reasons_by_class = reasons(rule, client, ClientKnowledge(counts[client]))
         reasons_by_client[client] = {label: reasons_by_class[label] for label in query}
     return reasons_by_client
 
 
 def arrival_of(settings: Settings) -> Arrival | None:
-    """How the data of clients grow with the rounds; None: all are there from the start."""
+    """How the data of clients grow with the rounds; None if they do not grow."""
     table = settings.table(QueryTable)
     rounds = settings.rounds
     if table.again is None:
@@ -112,7 +111,9 @@ def arrival_of(settings: Settings) -> Arrival | None:
 
 
 def _in_the_run(settings: Settings) -> bool:
-    """Whether clients must raise their queries themselves: no one knows before what raises them."""
+    """Whether clients raise their queries in the run, because they depend on more than known label
+    counts.
+    """
     query = settings.table(QueryTable)
     return "accuracy" in query.triggers or query.again is not None or settings.on_sites
 
@@ -126,69 +127,70 @@ def _written(
     return check_queries(written, counts, fewer_than)
 
 
-# ---- what queries ask of a run, for the table in ``running/compatibility.py`` -------------------
+# ---- rules of compatibility ----------------------------------------------------------------------
 
 
 def asks_in_the_run(run: PlannedRun) -> bool:
-    """Whether clients raise their queries themselves, after they have trained alone."""
-    return run.world.get(Asking) is not None
+    """Whether clients raise their queries in the run, after local training."""
+    return run.world.get(QueryRule) is not None
 
 
 def asks_by_accuracy(run: PlannedRun) -> bool:
-    """Whether a low accuracy on held-out data raises a query."""
-    asking = run.world.get(Asking)
-    return asking is not None and "accuracy" in asking.by
+    """Whether a low accuracy on held-out examples raises a query."""
+    rule = run.world.get(QueryRule)
+    return rule is not None and "accuracy" in rule.by
 
 
 def asks_again_by_accuracy(run: PlannedRun) -> bool:
-    """Whether accuracy is measured again after later stages."""
+    """Whether accuracy on held-out examples also raises queries in later rounds."""
     return asks_by_accuracy(run) and run.settings.exchange_each_round
 
 
 def missing_fit(run: PlannedRun) -> str:
-    """No stage after which clients could ask."""
+    """There is no stage ``fit``, after which clients raise queries."""
     if any(stage.name == FIT and stage.view == "private" for stage in run.stages):
         return ""
     return (
-        f"{_trigger(run)}: clients ask after they have trained alone, and there is no stage 'fit'; "
-        "set topology.first = 'fit', or choose a method on peer_to_peer (qkt, naive_kd, local_only)"
+        f"{_trigger(run)}: clients raise queries after local training, but there is no stage "
+        "'fit'; set topology.first = 'fit', or choose a method with topology peer_to_peer (qkt, "
+        "naive_kd, local_only)"
     )
 
 
 def silent_fit(run: PlannedRun) -> str:
-    """A method whose own stage ``fit`` does not ask."""
+    """The method has its own stage ``fit``, which raises no queries."""
     fit = next(stage for stage in run.stages if stage.name == FIT)
     if isinstance(run.settings.schedule.actor(fit).work(fit), Fit):
         return ""
     return (
-        f"{_trigger(run)}: clients of method {run.settings.named.method.name} do not ask in its "
-        "stage 'fit'; its work must be fedstill.methods.fit.Fit, or derive from it"
+        f"{_trigger(run)}: clients of method {run.settings.named.method.name} raise no queries in "
+        "its stage 'fit'; its work must be fedstill.methods.fit.Fit or a subclass"
     )
 
 
 def no_held_out_data(run: PlannedRun) -> str:
-    """No held-out data to measure the accuracy on."""
+    """Clients hold out no examples on which accuracy could be measured."""
     if run.settings.plans[FIT].validation:
         return ""
     return (
-        f"{_trigger(run)}: clients hold out no data to measure on; set plan.fit.validation, "
-        "e.g. 0.1"
+        f"{_trigger(run)}: clients hold out no examples to evaluate their models on; set "
+        "plan.fit.validation, e.g. 0.1"
     )
 
 
 def single_example(run: PlannedRun) -> str:
-    """A client whose only example cannot be held out."""
+    """A client has a single example, which it cannot hold out."""
     client = run.sites.smaller_than(2)
     if client is None or run.settings.on_sites:
         return ""
     return (
-        f"{_trigger(run)}: client {client} has one example and cannot hold it out; split the data "
-        "so that each has two"
+        f"{_trigger(run)}: client {client} has a single example and cannot hold it out; change the "
+        "split so that each client has at least two"
     )
 
 
 def other_held_out_data(run: PlannedRun) -> str:
-    """A later stage that trains on what the stage ``fit`` holds out."""
+    """A later stage trains on examples that the stage ``fit`` holds out."""
     plans = run.settings.plans
     share = plans[FIT].validation
     trained = {
@@ -199,28 +201,28 @@ def other_held_out_data(run: PlannedRun) -> str:
     for name in sorted(trained):
         if plans[name].validation != share:
             return (
-                f"{_trigger(run)} with query.again: stage {name!r} trains on what the stage 'fit' "
-                "holds out, on which the model is measured again later; set "
+                f"{_trigger(run)} with query.again: stage {name!r} would train on examples that "
+                "the stage 'fit' holds out for later evaluations; set "
                 f"plan.{name}.validation = {share}"
             )
     return ""
 
 
 def missing_queries(run: PlannedRun) -> str:
-    """No client that asks."""
+    """The method needs queries, but there are none."""
     if anyone_asks(run.world):
         return ""
     return (
         f"method {run.method_name} needs queries: set query.draw = 'single', 'multi' or 'all', or "
-        "write [query.classes]"
+        "add [query.classes]"
     )
 
 
 def _trigger(run: PlannedRun) -> str:
-    """The key that says what raises a query, for messages."""
-    asking = run.world.get(Asking)
-    assert asking is not None  # asks_in_the_run
-    return f"query.by = {list(asking.by)}"
+    """The config key of the triggers, for messages."""
+    rule = run.world.get(QueryRule)
+    assert rule is not None  # asks_in_the_run
+    return f"query.by = {list(rule.by)}"
 
 
 RULES: tuple[Rule[PlannedRun], ...] = (
@@ -231,4 +233,4 @@ RULES: tuple[Rule[PlannedRun], ...] = (
     Rule(asks_again_by_accuracy, other_held_out_data, ConfigError),
     Rule(needs(Need.QUERIES), missing_queries),
 )
-"""What queries ask of a run."""
+"""The rules for queries: which runs they are compatible with."""

@@ -1,11 +1,11 @@
-"""Queries in a terminal: what clients will ask for, the command that answers one query from a
-finished run's models, and what the answer gave.
+"""Queries in a terminal: the queries of a run for ``fedstill explain``, and the command ``fedstill
+query``, which answers a query from the models of a finished run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,112 +24,108 @@ from fedstill.metrics import (
     uniform_accuracy,
 )
 from fedstill.querying.answers import Answer
-from fedstill.querying.queries import Asking, QueryTable, because
+from fedstill.querying.queries import QueryRule, QueryTable, because
 from fedstill.querying.rules import reasons_before
 from fedstill.report.summary import NONE
 from fedstill.report.terminal import SHADES, table, tell
 from fedstill.running.preparation import Prepared
 
-# What a run's clients will ask for, as far as it is known before: shown by ``fedstill explain``.
+# ---- fedstill explain ----------------------------------------------------------------------------
 
 
 WORDS = {
     "lack": "of which they have fewer than {few} examples",
-    "accuracy": "on which their model's accuracy is under {under}",
-    "need": "that they say they will need",
+    "accuracy": "on which the accuracy of their model is below {under}",
+    "need": "that they will need",
 }
+"""The triggers in words."""
 AMOUNTS = {"single": "one class", "multi": "several classes", "all": "all classes"}
 
-MOST_ASKERS = 40
-"""Of more clients that ask, the others are only counted."""
+MOST_QUERIES = 40
+"""The most queries that are listed. Further ones are only counted."""
 
 
-def who_asks(prepared: Prepared) -> tuple[str, list[tuple[str, str, str]]]:
-    """When and by what queries are raised, as a sentence; client, classes and why of those that are
-    known by now.
-    """
-    world = prepared.world
-    asking = world.get(Asking)
-    if asking is not None:
-        return _raised_in_the_run(prepared, asking), []
+def explain_queries(screen: Console, prepared: Prepared) -> None:
+    """Print the queries of a run for ``fedstill explain``, if there are any."""
+    rule = prepared.world.get(QueryRule)
+    if rule is not None:
+        tell(screen, _rule_in_words(prepared, rule))
+        screen.print()
+        return
+    queries = queries_of(prepared.world)
+    if not queries:
+        return
+    screen.print(table(["client", "asks for", "why"], _query_rows(prepared, queries), words=3))
+    omitted = len(queries) - MOST_QUERIES
+    if omitted > 0:
+        tell(screen, f"and {omitted} more clients")
+    screen.print()
 
-    reasons_by_client = reasons_before(prepared.settings, world, prepared.sites.all_counts)
+
+def _query_rows(
+    prepared: Prepared, queries: Mapping[int, tuple[int, ...]]
+) -> list[tuple[str, str, str]]:
+    """Client, classes and reasons of each query that is known before the run."""
+    reasons_by_client = reasons_before(prepared.settings, prepared.world, prepared.sites.all_counts)
     classes = prepared.dataset.classes
     rows = []
-    queries = queries_of(world)
-    for client, query in sorted(queries.items())[:MOST_ASKERS]:
-        reason = "written in the config"
+    for client, query in sorted(queries.items())[:MOST_QUERIES]:
+        reason = "listed in the config"
         if reasons_by_client:
             reason = "; ".join(
                 f"{classes[c]}: {because(reasons_by_client[client][c])}" for c in query
             )
         rows.append((f"{client}", ", ".join(classes[c] for c in query), reason))
-    omitted = len(queries) - len(rows)
-    sentence = ""
-    if omitted:
-        sentence = f"and {omitted} more clients"
-    return sentence, rows
+    return rows
 
 
-def _raised_in_the_run(prepared: Prepared, asking: Asking) -> str:
-    """When and by what clients raise their queries themselves."""
+def _rule_in_words(prepared: Prepared, rule: QueryRule) -> str:
+    """When clients raise queries in the run, and for which classes."""
     table = prepared.settings.table(QueryTable)
-    triggers = " or ".join(WORDS[trigger] for trigger in asking.by)
+    triggers = " or ".join(WORDS[trigger] for trigger in rule.by)
+    triggers = triggers.format(few=table.fewer_than, under=f"{table.accuracy_under or 0:g}")
     sentence = (
         "Clients raise their queries in the run, after the stage 'fit', for "
-        f"{AMOUNTS[asking.draw]} {triggers}."
+        f"{AMOUNTS[rule.draw]} {triggers}."
     )
-    sentence = sentence.format(few=table.fewer_than, under=f"{table.accuracy_under or 0:g}")
     arrival = prepared.sites.arrival
     if arrival is None:
         return sentence
-    return f"{sentence} {_growing(arrival)}"
+    return f"{sentence} {_arrival_in_words(arrival)}"
 
 
-def explain_queries(screen: Console, prepared: Prepared) -> None:
-    """Print what ``fedstill explain`` says of a run's queries, if there are any."""
-    sentence, rows = who_asks(prepared)
-    if rows:
-        screen.print(table(["client", "asks for", "why"], rows, words=3))
-    if sentence:
-        tell(screen, sentence)
-    if rows or sentence:
-        screen.print()
-
-
-def _growing(arrival: Arrival) -> str:
+def _arrival_in_words(arrival: Arrival) -> str:
     first = f"{100 * arrival.share(1):.0f} %"
     return (
-        f"They ask in each round: in round 1 with {first} of their data, in round {arrival.rounds} "
-        "with all of them."
+        f"They query in each round: in round 1 with {first} of their data, in round "
+        f"{arrival.rounds} with all of their data."
     )
 
 
-# An answered query in the terminal: who knows what by the noise probe, what was gained, what was
-# forgotten.
+# ---- fedstill query ------------------------------------------------------------------------------
 
 
 def answer_tables(answer: Answer) -> Iterator[RenderableType]:
-    """The teachers, the classes, and the measures."""
+    """The teachers of an answered query, the accuracies of classes, and the measures."""
     query_text = ", ".join(f"{c} ({answer.classes[c]})" for c in answer.query)
     yield Text(f"client {answer.client} asks for {query_text}", style="bold")
     for c, class_reasons in answer.why.items():
         yield Text(f"  {c} ({answer.classes[c]}): {because(class_reasons)}")
     if answer.new:
-        yield Text(f"Before it asked it trained alone again, with {answer.new:,} new examples.")
+        yield Text(f"Before the query, it trained alone again, with {answer.new:,} new examples.")
     yield Text(
-        f"\nA teacher is used if its mean prediction on noise reaches {answer.threshold:g} for a "
-        "class asked for. Each "
-        "mark is a class; it is darker where the teacher predicts the class more."
+        f"\nA teacher is used if its mean prediction on noise is at least {answer.threshold:g} for "
+        "a queried class. Each mark is a class; it is darker if the teacher predicts the class "
+        "more often."
     )
     yield table(_head(answer), [_teacher(answer, c) for c in answer.probe], words=2)
-    if not answer.used:
+    if not answer.teachers:
         yield Text(
             "\nNo teacher reaches the threshold: the local model is returned unchanged.",
             style="bold",
         )
     yield Text("\nClass accuracy on the common test set", style="bold")
-    yield table(("class", "what", "before", "after", "change"), list(_classes(answer)), words=2)
+    yield table(("class", "role", "before", "after", "change"), list(_classes(answer)), words=2)
     yield Text()
     yield table(("measure", "before", "after"), _measures(answer))
 
@@ -143,7 +139,7 @@ def _head(answer: Answer) -> Sequence[str]:
 
 def _teacher(answer: Answer, teacher: int) -> list[str]:
     probe = answer.probe[teacher].tolist()
-    shares = answer.shares.get(teacher)
+    shares = answer.teacher_label_shares.get(teacher)
     cells = [answer.names[teacher], f"│{_shaded(probe, answer.threshold)}│"]
     for c in answer.query:
         cells.append(f"{probe[c]:.3f}")
@@ -152,13 +148,13 @@ def _teacher(answer: Answer, teacher: int) -> list[str]:
             share = f"{100 * shares[c]:.1f} %"
         cells.append(share)
     is_used = "no"
-    if teacher in answer.used:
+    if teacher in answer.teachers:
         is_used = "yes"
     return [*cells, is_used]
 
 
 def _shaded(probe: Sequence[float], threshold: float) -> str:
-    """A mark for each class: blank below the threshold, else in four shades up to the largest."""
+    """A mark for each class: blank below the threshold, otherwise one of four shades."""
     largest = max(probe) or 1
     marks = ""
     for value in probe:
@@ -172,8 +168,8 @@ def _shaded(probe: Sequence[float], threshold: float) -> str:
 def _classes(answer: Answer) -> Iterator[list[str]]:
     for c, name in enumerate(answer.classes):
         if c in answer.query:
-            role = "asked for"
-        elif answer.own[c] > 0:
+            role = "queried"
+        elif answer.label_shares[c] > 0:
             role = "own"
         else:
             continue
@@ -184,22 +180,20 @@ def _classes(answer: Answer) -> Iterator[list[str]]:
 
 
 def _measures(answer: Answer) -> list[list[str]]:
-    accuracies_before = answer.before
-    accuracies_after = answer.after
     rows = []
     measures = {"average accuracy": average_accuracy, "uniform accuracy": uniform_accuracy}
     for name, measure in measures.items():
-        values = [
-            measure(model, answer.own, answer.query)
-            for model in (accuracies_before, accuracies_after)
+        accuracies = [
+            measure(model, answer.label_shares, answer.query)
+            for model in (answer.before, answer.after)
         ]
-        rows.append([name, *map(_percent, values)])
-    gain = query_accuracy_gain(accuracies_before, accuracies_after, answer.query)
-    lost = query_forgetting(accuracies_before, accuracies_after, answer.own)
+        rows.append([name, *map(_percent, accuracies)])
+    gain = query_accuracy_gain(answer.before, answer.after, answer.query)
+    forgetting = query_forgetting(answer.before, answer.after, answer.label_shares)
     return [
         *rows,
-        ["gain on the classes asked for", "", f"{100 * gain:+.1f}"],
-        ["forgetting", "", f"{100 * lost:+.1f}"],
+        ["gain on the queried classes", "", f"{100 * gain:+.1f}"],
+        ["forgetting", "", f"{100 * forgetting:+.1f}"],
     ]
 
 
@@ -207,6 +201,18 @@ def _percent(value: float) -> str:
     if math.isnan(value):
         return NONE
     return f"{100 * value:.1f} %"
+
+
+def _check_options(*, classes: Names, by: Names, under: float | None, need: Names) -> None:
+    """Raise ConfigError for options of the command that contradict each other."""
+    if bool(by) == bool(classes):
+        raise ConfigError(
+            "set either the queried classes (--classes 7,9) or the reasons for a query (--by lack)"
+        )
+    if ("accuracy" in by) != (under is not None):
+        raise ConfigError("--by accuracy and --under go together, e.g. --by accuracy --under 0.6")
+    if ("need" in by) != bool(need):
+        raise ConfigError("--by need and --need go together, e.g. --by need --need 7,9")
 
 
 Under = Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))]
@@ -239,8 +245,8 @@ def query(  # noqa: PLR0913 - the options of the command query
         under: For the reason accuracy: it queries classes on which its model has a lower accuracy
             than this, on held-out examples.
         need: For the reason need: the classes that it will need, by number or name, e.g. 7,9.
-        student: The file of the client's current model, e.g. of an earlier query. By default, the
-            run's model.
+        student: The file of the client's current model, e.g. from an earlier query. By default, its
+            model in the run.
         new_data: A data set or folder with new examples of the client, on which it first trains
             alone.
         teachers: Files of further models that can be teachers, in addition to the run's clients.
@@ -254,20 +260,12 @@ def query(  # noqa: PLR0913 - the options of the command query
     from fedstill.core.files import MODEL, check_may_overwrite
     from fedstill.data.sources import load_dataset
     from fedstill.models.model_file import save_model
-    from fedstill.querying import terminal as answer
-    from fedstill.querying.answers import Later, ask
+    from fedstill.querying.answers import ClientChanges, answer_query
     from fedstill.report import terminal
     from fedstill.running.directory import trust_run
     from fedstill.running.journal import parse_class_numbers, parse_client_number
 
-    if bool(by) == bool(classes):
-        raise ConfigError(
-            "say which classes the client asks for (--classes 7,9), or why it asks (--by lack)"
-        )
-    if ("accuracy" in by) != (under is not None):
-        raise ConfigError("--by accuracy and --under go together, e.g. --by accuracy --under 0.6")
-    if ("need" in by) != bool(need):
-        raise ConfigError("--by need and --need go together, e.g. --by need --need 7,9")
+    _check_options(classes=classes, by=by, under=under, need=need)
     check_may_overwrite(out, MODEL)
     if trust_code:
         trust_run(run)
@@ -284,20 +282,21 @@ def query(  # noqa: PLR0913 - the options of the command query
     new = None
     if new_data:
         new = load_dataset(new_data)
-    answered = ask(
+    answer = answer_query(
         run,
         student_number,
         request,
         changes=parse_overrides(set_),
         teachers=[Path(teacher) for teacher in teachers],
-        later=Later(student, new),
+        client_changes=ClientChanges(student, new),
     )
     screen = terminal.console()
-    for line in answer.answer_tables(answered):
-        screen.print(line)
-    path = out or Path(
-        f"{run.name}-client{student_number}-asked-{'-'.join(map(str, answered.query))}.safetensors"
-    )
-    save_model(path, answered.model, answered.params)
+    for renderable in answer_tables(answer):
+        screen.print(renderable)
+    path = out
+    if path is None:
+        classes_text = "-".join(map(str, answer.query))
+        path = Path(f"{run.name}-client{student_number}-asked-{classes_text}.safetensors")
+    save_model(path, answer.model, answer.params)
     screen.print(f"\nthe student's model: {path}")
     return 0
