@@ -19,9 +19,10 @@ is not standardised again.
 Reading: Algorithm 1 prints no T^2 before the divergence, the notebook has it; we keep it.
 Reading: the text clamps T_k to [0.05, 0.99], the notebook to [0.01, 0.99]: ``low`` is 0.01. At
 alpha 0.1 the paper's Improvement 1 fits 0.01, its Improvement 2 fits 0.05
-(docs/results/hiper_fedkd.md, the coldest client). Classes that a client lacks are left out of s_k
-as in the notebook;
-``count_absent`` follows the text.
+(docs/results/hiper_fedkd.md, the coldest client).
+Reading: classes that a client lacks are left out of s_k as in the notebook; ``count_absent``
+follows the text. With the text's s_k, three of four clients would have the lowest temperature at
+alpha 0.1, at which the paper's clients would learn nothing.
 Reading: the notebook pairs the last batch of the public set with the logits of other images; here
 they are its own.
 Reading: the notebooks add 1e-8 to the label's probability before the logarithm, the paper's formula
