@@ -2,9 +2,10 @@
 
 For each number, it starts a server and so many sites, runs FedNTD on digits over TLS, and prints
 seconds a round, processor time a message, and memory. A message is an instruction or a reply.
-"link" is Flower's SuperLink, which passes messages on; "server" is all processes of the server, the
-SuperLink and the run included. "in" counts its processes. All sites
-share this machine's cores, so seconds a round say more about their training than about a network.
+"link" is the server's own process, Flower's SuperLink behind the gate; "run" is the process of the
+run, from the end of the first round on: its start takes several seconds, however many messages
+follow. "server" is both. "in" counts processes. All sites share this machine's cores, so seconds a
+round say more about their training than about a network.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from fedstill.version import VERSION
 CONNECT_SECONDS = 900.0
 """How long all sites together may take to connect."""
 
-LINK = "deployment.superlink"
-"""A part of the command line of the SuperLink's process."""
+LINK, RUN = "deployment.superlink", "deployment.tasks"
+"""Parts of the command lines of the server's processes."""
+
 HEADER = (
-    f"{'sites':>5} {'s a round':>10} {'link s a message':>17} {'server':>8} {'site':>8} "
+    f"{'sites':>5} {'s a round':>10} {'link s a message':>17} {'run':>8} {'server':>8} {'site':>8} "
     f"{'server MB':>10} {'in':>3} {'site MB':>8} {'in':>3}"
 )
 
@@ -86,25 +88,66 @@ def measure(sites: int, rounds: int) -> str:
         _wait(lambda: all("connected" in log.read_text() for log in logs))
 
         link_before = Usage.of(server.pid, LINK).seconds
-        before = [Usage.of(process.pid) for process in (server, *clients)]
-        peaks = _run(federation, place, experiment(sites, rounds), (server, clients[0]))
+        before = sum(Usage.of(client.pid).seconds for client in clients)
+        watch = Watch(server, clients[0], place / "run" / "journal.jsonl")
+        _run(federation, place, experiment(sites, rounds), watch)
         link_seconds = Usage.of(server.pid, LINK).seconds - link_before
-        after = [Usage.of(process.pid) for process in (server, *clients)]
+        site_seconds = sum(Usage.of(client.pid).seconds for client in clients) - before
         events = read_journal(place / "run" / "journal.jsonl")
     seconds = [event["seconds_training"] for event in events if event["event"] == "round"]
     messages = 2 * sum(event["event"] == "client" for event in events)
-    cpu_seconds = [end.seconds - begin.seconds for begin, end in zip(before, after, strict=True)]
-    server_peak, site_peak = peaks
+    link = link_seconds / messages
+    run = watch.run_seconds / (messages * (rounds - 1) / rounds)
     cells = (
         f"{sites:>5}",
         f"{median(seconds):>10.2f}",
-        f"{link_seconds / messages:>17.3f}",
-        f"{cpu_seconds[0] / messages:>8.3f}",
-        f"{sum(cpu_seconds[1:]) / messages:>8.3f}",
-        f"{server_peak.megabytes:>10.0f} {server_peak.processes:>3}",
-        f"{site_peak.megabytes:>8.0f} {site_peak.processes:>3}",
+        f"{link:>17.3f}",
+        f"{run:>8.3f}",
+        f"{link + run:>8.3f}",
+        f"{site_seconds / messages:>8.3f}",
+        f"{watch.server.megabytes:>10.0f} {watch.server.processes:>3}",
+        f"{watch.site.megabytes:>8.0f} {watch.site.processes:>3}",
     )
     return " ".join(cells)
+
+
+class Watch:
+    """Looks at a server and a site while a run is under way.
+
+    ``server``, ``site``: their usage at the peak of memory. ``run_seconds``: the processor time of
+    the run's process after its first round.
+    """
+
+    def __init__(
+        self, server: subprocess.Popen[bytes], site: subprocess.Popen[bytes], journal: Path
+    ) -> None:
+        self._server = server
+        self._site = site
+        self._journal = journal
+        self._first_round: float | None = None
+        self.server = Usage.of(server.pid)
+        self.site = Usage.of(site.pid)
+        self.run_seconds = 0.0
+
+    def look(self) -> None:
+        """Look once."""
+        self.server = _larger(self.server, Usage.of(self._server.pid))
+        self.site = _larger(self.site, Usage.of(self._site.pid))
+        seconds = Usage.of(self._server.pid, RUN).seconds
+        if self._first_round is None and self._has_round():
+            self._first_round = seconds
+        if self._first_round is not None:
+            self.run_seconds = max(self.run_seconds, seconds - self._first_round)
+
+    def _has_round(self) -> bool:
+        if not self._journal.is_file():
+            return False
+        return any(event["event"] == "round" for event in read_journal(self._journal))
+
+
+def _larger(usage: Usage, other: Usage) -> Usage:
+    """The usage with more memory."""
+    return max(usage, other, key=lambda used: used.megabytes)
 
 
 def experiment(sites: int, rounds: int) -> Experiment:
@@ -142,27 +185,18 @@ def _command(name: str, place: Path, log: Path) -> Iterator[subprocess.Popen[byt
         process.wait(60)
 
 
-def _run(
-    federation: folder.Federation,
-    place: Path,
-    experiment: Experiment,
-    watched: Sequence[subprocess.Popen[bytes]],
-) -> list[Usage]:
-    """Run an experiment to its end; the usage of each watched program at its peak of memory."""
+def _run(federation: folder.Federation, place: Path, experiment: Experiment, watch: Watch) -> None:
+    """Run an experiment to its end."""
     config = place / "run.toml"
     config.write_text(as_toml({**settle(experiment).tree, "engine": "flower"}))
     command = [sys.executable, "-m", "fedstill", "run", str(config), "-q"]
     command += ["--federation", str(federation.folder), "--out", str(place / "run")]
-    peaks = [Usage.of(process.pid) for process in watched]
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while run.poll() is None:
-        usage = [Usage.of(process.pid) for process in watched]
-        pairs = zip(peaks, usage, strict=True)
-        peaks = [max(pair, key=lambda used: used.megabytes) for pair in pairs]
+        watch.look()
         time.sleep(0.5)
     if run.returncode:
         raise RuntimeError(f"the run ended with status {run.returncode}")
-    return peaks
 
 
 def _wait(is_true: Callable[[], bool]) -> None:

@@ -56,3 +56,21 @@ def test_only_what_did_not_arrive_is_asked_again(
     with pytest.raises(kind):
         when_it_listens(question, 3.0)
     assert len(questions) == (3 if kind is NotListening else 1)
+
+
+def test_a_run_of_which_the_server_does_not_know_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server keeps no list of runs when it ends."""
+    import httpx
+    from flwr.supercore.control import ControlHttpClient
+
+    response = httpx.Response(404, text="unknown", request=httpx.Request("POST", "http://fed"))
+
+    def refuse(_: Any, __: Any) -> None:
+        response.raise_for_status()
+
+    monkeypatch.setattr(ControlHttpClient, "ListRuns", refuse)
+    end = Control("127.0.0.1:1", None, b"x" * 43).ended(7)
+    assert end is not None
+    assert "again" in end

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from fedstill.flower.deployment import certificates, folder, programs
+from fedstill.flower.deployment.control import write_link
 from fedstill.flower.deployment.folder import Federation, Membership
 from flowers import needs_flower
 from processes import Deployment, fedstill_, fedstill_command, free_port
@@ -122,6 +123,7 @@ def listening(other: Federation, days: int, host: str, stack: contextlib.ExitSta
     at it.
     """
     command = programs.superlink(other, False)
+    write_link(other, insecure=False)
     certificates.make_server(other.server, certificates.authority_of(other.folder), [host], days)
     process = stack.enter_context(spoken(command, other.server / "log"))
     programs.wait_for_port(other, process, 600)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fedstill.flower import tasks
+from fedstill.flower.deployment import tasks
 from fedstill.flower.deployment.programs import descendants, running
 from flowers import needs_flower
 
@@ -61,35 +62,6 @@ def runs(process: Any) -> bool:
         return False
 
 
-CHILD = """
-import time
-from fedstill.flower.deployment.programs import end_with_parent
-end_with_parent()
-print(1, flush=True)
-time.sleep(600)
-"""
-PARENT = f"""
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], start_new_session=True)
-print(child.pid, flush=True)
-child.wait()
-"""
-
-
-def test_a_server_and_a_client_end_with_a_command_that_was_killed() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
-    assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
-    assert parent.stdout.readline() == b"1\n", "it watches"
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    end = time.monotonic() + 60
-    while runs(child):
-        assert time.monotonic() < end, "it is still there"
-        time.sleep(0.05)
-
-
 def test_a_program_that_has_ended_started_nothing() -> None:
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
@@ -97,10 +69,20 @@ def test_a_program_that_has_ended_started_nothing() -> None:
 
 
 @needs_flower
-@pytest.mark.usefixtures("_same_signals")
-def test_a_server_that_ends_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_run_is_started_once_the_server_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server cannot be reached: it is asked again until it ends."""
     monkeypatch.setattr(tasks, "AGAIN", 0.01)
+    monkeypatch.setattr(tasks, "POLL", 0.01)
     key = tmp_path / "operator.key"
     key.write_text("k" * 43)
-    with running([sys.executable, "-c", "raise SystemExit(3)"], {}) as server:
-        assert tasks.carry_out_runs(tasks.Door("127.0.0.1:1", key, key), server, {}) == 3
+    end = threading.Event()
+    door = tasks.Door("127.0.0.1:1", key, key)
+    carrying = threading.Thread(target=tasks.carry_out_runs, args=(door, end, {}), daemon=True)
+    carrying.start()
+    carrying.join(0.2)
+    assert carrying.is_alive()
+    end.set()
+    carrying.join(60)
+    assert not carrying.is_alive()

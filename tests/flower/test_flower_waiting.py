@@ -38,7 +38,7 @@ def test_what_messages_need_is_imported_without_a_thread() -> None:
 
 @needs_flower
 def test_the_programs_that_do_not_compute_import_no_torch() -> None:
-    names = ("commands", "tasks", "deployment.node", "deployment.superlink", "deployment.programs")
+    names = ("commands", "deployment.node", "deployment.superlink", "deployment.tasks")
     code = "import sys, " + ", ".join(f"fedstill.flower.{name}" for name in names)
     code += "; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

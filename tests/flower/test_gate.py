@@ -545,8 +545,9 @@ def test_the_installed_flower_is_served_inside_the_gate(
     command = programs.superlink(federation, insecure=False)
     assert command[:3] == [sys.executable, "-m", "fedstill.flower.deployment.superlink"]
     monkeypatch.setenv("FLWR_INTERNAL_GRPC_CONTROL_API", "1")
-    monkeypatch.setattr(sys, "argv", command[2:])
-    installed, config = superlink.gated()
+    options = command[4:]
+    monkeypatch.setattr(sys, "argv", ["superlink", *options])
+    installed, config = superlink.gated(tmp_path / "parts")
     assert "FLWR_INTERNAL_GRPC_CONTROL_API" not in os.environ
     assert (installed.key, config.enable_supernode_auth) == (federation.key.read_bytes(), True)
     for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/docs"):
@@ -570,10 +571,10 @@ def test_the_installed_flower_is_served_inside_the_gate(
         body = request.SerializeToString()
         assert asked(installed, SITES + name, body=body, **headers)["status"] == 200, name
     assert session.pushes(instruction("x", node))[0] == 403
-    without = [a for a in command[2:] if a not in ("--isolation", "process")]
-    monkeypatch.setattr(sys, "argv", without)
+    without = [option for option in options if option not in ("--isolation", "process")]
+    monkeypatch.setattr(sys, "argv", ["superlink", *without])
     with pytest.raises(ConfigError, match="let it run the code of an app"):
-        superlink.gated()
+        superlink.gated(tmp_path / "parts")
 
 
 def certificate_key(client: Path) -> SiteKey:
@@ -600,10 +601,49 @@ def test_a_flower_that_changed_does_not_start(
     federation = folder.init(
         tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
     )
-    monkeypatch.setattr(sys, "argv", programs.superlink(federation, insecure=False)[2:])
+    arguments = programs.superlink(federation, insecure=False)[2:]
+    monkeypatch.setattr(sys, "argv", list(arguments))
     monkeypatch.setattr("fedstill.flower.deployment.gate.SITES_PATHS", SITES_PATHS - {PULL})
     assert superlink.serve() == 1
     assert "/v1/fleet/pull-messages" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", list(arguments))
     monkeypatch.delattr(flwr.superlink.main, "create_app")
     assert superlink.serve() == 1
     assert "create_app" in capsys.readouterr().err
+
+
+def test_large_parts_of_messages_are_in_files_until_they_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site that sends much does not fill the server's memory."""
+    from flwr.app.message.arraychunk import ArrayChunk
+    from flwr.proto.message_pb2 import ObjectTree
+
+    from fedstill.flower.deployment import superlink
+
+    monkeypatch.setattr(superlink, "MEMORY_BYTES", 2500)
+    parts = tmp_path / "parts"
+    store = superlink.part_store(parts)
+    chunks = [ArrayChunk(memoryview(bytes([number]) * 1000)) for number in range(4)]
+    contents = {chunk.object_id: chunk.deflate() for chunk in chunks}
+    for id in contents:
+        store.preregister(7, ObjectTree(object_id=id))
+        assert store.get(id) == b""
+    for id, content in contents.items():
+        store.put(id, content)
+        store.put(id, content)  # a part that is sent twice
+    in_files = list(contents)[2:]
+    assert sorted(path.name for path in parts.iterdir()) == sorted(in_files)
+    assert {id: store.get(id) for id in contents} == contents
+
+    with pytest.raises(ValueError, match="hash"):
+        store.put(in_files[0], b"another")
+    store.delete(in_files[0])
+    assert store.get(in_files[0]) is None
+    assert [path.name for path in parts.iterdir()] == [in_files[1]]
+    store.delete_objects_in_run(7)
+    assert list(parts.iterdir()) == []
+    assert len(store) == 0
+    store.preregister(8, ObjectTree(object_id=in_files[0]))
+    store.put(in_files[0], contents[in_files[0]])
+    assert list(parts.iterdir()) == [], "there is room in memory again"

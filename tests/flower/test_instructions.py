@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedstill.core.codec import encode
 from fedstill.core.errors import ConfigError, Refused
 from fedstill.core.records import Payload, Stage
 from fedstill.flower import messages
@@ -29,6 +30,7 @@ from fedstill.flower.messages import (
     content_digest,
     header_and_payload,
     sign,
+    sign_all,
 )
 from flowers import needs_flower
 
@@ -72,12 +74,18 @@ def request(client: int = 0) -> Request:
     )
 
 
-def message(node: int = NODE, run: int = RUN, ttl: float = 60.0, kind: str = "train.stage") -> Any:
+def message(
+    node: int = NODE,
+    run: int = RUN,
+    ttl: float = 60.0,
+    kind: str = "train.stage",
+    records: Any = None,
+) -> Any:
     from flwr.app import Message
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-    made = Message(Contents().of_request(request()), node, kind, ttl=ttl)
+    made = Message(records or Contents().of_request(request()), node, kind, ttl=ttl)
     made.metadata.__dict__["_run_id"] = run
     made.metadata.__dict__["_message_id"] = "m"
     return made
@@ -292,6 +300,31 @@ def test_a_message_is_not_kept_after_its_last_use(monkeypatch: pytest.MonkeyPatc
         assert [array() for array in arrays] == [None, None]
     finally:
         gc.enable()
+
+
+def test_instructions_with_the_same_model_have_a_signature_each(
+    form: str,
+    federation: folder.Federation,
+    check: InstructionCheck,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bytes of the model are hashed once, and what is hashed is what a site gets."""
+    contents = Contents()
+    payload = request().payload
+    made = [
+        message(node=node, records=contents.of_request(request().with_payload(payload)))
+        for node in (OTHER_NODE, NODE)
+    ]
+    sign_all(made, RUN, certificates.signing_key(federation.signing_key))
+    first, second = (parsed(serialised(one)) for one in made)
+    check(second, NODE)
+    assert encode(header_and_payload(second.content, 1 << 20)[1]) == encode(payload)
+    with pytest.raises(Refused, match="node"):
+        check(first, NODE)
+    change_group(made[1])
+    changed_message = parsed(serialised(made[1]))
+    with pytest.raises(Refused, match="content"):
+        check(changed_message, NODE)
 
 
 def test_requests_of_the_same_model_share_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

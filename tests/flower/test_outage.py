@@ -16,7 +16,7 @@ import pytest
 
 from fedstill.flower.deployment import folder
 from fedstill.flower.deployment.node import Incoming, Outgoing, Server
-from fedstill.flower.tasks import OUTAGE_SECONDS, Door
+from fedstill.flower.deployment.tasks import OUTAGE_SECONDS, Door
 from flowers import needs_flower
 from processes import beside_us
 
@@ -73,7 +73,7 @@ def test_a_run_asks_again_where_the_server_has_failed(
 STARTS = """
 import sys
 from pathlib import Path
-from fedstill.flower import tasks
+from fedstill.flower.deployment import tasks
 def alive(client, parent):
     raise SystemExit("torch" in sys.modules)
 tasks._alive = alive

@@ -5,7 +5,6 @@ client and status.
 from __future__ import annotations
 
 import datetime
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,7 +71,7 @@ def init_command(
 
 
 @deploy.command
-def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
+def server(directory: Path, *, insecure_for_testing: Insecure = False) -> None:
     """Start a federation's server (Flower's SuperLink); it accepts the clients whose keys are
     listed.
 
@@ -80,7 +79,6 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
         directory: The federation's folder.
         insecure_for_testing: Use neither TLS nor the list of keys; on a loopback address only.
     """
-    from fedstill.flower import tasks
     from fedstill.flower.deployment import control, folder, programs
 
     federation = folder.load_federation(directory)
@@ -89,17 +87,8 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
         folder.ensure_keys(federation)
         command = programs.superlink(federation, insecure_for_testing)
         control.write_link(federation, insecure_for_testing)
-        programs.use_environment(federation.server / "flwr")
-        with programs.running(command, os.environ) as process:
-            programs.wait_for_port(federation, process)
-            for line in () if insecure_for_testing else control.admit(federation):
-                print(line, flush=True)
-            print(
-                f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it",
-                flush=True,
-            )
-            door = tasks.Door.of(federation, insecure_for_testing)
-            return tasks.carry_out_runs(door, process, os.environ)
+    # The server takes this process over: what the checks have imported leaves the memory.
+    programs.become(command, programs.environment(federation.server / "flwr"))
 
 
 @deploy.command(name="admit")

@@ -509,11 +509,24 @@ USED_NAME = re.compile(r"(\d{1,12})-[0-9a-f]{32}")
 """The file that stands for a used instruction: when it expires, and its number."""
 
 
-def sign(message: Message, run: int, key: Ed25519PrivateKey) -> None:
+def sign_all(messages: Sequence[Message], run: int, key: Ed25519PrivateKey) -> None:
+    """Add the server's signature to messages for sites; bytes that several hold are hashed once.
+
+    run: its number in Flower.
+    """
+    digests: Digests = {}
+    for message in messages:
+        sign(message, run, key, digests)
+
+
+def sign(
+    message: Message, run: int, key: Ed25519PrivateKey, digests: Digests | None = None
+) -> None:
     """Add the server's signature to a message for a site.
 
     It covers the run, the site's node, the kind and all content of the message, and the time at
-    which it expires. A random number makes it usable once. run: its number in Flower.
+    which it expires. A random number makes it usable once. run: its number in Flower. digests: as
+    in ``content_digest``.
     """
     from flwr.app import ConfigRecord
 
@@ -524,7 +537,7 @@ def sign(message: Message, run: int, key: Ed25519PrivateKey) -> None:
         "run": run,
         "node": about.dst_node_id,
         "kind": about.message_type,
-        "content": content_digest(message.content),
+        "content": content_digest(message.content, digests),
         "until": round(time.time() + about.ttl, 3),
         "number": secrets.token_hex(16),
     }
@@ -533,8 +546,18 @@ def sign(message: Message, run: int, key: Ed25519PrivateKey) -> None:
     message.content[SIGNED] = signature
 
 
-def content_digest(records: RecordDict) -> str:
-    """SHA-256 of all that a message says: its configs and arrays, with their names and forms."""
+Digests = dict[int, str]
+"""The SHA-256 of some bytes, by their identity."""
+
+
+def content_digest(records: RecordDict, digests: Digests | None = None) -> str:
+    """SHA-256 of all that a message says: its configs and arrays, with their names and forms.
+
+    digests: those of the data of arrays that are known, and gets the others; the arrays must exist
+    as long as it is used.
+    """
+    if digests is None:
+        digests = {}
     from flwr.app import ArrayRecord, ConfigRecord
 
     configs = []
@@ -543,13 +566,16 @@ def content_digest(records: RecordDict) -> str:
         if isinstance(record, ConfigRecord):
             configs.append([name, sorted(record.items())])
         elif isinstance(record, ArrayRecord):
-            arrays += [[name, *_array_digest(key, array)] for key, array in record.items()]
+            arrays += [[name, *_array_digest(key, array, digests)] for key, array in record.items()]
     return digest(json.dumps([sorted(configs), sorted(arrays)], default=bytes.hex).encode())
 
 
-def _array_digest(key: str, array: Array) -> list[Any]:
+def _array_digest(key: str, array: Array, digests: Digests) -> list[Any]:
     """The name and form of an array, and the SHA-256 of its data."""
-    return [key, array.dtype, list(array.shape), array.stype, digest(array.data)]
+    data = array.data
+    if id(data) not in digests:
+        digests[id(data)] = digest(data)
+    return [key, array.dtype, list(array.shape), array.stype, digests[id(data)]]
 
 
 @dataclass(frozen=True)

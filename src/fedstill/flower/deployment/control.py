@@ -30,6 +30,9 @@ T = TypeVar("T")
 ANSWER_SECONDS = 180.0
 """How long a server may take to answer once it listens; on a busy machine it takes a minute."""
 
+NOT_FOUND = 404
+"""The status of an answer about a run that the server does not know."""
+
 LINK = "fedstill"
 """The name that a federation's server has in Flower's own settings."""
 
@@ -40,6 +43,10 @@ class NoAnswer(DeployFailed):
 
 class NotListening(NoAnswer):
     """The server cannot be reached (yet): it was not asked."""
+
+
+class Unknown(DeployFailed):
+    """The server does not know what it was asked about."""
 
 
 class NeverStarted(DeployFailed):
@@ -167,8 +174,11 @@ class Control:
         """How a run ended, in words; None if it has not."""
         from flwr.proto.control_pb2 import ListRunsRequest
 
-        with self._client("list-runs") as client:
-            status = client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run].status
+        try:
+            with self._client("list-runs") as client:
+                status = client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run].status
+        except Unknown:
+            return "the server has been started again"
         if status.status != "finished":
             return None
         return " ".join(str(status.details or status.sub_status or status.status).split())
@@ -243,9 +253,10 @@ class Control:
             yield client
         except httpx.HTTPStatusError as error:
             text = " ".join(error.response.text.split())[:300]
-            raise DeployFailed(
-                f"the server refused {request}: {error.response.status_code} {text}"
-            ) from error
+            reason = f"the server refused {request}: {error.response.status_code} {text}"
+            if error.response.status_code == NOT_FOUND:
+                raise Unknown(reason) from error
+            raise DeployFailed(reason) from error
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
             reached = problem(error, self.address, tls=scheme == "https")
             raise NotListening(

@@ -80,7 +80,7 @@ class Federation:
 
     @property
     def server(self) -> Path:
-        """What only the server needs: certificate, key, database, Flower's own settings."""
+        """What only the server needs: certificate, keys, Flower's own settings."""
         return self.folder / "server"
 
     @property

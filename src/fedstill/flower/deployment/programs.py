@@ -12,12 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from filelock import FileLock, Timeout
 
@@ -32,6 +31,10 @@ if TYPE_CHECKING:
 
 LISTEN_SECONDS = 180.0
 """How long a server may take to listen; on a busy machine it takes a minute."""
+
+
+IN_MEMORY = ":flwr-in-memory:"
+"""Flower's name of a database that is no file."""
 
 
 # What is started
@@ -78,8 +81,10 @@ def superlink(federation: Federation, insecure: bool) -> list[str]:
     check_flower_installed()
     server = federation.server
     command = [sys.executable, "-m", "fedstill.flower.deployment.superlink"]
-    command += ["--host", federation.listen, "--port", str(federation.port)]
-    command += ["--database", str(server / "link.db"), "--disable-runtime-dependency-installation"]
+    command += [str(federation.folder), "--host", federation.listen, "--port", str(federation.port)]
+    # Nothing of it outlives the server: keys are in files, and a resumed run is a new one for
+    # Flower. A database would take most of the server's time.
+    command += ["--database", IN_MEMORY, "--disable-runtime-dependency-installation"]
     command += ["--isolation", "process", "--superexec-auth-secret-file", str(federation.key)]
     if insecure:
         _check_loopback(federation.listen)
@@ -146,6 +151,13 @@ def _check_loopback(host: str) -> None:
         )
 
 
+def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    """Replace this process by a program."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], list(command), dict(env))
+
+
 # Programs under way
 
 
@@ -176,20 +188,6 @@ def running(
         yield process
     finally:
         end(process)
-
-
-def end_with_parent() -> None:
-    """Let this process end, as by SIGTERM, when the one that started it has: also where that was
-    killed.
-    """
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def end(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:

@@ -1,9 +1,10 @@
-"""Flower's server behind the gate: ``python -m fedstill.flower.deployment.superlink``,
-with Flower's own options.
+"""Flower's server behind the gate: ``python -m fedstill.flower.deployment.superlink FOLDER``,
+with Flower's own options. FOLDER is the federation's.
 
 Flower's application is made by Flower's own function, and served here, inside the gate. It starts
 none of the programs that would run an app's code: those who ask for work must know the operator's
-key, and ours do what is installed. The web server is uvicorn, with limits of its connections.
+key, and ours do what is installed. A thread of this process asks for it. The web server is uvicorn,
+with limits of its connections.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import asyncio
 import logging
 import os
 import resource
+import shutil
+import signal
 import socket
 import ssl
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,12 +26,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstill.core.errors import ConfigError, FedstillError
+from fedstill.core.errors import ConfigError, DeployFailed, FedstillError
+from fedstill.core.files import make_folder, read_file, remove, write_note
 from fedstill.flower import check_flower_installed
-from fedstill.flower.deployment import certificates
+from fedstill.flower.deployment import certificates, programs
+from fedstill.flower.deployment.control import admit
+from fedstill.flower.deployment.folder import Federation, load_federation
 from fedstill.flower.deployment.gate import Asgi, Gate, Receive, Scope, Send, check_paths
-from fedstill.flower.deployment.programs import end_with_parent
 from fedstill.flower.deployment.reach import expiry_warning
+from fedstill.flower.deployment.tasks import Door, carry_out_runs
 
 if TYPE_CHECKING:
     import uvicorn
@@ -36,11 +43,11 @@ OTHER_PORTS = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API")
 """Settings by which Flower would open ports that have no gate."""
 
 
-def gated(on_trusted: Callable[[Any], None] = lambda peer: None) -> tuple[Gate, Any]:
+def gated(parts: Path, on_trusted: Callable[[Any], None] = lambda peer: None) -> tuple[Gate, Any]:
     """Flower's application behind the gate, and what its options came to.
 
-    Raises ConfigError if Flower's paths are not as the gate knows them, or the options would leave
-    it.
+    ``parts``: a folder for large parts of messages. Raises ConfigError if Flower's paths are not as
+    the gate knows them, or the options would leave it.
     """
     check_flower_installed()
     for name in OTHER_PORTS:
@@ -58,6 +65,7 @@ def gated(on_trusted: Callable[[Any], None] = lambda peer: None) -> tuple[Gate, 
         check_paths(str(route.path) for route in iter_route_contexts(app.routes))
         state = app.state.linkstate_factory.state()
         node_of = state.get_node_id_by_public_key
+        state._object_store = part_store(parts)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"this version of Flower starts its server otherwise than fedstill knows: {error}"
@@ -72,6 +80,72 @@ def gated(on_trusted: Callable[[Any], None] = lambda peer: None) -> tuple[Gate, 
         on_trusted=on_trusted,
     )
     return gate, config
+
+
+# Parts of messages
+
+
+MEMORY_BYTES = 32 << 20
+"""The most bytes of parts that are in memory."""
+
+
+def part_store(folder: Path) -> Any:
+    """A store for the parts of messages: Flower's own in memory, with large contents in files.
+
+    ``folder``: a new and empty one once there is a file in it. The files end with the server, whose
+    runs end with it.
+    """
+    from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
+
+    class PartStore(InMemoryObjectStore):  # type: ignore[misc]
+        """Keeps ``MEMORY_BYTES`` in memory, and all further contents in files."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._sizes: dict[str, int] = {}  # of contents in memory
+            self._files: dict[str, Path] = {}
+
+        def put(self, object_id: str, object_content: bytes) -> None:
+            """Keep a part, which Flower has checked against its id."""
+            with self.lock_store:
+                is_new = object_id in self.store and not self.store[object_id].is_available
+                super().put(object_id, object_content)
+                if not is_new:
+                    return
+                size = len(object_content)
+                if sum(self._sizes.values()) + size <= MEMORY_BYTES:
+                    self._sizes[object_id] = size
+                else:
+                    self._files[object_id] = _written(folder / object_id, object_content)
+                    self.store[object_id].content = b""
+
+        def get(self, object_id: str) -> bytes | None:
+            """A part; empty while it has not come, None for an unknown one."""
+            with self.lock_store:
+                if object_id in self._files:
+                    return read_file(self._files[object_id])
+                content: bytes | None = super().get(object_id)
+                return content
+
+        def delete(self, object_id: str) -> None:
+            """Delete a part, and those that only it refers to."""
+            with self.lock_store:
+                super().delete(object_id)
+                if object_id in self.store:
+                    return
+                self._sizes.pop(object_id, None)
+                path = self._files.pop(object_id, None)
+                if path is not None:
+                    remove(path)
+
+    return PartStore()
+
+
+def _written(path: Path, content: bytes) -> Path:
+    """A new file with a content."""
+    make_folder(path.parent)
+    write_note(path, content)
+    return path
 
 
 LAYERS = {
@@ -413,20 +487,72 @@ def serve() -> int:
     """Serve until a signal ends it; the exit status."""
     _without_colours()
     try:
-        connections = Connections(allowed_connections())
-        gate, config = gated(connections.trust)
+        # Flower reads the other arguments.
+        federation = load_federation(Path(sys.argv.pop(1)))
+        with programs.alone(federation.server, "a server"):
+            return _served(federation)
     except FedstillError as error:
         print(f"fedstill: {error}", file=sys.stderr)
         return 1
+
+
+def _served(federation: Federation) -> int:
+    """Serve a federation, and carry its runs out, until a signal ends it; the exit status."""
+    parts = federation.server / "parts"
+    shutil.rmtree(parts, ignore_errors=True)
+    connections = Connections(allowed_connections())
+    gate, config = gated(parts, connections.trust)
     try:
         listening = listeners(config.host, config.port, connections)
     except OSError as error:
-        print(f"fedstill: {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
-        return 1
+        raise DeployFailed(f"{config.host}:{config.port}: {error.strerror}") from error
     server = web_server(gate, config)
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(_serve(server, listening, gate))
-    return 0
+    operator = Operator(federation, server)
+    try:
+        operator.start()
+        with asyncio.Runner(loop_factory=Loop) as runner:
+            runner.run(_serve(server, listening, gate))
+    finally:
+        operator.end.set()
+        operator.join()
+        shutil.rmtree(parts, ignore_errors=True)
+    return int(operator.failed)
+
+
+class Operator(threading.Thread):
+    """Does the operator's part at a server: admits the listed sites, and carries runs out.
+
+    ``end``: ends it, and all runs. ``failed``: whether the server ends because it could not admit
+    the sites.
+    """
+
+    def __init__(self, federation: Federation, server: uvicorn.Server) -> None:
+        super().__init__(name="operator", daemon=True)
+        self.end = threading.Event()
+        self.failed = False
+        self._federation = federation
+        self._server = server
+
+    def run(self) -> None:
+        """Wait for the server, and do all this until it ends."""
+        while not self._server.started:
+            if self.end.wait(END_SECONDS):
+                return
+        insecure = not self._server.config.is_ssl
+        federation = self._federation
+        try:
+            for line in () if insecure else admit(federation):
+                print(line, flush=True)
+        except FedstillError as error:
+            print(f"fedstill: {error}", file=sys.stderr, flush=True)
+            self.failed = True
+            self._server.should_exit = True
+            return
+        print(
+            f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it",
+            flush=True,
+        )
+        carry_out_runs(Door.of(federation, insecure), self.end, os.environ)
 
 
 async def _serve(server: uvicorn.Server, listening: Sequence[socket.socket], gate: Gate) -> None:
@@ -483,6 +609,14 @@ def _reload(config: uvicorn.Config) -> bool:
     return True
 
 
+def _exit(*_: object) -> None:
+    """End this process in order: the runs that it has started end, too."""
+    sys.exit(1)
+
+
 if __name__ == "__main__":
-    end_with_parent()
-    sys.exit(serve())
+    signal.signal(signal.SIGTERM, _exit)
+    try:
+        sys.exit(serve())
+    except KeyboardInterrupt:
+        sys.exit(130)

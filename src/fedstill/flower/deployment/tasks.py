@@ -1,5 +1,7 @@
-"""Runs at a federation's server: ``python -m fedstill.flower.tasks ADDRESS KEY SIGNING_KEY [CA]``
-carries one out, whose token it reads from its input.
+"""Runs at a federation's server.
+
+``python -m fedstill.flower.deployment.tasks ADDRESS KEY SIGNING_KEY [CA]`` carries one out, whose
+token it reads from its input.
 
 Flower hands out a task for every run. Its own executor unpacks the app that came with it and runs
 that. Here the app's code is not run: an app that is not fedstill's is refused, and otherwise what
@@ -12,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,10 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstill.flower import check_flower_installed
-from fedstill.flower.deployment import certificates
+from fedstill.flower.deployment import certificates, programs
 from fedstill.flower.deployment.control import Control, OperatorKey, trusting
 from fedstill.flower.deployment.folder import Federation, client_of_key, require_own_app
-from fedstill.flower.deployment.programs import end
 
 if TYPE_CHECKING:
     from flwr.app import Message
@@ -112,35 +113,34 @@ class Door:
 
     def command(self) -> list[str]:
         """The command that carries a run out."""
-        command = [sys.executable, "-m", "fedstill.flower.tasks", self.address]
+        command = [sys.executable, "-m", "fedstill.flower.deployment.tasks", self.address]
         command += [str(self.key), str(self.signing_key)]
         if self.certificates is not None:
             command.append(str(self.certificates))
         return command
 
 
-def carry_out_runs(door: Door, server: subprocess.Popen[bytes], env: Mapping[str, str]) -> int:
-    """Carry every run out in a process of its own, until the server ends; the server's status."""
+def carry_out_runs(door: Door, end: threading.Event, env: Mapping[str, str]) -> None:
+    """Carry every run out in a process of its own, until an event ends all of them."""
     import httpx
     from flwr.proto.runtime_pb2 import AcquireTaskRequest
 
     client = door.tasks()
     runs: list[subprocess.Popen[bytes]] = []
     try:
-        while server.poll() is None:
+        while not end.wait(POLL):
             runs = [run for run in runs if run.poll() is None]
             try:
                 answer = client.AcquireTask(AcquireTaskRequest(supported_task_types=[SERVER]))
             except httpx.HTTPError:
-                time.sleep(AGAIN)
+                end.wait(AGAIN)
                 continue
             if answer.HasField("task") and answer.token:
                 runs.append(_started(door, answer.token, env))
-            time.sleep(POLL)
-        return server.returncode
     finally:
+        client.close()
         for run in runs:
-            end(run)
+            programs.end(run)
 
 
 def _started(door: Door, token: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -216,11 +216,10 @@ def federation_grid(door: Door, token: str) -> Grid:
 
         def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
             """Sign messages, and send them."""
-            from fedstill.flower.messages import sign
+            from fedstill.flower.messages import sign_all
 
             instructions = list(messages)
-            for message in instructions:
-                sign(message, self.run.run_id, key)
+            sign_all(instructions, self.run.run_id, key)
             ids: Iterable[str] = super().push_messages(instructions)
             return ids
 
