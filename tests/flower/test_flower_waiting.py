@@ -43,3 +43,12 @@ def test_the_programs_that_do_not_compute_import_no_torch() -> None:
     code += "; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@needs_flower
+def test_the_server_imports_no_database() -> None:
+    code = "import sys; from fedstill.flower.deployment import superlink;"
+    code += "superlink.leave_out_database(); import flwr.superlink.main;"
+    code += "print({'sqlalchemy', 'alembic'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

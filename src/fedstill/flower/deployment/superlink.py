@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fedstill.core.errors import ConfigError, DeployFailed, FedstillError
@@ -82,7 +83,32 @@ def gated(parts: Path, on_trusted: Callable[[Any], None] = lambda peer: None) ->
     return gate, config
 
 
-# Parts of messages
+# What Flower keeps while the server runs
+
+
+DATABASE = {
+    "flwr.server.superlink.linkstate.sql_linkstate": "SqlLinkState",
+    "flwr.supercore.object_store.sql_object_store": "SqlObjectStore",
+}
+"""Modules of Flower's for a database in a file, and the class that is imported from each."""
+
+
+class NoDatabase:
+    """Stands for a class of ``DATABASE``; the server does not use them."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise ConfigError("the server does not start: its options name a database")
+
+
+def leave_out_database() -> None:
+    """Have Flower's server not import what it needs for a database, which takes 25 MB.
+
+    Call it before Flower is imported.
+    """
+    for name, kind in DATABASE.items():
+        module = ModuleType(name)
+        setattr(module, kind, NoDatabase)
+        sys.modules.setdefault(name, module)
 
 
 MEMORY_BYTES = 32 << 20
@@ -615,6 +641,7 @@ def _exit(*_: object) -> None:
 
 
 if __name__ == "__main__":
+    leave_out_database()
     signal.signal(signal.SIGTERM, _exit)
     try:
         sys.exit(serve())
