@@ -91,6 +91,36 @@ def test_a_run_shows_that_it_is_there_before_it_imports_torch(tmp_path: Path) ->
     assert subprocess.run(command, env=beside_us(), check=False, timeout=300).returncode == 0
 
 
+def test_the_server_learns_that_a_run_is_there_while_its_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine Python takes a minute to start, in which Flower would hand the run out
+    again.
+    """
+    from fedstill.flower.deployment import tasks
+
+    noted: list[str] = []
+
+    def client(*_: Any, interceptors: list[Any], **__: Any) -> Any:
+        return SimpleNamespace(
+            SendTaskHeartbeat=lambda _: noted.append(interceptors[-1]._token),
+            close=lambda: noted.append("closed"),
+        )
+
+    federation = folder.init(
+        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
+    )
+    monkeypatch.setattr("flwr.supercore.runtime.RuntimeHttpClient", client)
+    starting = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(tasks.Door, "command", lambda door: starting)
+    run = tasks.RunProcess.start(tasks.Door.of(federation, insecure=True), "token", {})
+    assert run.is_alive()
+    run.process.kill()
+    run.process.wait(60)
+    assert not run.is_alive()
+    assert noted == ["token", "closed"]
+
+
 def test_a_site_whose_reply_is_refused_prints_the_reason_and_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,32 +126,60 @@ def carry_out_runs(door: Door, end: threading.Event, env: Mapping[str, str]) -> 
     from flwr.proto.runtime_pb2 import AcquireTaskRequest
 
     client = door.tasks()
-    runs: list[subprocess.Popen[bytes]] = []
+    runs: list[RunProcess] = []
     try:
         while not end.wait(POLL):
-            runs = [run for run in runs if run.poll() is None]
+            runs = [run for run in runs if run.is_alive()]
             try:
                 answer = client.AcquireTask(AcquireTaskRequest(supported_task_types=[SERVER]))
             except httpx.HTTPError:
                 end.wait(AGAIN)
                 continue
             if answer.HasField("task") and answer.token:
-                runs.append(_started(door, answer.token, env))
+                runs.append(RunProcess.start(door, answer.token, env))
     finally:
         client.close()
         for run in runs:
-            programs.end(run)
+            programs.end(run.process)
 
 
-def _started(door: Door, token: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """The process that carries a run out; the token is no argument, which others could read."""
-    run = subprocess.Popen(
-        door.command(), env=dict(env), stdin=subprocess.PIPE, start_new_session=True
-    )
-    assert run.stdin is not None
-    with run.stdin as stream:
-        stream.write(token.encode())
-    return run
+@dataclass
+class RunProcess:
+    """The process that carries a run out, and the run's connection to the server."""
+
+    process: subprocess.Popen[bytes]
+    client: RuntimeHttpClient
+
+    @staticmethod
+    def start(door: Door, token: str, env: Mapping[str, str]) -> RunProcess:
+        """Start a process; the token is no argument, which others could read."""
+        from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
+
+        process = subprocess.Popen(
+            door.command(), env=dict(env), stdin=subprocess.PIPE, start_new_session=True
+        )
+        assert process.stdin is not None
+        with process.stdin as stream:
+            stream.write(token.encode())
+        # It is asked again soon, and the process shows that it is there, too.
+        client = door.client("SuperExec", RuntimeTokenHttpInterceptor(token), outage=0.0)
+        return RunProcess(process, client)
+
+    def is_alive(self) -> bool:
+        """Whether the process is there; if so, the server learns it.
+
+        The process cannot say so itself before Python has started, which takes a minute on a busy
+        machine: Flower would hand the run out again.
+        """
+        import httpx
+        from flwr.proto.runtime_pb2 import SendTaskHeartbeatRequest
+
+        if self.process.poll() is not None:
+            self.client.close()
+            return False
+        with suppress(httpx.HTTPError):
+            self.client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+        return True
 
 
 def server_task(door: Door, token: str, parent: int) -> None:
