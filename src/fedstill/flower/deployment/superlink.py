@@ -129,6 +129,7 @@ def part_store(folder: Path) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self._sizes: dict[str, int] = {}  # of contents in memory
+            self._total = 0
             self._files: dict[str, Path] = {}
 
         def put(self, object_id: str, object_content: bytes) -> None:
@@ -139,8 +140,9 @@ def part_store(folder: Path) -> Any:
                 if not is_new:
                     return
                 size = len(object_content)
-                if sum(self._sizes.values()) + size <= MEMORY_BYTES:
+                if self._total + size <= MEMORY_BYTES:
                     self._sizes[object_id] = size
+                    self._total += size
                 else:
                     self._files[object_id] = _written(folder / object_id, object_content)
                     self.store[object_id].content = b""
@@ -159,7 +161,7 @@ def part_store(folder: Path) -> Any:
                 super().delete(object_id)
                 if object_id in self.store:
                     return
-                self._sizes.pop(object_id, None)
+                self._total -= self._sizes.pop(object_id, 0)
                 path = self._files.pop(object_id, None)
                 if path is not None:
                     remove(path)
