@@ -64,7 +64,7 @@ class RowPoint:
 
     name: str
     learned: float
-    kept: float
+    kept_share: float
     accuracy: float
     is_bound: bool
 
@@ -81,16 +81,16 @@ def scatter(standings: Standings) -> Figure:
     """
     rows = _row_points(standings)
     min_learned = _axis_start([row.learned for row in rows])
-    min_kept = _axis_start([row.kept for row in rows])
-    points = [LabelledPoint(row.name, row.learned, row.kept) for row in rows]
-    sides = label_sides(points, MAX_LEARNED - min_learned, MAX_KEPT - min_kept)
+    axis_start = _axis_start([row.kept_share for row in rows])
+    points = [LabelledPoint(row.name, row.learned, row.kept_share) for row in rows]
+    sides = label_sides(points, MAX_LEARNED - min_learned, MAX_KEPT - axis_start)
     traces = equal_curves()
     for index, (row, side) in enumerate(zip(rows, sides, strict=True)):
         traces.append(_row_trace(row, side, COLOURS[index % len(COLOURS)]))
     axes = layout(
         hovermode="closest",
         xaxis={**PERCENT, "title": {"text": "learned"}, "range": [min_learned, MAX_LEARNED]},
-        yaxis={**PERCENT, "title": {"text": "kept"}, "range": [min_kept, MAX_KEPT]},
+        yaxis={**PERCENT, "title": {"text": "kept"}, "range": [axis_start, MAX_KEPT]},
         showlegend=False,
         height=440,
     )
@@ -103,7 +103,7 @@ def _row_points(standings: Standings) -> list[RowPoint]:
         RowPoint(
             name=placed.row.name,
             learned=placed.learned,
-            kept=placed.kept,
+            kept_share=placed.kept,
             accuracy=placed.accuracy,
             is_bound=False,
         )
@@ -113,13 +113,13 @@ def _row_points(standings: Standings) -> list[RowPoint]:
         RowPoint(
             name=row.name,
             learned=row.mean("learned", standings.columns),
-            kept=row.kept(standings.columns),
+            kept_share=row.kept(standings.columns),
             accuracy=row.mean("accuracy", standings.columns),
             is_bound=True,
         )
         for row in standings.bounds
     ]
-    return [point for point in points if not math.isnan(point.kept)]
+    return [point for point in points if not math.isnan(point.kept_share)]
 
 
 def _axis_start(values: Sequence[float]) -> float:
@@ -145,7 +145,7 @@ def _row_trace(row: RowPoint, side: str, colour: str) -> Trace:
         textposition=position,
         textfont={"size": 10},
         x=[rounded(row.learned)],
-        y=[rounded(row.kept)],
+        y=[rounded(row.kept_share)],
         marker={"size": 10, "symbol": symbol, "color": colour},
         hovertemplate=f"learned %{{x:.1%}}, kept %{{y:.1%}}: accuracy {100 * row.accuracy:.1f} %",
     )
@@ -310,6 +310,10 @@ def _bar(x: float, group: Sequence[str]) -> Trace:
     )
 
 
+def _percentages(accuracies: Sequence[float]) -> list[float]:
+    return [round(100 * accuracy, 1) for accuracy in accuracies]
+
+
 def task_matrix(row: RankedRow, column: str) -> Figure | None:
     """The accuracy on each task at each task's end, the mean over seeds; None without tasks."""
     matrices = [
@@ -321,13 +325,12 @@ def task_matrix(row: RankedRow, column: str) -> Figure | None:
     if len(shapes) != 1:
         return None
     mean = np.mean(matrices, axis=0)
-    end_count, task_count = mean.shape
     category: dict[str, Any] = {"type": "category", "showgrid": False}
     trace = new_trace(
         "heatmap",
-        x=[f"after {number}" for number in range(1, end_count + 1)],
-        y=[f"task {number}" for number in range(1, task_count + 1)],
-        z=[[round(100 * accuracy, 1) for accuracy in accuracies] for accuracies in mean.T],
+        x=[f"after {number}" for number in range(1, len(mean) + 1)],
+        y=[f"task {number}" for number in range(1, len(mean.T) + 1)],
+        z=[_percentages(accuracies) for accuracies in mean.T],
         zmin=0,
         zmax=100,
         colorscale=ACCURACY,

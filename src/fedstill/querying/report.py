@@ -186,9 +186,11 @@ def _why(run: Run, answer: Mapping[str, Any]) -> str:
         if run.label_counts:
             counts = run.label_counts[answer["client"]]
         reasons = {str(c): {"lack": counts[c]} for c in answer["query"]}
-    return "; ".join(
-        f"{run.classes[c]}: {because(reasons.get(str(c), {}))}" for c in answer["query"]
-    )
+    texts = []
+    for label in answer["query"]:
+        reason = because(reasons.get(str(label), {}))
+        texts.append(f"{run.classes[label]}: {reason}")
+    return "; ".join(texts)
 
 
 # The effects of queries: gain against forgetting, accuracies by class, and the noise probe beside
@@ -255,14 +257,20 @@ def noise_probes(report: Report) -> Section | None:
     if run is None:
         return None
     with reading_queries(run):
-        fitted = [e for e in run.clients if e["name"] == FIT and "probe" in e]
-        events = {event["client"]: event for event in fitted}
-        clients = sorted(events)
-        shares = [_shares(run.label_counts[client]) for client in clients]
-        predictions = [[float(share) for share in events[c]["probe"]] for c in clients]
+        probe_of_client = {
+            event["client"]: event["probe"]
+            for event in run.clients
+            if event["name"] == FIT and "probe" in event
+        }
+        shares = []
+        predictions = []
         names = []
-        for client, of_data, predicted in zip(clients, shares, predictions, strict=True):
-            error = _mean_squared_error(of_data, predicted)
+        for client, probe in sorted(probe_of_client.items()):
+            client_shares = _shares(run.label_counts[client])
+            prediction = [float(share) for share in probe]
+            error = _mean_squared_error(client_shares, prediction)
+            shares.append(client_shares)
+            predictions.append(prediction)
             names.append(f"client {client} (error {error:.3f})")
         label_map = _map(shares, names, run.classes)
         probe_map = _map(predictions, names, run.classes)
@@ -275,11 +283,8 @@ def noise_probes(report: Report) -> Section | None:
         Chart([label_map], "Label shares of each client's data.", "Label shares"),
         Chart([probe_map], "Mean prediction of its model on noise.", "Noise probe"),
     ]
-    return Section(
-        "probe",
-        "The noise probe and the label shares",
-        [Paragraph(about), Gallery(charts)],
-    )
+    blocks = [Paragraph(about), Gallery(charts)]
+    return Section("probe", "The noise probe and the label shares", blocks)
 
 
 def _first_probed(groups: Sequence[Group]) -> Run | None:
@@ -309,7 +314,11 @@ def _last(run: Run) -> Event:
 def _answers(run: Run) -> list[dict[str, Any]]:
     """The answers in the last round of which gain and forgetting are known."""
     answers = _last(run).get("answers") or []
-    return [a for a in answers if a["gain"] is not None and a["forgetting"] is not None]
+    return [
+        answer
+        for answer in answers
+        if answer["gain"] is not None and answer["forgetting"] is not None
+    ]
 
 
 def _in_last(run: Run) -> list[Event]:
@@ -356,8 +365,13 @@ def _trade(groups: Sequence[Group], style: Style) -> Figure:
 def _trades(run: Run) -> list[Trade]:
     with reading_queries(run):
         return [
-            Trade(gain=a["gain"], forgetting=a["forgetting"], client=a["client"], seed=run.seed)
-            for a in _answers(run)
+            Trade(
+                gain=answer["gain"],
+                forgetting=answer["forgetting"],
+                client=answer["client"],
+                seed=run.seed,
+            )
+            for answer in _answers(run)
         ]
 
 
@@ -426,34 +440,33 @@ def _first_with_phases(group: Group) -> Run | None:
 
 
 def _client(run: Run, client: int) -> Figure:
-    """Accuracy by class of a client after each stage, the classes that it asked for first."""
-    query = next(a["query"] for a in reversed(_answers(run)) if a["client"] == client)
+    """Accuracy by class of a client after each stage: the classes that it asked for, then its own
+    classes, then the remaining ones.
+    """
+    queries = [answer["query"] for answer in _answers(run) if answer["client"] == client]
+    query = queries[-1]
     counts = run.label_counts[client]
     order = sorted(range(len(counts)), key=lambda c: (c not in query, counts[c] == 0, c))
-    labels = []
-    for c in order:
-        role = "neither"
-        if c in query:
-            role = "asked for"
-        elif counts[c]:
-            role = "own"
-        labels.append(f"{escaped(run.classes[c])} ({role})")
+    names = []
+    for label in order:
+        role = _class_role(label, query, counts)
+        names.append(f"{escaped(run.classes[label])} ({role})")
 
     totals = [int(total) for total in run.start["test_counts"]]
-    stages = [e for e in _in_last(run) if e["client"] == client and e.get("correct_by_class")]
+    stages = [event for event in _in_last(run) if event["client"] == client]
+    tested_stages = [event for event in stages if event.get("correct_by_class")]
     traces = []
-    for index, event in enumerate(stages):
+    for index, event in enumerate(tested_stages):
         correct = event["correct_by_class"]
-        traces.append(
-            new_trace(
-                "bar",
-                name=STAGE_TITLES.get(event["name"], event["name"]),
-                x=labels,
-                y=[_share(correct[c], totals[c]) for c in order],
-                marker={"color": SHADES[index % len(SHADES)]},
-                hovertemplate="%{x}: %{y:.1%}",
-            )
+        trace = new_trace(
+            "bar",
+            name=STAGE_TITLES.get(event["name"], event["name"]),
+            x=names,
+            y=[_share(correct[label], totals[label]) for label in order],
+            marker={"color": SHADES[index % len(SHADES)]},
+            hovertemplate="%{x}: %{y:.1%}",
         )
+        traces.append(trace)
     axes = layout(
         xaxis={"type": "category"},
         yaxis={**PERCENT, "range": [0, 1]},
@@ -461,6 +474,14 @@ def _client(run: Run, client: int) -> Figure:
         barmode="group",
     )
     return Figure(traces, axes)
+
+
+def _class_role(label: int, query: Sequence[int], counts: Sequence[int]) -> str:
+    if label in query:
+        return "asked for"
+    if counts[label]:
+        return "own"
+    return "neither"
 
 
 def _share(correct: float, total: int) -> float | None:

@@ -72,7 +72,7 @@ def class_scale() -> list[list[Any]]:
     return scale
 
 
-# Classes on the circle
+# ---- classes on the circle -----------------------------------------------------------------------
 
 
 CIRCLE_DISTANCE = 3.2
@@ -198,7 +198,7 @@ def _gaussian(z: float) -> float:
     return math.exp(-0.5 * z**2)
 
 
-# The class of each unit
+# ---- the class of each unit ----------------------------------------------------------------------
 
 
 ABOUT_UNITS = (
@@ -225,6 +225,7 @@ def _units(look: Look) -> Figure:
     with reading(look) as event:
         models = [str(model) for model in event["models"]]
         classes = matrix(event["classes"], len(models), len(event["classes"][0]))
+        # Units are sorted by their classes in the first row, the model that clients received.
         received = classes[0]
         order = sorted(range(len(received)), key=lambda unit: received[unit])
         rows = [[int(row[unit]) for unit in order] for row in classes]
@@ -262,7 +263,7 @@ def _class_map(
     )
 
 
-# Decision boundaries of a client that asked, stage by stage, with its accuracy by class below
+# ---- decision boundaries of a client that asked, stage by stage ----------------------------------
 
 
 STAGE_TITLES = {"fit": "alone", "transfer": "phase 1", "refine": "phase 2"}
@@ -295,18 +296,23 @@ def _stage_looks(group: Group) -> list[Look]:
     all_looks = list(looks(group, "boundaries"))
     if not all_looks:
         return []
-    run_looks = [look for look in all_looks if look.run is all_looks[0].run]
+    first_run = all_looks[0].run
+    run_looks = [look for look in all_looks if look.run is first_run]
     alone = [look for look in run_looks if look.event["name"] == "fit"]
-    with_others = [look for look in run_looks if look.event["name"] != "fit"]
+    with_peers = [look for look in run_looks if look.event["name"] != "fit"]
+
     last_round = run_looks[-1].event["round"]
-    last_round_alone = max((look.event["round"] for look in alone), default=0)
-    return [
-        *(look for look in alone if look.event["round"] == last_round_alone),
-        *(look for look in with_others if look.event["round"] == last_round),
-    ]
+    stage_looks = []
+    if alone:
+        # A client that asks only once trains alone in an earlier round.
+        last_round_alone = max(look.event["round"] for look in alone)
+        stage_looks += [look for look in alone if look.event["round"] == last_round_alone]
+    stage_looks += [look for look in with_peers if look.event["round"] == last_round]
+    return stage_looks
 
 
 def _stage(look: Look) -> Chart:
+    """The plane of features after a stage, with test examples; below it, accuracy by class."""
     name = str(look.event["name"])
     with reading(look):
         axes = layout(
@@ -318,18 +324,24 @@ def _stage(look: Look) -> Chart:
             yaxis2={**BARE_AXIS, "type": "category", "domain": [0, 0.1]},
         )
         traces = [_background(look), *_points(look), _accuracies(look)]
-        about = f"{look.place}, client {look.event['client']}"
-    return Chart([Figure(traces, axes)], about, STAGE_TITLES.get(name, name))
+        client = look.event["client"]
+    title = STAGE_TITLES.get(name, name)
+    return Chart([Figure(traces, axes)], f"{look.place}, client {client}", title)
 
 
 def _background(look: Look) -> Trace:
     """The class that the head predicts at each point of a grid over the plane."""
     event = look.event
-    names = [escaped(name) for name in look.group.classes]
-    plane = [[int(number) for number in row] for row in matrix(event["plane"], STEPS, STEPS)]
+    class_names = [escaped(name) for name in look.group.classes]
+    plane = []
+    plane_names = []
+    for row in matrix(event["plane"], STEPS, STEPS):
+        numbers = [int(number) for number in row]
+        plane.append(numbers)
+        plane_names.append([class_names[number] for number in numbers])
     return _class_map(
         plane,
-        [[names[number] for number in row] for row in plane],
+        plane_names,
         x=_steps(*event["x_range"]),
         y=_steps(*event["y_range"]),
         opacity=0.35,
@@ -338,6 +350,7 @@ def _background(look: Look) -> Trace:
 
 
 def _steps(low: float, high: float) -> list[float]:
+    """The positions of the grid's points along an axis."""
     return [rounded(low + (high - low) * step / (STEPS - 1)) for step in range(STEPS)]
 
 
@@ -351,17 +364,16 @@ def _points(look: Look) -> list[Trace]:
         if number in event["query"]:
             ring = {"width": 1.5, "color": "black"}
         indices = [index for index, label in enumerate(event["labels"]) if label == number]
-        traces.append(
-            new_trace(
-                "scatter",
-                mode="markers",
-                name=name,
-                x=[event["x"][index] for index in indices],
-                y=[event["y"][index] for index in indices],
-                marker={"size": 6, "color": class_colour(number), "line": ring},
-                hovertemplate=f"{name}<extra></extra>",
-            )
+        trace = new_trace(
+            "scatter",
+            mode="markers",
+            name=name,
+            x=[event["x"][index] for index in indices],
+            y=[event["y"][index] for index in indices],
+            marker={"size": 6, "color": class_colour(number), "line": ring},
+            hovertemplate=f"{name}<extra></extra>",
         )
+        traces.append(trace)
     return traces
 
 
@@ -375,10 +387,11 @@ def _accuracies(look: Look) -> Trace:
         name = escaped(look.group.classes[number])
         if number in event["query"]:
             name = f"{name} (asked for)"
+        accuracy = event["accuracy"][number]
         value = None
         text = ""
-        if event["accuracy"][number] is not None:
-            value = rounded(float(event["accuracy"][number]))
+        if accuracy is not None:
+            value = rounded(float(accuracy))
             text = f"{value:.0%}"
         names.append(name)
         values.append(value)

@@ -146,23 +146,27 @@ def _about(groups: Sequence[Group]) -> str:
 def _measures(groups: Iterable[Group]) -> list[ClientMeasure]:
     """The measures that any of the groups has in its last round."""
     compared = list(groups)
-    return [m for m in MEASURES if any(_last(group, m.key) for group in compared)]
+    return [
+        measure
+        for measure in MEASURES
+        if any(_in_last_round(group, measure.key) for group in compared)
+    ]
 
 
-def _last(group: Group, key: str) -> dict[str, float]:
+def _in_last_round(group: Group, key: str) -> dict[str, float]:
     """The values by client in the last round, as means over the runs that have them."""
-    run_values = [run.rounds[-1].get(key) for run in group.started]
-    return _means([values for values in run_values if isinstance(values, Mapping)])
+    values_of_runs = [run.rounds[-1].get(key) for run in group.started]
+    return _means([values for values in values_of_runs if isinstance(values, Mapping)])
 
 
-def _means(run_values: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _means(values_of_runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The mean by client of some runs' values, over the runs that have a value of the client."""
-    values: dict[str, list[float]] = {}
-    for by_client in run_values:
+    numbers_of_client: dict[str, list[float]] = {}
+    for by_client in values_of_runs:
         for client, value in by_client.items():
             if value is not None:
-                values.setdefault(client, []).append(float(value))
-    return {client: fmean(numbers) for client, numbers in values.items()}
+                numbers_of_client.setdefault(client, []).append(float(value))
+    return {client: fmean(numbers) for client, numbers in numbers_of_client.items()}
 
 
 def _ids(groups: Iterable[Group]) -> list[str]:
@@ -170,7 +174,7 @@ def _ids(groups: Iterable[Group]) -> list[str]:
     ids: set[str] = set()
     for group in groups:
         for measure in MEASURES:
-            ids |= _last(group, measure.key).keys()
+            ids |= _in_last_round(group, measure.key).keys()
     return sorted(ids, key=int)
 
 
@@ -245,58 +249,59 @@ def _table(groups: Sequence[Group]) -> Table:
 
 
 def _cell(group: Group, client: str, measure: ClientMeasure) -> Cell:
-    accuracy = _last(group, measure.key).get(client)
-    accuracy_before = _last(group, measure.key_before).get(client)
+    """The accuracy of a client in percent; with an arrow from the accuracy before learning, if it
+    was measured.
+    """
+    accuracy = _in_last_round(group, measure.key).get(client)
+    accuracy_before = _in_last_round(group, measure.key_before).get(client)
     if accuracy is None:
         return NONE
+    text = f"{100 * accuracy:.1f}"
     if accuracy_before is None:
-        return f"{100 * accuracy:.1f}"
-    return ChangeCell(f"{100 * accuracy_before:.1f}", f"{100 * accuracy:.1f}")
+        return text
+    return ChangeCell(f"{100 * accuracy_before:.1f}", text)
 
 
 # Bars
 
 
 def _bar_charts(groups: Sequence[Group], style: Style) -> list[Chart]:
-    charts = [
-        Chart(
-            [_bars(groups, style, measure)],
-            f"After the last round, on {measure.examples}.",
-            f"Accuracy on {measure.title} by client",
-        )
-        for measure in _measures(groups)
-    ]
+    charts = []
+    for measure in _measures(groups):
+        about = f"After the last round, on {measure.examples}."
+        title = f"Accuracy on {measure.title} by client"
+        charts.append(Chart([_bars(groups, style, measure)], about, title))
     if any(group.values("accuracy") for group in groups):
-        figure = _server_bars(groups, style)
-        charts.append(
-            Chart([figure], "After the last round, on the test set.", "Accuracy of the server")
-        )
+        about = "After the last round, on the test set."
+        charts.append(Chart([_server_bars(groups, style)], about, "Accuracy of the server"))
     return charts
 
 
 def _bars(groups: Sequence[Group], style: Style, measure: ClientMeasure) -> Figure:
+    """A bar for each client and group."""
     ids = _ids(groups)
     names = [_bar_name(groups, client) for client in ids]
+    categories = [escaped(name) for name in names]
     traces = []
     for group in groups:
-        accuracies = _last(group, measure.key)
-        if accuracies:
-            traces.append(
-                new_trace(
-                    "bar",
-                    name=group_name(group),
-                    x=[escaped(name) for name in names],
-                    y=[_rounded(accuracies.get(client)) for client in ids],
-                    marker={"color": style.colour(group)},
-                    hovertemplate="%{x}: %{y:.2%}",
-                )
-            )
-    across: dict[str, Any] = {"type": "category"}
+        accuracies = _in_last_round(group, measure.key)
+        if not accuracies:
+            continue
+        trace = new_trace(
+            "bar",
+            name=group_name(group),
+            x=categories,
+            y=[_rounded(accuracies.get(client)) for client in ids],
+            marker={"color": style.colour(group)},
+            hovertemplate="%{x}: %{y:.2%}",
+        )
+        traces.append(trace)
+    client_axis: dict[str, Any] = {"type": "category"}
     if len(ids) <= MOST_NAMES:
-        across["tickmode"] = "array"
-        across["tickvals"] = [escaped(name) for name in names]
-        across["ticktext"] = [short_name(name) for name in names]
-    return Figure(traces, layout(barmode="group", yaxis=PERCENT, xaxis=across))
+        client_axis["tickmode"] = "array"
+        client_axis["tickvals"] = categories
+        client_axis["ticktext"] = [short_name(name) for name in names]
+    return Figure(traces, layout(barmode="group", yaxis=PERCENT, xaxis=client_axis))
 
 
 def _bar_name(groups: Sequence[Group], client: str) -> str:
@@ -337,21 +342,15 @@ class LearningRound:
 
 
 def _course_charts(groups: Iterable[Group]) -> list[Chart]:
-    return [
-        Chart(
-            [_course(group, rounds)],
-            ABOUT_COURSES,
-            f"{group.label}: accuracy on {measure.title} by round",
-        )
-        for group in groups
-        for measure, rounds in _measured_rounds(group).items()
-    ]
-
-
-def _measured_rounds(group: Group) -> dict[ClientMeasure, list[LearningRound]]:
-    """By measure, the rounds that have it before and after learning."""
-    by_measure = {measure: _rounds(group, measure) for measure in MEASURES}
-    return {measure: rounds for measure, rounds in by_measure.items() if rounds}
+    """A chart for each group and measure that was taken before and after learning."""
+    charts = []
+    for group in groups:
+        for measure in MEASURES:
+            rounds = _rounds(group, measure)
+            if rounds:
+                title = f"{group.label}: accuracy on {measure.title} by round"
+                charts.append(Chart([_course(group, rounds)], ABOUT_COURSES, title))
+    return charts
 
 
 def _rounds(group: Group, measure: ClientMeasure) -> list[LearningRound]:
@@ -363,11 +362,16 @@ def _rounds(group: Group, measure: ClientMeasure) -> list[LearningRound]:
 
     rounds = []
     for number, events in sorted(events_by_round.items()):
-        values_before = [e[measure.key_before] for e in events if measure.key_before in e]
-        values = [e[measure.key] for e in events if measure.key in e]
+        values_before = _field(events, measure.key_before)
         if values_before:
+            values = _field(events, measure.key)
             rounds.append(LearningRound(number, _means(values_before), _means(values)))
     return rounds
+
+
+def _field(events: Sequence[Event], key: str) -> list[Mapping[str, Any]]:
+    """The values of a field by client, of the events that have it."""
+    return [event[key] for event in events if key in event]
 
 
 def _course(group: Group, rounds: Sequence[LearningRound]) -> Figure:
@@ -384,22 +388,21 @@ def _course(group: Group, rounds: Sequence[LearningRound]) -> Figure:
             y.append(_rounded(learning_round.accuracy_before.get(client)))
             y.append(_rounded(learning_round.accuracy.get(client)))
         dash = DASHES[index // len(COLOURS) % len(DASHES)]
-        traces.append(
-            new_trace(
-                "scatter",
-                mode="lines+markers",
-                name=escaped(f"client {client}, {_network([group], client)}"),
-                x=x,
-                y=y,
-                line={"color": COLOURS[index % len(COLOURS)], "width": 2, "dash": dash},
-            )
+        trace = new_trace(
+            "scatter",
+            mode="lines+markers",
+            name=escaped(f"client {client}, {_network([group], client)}"),
+            x=x,
+            y=y,
+            line={"color": COLOURS[index % len(COLOURS)], "width": 2, "dash": dash},
         )
-    across = {
+        traces.append(trace)
+    round_axis = {
         "title": {"text": "round (half-way: before learning from the others)"},
         "rangemode": "tozero",
     }
-    up = {**PERCENT, **flat_range(y_values(traces), PERCENT)}
-    return Figure(traces, layout(xaxis=across, yaxis=up))
+    accuracy_axis = {**PERCENT, **flat_range(y_values(traces), PERCENT)}
+    return Figure(traces, layout(xaxis=round_axis, yaxis=accuracy_axis))
 
 
 # Communication

@@ -285,27 +285,23 @@ def class_map(
 
     absent: the text of a map without columns.
     """
-    rows = [[_percent(value) for value in row] for row in zip(*columns.values(), strict=True)]
     names = class_names(classes)
-    traces = []
-    text = absent
-    if rows:
-        text = ""
-        traces.append(
-            new_trace(
-                "heatmap",
-                x=list(columns),
-                y=names,
-                z=rows,
-                zmin=0,
-                zmax=100,
-                colorscale=ACCURACY,
-                showscale=False,
-                hoverongaps=False,
-                hovertemplate=f"class %{{y}}, {unit} %{{x}}: %{{z:.1f}} %<extra></extra>",
-            )
-        )
-    return Figure(traces, _map_layout(len(names), unit, max(columns, default=0), text))
+    if not columns or not classes:
+        return Figure([], _map_layout(len(names), unit, max(columns, default=0), absent))
+    accuracies_by_class = zip(*columns.values(), strict=True)
+    trace = new_trace(
+        "heatmap",
+        x=list(columns),
+        y=names,
+        z=[[_percent(value) for value in accuracies] for accuracies in accuracies_by_class],
+        zmin=0,
+        zmax=100,
+        colorscale=ACCURACY,
+        showscale=False,
+        hoverongaps=False,
+        hovertemplate=f"class %{{y}}, {unit} %{{x}}: %{{z:.1f}} %<extra></extra>",
+    )
+    return Figure([trace], _map_layout(len(names), unit, max(columns), absent=""))
 
 
 @lru_cache
@@ -360,17 +356,18 @@ ABOUT_CONFUSION = (
 def metrics_by_round(report: Report) -> Section | None:
     """The metrics that the runs record, by round; None if they record none."""
     charts = []
-    for prefix, model in MODELS.items():
+    for prefix in MODELS:
         for name, metric in METRICS.items():
             if measured(report.groups, f"{prefix}{name}"):
-                charts.append(_metric_chart(report, metric, prefix, model))
+                charts.append(_metric_chart(report, metric, prefix))
     if not charts:
         return None
     key = line_key(report.groups, report.style)
     return Section("metrics", "Metrics", [Paragraph(ABOUT_METRICS), key, Gallery(charts)])
 
 
-def _metric_chart(report: Report, metric: Metric, prefix: str, model: str) -> Chart:
+def _metric_chart(report: Report, metric: Metric, prefix: str) -> Chart:
+    """A metric by round; prefix: a key of ``MODELS``, which says whose metric it is."""
     direction = "Lower"
     if metric.larger_is_better:
         direction = "Higher"
@@ -380,11 +377,9 @@ def _metric_chart(report: Report, metric: Metric, prefix: str, model: str) -> Ch
     axis: Mapping[str, object] = {}
     if metric.unit == "%":
         axis = PERCENT
-    return Chart(
-        [lines(report.groups, report.style, f"{prefix}{metric.name}", axis)],
-        f"{metric.description}. {model} {direction} is better.",
-        f"{title} by round",
-    )
+    figure = lines(report.groups, report.style, f"{prefix}{metric.name}", axis)
+    about = f"{metric.description}. {MODELS[prefix]} {direction} is better."
+    return Chart([figure], about, f"{title} by round")
 
 
 def confusion(report: Report) -> Section | None:
@@ -402,15 +397,9 @@ def confusion(report: Report) -> Section | None:
             charts.append(chart)
     if not charts:
         return None
-    return Section(
-        "confusion",
-        "Confusion matrix",
-        [
-            Paragraph(ABOUT_CONFUSION),
-            ColourScale(ACCURACY, "of the class"),
-            Gallery(charts, "small"),
-        ],
-    )
+    scale = ColourScale(ACCURACY, "of the class")
+    blocks = [Paragraph(ABOUT_CONFUSION), scale, Gallery(charts, "small")]
+    return Section("confusion", "Confusion matrix", blocks)
 
 
 def _confusion_counts(group: Group) -> Values | None:
@@ -424,6 +413,7 @@ def _confusion_counts(group: Group) -> Values | None:
 
 
 def _confusion_map(counts: Values, classes: Sequence[str]) -> Figure:
+    """A map of the shares of each class's examples by predicted class; counts (C, C)."""
     names = class_names(classes)
     totals = counts.sum(1, keepdims=True)
     empty = np.full_like(counts, np.nan)

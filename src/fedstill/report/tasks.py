@@ -129,7 +129,8 @@ def matrix_map(group: Group) -> Figure:
     ends = min(len(matrix) for matrix in matrices)
     matrices = [matrix[:ends] for matrix in matrices]
     mean = np.mean(matrices, axis=0)
-    forgetting = np.mean([task_metrics.forgetting_by_column(m) for m in matrices], axis=0)
+    forgetting_of_runs = [task_metrics.forgetting_by_column(matrix) for matrix in matrices]
+    forgetting = np.mean(forgetting_of_runs, axis=0)
     tasks = mean.shape[1]
 
     trace = new_trace(
@@ -293,18 +294,17 @@ def learned_and_kept(groups: Sequence[Group], style: Style) -> Figure:
     traces = equal_curves()
     for group in groups:
         matrices = [run_rows(run) for run in _ended(group)]
-        traces.append(
-            new_trace(
-                "scatter",
-                mode="markers",
-                name=group_name(group),
-                legendgroup=group.label,
-                x=[rounded(task_metrics.learned(matrix)) for matrix in matrices],
-                y=[rounded(task_metrics.kept_share(matrix)) for matrix in matrices],
-                marker={"size": 10, "color": style.colour(group)},
-                hovertemplate="learned %{x:.1%}, kept %{y:.1%}",
-            )
+        trace = new_trace(
+            "scatter",
+            mode="markers",
+            name=group_name(group),
+            legendgroup=group.label,
+            x=[rounded(task_metrics.learned(matrix)) for matrix in matrices],
+            y=[rounded(task_metrics.kept_share(matrix)) for matrix in matrices],
+            marker={"size": 10, "color": style.colour(group)},
+            hovertemplate="learned %{x:.1%}, kept %{y:.1%}",
         )
+        traces.append(trace)
     axis = {**PERCENT, "range": [0, 1.03]}
     axes = layout(
         hovermode="closest",
@@ -322,15 +322,14 @@ def equal_curves() -> list[Trace]:
     for level in (0.2, 0.4, 0.6, 0.8):
         # Below the level, the kept share would exceed 1.
         x = [learned for learned in grid if learned >= level]
-        curves.append(
-            new_trace(
-                "scatter",
-                mode="lines",
-                x=x,
-                y=[rounded(level / learned) for learned in x],
-                line=DOTTED,
-                hoverinfo="skip",
-                showlegend=False,
-            )
+        curve = new_trace(
+            "scatter",
+            mode="lines",
+            x=x,
+            y=[rounded(level / learned) for learned in x],
+            line=DOTTED,
+            hoverinfo="skip",
+            showlegend=False,
         )
+        curves.append(curve)
     return curves

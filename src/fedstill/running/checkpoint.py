@@ -153,14 +153,18 @@ class Checkpoints:
         for group, payload in {"params": Payload(params=state.params), **extra}.items():
             data = encoded_parts(payload)
             name = digest(*data)
-            path, again = self._object_path(name), name in groups.values()
+            path = self._object_path(name)
+            is_repeated = name in groups.values()
             groups[group] = name
-            if not again and (name not in self._sound or not path.exists()):
+            if not is_repeated and (name not in self._sound or not path.exists()):
                 yield path, data
+        model = None
+        if state.model:
+            model = state.model.to_dict()
         manifest = {
             "round": state.round,
             "stage": state.stage,
-            "model": state.model.to_dict() if state.model else None,
+            "model": model,
             "groups": groups,
             "memory": {str(c): list(memory[c]) for c in sorted(memory)},
             "journal": journal,

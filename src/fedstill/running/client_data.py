@@ -141,7 +141,9 @@ def reading_like(data: DataTable, about: DatasetInfo) -> dict[str, Any]:
     if about.kind == "image":
         return {}
     known_folder = KNOWN_FOLDERS.get(data.name)
-    form = ReadingOptions() if known_folder is None else known_folder.options
+    form = ReadingOptions()
+    if known_folder is not None:
+        form = known_folder.options
     form = replace(form, **data.form)
     form = replace(form, kind=about.kind, owner="")
     if about.kind == "table" and about.columns:
@@ -208,7 +210,9 @@ def _from_elsewhere(settings: Settings, form: ExampleForm, source: str, folder: 
     classes = None
     if form.are_images and images_in(Path(source)):
         is_square = form.shape[1] == form.shape[2]
-        side = form.shape[1] if data.public_resize and is_square else None
+        side = None
+        if data.public_resize and is_square:
+            side = form.shape[1]
         request = ReadRequest(size=side, mode=data.mode, broken=data.broken or "refuse")
         unlabelled = read_unlabelled(Path(source), request)
         public = _unlabelled(unlabelled.images)
@@ -254,7 +258,9 @@ def _naming_the_key(is_in_config: bool) -> Iterator[None]:
     except ConfigError as error:
         if not is_in_config:
             raise
-        kind = type(error) if isinstance(error, DataError) else ConfigError
+        kind = ConfigError
+        if isinstance(error, DataError):
+            kind = type(error)
         raise kind(f"data.public_from: {error}") from error
 
 
@@ -274,7 +280,9 @@ def _check_examples(
     plural = form.plural
     shape = tuple(public.values.shape[1:])
     if shape != form.shape:
-        remedy = "set data.public_resize = true, or " if form.are_images else ""
+        remedy = ""
+        if form.are_images:
+            remedy = "set data.public_resize = true, or "
         raise DataError(
             f"the public {plural} of {source} have shape {shape}, the run's {form.shape}; "
             f"{remedy}name other {plural} with data.public_from"
@@ -388,16 +396,19 @@ def scale_data(
     """
     # Noise is drawn in the units of the network's inputs, so it is never scaled.
     is_noise = settings.data.public_from == NOISE
-    public = None if is_noise else data.public
-    scaler = fit_scaler(settings, dataset, data.train, data.split, public=public, moments=moments)
-    if public is not None and scaler.by_client is not None:
+    unscaled = data.public
+    if is_noise:
+        unscaled = None
+    scaler = fit_scaler(settings, dataset, data.train, data.split, public=unscaled, moments=moments)
+    if unscaled is not None and scaler.by_client is not None:
         raise ConfigError(
             "data.standardise = 'own' leaves no common units for a public set: set "
             "data.public_from = 'noise', or data.standardise = 'server' (the public set's mean and "
             "spread)"
         )
-    if public is not None:
-        public = scaler.transform(public)
+    public = data.public
+    if unscaled is not None:
+        public = scaler.transform(unscaled)
     client_tests = {
         client: scaler.transform_client(client, examples)
         for client, examples in data.client_tests.items()
@@ -408,7 +419,7 @@ def scale_data(
     return replace(
         data,
         train=scaler.transform_clients(data.train, data.split),
-        public=data.public if is_noise else public,
+        public=public,
         test=test,
         client_tests=client_tests,
         scaler=scaler,
@@ -431,7 +442,9 @@ def training_and_test_sets(settings: Settings, dataset: Dataset) -> tuple[Exampl
         return dataset.train, dataset.test
 
     if settings.on_sites or pool:
-        key = "flower.data = 'sites'" if settings.on_sites else "partition.pool = true"
+        key = "partition.pool = true"
+        if settings.on_sites:
+            key = "flower.data = 'sites'"
         raise ConfigError(
             f"data.test_from = 'held_out' has no meaning with {key}; leave one of them out"
         )
@@ -443,9 +456,8 @@ def training_and_test_sets(settings: Settings, dataset: Dataset) -> tuple[Exampl
             "training examples"
         )
     is_held_out = torch.zeros(len(labels), dtype=torch.bool)
-    is_held_out[stratified_positions(labels, size, seed=seed_for(0, 0, 0, SERVER, "held out"))] = (
-        True
-    )
+    held_out = stratified_positions(labels, size, seed=seed_for(0, 0, 0, SERVER, "held out"))
+    is_held_out[held_out] = True
     train = dataset.train.take((~is_held_out).nonzero().flatten())
     test = dataset.train.take(is_held_out.nonzero().flatten())
     return train, test
@@ -502,7 +514,9 @@ def _split_without_tests(
             "it"
         )
     # Some splits take minutes to draw, so a run that goes on uses the one in its directory.
-    return _draw(settings, data) if stored is None else stored.clients
+    if stored is None:
+        return _draw(settings, data)
+    return stored.clients
 
 
 def _with_client_tests(

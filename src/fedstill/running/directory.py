@@ -108,7 +108,9 @@ def settings_of(folder: Path, **live: Any) -> Settings:
                 f"the run in {folder} imports its {table} {name!r} by name; leave out {table}="
             )
         # An instance of a method has the state of its run, so that a resumed run needs a new one.
-        target = type(live_object) if isinstance(live_object, Method) else live_object
+        target = live_object
+        if isinstance(live_object, Method):
+            target = type(live_object)
         bind(table, name, target)
     with code_of_run(folder):
         return settle(from_tree(tree, {}, folder), check_device=False)

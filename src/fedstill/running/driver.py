@@ -228,15 +228,16 @@ class Driver:
         self.engine: RunEngine = engine_of(
             self.prepared, self.folder, lambda: identity_of(self.folder), self.grid
         )
-        is_local = isinstance(self.engine, SerialEngine)
+        # Over Flower, client states are on the clients' disks.
+        memory_folder = None
         if isinstance(self.engine, SerialEngine):
+            memory_folder = self.folder / "memory"
             stops = self.debug or self.prepared.settings.rules.failures == "stop"
             self.engine = replace(self.engine, stops_on_failure=stops)
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
             digest(read_file(self.folder / "config.toml")),
-            # Over Flower, client states are on the clients' disks.
-            self.folder / "memory" if is_local else None,
+            memory_folder,
             self.prepared.settings.keep_checkpoints_every or 0,
         )
         self._assemble(self.prepared)
@@ -244,10 +245,15 @@ class Driver:
     def go(self) -> Result:
         """Run from the last whole checkpoint to the end; from the beginning if there is none."""
         with self.tracking, torch_threads(ThreadCounts(*self.prepared.settings.threads).alone):
-            restored = self.checkpoints.latest()
-            state = self._start() if restored is None else self._resume(restored)
-            state = self._run_rounds(state)
+            state = self._run_rounds(self._first_state())
             return self._finish(state)
+
+    def _first_state(self) -> State:
+        """The state of the last whole checkpoint, or the initial state."""
+        restored = self.checkpoints.latest()
+        if restored is None:
+            return self._start()
+        return self._resume(restored)
 
     def close(self) -> None:
         """Close the journal, and end the engine's threads."""
@@ -263,7 +269,9 @@ class Driver:
         extensions = run_extensions(prepared, self.folder)
         selection = selection_of(prepared)
         memory = self.engine.memory
-        local_memory = memory if isinstance(self.engine, SerialEngine) else None
+        local_memory = None
+        if isinstance(self.engine, SerialEngine):
+            local_memory = memory
         self.recorder = RunRecorder(
             journal=self.journal,
             checkpoints=self.checkpoints,
@@ -373,10 +381,14 @@ class Driver:
     def _evaluate(self, state: State, number: int) -> RoundResult:
         """What the server's models are worth after a round; 0 is before round 1."""
         method, world = self.context.method, self.context.world
-        moment = f"after round {number}" if number else "before round 1"
+        moment = "before round 1"
+        if number:
+            moment = f"after round {number}"
         with in_hook(method, "predictors", moment):
             answers = answering_models(method, state, world)
-        hook = "client_predictors" if method.has_client_predictors else "predictors"
+        hook = "predictors"
+        if method.has_client_predictors:
+            hook = "client_predictors"
         with in_hook(method, hook, moment):
             client_predictors = client_predictors_of(method, answers, state, world)
 

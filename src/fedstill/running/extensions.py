@@ -37,7 +37,7 @@ from fedstill.core.label_counts import (
     needs_label_totals,
 )
 from fedstill.core.method import ClientWork
-from fedstill.core.records import SERVER, Group, Payload, Reply, Stage, World
+from fedstill.core.records import SERVER, Group, Payload, Reply, Stage, Tensors, World
 from fedstill.core.rounds import RunContext
 from fedstill.engines.client_measures import ClientMeasures, HeldOutTests, OwnTestSets
 from fedstill.metrics.classification import RunMetrics
@@ -223,11 +223,21 @@ class Hostile:
 
     def _group(self, group: Group, start: Group | None) -> Group:
         if isinstance(group, Mapping):
-            near = start if isinstance(start, Mapping) else {}
-            return {name: self._tensor(value, near.get(name)) for name, value in group.items()}
+            return self._tensors(group, start)
         if isinstance(group, Tensor):
-            return self._tensor(group, start if isinstance(start, Tensor) else None)
+            start_tensor = None
+            if isinstance(start, Tensor):
+                start_tensor = start
+            return self._tensor(group, start_tensor)
         return group
+
+    def _tensors(self, tensors: Tensors, start: Group | None) -> Tensors:
+        start_tensors: Tensors = {}
+        if isinstance(start, Mapping):
+            start_tensors = start
+        return {
+            name: self._tensor(value, start_tensors.get(name)) for name, value in tensors.items()
+        }
 
     def _tensor(self, value: Tensor, start: Tensor | None) -> Tensor:
         if not value.is_floating_point():

@@ -278,7 +278,9 @@ def _flat(name: str, value: Any, classes: Sequence[str]) -> Iterator[tuple[str, 
     {'loss.ce': 0.5, 'label_counts.cat': 1, 'label_counts.dog': 2}
     """
     if isinstance(value, Mapping):
-        prefix = f"{name}." if name else ""
+        prefix = ""
+        if name:
+            prefix = f"{name}."
         for key, inner in value.items():
             yield from _flat(f"{prefix}{key}", inner, classes)
     elif isinstance(value, (list, tuple)) and name.rpartition(".")[2] in IDS:

@@ -194,6 +194,13 @@ def events_by_name(events: Iterable[Event]) -> dict[str, list[Event]]:
     return by_name
 
 
+def first_event(by_name: Mapping[str, Sequence[Event]], name: str) -> Event:
+    """The first event of a name; empty if there is none."""
+    for event in by_name.get(name, ()):
+        return event
+    return {}
+
+
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Suspend Python's search for circular references.

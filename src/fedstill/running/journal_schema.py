@@ -445,7 +445,9 @@ class JournalChecker:
             for key in ("class_accuracy", "personal_class_accuracy"):
                 accuracies = model.get(key)
                 if accuracies is not None and len(accuracies) != self.classes:
-                    place = f"others.{name}.{key}" if name else key
+                    place = key
+                    if name:
+                        place = f"others.{name}.{key}"
                     return f"{place} does not have {self.classes} classes"
         matrix = event.get("confusion")
         if matrix is not None and [len(row) for row in matrix] != [self.classes] * self.classes:
@@ -494,7 +496,9 @@ class JournalChecker:
     def _problem_of_task(self, event: Event) -> str:
         """In what the end of a task is not one of the run's stream."""
         # Without a model of the server before round 1 there is no end of task 0.
-        expected = [self._task_ends[-1] + 1] if self._task_ends else [0, 1]
+        expected = [0, 1]
+        if self._task_ends:
+            expected = [self._task_ends[-1] + 1]
         if event["task"] not in expected:
             return f"the end of task {event['task']} does not follow that of {expected[0] - 1}"
         self._task_ends.append(event["task"])

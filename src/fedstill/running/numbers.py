@@ -29,7 +29,7 @@ from fedstill.metrics import tasks
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.classification import CONFUSION, METRICS, best_round
 from fedstill.metrics.values import Values
-from fedstill.running.journal import Event, events_by_name
+from fedstill.running.journal import Event, events_by_name, first_event
 
 Indices = NDArray[np.int64]
 
@@ -134,7 +134,7 @@ class RunNumbers:
         """
         by_name = events_by_name(events)
         if classes is None:
-            start = next(iter(by_name.get("start", ())), {})
+            start = first_event(by_name, "start")
             classes = len(start.get("classes", ()))
         rounds = [event["round"] for event in by_name.get("round", ())]
         federation = _of_federation(by_name, classes)
@@ -215,7 +215,7 @@ class RunNumbers:
             "learned": tasks.learned(rows),
             "kept": tasks.kept_share(rows),
         }
-        return {name: None if math.isnan(value) else value for name, value in numbers.items()}
+        return {name: _none_if_undefined(value) for name, value in numbers.items()}
 
     @functools.cached_property
     def summary(self) -> dict[str, float]:
@@ -383,13 +383,23 @@ def _of_events(
         for name, cells in cells_by_field.items():
             if name in NOT_NUMBERS or (fields is not None and name not in fields):
                 continue
-            metric = f"{prefix}/{name}" if prefix else name
+            metric = name
+            if prefix:
+                metric = f"{prefix}/{name}"
             yield from reader.numbers(metric, cells, about)
+
+
+def _none_if_undefined(value: float) -> float | None:
+    if math.isnan(value):
+        return None
+    return value
 
 
 def _transposed(events: Sequence[Event]) -> dict[str, Sequence[Any]]:
     """By field, the values of all events; None for an event without the field."""
-    fields = tuple(events[0]) if events else ()
+    fields: tuple[str, ...] = ()
+    if events:
+        fields = tuple(events[0])
     if all(tuple(event) == fields for event in events):
         # Most events of a kind have the same fields in the same order.
         columns = zip(*(event.values() for event in events), strict=True)
@@ -447,7 +457,8 @@ class _Fields:
             yield from self._of_tables(metric, selected.cells, selected.about)
         if list in kinds:
             selected = _of_kinds({list}, cells, kinds, about)
-            axes = self._axes(metric) if axes is None else axes
+            if axes is None:
+                axes = self._axes(metric)
             yield from self._of_lists(metric, selected.cells, selected.about, axes)
 
     def _of_tables(

@@ -79,8 +79,10 @@ def _best_of(best: Accuracies, last: Accuracies) -> Accuracies:
     """The larger accuracy of each class."""
     larger = []
     for old, new in zip(best, last, strict=True):
-        is_better = old is None or (new is not None and new > old)
-        larger.append(new if is_better else old)
+        if old is None or (new is not None and new > old):
+            larger.append(new)
+        else:
+            larger.append(old)
     return larger
 
 
@@ -545,11 +547,15 @@ class TaskEnds(Observer):
         to come.
         """
         stream = self.prepared.world.stream
-        seen_classes = list(stream.seen(task)) if task >= 0 else []
+        seen_classes: Sequence[int] = ()
+        if task >= 0:
+            seen_classes = list(stream.seen(task))
         correct = []
         for number, test in enumerate(self.tests):
-            is_past = len(self.tests) == 1 or number <= task
-            answers = self.evaluation.right_answers(predict, test, seen_classes if is_past else ())
+            candidates: Sequence[int] = ()
+            if len(self.tests) == 1 or number <= task:
+                candidates = seen_classes
+            answers = self.evaluation.right_answers(predict, test, candidates)
             correct.append(answers.among_seen.where(self._mask(seen_classes), answers.among_all))
         return torch.stack(correct)
 

@@ -86,7 +86,9 @@ class Prepared:
         cached. measured: whether clients measure their own models.
         """
         settings = self.settings
-        kind = SerialEngine if site else ENGINES.get(settings.engine, SerialEngine)
+        kind: type[SerialEngine] = SerialEngine
+        if not site:
+            kind = ENGINES.get(settings.engine, SerialEngine)
         options: dict[str, Any] = {}
         if settings.device == "cuda" and issubclass(kind, PooledEngine):
             options["workers"] = 1
@@ -230,7 +232,9 @@ def _noted_sums(settings: Settings, folder: Path) -> Moments | None:
         std = tuple(map(float, inputs["std"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFile(f"{journal}: the start event's inputs are malformed: {error}") from error
-    return Moments(mean, std) if mean else None
+    if mean:
+        return Moments(mean, std)
+    return None
 
 
 def _check_machine(settings: Settings) -> None:
@@ -323,7 +327,9 @@ def _plans_of_views(settings: Settings) -> dict[str, Plan]:
 
 
 def _on_device(examples: Examples | None, device: str) -> Examples | None:
-    return None if examples is None else examples.to(device)
+    if examples is None:
+        return None
+    return examples.to(device)
 
 
 def _notes_on_tasks(settings: Settings, scaler: Scaler) -> list[str]:
@@ -399,14 +405,18 @@ def _by_channel(key: str, values: tuple[float, ...], dataset: Dataset) -> tuple[
             f"channel(s); give {counts}"
         )
     numbers = tuple(float(value) for value in values)
-    return numbers * channels if len(numbers) == 1 else numbers
+    if len(numbers) == 1:
+        return numbers * channels
+    return numbers
 
 
 def _without_examples(settings: Settings) -> Dataset:
     """A data set of which only the classes and the form of an example are known."""
     shape, about = unseen_examples(settings.data, settings.flower)
     dtype = {"image": torch.uint8, "text": torch.int64}.get(about.kind, torch.float32)
-    pixel_level = (0.5,) * shape[0] if about.kind == "image" else ()
+    pixel_level: tuple[float, ...] = ()
+    if about.kind == "image":
+        pixel_level = (0.5,) * shape[0]
     empty = Examples(torch.zeros(0, *shape, dtype=dtype), torch.zeros(0, dtype=torch.int64))
     return Dataset(
         name=NO_DATA,

@@ -121,8 +121,10 @@ class Replay:
     def last(self) -> int:
         """The last round of the run; the one in which it stopped, if it stopped early."""
         events = read_journal(self.folder / "journal.jsonl")
-        stopped = [event["round"] for event in events if STOP_REASON in event]
-        return stopped[-1] if stopped else self.prepared.settings.rounds
+        stopped: list[int] = [event["round"] for event in events if STOP_REASON in event]
+        if stopped:
+            return stopped[-1]
+        return self.prepared.settings.rounds
 
     @contextmanager
     def session(

@@ -27,7 +27,7 @@ from fedstill.metrics.local_models import QUERY_MEASURES, UNTAUGHT
 from fedstill.models.model_file import FINAL, MODEL_SEAL, read_final
 from fedstill.running import journal as journals
 from fedstill.running.frame import frame_of_clients, frame_of_events
-from fedstill.running.journal import Event, events_by_name
+from fedstill.running.journal import Event, events_by_name, first_event
 from fedstill.running.numbers import RunNumbers
 from fedstill.running.same_run import check_journal
 from fedstill.running.selection import STOP_REASON, selection_summary
@@ -116,11 +116,11 @@ def forgotten_table(classes: Sequence[str], history: Sequence[Event]) -> str:
     accuracies = class_history(history)[-1]
     chosen = most_forgotten(losses)
     rows: list[list[str | Shade]] = []
-    for c in chosen:
-        loss = losses[c]
-        accuracy = accuracies[c]
-        best = loss + (accuracy or 0)
-        rows.append([classes[c], share(accuracy), share(best), shaded(loss)])
+    for index in chosen:
+        loss = losses[index]
+        accuracy = accuracies[index]
+        best_accuracy = loss + (accuracy or 0)
+        rows.append([classes[index], share(accuracy), share(best_accuracy), shaded(loss)])
     head = ["class", "accuracy", "best earlier round", "forgotten"]
     return notebook_table(head, rows, note_on_classes(chosen, losses))
 
@@ -149,8 +149,7 @@ def notebook_table(
         f'<th style="{_style(column)}">{html.escape(title)}</th>'
         for column, title in enumerate(head)
     )
-    lines = ["".join(_cell(column, cell) for column, cell in enumerate(row)) for row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    body = "".join(_table_row(row) for row in rows)
     small = ""
     if note:
         small = f'<div style="opacity:0.7;font-size:smaller">{html.escape(note)}</div>'
@@ -159,8 +158,15 @@ def notebook_table(
     return f'<table style="{style}">{table}</table>{small}'
 
 
+def _table_row(row: Sequence[str | Shade]) -> str:
+    cells = [_cell(column, cell) for column, cell in enumerate(row)]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
 def _style(column: int) -> str:
-    alignment = "left" if column == 0 else "right"
+    alignment = "right"
+    if column == 0:
+        alignment = "left"
     return f"padding:0.15em 0.6em;text-align:{alignment}"
 
 
@@ -212,6 +218,7 @@ class Result:
         events = journals.read_journal(folder / "journal.jsonl")
         check_journal(folder, events)
         by_name = events_by_name(events)
+        start = first_event(by_name, "start")
         summary = _read_summary(folder)
         model = _read_model(folder)
         return Result(
@@ -222,7 +229,7 @@ class Result:
             directory=folder,
             summary=summary,
             measures=by_name.get("measure", []),
-            classes=tuple(events[0]["classes"]) if events else (),
+            classes=tuple(start.get("classes", ())),
         )
 
     def rounds(self) -> pandas.DataFrame:
@@ -361,21 +368,23 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
     of these.
     """
     by_name = events_by_name(events)
-    start = next(iter(by_name.get("start", ())), {})
+    start = first_event(by_name, "start")
     rounds = by_name.get("round", [])
     numbers = RunNumbers.of([event for event in events if event["event"] != "client"])
     summary = numbers.summary
-    last_round = rounds[-1]
     selection = selection_summary(start, rounds)
+
+    last_round = rounds[-1]
     if STOP_REASON in selection:
-        # Measures look in the last round, and a run that stops early does not reach it.
+        # Measures look in the last planned round, and a run that stops early does not reach it.
         last_round = {**_last_personal(rounds), **last_round}
+    last_fields = {key: last_round[key] for key in OF_LAST if key in last_round}
     return {
         "accuracy": summary.get("accuracy"),
         "best_accuracy": summary.get("best_accuracy"),
         "mean_accuracy_last_10": summary.get("mean_accuracy_last_10"),
         "forgetting": summary.get("forgetting"),
-        **{key: last_round[key] for key in OF_LAST if key in last_round},
+        **last_fields,
         **numbers.best_metrics,
         **selection,
         "bytes_up": int(summary["bytes_up"]),
@@ -401,16 +410,8 @@ def summary_of(
     by_name = events_by_name(events)
     rounds = by_name.get("round", [])
 
-    of_journal = summary_from_journal(events)
-    answer = "server"
-    if rounds[-1].get("client_predictors"):
-        answer = "server models"
-    elif "personal_clients" in of_journal:
-        answer = "clients"
-    seconds = {key: sum(event[key] for event in rounds) for key in ("seconds", "seconds_training")}
-    if all("seconds_cpu" in event for event in rounds):
-        seconds["seconds_cpu"] = sum(event["seconds_cpu"] for event in rounds)
-
+    journal_fields = summary_from_journal(events)
+    refusals = Refusals.of(by_name.get("client", ()), settings.clients, len(rounds))
     return {
         "method": settings.named.method.label,
         "dataset": short_name(settings.data.name),
@@ -419,13 +420,30 @@ def summary_of(
         "clients": settings.clients,
         "rounds": settings.rounds,
         "seed": settings.seed,
-        "answer": answer,
-        **of_journal,
+        "answer": _answering(rounds[-1], journal_fields),
+        **journal_fields,
         **_frequent_class(settings, events[0]),
-        **Refusals.of(by_name.get("client", ()), settings.clients, len(rounds)).summary,
-        **seconds,
+        **refusals.summary,
+        **_seconds(rounds),
         "seconds_measures": dict(measures or {}),
     }
+
+
+def _answering(last_round: Event, journal_fields: Mapping[str, Any]) -> str:
+    """Which models answer for the clients: the server's one, the server's several, or their own."""
+    if last_round.get("client_predictors"):
+        return "server models"
+    if "personal_clients" in journal_fields:
+        return "clients"
+    return "server"
+
+
+def _seconds(rounds: Sequence[Event]) -> dict[str, float]:
+    """The seconds of all rounds; of the processor only if all rounds have them."""
+    seconds = {key: sum(event[key] for event in rounds) for key in ("seconds", "seconds_training")}
+    if all("seconds_cpu" in event for event in rounds):
+        seconds["seconds_cpu"] = sum(event["seconds_cpu"] for event in rounds)
+    return seconds
 
 
 def _frequent_class(settings: Settings, start: Event) -> dict[str, Any]:

@@ -129,8 +129,12 @@ def run(  # noqa: PLR0913 - the options of the command run
     TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good
     state.
     """
-    dataset = None if data is None else dataset_of(experiment, data)
-    settings = settle(experiment if dataset is None else with_data(experiment, dataset))
+    dataset = None
+    configured = experiment
+    if data is not None:
+        dataset = dataset_of(experiment, data)
+        configured = with_data(experiment, dataset)
+    settings = settle(configured)
     _check_debug(debug, settings)
     place = "here"
     if grid is None:
@@ -148,7 +152,10 @@ def run(  # noqa: PLR0913 - the options of the command run
     trackers = ready_trackers(track)
     prepared = prepare(settings, dataset)
     log_warnings(prepared)
-    folder = new_directory(settings, named_path(out) if out else None, overwrite)
+    requested_folder = None
+    if out:
+        requested_folder = named_path(out)
+    folder = new_directory(settings, requested_folder, overwrite)
     if remote is not None and place == "ray":
         again = partial(
             run,
@@ -204,7 +211,9 @@ def resume(
         trust_run(folder)
     settings = settings_of(folder, **live)
     check_checkpoints(folder)
-    dataset = None if data is None else read_in_memory(settings, data)
+    dataset = None
+    if data is not None:
+        dataset = read_in_memory(settings, data)
     _check_debug(debug, settings)
     place = place_of(settings)
     remote = remote_engine(settings)

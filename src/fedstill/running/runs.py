@@ -22,7 +22,7 @@ from fedstill.data.client_split import LabelCounts
 from fedstill.metrics.classification import METRICS
 from fedstill.running import journal as journals
 from fedstill.running.directory import folder_of, packs_below, readable
-from fedstill.running.journal import Event, events_by_name, with_later_looks
+from fedstill.running.journal import Event, events_by_name, first_event, with_later_looks
 from fedstill.running.numbers import LearningRates, Numbers, RunNumbers
 from fedstill.running.same_run import check_config, check_journal, settings_but_seed
 from fedstill.running.selection import STOP_REASON, BestRound, best_round
@@ -131,19 +131,19 @@ class Run:
     @property
     def user_metrics(self) -> list[str]:
         """The metrics of the user's measures, without the times that these measures took."""
-        measures: set[str] = set()
         fields: set[str] = set()
+        prefixes: set[str] = set()
         for event in self.rounds:
             for measure, names in event.get("of_measures", {}).items():
-                measures.add(measure)
+                prefixes.add(f"{measure}/")
                 fields.update(names)
-        prefixes = tuple(f"{measure}/" for measure in measures)
-        times = {f"{measure}/seconds" for measure in measures}
-        return [
-            metric
-            for metric in self.numbers.summary
-            if metric in fields or (metric.startswith(prefixes) and metric not in times)
-        ]
+        times = {f"{prefix}seconds" for prefix in prefixes}
+        metrics = []
+        for metric in self.numbers.summary:
+            is_of_measure = metric.startswith(tuple(prefixes)) and metric not in times
+            if is_of_measure or metric in fields:
+                metrics.append(metric)
+        return metrics
 
     @property
     def has_personal_models(self) -> bool:
@@ -177,7 +177,8 @@ def _personal_accuracy(
     for accuracies in class_accuracy.values():
         is_tested = tuple(value is not None for value in accuracies)
         pairs = zip(mean_shares(is_tested), accuracies, strict=True)
-        means.append(sum(float(share) * value for share, value in pairs if value is not None))
+        weighted = [float(share) * value for share, value in pairs if value is not None]
+        means.append(sum(weighted))
     rounds = np.array(list(class_accuracy), np.int64)
     return Numbers("personal_accuracy", np.array(means, np.float64), {"round": rounds})
 
@@ -232,13 +233,13 @@ def read_run(folder: Path, display_path: Path | None = None) -> Run:
     events = journals.read_journal(path)
     check_journal(folder, events)
     by_name = events_by_name(events)
-    start = next(iter(by_name.get("start", ())), {})
+    start = first_event(by_name, "start")
     split = read_split(folder, start)
     return Run(
         folder=folder,
         settings=_settings(folder / CONFIG),
         start=start,
-        initial=next(iter(by_name.get("initial", ())), {}),
+        initial=first_event(by_name, "initial"),
         rounds=by_name.get("round", []),
         clients=by_name.get("client", []),
         finished=(folder / SUMMARY).is_file(),
@@ -253,7 +254,7 @@ def read_run(folder: Path, display_path: Path | None = None) -> Run:
 
 
 def natural(folder: Path) -> list[tuple[str, float, str]]:
-    """Return a key that sorts folders naturally: 10 comes after 9.
+    """Return a key that sorts folders as people do: run10 comes after run9.
 
     >>> sorted([Path("beta10.0"), Path("beta9.0")], key=natural)[0].name
     'beta9.0'
@@ -492,17 +493,18 @@ def method_of(settings: Mapping[str, Any]) -> str:
 
 def _group(label: str, members: Sequence[Run]) -> Group:
     """Choose the most complete run of each seed; the first one found if two are equal."""
-    chosen: dict[int, Run] = {}
+    run_of_seed: dict[int, Run] = {}
     for run in members:
-        rival = chosen.get(run.seed)
+        rival = run_of_seed.get(run.seed)
         if rival is None or _progress(run) > _progress(rival):
-            chosen[run.seed] = run
-    runs = [chosen[seed] for seed in sorted(chosen)]
-    repeats = [run for run in members if run is not chosen[run.seed]]
+            run_of_seed[run.seed] = run
+    runs = [run_of_seed[seed] for seed in sorted(run_of_seed)]
+    repeats = [run for run in members if run is not run_of_seed[run.seed]]
     return Group(label, runs, repeats)
 
 
 def _progress(run: Run) -> tuple[bool, int]:
+    """A key by which the more complete of two runs is the larger one."""
     return run.finished, len(run.rounds)
 
 

@@ -269,7 +269,9 @@ def check_same(settings: Settings, start: Mapping[str, Any], start_now: Mapping[
     """
     identity = RunIdentity.noted_in(start)
     for path in identity.changed_code(settings):
-        kind = "the code" if path.startswith(LIVE) else "the file"
+        kind = "the file"
+        if path.startswith(LIVE):
+            kind = "the code"
         raise _not_same(
             f"{path} is not {kind} that the run was started with; restore the original to resume"
         )
@@ -419,7 +421,9 @@ def start_of_journal(folder: Path) -> Mapping[str, Any]:
             start = json.loads(journal.readline())
     except (OSError, ValueError, RecursionError):
         return {}
-    return start if isinstance(start, Mapping) else {}
+    if isinstance(start, Mapping):
+        return start
+    return {}
 
 
 def is_finished(folder: Path) -> bool:
@@ -455,7 +459,9 @@ def _without_seed(place: str) -> str:
         for part in PurePath(place).parts
         if part != "model.safetensors" and not re.fullmatch(r"seed\d+", part)
     ]
-    return parts[-1] if parts else place
+    if parts:
+        return parts[-1]
+    return place
 
 
 # Whether a directory still holds what its run wrote.
@@ -533,10 +539,12 @@ def check_journal(folder: Path, events: Sequence[Event]) -> None:
 def _noted_config(folder: Path) -> str:
     """The SHA-256 of the config.toml with which a run began; empty where nothing notes it."""
     journal = folder / "journal.jsonl"
-    events = read_journal(journal, limit=1) if journal.is_file() else []
-    if events and CONFIG_SEAL in events[0]:
-        return str(events[0][CONFIG_SEAL])
-    return ""
+    if not journal.is_file():
+        return ""
+    events = read_journal(journal, limit=1)
+    if not events:
+        return ""
+    return str(events[0].get(CONFIG_SEAL, ""))
 
 
 def _gap(events: Sequence[Event]) -> str:
@@ -557,9 +565,12 @@ def _gap(events: Sequence[Event]) -> str:
         for key, count in counts.items():
             noted = event.get(key, count)
             if noted != count:
-                events_of = "clients' replies" if key == "replies" else "refused clients"
+                events_of = "refused clients"
+                if key == "replies":
+                    events_of = "clients' replies"
                 return f"round {number} has events of {count} of its {noted} {events_of}"
-        replies = refused = 0
+        replies = 0
+        refused = 0
     return ""
 
 
@@ -589,12 +600,16 @@ def _problem_of_end(events: Sequence[Event], summary: Mapping[str, Any]) -> str:
     expected = summary.get("stopped_in_round", summary.get("rounds", len(rounds)))
     if len(rounds) != expected:
         return f"it has {len(rounds)} rounds, and summary.json {expected}"
-    accuracy = rounds[-1].get("accuracy") if rounds else None
+    accuracy = None
+    if rounds:
+        accuracy = rounds[-1].get("accuracy")
     if accuracy != summary.get("accuracy", accuracy):
         return f"its last round has accuracy {accuracy}, and summary.json {summary['accuracy']}"
     # Packages' observers may add events after a round's.
     run_events = [event["event"] for event in events if event["event"] in RUN_EVENTS]
-    end = "task" if "final_accuracy" in summary else "round"
+    end = "round"
+    if "final_accuracy" in summary:
+        end = "task"
     if rounds and run_events[-1] != end:
         return f"it ends in the event {run_events[-1]!r}, and not in {end!r}"
     return ""

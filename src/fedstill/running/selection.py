@@ -134,7 +134,9 @@ class RoundRule:
         if target is not None and score is not None and not self.is_better(target, score):
             return f"{self.by} reached {target:g}, stop.target"
         if 0 < self.stop.patience <= standing.waited:
-            rounds = "1 round" if standing.waited == 1 else f"{standing.waited} rounds"
+            rounds = f"{standing.waited} rounds"
+            if standing.waited == 1:
+                rounds = "1 round"
             return f"{self.by} did not improve in {rounds}, stop.patience"
         return ""
 
@@ -288,11 +290,13 @@ class SitesScore:
                 return None
             sites = [from_histograms(one, self.positive) for one in histograms]
             return METRICS[self.by].value(joined(sites))
-        examples = sum(event["held_out_examples"] for event in reports)
+        examples: int = sum(event["held_out_examples"] for event in reports)
         right = 0
         for event in reports:
             right += round(event.get("held_out_accuracy", 0.0) * event["held_out_examples"])
-        return right / examples if examples else None
+        if examples:
+            return right / examples
+        return None
 
 
 @dataclass(frozen=True)
@@ -414,7 +418,9 @@ class Selection(Observer):
     def _score(self, result: RoundResult, so_far: Fields) -> float | None:
         if self.score_of is None:
             reports = self._by_client.values()
-            return sum(reports) / len(reports) if reports else None
+            if reports:
+                return sum(reports) / len(reports)
+            return None
         score = self.score_of(result, so_far)
         if score is None or not math.isfinite(score):
             return None
@@ -444,13 +450,19 @@ def selection_of(prepared: PreparedRun) -> Selection | None:
 
     by = settings.rank_by
     examples = _scored_examples(prepared, on)
+    example_count = None
+    if examples is not None:
+        example_count = len(examples)
+    stages_of_scores = frozenset[str]()
+    if on == "held_out":
+        stages_of_scores = frozenset(settings.method.personal)
     return Selection(
         rule=RoundRule(by, larger_is_better=larger_is_better(by), stop=settings.stop),
         on=on,
         rounds=settings.rounds,
         score_of=_round_score(prepared, on, examples),
-        stages=frozenset(settings.method.personal) if on == "held_out" else frozenset(),
-        examples=None if examples is None else len(examples),
+        stages=stages_of_scores,
+        examples=example_count,
     )
 
 
@@ -479,7 +491,9 @@ def _round_score(
     settings = prepared.settings
     by = settings.rank_by
     if settings.method.personal:
-        return field_score(f"own_test_{by}") if on == "test" else None
+        if on == "test":
+            return field_score(f"own_test_{by}")
+        return None
     if settings.sites_test_rounds:
         return SitesScore(by, prepared.metrics.positive)
     if _is_on_test_set(settings, on):
@@ -533,7 +547,9 @@ def best_round(start: Event, rounds: Sequence[Event]) -> BestRound | None:
     """The best round, given a journal's event ``start`` and the events of its rounds; None if the
     run compares no rounds, or none has a score.
     """
-    last = rounds[-1] if rounds else {}
+    if not rounds:
+        return None
+    last = rounds[-1]
     if SELECTION not in start or None in (last.get("best_round"), last.get("best_round_score")):
         return None
     return BestRound(

@@ -33,7 +33,7 @@ STORED_TYPES = (np.uint8, np.uint16, np.uint32, np.int64)
 """Types that safetensors and NumPy have in common, the smallest first."""
 
 
-def _none() -> NDArray[Any]:
+def _empty() -> NDArray[Any]:
     return np.zeros(0, dtype=np.int64)
 
 
@@ -50,7 +50,7 @@ class StoredSplit:
     clients: ClientSplit
     labels: NDArray[Any]
     network_names: tuple[str, ...] = ()
-    networks: NDArray[Any] = field(default_factory=_none)
+    networks: NDArray[Any] = field(default_factory=_empty)
 
     @staticmethod
     def of_sites(sites: SiteViews, networks: Sequence[ModelSpec] = ()) -> StoredSplit | None:
@@ -61,14 +61,15 @@ class StoredSplit:
         if sites.split is None:
             return None
         labels = sites.train.labels.cpu().numpy()[sites.split.positions]
-        distinct = {spec: number for number, spec in enumerate(dict.fromkeys(networks))}
+        distinct = list(dict.fromkeys(networks))
         if len(distinct) < 2:
             return StoredSplit(sites.split, labels)
+        index_of = {spec: index for index, spec in enumerate(distinct)}
         return StoredSplit(
             clients=sites.split,
             labels=labels,
             network_names=tuple(spec.label for spec in distinct),
-            networks=np.array([distinct[spec] for spec in networks], dtype=np.int64),
+            networks=np.array([index_of[spec] for spec in networks], dtype=np.int64),
         )
 
     def label_counts(self, classes: int) -> LabelCounts:
@@ -154,27 +155,34 @@ def read_split(folder: Path, start: Mapping[str, Any]) -> StoredSplit | None:
 
     Raises CorruptFile, naming the file, if the file is missing or has changed.
     """
-    if not isinstance(start.get("split"), Mapping):
+    fields = start.get("split")
+    if not isinstance(fields, Mapping):
         return None
     path = folder / SPLIT
+    data = _read_sealed(path, fields.get("sha256"))
+    network_names = tuple(str(name) for name in fields.get("networks", ()))
+    try:
+        split = _parse_split(data, network_names)
+        _check_ranges(split, len(start.get("classes", ())))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise CorruptFile(f"{path} is no split of a run: {error}; {REMEDY}") from error
+    return split
+
+
+def _read_sealed(path: Path, sha256: Any) -> bytes:
+    """The bytes of a split file; raises CorruptFile if they do not have the journal's SHA-256."""
     try:
         data = read_file(path)
     except OSError as error:
         raise CorruptFile(
             f"{path}, the split of the run, cannot be read: {error.strerror}; {REMEDY}"
         ) from error
-    if digest(data) != start["split"].get("sha256"):
+    if digest(data) != sha256:
         raise CorruptFile(
             f"{path}, the split of the run, has changed: its SHA-256 differs from the journal's; "
             f"{REMEDY}"
         )
-    names = tuple(str(name) for name in start["split"].get("networks", ()))
-    try:
-        split = _parse_split(data, names)
-        _check_ranges(split, len(start.get("classes", ())))
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise CorruptFile(f"{path} is no split of a run: {error}; {REMEDY}") from error
-    return split
+    return data
 
 
 def _parse_split(data: bytes, network_names: tuple[str, ...]) -> StoredSplit:
@@ -183,7 +191,7 @@ def _parse_split(data: bytes, network_names: tuple[str, ...]) -> StoredSplit:
     Raises SafetensorError, KeyError or ValueError for bytes of another form.
     """
     arrays = safetensors.numpy.load(data)
-    networks = _none()
+    networks = _empty()
     if "networks" in arrays:
         networks = _integers(arrays, "networks")
     return StoredSplit(
@@ -197,7 +205,8 @@ def _parse_split(data: bytes, network_names: tuple[str, ...]) -> StoredSplit:
 def _integers(arrays: Mapping[str, NDArray[Any]], name: str) -> NDArray[np.int64]:
     """Return an array of the file; raises ValueError if it is no list of numbers from 0."""
     array = arrays[name]
-    if array.ndim != 1 or array.dtype.type not in STORED_TYPES or (array < 0).any():
+    is_list = array.ndim == 1 and array.dtype.type in STORED_TYPES
+    if not is_list or (array < 0).any():
         raise ValueError(f"{name} must be a list of whole numbers from 0")
     return array.astype(np.int64)
 
@@ -208,18 +217,20 @@ def _check_ranges(split: StoredSplit, classes: int) -> None:
     The file may come from a stranger: a huge label would need a table of terabytes.
     """
     ends = split.clients.ends
-    examples = len(split.clients.positions)
-    if (np.diff(ends) < 0).any() or ends.max(initial=0) != examples:
+    example_count = len(split.clients.positions)
+    are_sorted = bool((np.diff(ends) >= 0).all())
+    if not are_sorted or ends.max(initial=0) != example_count:
         raise ValueError("its clients' ends do not fit its positions")
-    if len(split.labels) != examples:
+    if len(split.labels) != example_count:
         raise ValueError("it does not have one label for each position")
     if (split.labels >= classes).any():
         raise ValueError(f"it has a label above {classes - 1}")
 
-    expected = 0
+    expected_networks = 0
     if split.network_names:
-        expected = len(ends)
-    if len(split.networks) != expected or (split.networks >= len(split.network_names)).any():
+        expected_networks = len(ends)
+    has_unknown_network = bool((split.networks >= len(split.network_names)).any())
+    if len(split.networks) != expected_networks or has_unknown_network:
         raise ValueError("its networks do not fit its clients")
 
 

@@ -71,7 +71,9 @@ def draw_split(settings: Settings, train: Examples, seed: int | None = None) -> 
 def partition_seed(settings: Settings) -> int:
     """What a run's split is drawn from."""
     seed = settings.named.partition.values.get("seed")
-    return settings.seed if seed is None else int(seed)
+    if seed is None:
+        return settings.seed
+    return int(seed)
 
 
 def read_only(values: Tensor) -> NDArray[np.int64]:
@@ -103,7 +105,9 @@ def _as_arrays(label: str, parts: object, function: Callable[..., object]) -> li
     if isinstance(parts, Iterable) and not isinstance(parts, (Mapping, Set, str)):
         return [np.asarray(part) for part in parts]
     place = definition(function)
-    location = f" ({place})" if place else ""
+    location = ""
+    if place:
+        location = f" ({place})"
     raise ConfigError(
         f"{label} gives {kind_text(parts)}, not a list with an array of positions for each "
         f"client{location}"
@@ -264,7 +268,9 @@ def task_data(stream: Stream, cut: Cut, tests: Mapping[int, Examples]) -> TaskDa
 
 
 def _stream_seed(settings: Settings) -> int:
-    return settings.seed if settings.stream.seed is None else settings.stream.seed
+    if settings.stream.seed is None:
+        return settings.seed
+    return settings.stream.seed
 
 
 def _stream_arguments(settings: Settings, train: Examples, classes: int) -> dict[str, Any]:

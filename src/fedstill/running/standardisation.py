@@ -7,7 +7,7 @@ which is the mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -463,7 +463,7 @@ def fit_scaler(
         return _scaler_by_client(dataset, train, split)
     if origin == "summed" and settings.on_sites:
         sums_work(settings, dataset.about, dataset.input_shape)  # raises if it cannot be
-        return Scaler(origin) if moments is None else _scaler(origin, moments, dataset)
+        return _scaler_of_sums(origin, moments, dataset)
     if origin == "server":
         if public is None:
             raise ConfigError("data.standardise = 'server' needs a public set: set data.public")
@@ -510,7 +510,9 @@ def _origin(settings: Settings, dataset: Dataset, *, is_declared: bool) -> Origi
     if key is None and is_declared:
         return "declared"
     if settings.on_sites:
-        cause = "is unset, and 'pooled'" if key is None else "= 'pooled'"
+        cause = "= 'pooled'"
+        if key is None:
+            cause = "is unset, and 'pooled'"
         raise ConfigError(
             f"data.standardise {cause} would use data that sites keep; write data.mean and "
             "data.std, or set data.standardise = 'server' (the public set's), 'summed' (sums that "
@@ -563,13 +565,22 @@ def _check_unit(train: Examples, declared: Moments, dataset: Dataset) -> None:
         )
 
 
+def _scaler_of_sums(origin: Origin, moments: Moments | None, dataset: Dataset) -> Scaler:
+    """The scaler with mean and spread from sites' sums; without both until the sites sent sums."""
+    if moments is None:
+        return Scaler(origin)
+    return _scaler(origin, moments, dataset)
+
+
 def _scaler_by_client(dataset: Dataset, train: Examples, split: ClientSplit | None) -> Scaler:
     """The scaler in which each client has its own mean and spread; of no client where sites keep
     their data.
     """
     by_client = {}
     notes = []
-    clients = () if split is None else split.tensors()
+    clients: Iterable[Tensor] = ()
+    if split is not None:
+        clients = split.tensors()
     for client, positions in enumerate(clients):
         values = train.values[positions]
         by_client[client] = column_moments(values, dataset.about.binary_features)
@@ -613,7 +624,9 @@ def _scaler(origin: Origin, common_moments: Moments, dataset: Dataset) -> Scaler
 
 
 def _note_origin(origin: Origin, dataset: Dataset) -> str:
-    columns = "channels" if dataset.about.kind == "series" else "columns"
+    columns = "columns"
+    if dataset.about.kind == "series":
+        columns = "channels"
     return f"{columns} are standardised by {WHOSE[origin]}"
 
 

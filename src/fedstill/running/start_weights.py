@@ -283,7 +283,9 @@ def _form(tensor: Tensor | None) -> str:
     if tensor is None:
         return "missing"
     form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-    return form if _is_dense(tensor) else f"{form}, not dense"
+    if _is_dense(tensor):
+        return form
+    return f"{form}, not dense"
 
 
 # A frozen backbone is a data set: its features are computed once an example and kept, and only a

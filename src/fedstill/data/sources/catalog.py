@@ -1,5 +1,5 @@
-"""The catalogue of data sets known by name: where each comes from, its sizes, shape, classes and
-checksums, and what normalises it.
+"""The catalogue of data sets that have a name: for each its source, sizes, shape, classes and
+checksums, and the mean and standard deviation that normalise it.
 """
 
 from __future__ import annotations
@@ -68,10 +68,28 @@ def _from_zenodo(name: str) -> str:
     )
 
 
-_TEN = tuple("0123456789")
-_THINGS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_ACTIVITIES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
-_LESIONS = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
+_DIGITS = tuple("0123456789")
+_CIFAR10_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
+_HAR_CLASSES = (
+    "WALKING",
+    "WALKING_UPSTAIRS",
+    "WALKING_DOWNSTAIRS",
+    "SITTING",
+    "STANDING",
+    "LAYING",
+)
+_HAM10000_CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 _CIFAR100_CLASSES = """
     apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus
     butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch
@@ -84,11 +102,11 @@ _CIFAR100_CLASSES = """
 """
 
 
-# Registered data sets.
+# ---- data sets that a config can name -----------------------------------------------------------
 
 DIGITS = KnownData(
     name="digits",
-    classes=_TEN,
+    classes=_DIGITS,
     shape=(1, 8, 8),
     mean=half(1),
     std=half(1),
@@ -98,7 +116,7 @@ DIGITS = KnownData(
 )
 MNIST = KnownData(
     name="mnist",
-    classes=_TEN,
+    classes=_DIGITS,
     shape=(1, 28, 28),
     mean=(0.1307,),
     std=(0.3081,),
@@ -132,7 +150,7 @@ FASHION_MNIST = KnownData(
 )
 CIFAR10 = KnownData(
     name="cifar10",
-    classes=_THINGS,
+    classes=_CIFAR10_CLASSES,
     shape=(3, 32, 32),
     mean=(0.49139968, 0.48215827, 0.44653124),
     std=(0.24703233, 0.24348505, 0.26158768),
@@ -153,7 +171,7 @@ CIFAR100 = KnownData(
 )
 CINIC10 = KnownData(
     name="cinic10",
-    classes=_THINGS,
+    classes=_CIFAR10_CLASSES,
     shape=(3, 32, 32),
     mean=(0.47889522, 0.47227842, 0.43047404),
     std=(0.24205776, 0.23828046, 0.25874835),
@@ -163,7 +181,7 @@ CINIC10 = KnownData(
 )
 HAM10000 = KnownData(
     name="ham10000",
-    classes=_LESIONS,
+    classes=_HAM10000_CLASSES,
     shape=(3, 32, 32),
     mean=half(3),
     std=half(3),
@@ -210,7 +228,7 @@ PATHMNIST = KnownData(
     remedy=_from_zenodo("pathmnist"),
 )
 
-# Folders that are no published data set: they are verified where their name is found.
+# ---- smaller copies of published data sets: folders that are verified where their name is found --
 
 CIFAR100_SMALL = KnownData(
     name="cifar100-small",
@@ -241,7 +259,7 @@ PBC_BLOOD28 = KnownData(
 )
 HAM10000_28 = KnownData(
     name="ham10000_28",
-    classes=_LESIONS,
+    classes=_HAM10000_CLASSES,
     shape=(3, 28, 28),
     mean=half(3),
     std=half(3),
@@ -265,14 +283,14 @@ HEART_DISEASE = KnownData(
 )
 HAR = KnownData(
     name="har",
-    classes=_ACTIVITIES,
+    classes=_HAR_CLASSES,
     shape=(561,),
     options=ReadingOptions(kind="vector", input="features"),
     digests=CHECKSUMS["har"],
 )
 HAR_SIGNALS = KnownData(
     name="har_signals",
-    classes=_ACTIVITIES,
+    classes=_HAR_CLASSES,
     shape=(9, 128),
     options=ReadingOptions(kind="series", input="signals"),
     digests=CHECKSUMS["har_signals"],

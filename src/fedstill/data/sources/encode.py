@@ -87,7 +87,7 @@ def read_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema) -
     examples = ENCODERS[options.kind](source, tables, options)
     info = replace(examples.info, owners=owners.names)
 
-    raw = {}
+    raw_splits = {}
     for split, table in tables.items():
         rows = _Rows(
             source=f"{source}, {split}",
@@ -99,28 +99,30 @@ def read_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema) -
         )
         complete = rows.complete(schema, info)
         info = info.with_notes(*complete.notes)
-        raw[split] = rows.examples(schema.label, complete.mask)
-    _check_label_types(source, raw)
+        raw_splits[split] = rows.examples(schema.label, complete.mask)
+    _check_label_types(source, raw_splits)
 
     digests = {}
     if schema.has_checksums and not options.length:
         digests = {split: _digests(table, schema) for split, table in tables.items()}
-    warnings = _column_warnings(schema, next(iter(tables.values())), raw)
+    first_table = next(iter(tables.values()))
+    warnings = _column_warnings(schema, first_table, raw_splits)
     return replace(
-        decoded_with_class_ids(raw, schema.classes),
+        decoded_with_class_ids(raw_splits, schema.classes),
         source_digests=digests,
         about=info.with_warnings(split_tables.warning, *warnings),
     )
 
 
 def _column_warnings(
-    schema: TableSchema, train: pa.Table, raw: Mapping[str, RawSplit]
+    schema: TableSchema, train: pa.Table, raw_splits: Mapping[str, RawSplit]
 ) -> list[str]:
     """Warnings about columns that are left out, and about values that may be meant otherwise."""
     options = schema.options
     categorical = dict(options.categorical)
-    warnings = [schema.left_out, _stray_label_warning(raw)]
-    warnings += lost_precision(train, [name for name in options.columns if name not in categorical])
+    numeric = [name for name in options.columns if name not in categorical]
+    warnings = [schema.left_out, _stray_label_warning(raw_splits)]
+    warnings += lost_precision(train, numeric)
     if not schema.chosen:
         warnings += row_numbers(train, options.columns)
     return warnings
@@ -144,10 +146,12 @@ def frames_of(
 
 def schema_of(source: str, frames: Mapping[str, Frame], request: ReadRequest) -> TableSchema | None:
     """The schema of a data set, by the columns of its first split; None for images."""
-    frame = frames[min(frames, key=SPLITS.index)]
+    first_split = min(frames, key=SPLITS.index)
+    frame = frames[first_split]
 
     def categories(name: str) -> list[Any]:
-        return list(names_in_order(distinct_values(frame.read([name])[name]).values))
+        column = frame.read([name])[name]
+        return list(names_in_order(distinct_values(column).values))
 
     return table_schema(source, frame.schema, request, categories)
 
@@ -169,30 +173,34 @@ def _split_tables(source: str, frames: Mapping[str, Frame], schema: TableSchema)
     # Only a table has a way to treat rows that lack a whole column.
     optional = options.kind == "table" and options.missing != "refuse"
     tables: dict[str, pa.Table] = {}
-    first = ""
+    first_part = ""
     for split in sorted(frames, key=SPLITS.index):
         frame = frames[split]
         part = str(single_file(frame.files) or f"{source}, {split}")
-        first = first or part
-        _check_columns(part, frame, first, schema)
+        first_part = first_part or part
+        _check_columns(part, frame, first_part, schema)
         table = frame.read(schema.names, optional)
         if not len(table):
             raise DataError(f"{part} holds no examples; leave the file out or download it again")
-        check_same_types(part, table, first, next(iter(tables.values()), table), schema)
+        first_table = next(iter(tables.values()), table)
+        check_same_types(part, table, first_part, first_table, schema)
         tables[split] = table
     if options.split_column:
         return _divided(source, tables, options.split_column)
     return _SplitTables(tables)
 
 
-def _check_columns(part: str, frame: Frame, first: str, schema: TableSchema) -> None:
-    """Raise DataError for a split without one of the columns to read, which the first has."""
+def _check_columns(part: str, frame: Frame, first_part: str, schema: TableSchema) -> None:
+    """Raise DataError for a split without one of the columns to read, which the first split has.
+
+    part, first_part: what is read, for messages.
+    """
     present = frame.schema.names
     absent = [name for name in schema.names if name not in (FILE, *present)]
     if absent:
         names = ", ".join(map(repr, present))[:300] or "none"
         raise DataError(
-            f"{part} has no column {absent[0]!r} among {names}, and {first} has it; write it "
+            f"{part} has no column {absent[0]!r} among {names}, and {first_part} has it; write it "
             "there, or name the columns to read in data.columns"
         )
 
@@ -219,14 +227,13 @@ def _divided(source: str, tables: Tables, column: str) -> _SplitTables:
             "and test"
         )
 
-    unsplit = int(np.count_nonzero(split_of_row == ""))
-    if not unsplit:
+    unsplit_count = int(np.count_nonzero(split_of_row == ""))
+    if not unsplit_count:
         return _SplitTables(by_split)
     unknown = [value for value in distinct.values if not split_named(str(value))]
     values = ", ".join(map(repr, unknown[:3])) or "no value"
-    return _SplitTables(
-        by_split, f"left out: {unsplit:,} of {len(table):,} rows, whose {column!r} is {values}"
-    )
+    warning = f"left out: {unsplit_count:,} of {len(table):,} rows, whose {column!r} is {values}"
+    return _SplitTables(by_split, warning)
 
 
 # The values of each kind of examples.
@@ -244,25 +251,30 @@ def _table_values(source: str, tables: Tables, options: ReadingOptions) -> _Enco
     """Rows (n, features), with the marks of missing numbers behind them."""
     categorical = dict(options.categorical)
     train = tables.get("train", next(iter(tables.values())))
-    categories = tuple(
-        (name, Categories.of(source, name, categorical[name], train[name]).values)
-        for name in options.columns
-        if name in categorical
-    )
-    info = with_features(DatasetInfo("table", columns=options.columns, categories=categories))
+    categories = []
+    for name in options.columns:
+        if name in categorical:
+            of_column = Categories.of(source, name, categorical[name], train[name])
+            categories.append((name, of_column.values))
+    columns_info = DatasetInfo("table", columns=options.columns, categories=tuple(categories))
+    info = with_features(columns_info)
     values = {
         split: table_rows(f"{source}, {split}", table, info) for split, table in tables.items()
     }
     if not options.marks:
         return _Encoded(values, info)
 
-    if isinstance(options.marks, tuple):
-        marked = options.marks
-    else:
-        has_gap = np.logical_or.reduce([np.isnan(rows).any(0) for rows in values.values()])
-        marked = tuple(name for name, feature in first_features(info).items() if has_gap[feature])
-    with_all = {split: with_marks(rows, info, marked) for split, rows in values.items()}
-    return _Encoded(with_all, with_features(info, marked))
+    marked = options.marks
+    if not isinstance(marked, tuple):
+        marked = _columns_with_gaps(values, info)
+    marked_values = {split: with_marks(rows, info, marked) for split, rows in values.items()}
+    return _Encoded(marked_values, with_features(info, marked))
+
+
+def _columns_with_gaps(values: Mapping[str, NDArray[Any]], info: DatasetInfo) -> tuple[str, ...]:
+    """The columns in which a row of any split has no value."""
+    has_gap = np.logical_or.reduce([np.isnan(rows).any(0) for rows in values.values()])
+    return tuple(name for name, feature in first_features(info).items() if has_gap[feature])
 
 
 def _list_values(source: str, tables: Tables, options: ReadingOptions) -> _Encoded:
@@ -382,17 +394,19 @@ class _Rows:
         return has_gap
 
     def _check_finite(self, info: DatasetInfo) -> None:
-        infinite = np.isinf(self.values).reshape(len(self.values), -1)
-        rows = np.flatnonzero(infinite.any(1))
-        if len(rows):
-            feature = int(np.flatnonzero(infinite[rows[0]])[0])
-            place = ""
-            if info.features:
-                place = f" in column {info.features[feature]!r}"
-            raise DataError(
-                f"{self.source}: example {rows[0]} has a value that is not finite{place}; correct "
-                "it"
-            )
+        """Raise DataError for a value that is infinite."""
+        is_infinite = np.isinf(self.values).reshape(len(self.values), -1)
+        rows = np.flatnonzero(is_infinite.any(1))
+        if not len(rows):
+            return
+        row = rows[0]
+        place = ""
+        if info.features:
+            feature = int(np.flatnonzero(is_infinite[row])[0])
+            place = f" in column {info.features[feature]!r}"
+        raise DataError(
+            f"{self.source}: example {row} has a value that is not finite{place}; correct it"
+        )
 
     def _missing_value(
         self, options: ReadingOptions, info: DatasetInfo, gaps: NDArray[np.bool_]
@@ -473,17 +487,20 @@ def _check_label_types(source: str, splits: Mapping[str, RawSplit]) -> None:
     """Raise DataError if one split has names for labels, and train numbers, and none is in both."""
     if "train" not in splits:
         return
-    train = set(splits["train"].labels)
-    train_has_names = any(isinstance(label, str) for label in train)
+    train_labels = set(splits["train"].labels)
+    train_texts = set(map(str, train_labels))
     for name, split in splits.items():
-        classes = set(split.labels)
-        has_names = any(isinstance(label, str) for label in classes)
-        shared = {*map(str, classes)} & {*map(str, train)}
-        if has_names != train_has_names and not shared:
+        labels = set(split.labels)
+        is_same_type = _has_names(labels) == _has_names(train_labels)
+        if not is_same_type and train_texts.isdisjoint(map(str, labels)):
             raise DataError(
-                f"{source}: the labels of {name} are {_first_labels(classes)}, those of train "
-                f"{_first_labels(train)}; make them alike"
+                f"{source}: the labels of {name} are {_first_labels(labels)}, those of train "
+                f"{_first_labels(train_labels)}; make them alike"
             )
+
+
+def _has_names(labels: set[int | str]) -> bool:
+    return any(isinstance(label, str) for label in labels)
 
 
 def _first_labels(labels: set[int | str]) -> str:
@@ -496,14 +513,19 @@ def _stray_label_warning(splits: Mapping[str, RawSplit]) -> str:
     counts = Counter[str]()
     for split in splits.values():
         counts.update(map(str, split.labels))
-    strays = Counter({name: count for name, count in counts.items() if not re.match(NUMBER, name)})
+    strays = Counter[str]()
+    for label, count in counts.items():
+        if not re.match(NUMBER, label):
+            strays[label] = count
+    # If half of the labels or more are texts, the labels are meant to be names.
     if not 0 < 2 * strays.total() < counts.total():
         return ""
-    names = ", ".join(f"{name[:60]!r} ({count:,})" for name, count in strays.most_common(3))
-    first = strays.most_common(1)[0][0]
+    most_common = [(label[:60], count) for label, count in strays.most_common(3)]
+    listed = ", ".join(f"{label!r} ({count:,})" for label, count in most_common)
+    first_label = most_common[0][0]
     return (
-        f"labels are numbers but for {names}, each a class of its own; if one means missing, set "
-        f"data.missing_values = [{first[:60]!r}]"
+        f"labels are numbers but for {listed}, each a class of its own; if one means missing, set "
+        f"data.missing_values = [{first_label!r}]"
     )
 
 
