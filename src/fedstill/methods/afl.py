@@ -11,16 +11,15 @@ G, (D+1, D+1); cross = of their X^T Y, (D+1, C), both in float64; labels = the c
 (C,), whose mean is what each class weighs in the sums; counted = those of all tasks so far (C,).
 Memory: gram = the client's own G; cross = its own X^T Y; task = the task whose examples these are
 of.
-Reading: one round in which all clients act is all of it; the pretrained network is named by
-``start_from``. With fewer clients a round, or with data that grow, a client sends by how much its
-sums have changed since it last sent: the layer is always that of all that the server was told. So
-of tasks that come one after another none is forgotten: the layer is that of their examples
-together.
-Reading: the paper's clients send solved layers, which the server merges pair by pair; it gives what
-sums give.
-Reading: its penalty counts once a client and is removed afterwards (``clean_reg``); here it counts
-once, at the server.
-Reading: it has no bias; here there is one, without a penalty.
+Reading: the method takes one round, in which all clients act. ``start_from`` names the pretrained
+network. With fewer clients a round, or with data that grow, a client sends the change of its sums
+since its last reply. So the layer is always the solution for all examples that the server was told
+about, and no task of a stream is forgotten.
+Reading: the paper's clients send solved layers, and the server merges them pair by pair. Sums give
+the same layer.
+Reading: the paper adds its penalty once for each client and removes it afterwards (``clean_reg``).
+Here it is added once, at the server.
+Reading: the paper's layer has no bias. Here it has one, without a penalty.
 """
 
 from __future__ import annotations

@@ -11,19 +11,19 @@ State: the global parameters, of the network with the random layer from the end 
 on; gram = G so far, (M+1, M+1); cross = P so far, (M+1, C), both in float64.
 Memory: gram, cross = the client's own sums of the task that it was last in, without ``groups``;
 task = that task.
-Reading: features e are ReLU(h Q), with Q of fixed random numbers of mean 0 and spread 1, (D, M);
-with ``width`` 0 they are h, the network's own. The code prints M = 1,250 in its README and 10,000
-as its default.
-Reading: the code's rho is 1e6 and to be tuned; so it is here, and what fits depends on M and on the
-features' size.
-Reading: the code has no bias; here there is one, without a penalty, as in ``afl``.
-Reading: the code predicts by the cosine with the columns of the layer (``cosine``), the bias among
-them here.
-Reading: a client that is asked again in a task sends by how much its sums have changed, so nothing
+Reading: features e are ReLU(h Q), where Q has fixed random numbers of mean 0 and standard deviation
+1, (D, M). With ``width`` 0, e is h. The code states M = 1,250 in its README and 10,000 as its
+default.
+Reading: rho is 1e6, as in the code, which tunes it. The best value depends on M and on the size of
+the features.
+Reading: the code's layer has no bias. Here it has one, without a penalty, as in ``afl``.
+Reading: the code predicts by the cosine with the columns of the layer (``cosine``). Here the
+columns include the bias.
+Reading: a client that is asked again within a task sends the change of its sums, so that nothing
 counts twice.
-Reading: with ``groups`` it is STSA-E: clients send sums of so many random groups of theirs, by
-class, from which G is estimated, task by task, as the code does. An estimate may have negative
-eigenvalues; for the layer they count as 0.
+Reading: with ``groups``, the method is STSA-E: by class, clients send the sums of as many random
+groups of their examples, and G is estimated from these for each task, as in the code. An estimate
+can have negative eigenvalues; they count as 0 when the layer is solved for.
 """
 
 from __future__ import annotations

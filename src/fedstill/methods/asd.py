@@ -8,9 +8,9 @@ entropy of the global model's prediction; p = the client's label proportions. w_
 to exp(-b1 H_i) / p(y_i)^b2 in the batch.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the repository's lambda is 2 or 20 and its T is 2, FedADKD gives none for its rows; we take
-1 and 1.
-Reading: the repository has no T^2 on this term; H is taken at temperature 1 throughout.
+Reading: the repository's lambda is 2 or 20 and its T is 2; FedADKD gives no values for its rows. We
+use 1 and 1.
+Reading: the repository has no T^2 in this term. H always has temperature 1.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ State: the global parameters; before = the head as training left it; counts, sum
 each class how many examples there are, the sum of their features and that of the outer products or
 squares of these, in float64, until the head is calibrated.
 Memory: nothing.
-Reading: the paper's clients send means and covariances. Here they send sums, which add up to those
-of all clients' features, exactly and however the data are split.
-Reading: a class of fewer than two examples gets the mean of the others' covariances; one of none is
-not drawn.
-Reading: the paper prints M_c from 100 to 2,000 by data set. We draw 200, seen ten times: as many
-steps as its most.
+Reading: the paper's clients send means and covariances. Here they send sums, which give the moments
+of all clients' features exactly, however the data are split.
+Reading: a class with fewer than two examples gets the mean covariance of the other classes. A class
+without examples is not drawn.
+Reading: the paper's M_c is between 100 and 2,000, depending on the data set. We draw 200 features
+and use each ten times, which takes as many steps as the paper's maximum.
 Reading: there is no official code.
 """
 

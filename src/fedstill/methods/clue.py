@@ -12,14 +12,15 @@ State: no global parameters; model.N = what client N fitted alone; size.N = its 
 student.N = client N's model with its helper's parameters in it; vote.N = the weights (2,) of both
 models' votes.
 Memory: nothing.
-Reading: the helper is the peer whose mean softmax on noise is largest for the class asked for; of
-equal ones the first.
-Reading: significant is a large abs(g w) of the helper's cross-entropy on that noise, labelled as
-the class asked for. The largest of every layer's weights, and of its biases, replace the client's
-in a copy of its model; running statistics stay the client's. Of equal ones the first.
-Reading: the client's model and the copy vote with their probabilities, each weighted by log((1 - e)
-/ e), not below 0, of its error e on the client's own data, counted as (wrong + 1/2) / (n + 1);
-equally if neither is right half the time.
+Reading: the helper is the peer with the largest mean softmax output on noise for the class that the
+client asks for; the first of them in a tie.
+Reading: a significant weight has a large abs(g w), where g is the gradient of the helper's
+cross-entropy on that noise, labelled as the class. In each layer, the most significant weights and
+biases replace the client's in a copy of its model, the first ones in a tie. Running statistics stay
+the client's.
+Reading: the client's model and the copy vote with their probabilities. The weight of a vote is
+log((1 - e) / e), at least 0, where e is the error on the client's own data, counted as (wrong +
+1/2) / (n + 1). Both have the same weight if neither is right more than half of the time.
 """
 
 from __future__ import annotations

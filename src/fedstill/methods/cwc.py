@@ -11,17 +11,18 @@ State: the global parameters; importance = Omega, for each trained parameter; cy
 clients the round's chain has; omega.N = the Nth omega, the last cycle's alone, where ``memory`` is
 "sliding".
 Memory: nothing.
-Reading: the code keeps omegas in a queue and folds them, times a, into the memory once a cycle of
-clients is full. The same is one sum that is multiplied by a at the end of every round; with a part
-of the clients a round (SFedKD), the round is the cycle, so that decay comes "on revisitation".
-``memory`` "ema" is that, "sliding" the sum of the last cycle's omegas, "sum" that of all.
-Reading: the code's g in W is the gradient of the whole loss; its option ``lseg`` is that of the
-cross-entropy alone.
-Reading: the code lets an omega be negative; ``clamp`` cuts it off at 0.
-Reading: the code trains with an Adam per client that lives on between rounds, SFedKD's table with
-the SGD of the other rows; we follow the table. SFedKD names no c and a: the code's defaults are 0.1
-and, by class, 0.5; its script has 10 and 1. With 0.1 SFedKD's setting, reduced, diverged on three
-seeds of three: ``weight`` is 0.01.
+Reading: the code keeps omegas in a queue. When a cycle of clients is complete, it adds them to the
+memory and multiplies the memory by a. This equals one sum that is multiplied by a at the end of
+every round. With a part of the clients in each round (SFedKD), the round is the cycle, so that
+omegas decay "on revisitation". ``memory`` "ema" is this rule, "sliding" the sum of the last cycle's
+omegas, "sum" the sum of all.
+Reading: the code's g in W is the gradient of the complete loss. With its option ``lseg``, it is the
+gradient of the cross-entropy alone.
+Reading: the code allows negative omegas. ``clamp`` sets them to 0.
+Reading: the code trains with one Adam per client, which keeps its state between rounds. SFedKD's
+table uses SGD as for the other rows, and so do we. SFedKD gives no c and a: the code's defaults are
+0.1 and, by class, 0.5; its script has 10 and 1. With 0.1, a reduced version of SFedKD's setting
+diverged on three of three seeds. So ``weight`` is 0.01.
 """
 
 from __future__ import annotations

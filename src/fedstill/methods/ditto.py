@@ -5,15 +5,15 @@ Algorithm 1, and its code.
 Symbols: lambda = ``strength``; v_k = a client's own model.
 State: the global parameters, nothing more.
 Memory: params = v_k, the client's own model.
-Reading: the code trains both models batch by batch on the same batches; here the own one is trained
-first, in a stage ``personal`` with epochs of its own, near the model that the round began with. The
-two do not meet in either.
-Reading: lambda is one number for all clients; the paper also chooses it for each on validation
+Reading: the code trains both models on the same batches in turn. Here the client's own model is
+trained first, in the stage ``personal`` with its own number of epochs, near the model with which
+the round began. The models do not interact in either order.
+Reading: lambda is the same for all clients. The paper also selects it for each client on validation
 data.
-Reading: the code's server adds the plain mean of differences; ``aggregation`` chooses, by size as
-it is.
-Reading: its clients train at 0.05 in batches of 16 without momentum; here as in the other methods'
-tables.
+Reading: the code's server adds the unweighted mean of differences. ``aggregation`` decides; the
+default weighs clients by size.
+Reading: the paper's clients train at 0.05 in batches of 16 without momentum. Here they train as in
+the other methods' tables.
 """
 
 from __future__ import annotations

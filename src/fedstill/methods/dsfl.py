@@ -10,10 +10,10 @@ State: the parameters of the server's model; subset = positions (o_r,) of the ro
 where ``subset`` asks for fewer than all; target = what all learn on these, (o_r, C), until the
 clients have.
 Memory: params = the client's own model.
-Reading: the paper exchanges 1,000 of its 20,000 public images a round; here all of them unless
-``subset`` says so.
+Reading: the paper exchanges 1,000 of its 20,000 public images each round. Here the default is all;
+``subset`` sets the number.
 Reading: there is no official code. Five epochs in batches of 100 with plain SGD at 0.1 are our
-reading of its setting.
+reading of the paper's setting.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ State: no global parameters, but with ``average_weights``; sums = the sum of the
 C), in float64; holders = how many of its clients have each class, (C,); means.N = F of its client
 N; counts.N = its label counts.
 Memory: params = the client's own model.
-Reading: a client gets for each class the mean over the others that have it, in the last round; a
-class that no other has teaches it nothing.
-Reading: the paper takes F over the steps of local training; here it is taken after it, in
-evaluation mode.
-Reading: the paper's regulariser compares normalised logits, there is no official code, and others
-take it in several ways; here it is the divergence from the softmax of F, ``kd`` at temperature 1.
-Reading: gamma is not printed; we take 1, as in FedDistill.
+Reading: for each class, a client receives the mean over the other clients that had it in the last
+round. A class that no other client has teaches it nothing.
+Reading: the paper averages F over the steps of local training. Here F is computed after training,
+in evaluation mode.
+Reading: the paper's regulariser compares normalised logits. There is no official code, and
+implementations differ. Here it is the divergence from the softmax of F, ``kd`` at temperature 1.
+Reading: the paper does not state gamma. We use 1, as in FedDistill.
 """
 
 from __future__ import annotations

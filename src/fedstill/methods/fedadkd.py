@@ -11,29 +11,31 @@ it sent it last, 1 at first; phi = on a chain, the weights (clients,) of the rou
 the others; labels = the census's label counts (clients, C), where ``phi_timing`` is "exact"; cohort
 = then, on a chain, the ids (n,) of the round's clients, in the place of phi.
 Memory: nothing.
-Reading: the paper's "original" NCKD keeps the true class's dimension and does worse, but DKD's
-published formula equals removing it; ``nckd_mode`` "zero" (the true logit set to 0) stands in for
-it. "mask1000" is DKD's formula, "slice" the not-true part of the divergence over all classes.
-Reading: figure 4 varies alpha for the IID or the other clients of a hybrid split, and does not
-say how: here one group is the first clients, as the partition ``hybrid`` numbers them, and each
-group has an alpha (``feddkd_groups``).
-Reading: eq. 3 sums over classes a quantity defined for the label only. ``tckd`` "target" is that
-quantity for the label, "binary" DKD's two-way divergence, "full" the divergence over all classes,
-which the sum suggests. "binary" is the default of ``feddkd``, "target" of ``feddkd_groups`` and
-``fedadkd``. Of "target" and "binary", FedADKD was above FedNTD only with "target" when we ran both
+Reading: the paper's "original" NCKD keeps the dimension of the true class and does worse. But DKD's
+published formula equals removing it. ``nckd_mode`` "zero" (the true logit set to 0) stands in for
+the original. "mask1000" is DKD's formula, "slice" the not-true part of the divergence over all
+classes.
+Reading: figure 4 varies alpha for the IID clients or for the others of a hybrid split, and does not
+say how. Here one group is the first clients, as the partition ``hybrid`` numbers them, and each
+group has its own alpha (``feddkd_groups``).
+Reading: eq. 3 sums over classes a quantity that is defined for the label only. ``tckd`` "target" is
+this quantity for the label, "binary" DKD's two-way divergence, "full" the divergence over all
+classes, which the sum suggests. "binary" is the default of ``feddkd``, "target" of
+``feddkd_groups`` and ``fedadkd``. When we ran both, FedADKD was above FedNTD only with "target"
 (docs/results/fedadkd.md).
-Reading: no temperature is given; both terms are multiplied by tau^2, as DKD's code does.
-Reading: eq. 7 prints G where Algorithm 1 asks for f(G); ``phi_source`` chooses, f(G) by default.
+Reading: no temperature is given. Both terms are multiplied by tau^2, as in DKD's code.
+Reading: eq. 7 prints G where Algorithm 1 asks for f(G). ``phi_source`` decides; the default is
+f(G).
 Reading: Algorithm 1 computes phi before any client has sent its G, which starts at 1.
-``phi_timing`` "stale" is that to the letter: a client's G is the one it last sent, 1 at first.
+``phi_timing`` "stale" follows it literally: a client's G is the last one that it sent, or 1.
 "exact" takes all label counts before round 1.
-Reading: on a chain the cohort is the round's clients, and phi is computed before the first of them
+Reading: on a chain, the cohort is the round's clients, and phi is computed before the first of them
 trains.
-Reading: Algorithm 1 prints the uniform mean of models; as in FedAvg, ``aggregation`` chooses, by
-size by default.
-Reading: alpha, delta and tau are not given for the tables; beta = 1 and tau = 1 follow from the
-ablation without TCKD. alpha = 3 was above 1 on each of five seeds that had chosen nothing; delta
-from 0.5 to 5 made no difference (docs/results/fedadkd.md).
+Reading: Algorithm 1 prints the uniform mean of models. ``aggregation`` decides, as in FedAvg; the
+default is by size.
+Reading: the paper gives no alpha, delta and tau for its tables. beta = 1 and tau = 1 follow from
+the ablation without TCKD. On five seeds that were not used for this choice, alpha = 3 was always
+better than 1; delta from 0.5 to 5 made no difference (docs/results/fedadkd.md).
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ Symbols: mu = ``mu``; omega_S = ``width``; K = TM TM^T, TM = the transmitting ma
 s(K) = the root of K's spectral norm by ``iterations`` of the power method.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the term's size is always mu times the cross-entropy's: it is multiplied by their ratio, a
-constant. Where the term is 0 we add nothing.
-Reading: the code's optimiser has Nesterov momentum, drops the last batch, and belongs to a worker
-process, so that its momentum passes between clients; here momentum is plain and fresh in every
-round, and the last batch is kept.
+Reading: the term is scaled to mu times the cross-entropy: it is multiplied by their ratio, which is
+a constant for the gradient. A term of 0 is left out.
+Reading: the code's optimiser has Nesterov momentum and belongs to a worker process, so that clients
+hand momentum on to each other; the code drops the last batch. Here momentum is plain and starts at
+0 in every round, and the last batch is kept.
 """
 
 from __future__ import annotations

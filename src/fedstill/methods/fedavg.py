@@ -5,10 +5,10 @@ Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from 
 Not-True Distillation" (FedNTD, 2022), appendix B.3.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: FedNTD's section 4.1 says an initial learning rate of 0.1, its appendix and code 0.01; we
-take 0.01.
-Reading: eq. 2 weighs clients by size, Algorithm 1 prints the uniform mean; ``aggregation`` chooses,
-by size by default.
+Reading: FedNTD's section 4.1 states an initial learning rate of 0.1; its appendix and code have
+0.01. We use 0.01.
+Reading: eq. 2 weighs clients by size; Algorithm 1 prints the uniform mean. ``aggregation`` decides;
+the default is by size.
 """
 
 from __future__ import annotations

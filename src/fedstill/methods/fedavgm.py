@@ -5,8 +5,8 @@ Classification".
 Symbols: beta = ``momentum``; eta = ``server_lr``; v = the running sum.
 State: the global parameters; velocity = v, for each trained parameter, 0 at first.
 Memory: nothing.
-Reading: the paper has eta = 1 throughout; trained entries alone have momentum, buffers (running
-variances, which a momentum could make negative) are averaged.
+Reading: the paper has eta = 1 throughout. Only trained entries have momentum. Buffers are averaged,
+because momentum could make running variances negative.
 """
 
 from __future__ import annotations

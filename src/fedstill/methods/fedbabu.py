@@ -5,10 +5,11 @@ Source: Oh et al., "FedBABU: Toward Enhanced Representation for Federated Image 
 (2022), and its code.
 State: the global parameters, of which the head stays as it was; nothing more.
 Memory: params = the client's fine-tuned model, after the last round.
-Reading: the code leaves the head in the optimiser at a learning rate of 0; here it is not trained,
+Reading: the code keeps the head in the optimiser with a learning rate of 0. Here it is not trained,
 which is the same.
-Reading: its clients train at 0.1, a tenth of that after half and three quarters of the rounds; here
-as in the other methods' tables. Fine-tuning takes five epochs, as there.
+Reading: the paper's clients train at 0.1, and at a tenth of it after half and after three quarters
+of the rounds. Here they train as in the other methods' tables. Fine-tuning takes five epochs, as in
+the paper.
 """
 
 from __future__ import annotations

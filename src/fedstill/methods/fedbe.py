@@ -8,22 +8,24 @@ Symbols: M = ``samples``; alpha of the Dirichlet distribution = ``concentration`
 State: the global parameters; model.N = what client N sent in this round, until the server has
 distilled; sizes = how these clients are weighed, until then.
 Memory: nothing.
-Reading: the Gaussian's mean is the average, its variance that of the clients' entries around it,
-each with the client's weight in the average. The code has it of changes divided by their norm, each
-tensor for itself, and multiplies deviations by 0.1 (``spread``).
-Reading: a model from the Dirichlet distribution is the mean of the clients' with the shares drawn,
-as in the code.
-Reading: buffers are not drawn: drawn models have those of the average. In the averaged weights they
-are the last step's; the code computes those of batch normalisation anew.
-Reading: the code raises the mean prediction to the power 1/0.5 (``temperature`` 0.5). Here it is
-left as it is: on digits, with few classes a client, sharpened predictions were worse on each of
-three seeds (docs/results/methods.md).
-Reading: the code's mean of the divergence is over classes, too, so steps are C times shorter. Here
-it is summed over classes, as in the other methods.
-Reading: its code averages every 25 steps from step 500 of about 1,600 on, at a constant rate. Here
-the rate falls in a line from 0.001 to 0.0004 in each cycle of 25 steps; with ``low`` 1 it is
-constant. The last step is averaged, too.
-Reading: its clients train for 20 epochs in batches of 40; here as in the other methods' tables.
+Reading: the mean of the Gaussian is the average model, and its variance is that of the clients'
+entries around it, with the clients' weights in the average. The code normalises each tensor of the
+changes, and multiplies deviations by 0.1 (``spread``).
+Reading: a model drawn from the Dirichlet distribution is the mean of the clients' models with the
+drawn shares, as in the code.
+Reading: buffers are not drawn: drawn models have the buffers of the average. In the averaged
+weights, buffers are those of the last step; the code recomputes the statistics of batch
+normalisation.
+Reading: the code raises the mean prediction to the power of 1/0.5 (``temperature`` 0.5). Here it is
+not sharpened: on digits, with few classes for each client, sharpened predictions were worse on each
+of three seeds (docs/results/methods.md).
+Reading: the code averages the divergence over classes, too, so that its steps are C times shorter.
+Here it is summed over classes, as in the other methods.
+Reading: the code averages every 25 steps, starting at step 500 of about 1,600, with a constant
+learning rate. Here the rate falls linearly from 0.001 to 0.0004 in each cycle of 25 steps; ``low``
+= 1 makes it constant. The last step is averaged, too.
+Reading: the paper's clients train for 20 epochs in batches of 40. Here they train as in the other
+methods' tables.
 """
 
 from __future__ import annotations

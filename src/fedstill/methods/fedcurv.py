@@ -8,13 +8,13 @@ State: the global parameters; fisher, fisher_params = the sums of u_k and v_k ov
 count, for each trained parameter; counted = 1 for each client whose u_k is in them, else 0,
 (clients,).
 Memory: fisher, fisher_params = the client's own u_k and v_k of its last run.
-Reading: FedCurv's paper sums over the last round's clients, FedNTD's code over all clients ever
-seen; ``scope``.
-Reading: the information is that of the images as they are trained on, augmented if the run
-augments, as in FedNTD's code; FedCurv's paper augments nothing. The network is in evaluation mode,
-as there.
-Reading: FedNTD's code decrements the global sum in place, so that later clients of a round miss
-earlier ones; not here.
+Reading: FedCurv's paper sums over the last round's clients, FedNTD's code over all clients that
+took part so far. ``scope`` decides.
+Reading: the information is computed on images as they are trained on, with augmentation if the run
+augments, as in FedNTD's code; FedCurv's paper does not augment. The network is in evaluation mode,
+as in that code.
+Reading: FedNTD's code decrements the global sum in place, so that later clients of a round lack
+earlier ones. We do not follow this.
 """
 
 from __future__ import annotations

@@ -7,14 +7,15 @@ Symbols: m_k = ``body.shift``; g = ``consensus``; kappa = ``kappa``.
 State: the global parameters, in which the shift stays zero; consensus = g, (D,), from the first
 stage on.
 Memory: params = the client's own model, whole, its shift included.
-Reading: the paper's running mean of features has a momentum mu; its code's setting is 1, which is
-the batch's own mean. Here there is no other.
-Reading: g is the mean over clients, by size, of each one's mean features after one visit that
-starts from the initial model and is thrown away: over all its examples and in evaluation mode,
-where the code takes the last batch's.
-Reading: kappa is the code's for Fashion-MNIST; its parser's default, 0, is FedAvg with shifts.
-Reading: the code's clients train for one epoch at 0.005 in batches of 10; here as in the other
-methods' tables.
+Reading: the paper's running mean of features has a momentum mu. The setting in the code is 1, which
+gives the mean of the batch. This is the only option here.
+Reading: g is the mean over clients, by size, of their mean features after one visit that starts
+from the initial model and is then discarded. It is computed over all examples in evaluation mode;
+the code uses the last batch.
+Reading: kappa is the code's value for Fashion-MNIST. Its parser's default, 0, is FedAvg with
+shifts.
+Reading: the code's clients train for one epoch at 0.005 in batches of 10. Here they train as in the
+other methods' tables.
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@ State: the global parameters; drift = the mean of h_k over all clients, for each
 0 at first; gradient = g, likewise; labels = the census's label counts (clients, C), of which the
 sums give v_k.
 Memory: drift = h_k; gradient = g_k, each for each trained parameter.
-Reading: with some clients a round, the paper averages w_k + h_k over them; the code averages w_k
-over them and h_k over all clients, as here. The server needs no drifts for that: it adds what
-moved.
-Reading: alpha and g are divided by v_k at the client and the change of g_k is multiplied by it, as
-in the code. A client without examples counts as one of the mean size.
-Reading: g_k is the way over steps times learning rate. The code takes one number of steps for all
-clients and the first round's rate; here both are the visit's own. Momentum is not counted: the
-code's plan has none.
+Reading: if a round has only some of the clients, the paper averages w_k + h_k over them. The code
+averages w_k over them and h_k over all clients, as we do. The server does not need the drifts for
+this: it adds their changes.
+Reading: alpha and g are divided by v_k at the client, and the change of g_k is multiplied by it, as
+in the code. A client without examples counts as one of average size.
+Reading: g_k is the distance over steps times learning rate. The code uses the same number of steps
+for all clients, and the first round's rate. Here both are those of the visit. Momentum does not
+count: the code's plan has none.
 """
 
 from __future__ import annotations

@@ -10,12 +10,13 @@ State: the global parameters; model.N = what client N sent in this round, until 
 distilled.
 Memory: nothing.
 Reading: the paper's server takes up to 10,000 steps of 128 public images and stops after 1,000
-without gain on held-out labelled images; 10,000 steps are 25 passes over its 50,000 public images.
-Here the server has no labelled images, and makes a fixed number of passes, 25 as it is;
-``[plan.teach_server]`` changes it (``steps`` instead of ``epochs``, too).
-Reading: its Adam starts at 0.001 and follows a cosine to 0 within a round; here it stays at 0.001.
-Reading: its clients train for 40 epochs at a rate of 0.1 without momentum; here as in the other
-methods' tables.
+steps without improvement on held-out labelled images. 10,000 steps are 25 passes over its 50,000
+public images. Here the server has no labelled images and makes a fixed number of passes, 25 by
+default. ``[plan.teach_server]`` sets it (also as ``steps`` instead of ``epochs``).
+Reading: the paper's Adam starts at 0.001 and decays to 0 by a cosine within a round. Here it stays
+at 0.001.
+Reading: the paper's clients train for 40 epochs at 0.1 without momentum. Here they train as in the
+other methods' tables.
 """
 
 from __future__ import annotations

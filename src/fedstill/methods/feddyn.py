@@ -6,10 +6,10 @@ Symbols: alpha = weight of the proximal term; g_i = a client's gradient at its l
 server's mean of them.
 State: the global parameters; h = the server's, for each trained parameter, 0 at first.
 Memory: gradient = g_i, for each trained parameter.
-Reading: the algorithm averages participants uniformly; ``aggregation`` is uniform as it is.
-FedNTD's code averages by size, but sums h uniformly; ``aggregation`` "examples" is that.
-Reading: the paper's alpha goes from 0.001 to 0.1 with the data, FedNTD's code has 0.1; we take
-0.01.
+Reading: the algorithm averages participants uniformly, which is the default of ``aggregation``.
+FedNTD's code averages by size but sums h uniformly; ``aggregation`` = "examples" follows it.
+Reading: the paper's alpha is between 0.001 and 0.1, depending on the data; FedNTD's code has 0.1.
+We use 0.01.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ Synthetic and Fixed Classifier" (2023), and its code.
 Symbols: V = the simplex, the head of model ``etf``; n_c = the client's examples of class c.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the code counts a class without examples as one of a single one.
-Reading: its scale of the cosines begins at 10 for a small network and at 1 for ResNets:
+Reading: the code counts a class without examples as one with a single example.
+Reading: the paper's scale of the cosines starts at 10 for a small network and at 1 for ResNets:
 ``model.scale``.
-Reading: of the paper's two parts this is the first, the global model. The second fine-tunes
-projection and simplex in turns at each client; it is not here.
-Reading: the code trains for 3 epochs at 0.04 in batches of 128; here as in the other methods'
-tables.
+Reading: this is the first of the paper's two parts, the global model. The second part, which
+fine-tunes projection and simplex in turn at each client, is not included.
+Reading: the code trains for 3 epochs at 0.04 in batches of 128. Here clients train as in the other
+methods' tables.
 """
 
 from __future__ import annotations

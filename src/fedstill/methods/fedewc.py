@@ -10,16 +10,16 @@ nothing is trained.
 State: the global parameters; anchor = the trained ones at the end of the task before, from the
 second task on; fisher = F, for each trained parameter, from the second task on.
 Memory: nothing.
-Reading: a client's part of F is the mean over its examples of p(y|x) times the squared gradient of
-log p(y|x), for the true label, example by example, in evaluation mode; the server weighs clients by
-their examples. The code has it so.
-Reading: p is the softmax over the outputs that ``stream.head`` trains. The code's are the task's:
-set it to "task".
-Reading: in Fed-Mammoth's code the last round of a task trains nothing, as its penalty is returned
-in the loss's place; not followed.
-Reading: in TARGET's, LANDER's and STSA's codes the penalty is taken at the model that was received,
-and a copy of it is trained. So it has no gradient there, and what their tables call EWC is
-finetuning, to the bit. Not followed.
+Reading: a client's share of F is the mean over its examples of p(y|x) times the squared gradient of
+log p(y|x) for the true label, in evaluation mode. The server weighs clients by their examples. The
+code does the same.
+Reading: p is the softmax over the outputs that ``stream.head`` trains. The code uses the outputs of
+the task: set ``stream.head`` to "task".
+Reading: in Fed-Mammoth's code, the last round of a task trains nothing, because the penalty is
+returned in place of the loss. We do not follow this.
+Reading: in the codes of TARGET, LANDER and STSA, the penalty is computed at the received model,
+while a copy of it is trained. So the penalty has no gradient, and the rows called EWC in their
+tables are finetuning, to the bit. We do not follow this.
 """
 
 from __future__ import annotations

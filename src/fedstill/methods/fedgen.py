@@ -10,20 +10,20 @@ Stages: ``train``, and ``generate``, in which the server trains G.
 State: the global parameters; labels = label counts by client, (clients, C); generator = the
 parameters of G; head.N = the head that client N sent in the round, until G has been trained.
 Memory: nothing.
-Reading: omega is of all examples that the round's clients have; the code counts those they saw, and
-begins at 1, so that clients without a class teach it, too.
-Reading: the code gives each generated example the batch's mean omega; here it has its own class's,
-as in the paper.
-Reading: a client draws 100 features of each class a round, and takes one after another; the code
-draws for every step.
-Reading: G has no normalisation, and its optimiser begins anew each round. The code's term that
-keeps G from what the global model says has weight 0, and is not here.
-Reading: a and b are 10 on MNIST and 1 on EMNIST, at 0.01 without momentum; here 1, for momentum
-makes steps longer.
-Reading: the code's clients take 20 batches a round; here they train as in the other methods'
+Reading: omega counts all examples of the round's clients. The code counts the examples that they
+have seen, starting at 1, so that clients without a class teach it, too.
+Reading: the code gives each generated example the mean omega of the batch. Here it has the omega of
+its own class, as in the paper.
+Reading: a client draws 100 features of each class in a round, and uses them in turn. The code draws
+new ones in every step.
+Reading: G has no normalisation, and its optimiser starts anew in each round. The code's term that
+keeps G from repeating the global model has weight 0 and is left out.
+Reading: a and b are 10 on MNIST and 1 on EMNIST, at 0.01 without momentum. Here they are 1, because
+momentum makes steps longer.
+Reading: the code's clients take 20 batches in a round. Here they train as in the other methods'
 tables.
-Reading: the code has no class weights; here they weigh the cross-entropy of generated features,
-too, as it is a loss of labels.
+Reading: the code has no class weights. Here they also weigh the cross-entropy of generated
+features, because it is a loss of labels.
 """
 
 from __future__ import annotations

@@ -10,16 +10,16 @@ but the first; teacher = their mean with this round's, from when there are two; 
 each teacher, as the models vote; loss.N = the loss on public data of the model that round N began
 with, as the models vote.
 Memory: nothing.
-Reading: the paper's weight is gamma / 2 with gamma 0.2; ``weight`` is all of it.
-Reading: only averaged models teach, as in the code: not the initial one. The first round has no
+Reading: the paper's weight is gamma / 2 with gamma = 0.2. ``weight`` is the complete factor.
+Reading: only averaged models teach, as in the code, and not the initial one. The first round has no
 teacher.
-Reading: the code's teacher stays the first round's for ever if M is 1; here it is the round's
-global model.
-Reading: the code's vote cannot run, and its divergences would have no gradient; here they have, and
-the server's losses on labelled public data weigh the teachers, as the formula says, with a
+Reading: with M = 1, the code's teacher stays that of the first round. Here it is the current global
+model.
+Reading: the code's vote cannot run, and its divergences would have no gradient. Here they have one,
+and the server's losses on labelled public data weigh the teachers by the formula, with a
 temperature of 1.
-Reading: the code weighs clients alike; ``aggregation`` chooses, by size as it is. Training settings
-as in the other methods' tables; the code's are 20 epochs at 0.05 with momentum 0.9.
+Reading: the code weighs clients equally. ``aggregation`` decides; the default is by size. The code
+trains for 20 epochs at 0.05 with momentum 0.9. Here clients train as in the other methods' tables.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ Symbols: tau = ``margin``, a scale of margins and no temperature; n_c = the clie
 class c.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the printed loss leaves the label out of its denominator, has no lower bound, and training
-was reported to collapse; as it is the label is in it, which is calibrated softmax.
-``denominator`` = "others" is the printed one.
-Reading: tau n_c^(-1/4) is infinite for a class without examples; there the margin is 100 tau.
-Reading: there is no official code; tau is 1 in two implementations and 0.1 in a third. We take 1.
-Reading: n_c are the client's own counts; one implementation takes those of all clients, so that all
-have one margin.
+Reading: the printed loss leaves the label out of its denominator and has no lower bound, and its
+training was reported to collapse. By default, the label is included, which gives the calibrated
+softmax. ``denominator`` = "others" is the printed loss.
+Reading: tau n_c^(-1/4) is infinite for a class without examples. Its margin is 100 tau.
+Reading: there is no official code. tau is 1 in two implementations and 0.1 in a third. We use 1.
+Reading: n_c are the client's own counts. One implementation uses the counts of all clients, so that
+all have the same margins.
 """
 
 from __future__ import annotations

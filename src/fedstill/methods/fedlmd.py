@@ -6,11 +6,11 @@ Symbols: beta, tau = ``temperature``; majority = the classes of which a client h
 mean over all classes.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: where the label is the only minority class, the code's mask leaves the teacher nothing and
-the loss is about 1000 times its probability of the label; there is nothing to distil, so the term
-is 0.
-Reading: the published teacher-free form does not run (an argument too many, a negative target); its
-target is uniform over the minority classes other than the label.
+Reading: if the label is the only minority class, the code's mask leaves nothing to the teacher, and
+the loss is about 1000 times the probability of the label. As there is nothing to distil, the term
+is 0 here.
+Reading: the published form without a teacher does not run: it has an argument too many and a
+negative target. Here its target is uniform over the minority classes other than the label.
 """
 
 from __future__ import annotations

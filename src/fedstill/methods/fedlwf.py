@@ -8,12 +8,12 @@ client is in.
 State: the global parameters; old = the global model at the end of the task before, from the second
 task on.
 Memory: nothing.
-Reading: the codes take 3 times the cross-entropy of softened old columns with tau 2 and no tau^2;
-with tau^2, a weight of 0.75 has their gradient.
-Reading: old and new outputs are compared over O alone and as they are, whatever outputs
-``stream.head`` trains. The codes train the task's outputs alone: set ``stream.head`` to "task".
+Reading: the codes use 3 times the cross-entropy of the old columns, softened with tau 2 and without
+tau^2. With tau^2, a weight of 0.75 has the same gradient.
+Reading: old and new outputs are compared over O alone, whatever outputs ``stream.head`` trains. The
+codes train only the outputs of the task: set ``stream.head`` to "task".
 Reading: Fed-Mammoth's LwF distils the columns of the new classes, which the old model never
-trained; not followed.
+trained. We do not follow this.
 """
 
 from __future__ import annotations

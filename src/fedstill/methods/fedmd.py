@@ -11,14 +11,14 @@ State: the parameters of the server's model; subset = positions (P,) of the roun
 where ``subset`` asks for fewer than all; target = the consensus on these, (P, C), until the clients
 have learned from it.
 Memory: params = the client's own model.
-Reading: the paper's pre-training and transfer go on "to convergence"; here 20 and 25 epochs, the
-most its code allows.
-Reading: the paper calls what is exchanged class scores; its code means logits, and digests them by
+Reading: the paper's pre-training and transfer continue "to convergence". Here they take 20 and 25
+epochs, the maximum of its code.
+Reading: the paper exchanges "class scores". In its code these are logits, and their distance is the
 absolute error.
-Reading: the consensus is of ``subset`` public images, drawn again each round (5,000 in the code);
-by default 0: of all.
-Reading: FedMD has no model on the server. Ours learns from the consensus as a client does, so that
-there is one to measure; no client learns from it.
+Reading: the consensus covers ``subset`` public images, drawn anew in each round (5,000 in the
+code). The default, 0, means all.
+Reading: FedMD has no model on the server. Here the server has one that learns from the consensus
+like a client, so that a global model can be measured. No client learns from it.
 """
 
 from __future__ import annotations

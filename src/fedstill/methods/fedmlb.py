@@ -7,14 +7,14 @@ Symbols: l1, l2, l3 = ``own``, ``branch``, ``agree``; tau = ``temperature``; a l
 network can be cut.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the code does not detach the branches in the divergence, so that their gradient flows into
-the local layers; ``detach`` does.
-Reading: without a factor tau squared, as in the code.
-Reading: the received layers are in evaluation mode; in the code in training mode, which under
-GroupNorm is the same.
-Reading: a step costs 1 + L/2 passes of FedAvg's with L branches.
-Reading: the code's settings are 1,000 rounds at 0.1 with a weight decay of 1e-3, batches of 50 and
-gradients clipped at 10; here as in the other methods' tables.
+Reading: the code does not detach the branches in the divergence, so that their gradient reaches the
+local layers. ``detach`` stops it.
+Reading: the divergence has no factor tau^2, as in the code.
+Reading: the received layers are in evaluation mode. In the code they are in training mode, which is
+the same under GroupNorm.
+Reading: with L branches, a step costs 1 + L/2 times a step of FedAvg.
+Reading: the code trains for 1,000 rounds at 0.1 with weight decay 1e-3, in batches of 50, with
+gradients clipped at 10. Here clients train as in the other methods' tables.
 """
 
 from __future__ import annotations

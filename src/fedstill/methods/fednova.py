@@ -10,10 +10,10 @@ parameter, unless ``ccvr`` is "off"; labels = the census's label counts (clients
 is "full".
 Memory: direction = d_i of the client's last run, for each trained parameter, unless ``ccvr`` is
 "off".
-Reading: ``ccvr`` is what the FedNTD repository adds to it, a control variate: "repo" as it runs
-there, with a global term that stays 0, so that a client is pushed away from its own last direction;
-"full" with the update of the global term that the repository defines and never calls. The published
-sharding rows of FedNTD cannot come from plain FedNova, which is FedAvg where sizes and steps are
+Reading: ``ccvr`` is the control variate that FedNTD's repository adds. "repo" is the code as it
+runs: its global term stays 0, so that a client is pushed away from its own last direction. "full"
+includes the update of the global term, which the repository defines and never calls. FedNTD's
+published sharding rows cannot come from plain FedNova, which equals FedAvg if sizes and steps are
 equal.
 """
 

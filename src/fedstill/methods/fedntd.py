@@ -6,12 +6,12 @@ Learning" (2022), eq. 10, with the mix of appendix H and the squared-error varia
 Symbols: beta = weight of not-true distillation; tau = ``temperature``; lambda = ``mix``.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: eq. 10 has no tau^2, the authors' code does; we keep it (it matters away from tau = 1
-only).
-Reading: appendix H's mix has coefficient 1 on the cross-entropy (eq. 17, 18), unlike eq. 3; we
+Reading: eq. 10 has no tau^2, but the authors' code has. We keep it; it matters only if tau is not
+1.
+Reading: the mix of appendix H has coefficient 1 on the cross-entropy (eq. 17, 18), unlike eq. 3. We
 follow appendix H.
-Reading: appendix L leaves the reduction open; divergence at beta 0.3 fits a sum over the C-1
-logits, not a mean.
+Reading: appendix L does not state the reduction. The divergence at beta = 0.3 fits a sum over the
+C-1 logits, not a mean.
 """
 
 from __future__ import annotations

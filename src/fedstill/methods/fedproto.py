@@ -7,15 +7,15 @@ Symbols: lambda = ``strength``; D = features; C = classes.
 State: no global parameters; values = the prototypes, mean features by class, (C, D); seen = 1 for a
 class that has one, else 0, (C,).
 Memory: params = the client's own model.
-Reading: means are taken after training, in evaluation mode; the code takes them while the weights
-move.
-Reading: the text weighs clients by their examples of a class, the code alike; ``aggregation``
-chooses, alike as it is.
-Reading: the distance is the mean of squares over features, as in the code, not their sum; an
-example of a class without a prototype has none, and counts in the batch's mean.
-Reading: the code answers by the nearest prototype of the client's own classes. Here the client's
-head answers, and where it has a test set of its own the journal has the accuracy of the nearest
-prototype over all classes beside it.
+Reading: means are computed after training, in evaluation mode. The code computes them during
+training, while the weights change.
+Reading: the text weighs clients by their examples of a class, the code weighs them equally.
+``aggregation`` decides; the default is equal weights.
+Reading: the distance is the mean, not the sum, of squares over features, as in the code. An example
+of a class without a prototype has no distance, but counts in the mean over the batch.
+Reading: the code predicts the class of the nearest prototype among the client's own classes. Here
+the client's head predicts. If the client has its own test set, the journal also has the accuracy of
+the nearest prototype over all classes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Source: Li et al., "Federated Optimization in Heterogeneous Networks" (2020), eq
 Symbols: mu = weight of the penalty.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: FedNTD's table 5 has mu = 0.1, its configuration 1.0; we take the table's.
+Reading: FedNTD's table 5 has mu = 0.1, its configuration 1.0. We use the value of the table.
 """
 
 from __future__ import annotations

@@ -5,12 +5,13 @@ Source: Collins et al., "Exploiting Shared Representations for Personalized Fede
 (2021), Algorithm 1, and its code.
 State: the global parameters, of which the head stays as it was; nothing more.
 Memory: params = the client's own model, whole.
-Reading: after the last round the code trains all clients' heads once more: the stage ``finetune``.
-Reading: the code has one optimiser for both parts, whose momentum rests in between; here each
-begins anew.
-Reading: statistics of normalisation in the body stay as received while the head is trained.
-Reading: epochs are the code's for two classes a client (ten of the head, one of the body); its
-other settings are 0.01 with momentum 0.5 in batches of 10; here as in the other methods' tables.
+Reading: after the last round, the code trains all clients' heads once more: the stage ``finetune``.
+Reading: the code has one optimiser for both parts and keeps its momentum in between. Here each part
+starts a new one.
+Reading: the normalisation statistics of the body stay as received while the head is trained.
+Reading: the numbers of epochs are the code's for two classes per client (ten for the head, one for
+the body). The code trains at 0.01 with momentum 0.5 in batches of 10. Here clients train as in the
+other methods' tables.
 """
 
 from __future__ import annotations

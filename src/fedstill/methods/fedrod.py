@@ -7,15 +7,15 @@ Symbols: gamma = ``gamma``, the power of label counts in the balanced softmax; t
 ``own.*``.
 State: the global parameters, in which the own head stays zero; nothing more.
 Memory: params = the client's own model, whole, its own head included.
-Reading: there is no official code. The own head is zero at first, so that a client's answer is then
-the generic one; in one implementation it is a copy of the generic head.
-Reading: a class without examples counts as one of one example; log 0 would leave it without
-gradient.
-Reading: the answer is the sum of both heads' logits, as in the paper; one implementation takes the
-own head's alone.
-Reading: one optimiser trains both heads. No gradient of one reaches the other, but ``clip_norm`` is
-over both.
-Reading: the variant in which a network makes the own head out of label counts is left out.
+Reading: there is no official code. The own head is zero at first, so that a client's first answer
+is the generic one. In one implementation, it is a copy of the generic head.
+Reading: a class without examples counts as one with a single example; log 0 would leave it without
+a gradient.
+Reading: the answer is the sum of both heads' logits, as in the paper. One implementation uses the
+own head alone.
+Reading: one optimiser trains both heads. The gradients are independent, except that ``clip_norm``
+bounds their joint norm.
+Reading: the variant in which a network computes the own head from label counts is not included.
 """
 
 from __future__ import annotations

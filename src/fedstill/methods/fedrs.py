@@ -6,12 +6,12 @@ Data" (2021).
 Symbols: alpha = ``alpha``, what the logits of missing classes are multiplied by in training.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the paper restricts missing classes alone, its code every class in proportion: (1 - alpha)
-n_c / max n + alpha of n_c examples; ``scaling`` chooses, the paper's as it is.
-Reading: the paper's last layer has no bias; here the whole logit is multiplied, with the bias where
-there is one.
-Reading: its clients train at 0.03 in batches of 64, gradients clipped to 100; here as in the other
-methods' tables.
+Reading: the paper restricts missing classes alone. Its code restricts every class in proportion, by
+(1 - alpha) n_c / max n + alpha for n_c examples. ``scaling`` decides; the default is the paper's.
+Reading: the paper's last layer has no bias. Here the complete logit is multiplied, including the
+bias if there is one.
+Reading: the paper's clients train at 0.03 in batches of 64 with gradients clipped at 100. Here they
+train as in the other methods' tables.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Algorithm 1, as the code of FedSOL has it; Foret et al., "Sharpness-Aware Minimi
 Efficiently Improving Generalization" (2021).
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: rho is FedSOL's choice for it, 0.5.
-Reading: statistics of normalisation take up each batch in the first pass only.
+Reading: rho is 0.5, the value that FedSOL uses for FedSAM.
+Reading: normalisation statistics are updated in the first pass only.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ Source: Li & Lyu, "Convergence Analysis of Sequential Federated Learning on Hete
 Discrepancy-Aware Multi-Teacher Knowledge Distillation".
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the first paper's code counts steps, with batches of 20 and gradients clipped at 50; SFedKD
-gives five epochs with batches of 64, a learning rate of 0.01 and a weight decay of 1e-4, and names
-no momentum, clipping or decay of the learning rate. There are none here.
+Reading: the first paper's code counts steps, with batches of 20 and gradients clipped at 50. SFedKD
+gives five epochs, batches of 64, a learning rate of 0.01 and a weight decay of 1e-4, and mentions
+neither momentum, clipping nor a decay of the learning rate. We use none of these.
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@ Symbols: rho = ``rho``; Lambda = ``scale``, "adaptive" |w - w_global| in units o
 norms, "fixed" 1.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the divergence from the global model is at temperature 3 and without the factor 9, as in
-the code; only its gradient's direction counts.
-Reading: that gradient is divided by its own norm over all trained entries, not by that of Lambda
-times it, and whatever ``part`` is moved.
-Reading: statistics of normalisation take up each batch in the first pass only.
-Reading: a client's first step is FedAvg's. There the divergence's gradient is zero but for
-rounding, which the code divides by its own norm if Lambda is 1; here nothing is moved before the
-parameters have left those received.
+Reading: the divergence from the global model has temperature 3 and no factor 9, as in the code.
+Only the direction of its gradient matters.
+Reading: the gradient is divided by its norm over all trained entries, not by the norm of Lambda
+times the gradient, whatever ``part`` is moved.
+Reading: normalisation statistics are updated in the first pass only.
+Reading: a client's first step is that of FedAvg. At this point the gradient of the divergence is
+zero up to rounding, which the code divides by its norm if Lambda is 1. Here nothing is moved until
+the parameters differ from the received ones.
 """
 
 from __future__ import annotations

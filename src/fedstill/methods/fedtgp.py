@@ -11,15 +11,16 @@ State: no global parameters; values = G of each class, (C, D); seen = 1 for a cl
 ever had, else 0, (C,); table = the parameters of G; means.N = what client N sent; counts.N = its
 label counts, until the server has learned from them.
 Memory: params = the client's own model.
-Reading: G is an embedding, a linear layer, ReLU and a linear layer; the first two are one table,
-here of width D.
-Reading: the code's distance is the root of a difference that rounding can make negative; here it is
-the root of the sum of squares, which is at least 1e-12.
-Reading: the code answers by the nearest prototype; here the client's head answers, as in FedProto.
-Reading: the margin is the largest distance of a class's mean over clients to the next class's; with
-one class it is 0.
-Reading: the code trains for an epoch at 0.01 in batches of 10, clients and server alike; clients
-here as in FedProto.
+Reading: G is an embedding, a linear layer, ReLU and a linear layer. The first two are one table
+here, of width D.
+Reading: the code's distance is the square root of a difference that rounding can make negative.
+Here it is the square root of the sum of squares, which is at least 1e-12.
+Reading: the code predicts by the nearest prototype. Here the client's head predicts, as in
+FedProto.
+Reading: the margin is the largest distance between a class's mean over clients and that of the
+nearest other class. With one class it is 0.
+Reading: the code's clients and server train for one epoch at 0.01 in batches of 10. Here clients
+train as in FedProto.
 """
 
 from __future__ import annotations

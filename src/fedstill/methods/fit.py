@@ -7,11 +7,10 @@ Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learni
 State: of FT-FedAvg, the global parameters; student.N = client N's fine-tuned model, after the last
 round.
 Memory: of FT-FedAvg, nothing.
-Reading: early stopping "after 10 epochs without improvement" on a validation set, which A.6.4 says
-there is none of: a tenth of the client's own data is held out in this stage alone, and the best
-epoch's model is kept.
-Reading: in a later round, in which clients ask again, the stage goes on from the model that the
-client ended with.
+Reading: section A.2 stops "after 10 epochs without improvement" on a validation set, and A.6.4 says
+that there is no validation set. Here a tenth of the client's own data is held out in this stage
+only, and the model of the best epoch is kept.
+Reading: if clients ask again in a later round, the stage continues from the client's last model.
 """
 
 from __future__ import annotations

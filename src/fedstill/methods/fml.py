@@ -5,13 +5,13 @@ Source: Shen et al., "Federated Mutual Learning" (2020), and its code.
 Symbols: P = ``own``, the client's own network; M = ``shared``; alpha = ``alpha``, beta = ``beta``.
 State: the parameters of a pair, of which the shared network is averaged; nothing more.
 Memory: params = the client's pair, whole.
-Reading: the code that is published calls neither the exchange of models nor their mean; here both
-are done, as in the paper.
-Reading: neither network's gradient flows through the other's distillation, as in the code.
-Reading: the code has an optimiser for each network; here one for both; it is the same, but for
-``clip_norm``.
-Reading: the code weighs clients alike; ``aggregation`` chooses, and is so as it is. Training
-settings as in the other methods' tables; the code's are batches of 128 and a weight decay of 5e-4.
+Reading: the published code never calls the exchange of models or their mean. Here both are done, as
+in the paper.
+Reading: neither network's gradient flows through the distillation of the other, as in the code.
+Reading: the code has an optimiser for each network. Here one optimiser trains both, which is the
+same except for ``clip_norm``.
+Reading: the code weighs clients equally, which is the default of ``aggregation``. It trains in
+batches of 128 with a weight decay of 5e-4. Here clients train as in the other methods' tables.
 """
 
 from __future__ import annotations

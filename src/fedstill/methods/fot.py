@@ -10,17 +10,17 @@ is trained.
 State: the global parameters; basis = U of each layer of the body that has one, in float64, from the
 second task on.
 Memory: nothing.
-Reading: the code's clients send what of their inputs A is outside of U, times random numbers, and
-how large it is; the server adds this up. Here they send the sum of A A^T, (d, d) for each layer: it
-is exact, adds up over clients, and they need not be told U. For layers of many inputs it is more
-than the code sends; such networks are refused.
-Reading: the share of A outside of U is that of all clients' inputs together; the code takes the
-mean of their shares.
-Reading: the code's tasks have a head each and are told at the test. Here there is one head, which
-is not protected, nor are biases and what normalises: set ``stream.head`` to "task", so that a task
-trains its own columns of it.
-Reading: embeddings, convolutions in groups, and whatever else of the body is no linear layer or
-convolution are not protected; the run says so.
+Reading: the code's clients send the part of their inputs A outside of U, times random numbers, and
+its size; the server adds these up. Here they send the sum of A A^T, (d, d) for each layer, which is
+exact, additive over clients, and independent of U. For layers with many inputs it is larger than
+the code's message; such networks are refused.
+Reading: the share of A outside of U is computed on the inputs of all clients together. The code
+takes the mean of their shares.
+Reading: the code has a head for each task, and knows the task of a test example. Here there is one
+head, which is not protected; neither are biases and normalisation layers. Set ``stream.head`` to
+"task", so that a task trains its own columns of the head.
+Reading: embeddings, grouped convolutions and all other layers of the body that are neither linear
+layers nor convolutions are not protected. The run warns about them.
 """
 
 from __future__ import annotations

@@ -9,19 +9,18 @@ task on; means = the mean of each class's features at length 1, (C, D), where ``
 set; known = which classes have one, (C,), there.
 Memory: values, labels, tasks, places, keys = of each kept example what it is, its label, its task,
 its place among the client's examples of that, and its key.
-Reading: which classes are old, and which task is the first, is by the task that the client itself
-is in.
-Reading: the loss is half the binary cross-entropy of all outputs in training, weighed by g over the
-batch's mean of g, old and new classes apart; and half that to targets in which the old classes' are
-the old model's sigmoids. In the first task it is the first half alone, whole. The weights have no
-gradient.
-Reading: the paper's clients find out that the task has changed by a rise of the model's mean
-entropy over 1.2; the stream says so here. They choose the old model with a proxy server, which
-rebuilds images of clients from gradients; here it is the last task's, and nothing is rebuilt.
-Reading: training is as FedAvg's here; the code's learning rate is 2.0, in steps, in ten rounds a
-task.
-Reading: kept examples are chosen by herding under the model at their task's end, as many of each
-class.
+Reading: the client's current task decides which classes are old and which task is the first.
+Reading: the loss is half of the binary cross-entropy of all outputs in training, with weights g
+over the batch's mean of g, separately for old and new classes, plus half of the binary
+cross-entropy to targets in which the old classes have the old model's sigmoids. In the first task,
+it is the first term alone with a factor of 1. The weights have no gradient.
+Reading: the paper's clients detect a new task by a rise of the model's mean entropy above 1.2; here
+the stream tells them. They choose the old model with a proxy server, which reconstructs images of
+clients from gradients. Here the old model is that of the last task, and nothing is reconstructed.
+Reading: clients train as in FedAvg. The code's learning rate is 2.0, decreased in steps, with ten
+rounds per task.
+Reading: kept examples are chosen by herding with the model at the end of their task, equally many
+of each class.
 """
 
 from __future__ import annotations

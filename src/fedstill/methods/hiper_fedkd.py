@@ -13,10 +13,10 @@ where ``subset`` asks for fewer than all; target = the consensus on these, (P, C
 have learned from it; labels = the census's label counts (clients, C), where temperatures are
 personal.
 Memory: params = the client's own model.
-Reading: the abstract and section 2.1.1 let the server's model teach the clients; Algorithm 1 and
-the notebook teach clients and server alike by the mean of the clients' logits, as here. That mean
-is not standardised again.
-Reading: Algorithm 1 prints no T^2 before the divergence, the notebook has it; we keep it.
+Reading: in the abstract and in section 2.1.1, the server's model teaches the clients. In Algorithm
+1 and in the notebook, the mean of the clients' logits teaches clients and server, as here. This
+mean is not standardised again.
+Reading: Algorithm 1 prints no T^2 before the divergence; the notebook has it. We keep it.
 Reading: the text clamps T_k to [0.05, 0.99], the notebook to [0.01, 0.99]: ``low`` is 0.01. At
 alpha 0.1 the paper's Improvement 1 fits 0.01, its Improvement 2 fits 0.05
 (docs/results/hiper_fedkd.md, the coldest client).

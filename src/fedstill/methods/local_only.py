@@ -6,12 +6,12 @@ Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learni
 State: no global parameters but those of ``fedavg_once``; model.N = what client N fitted alone;
 size.N = its number of examples.
 Memory: params = the client's own model, with ``fedavg_once`` where rounds follow.
-Reading: for ``fedavg_once`` the paper says one round of FedAvg; we average the models trained to
-their end, because one exchange between peers can give those. Models that started equal and trained
-apart average to about chance, as in the paper.
-Reading: the mean of ``ensemble`` is of probabilities, and a client's own model is one of the
-models.
-Reading: with ``participants``, each client asks that many clients, itself included, drawn by key.
+Reading: for ``fedavg_once`` the paper says one round of FedAvg. We average models that were trained
+to their end, because a single exchange between peers can provide those. Models with the same
+initial weights that were trained separately average to about chance, as in the paper.
+Reading: ``ensemble`` averages probabilities, and includes the client's own model.
+Reading: with ``participants``, each client asks this number of clients, including itself, drawn by
+key.
 """
 
 from __future__ import annotations

@@ -6,15 +6,15 @@ Symbols: theta_1 = ``keeps_above``, theta_2 = ``listens_below``; lambda = ``stre
 State: the model of the client that acted last; ring = 1 once there is one.
 Memory: params = the client's own model; ready = 1 from when its held-out accuracy has exceeded
 theta_1, 0 before.
-Reading: a client that is not ready takes over the weights of the one before and trains them; one
-that is ready keeps its own, and is drawn to the other's features. The code's last stage goes by the
-same rule, and so does this one.
-Reading: the code's published commands set theta_1 to 1.1, which no accuracy exceeds: then nothing
-is ever distilled. Its default is 0.6; ours, too.
-Reading: the code takes the features in a second pass in training mode; here there is one pass.
-Reading: a fifth of each client's data is held out for theta_1 and theta_2; a client that is too
+Reading: a client that is not ready takes over the weights of the previous client and trains them. A
+client that is ready keeps its own weights, and its features are drawn to those of the previous
+client. The code's last stage follows the same rule, and so does this one.
+Reading: the code's published commands set theta_1 to 1.1, which no accuracy exceeds, so that
+nothing is ever distilled. Its default is 0.6, and so is ours.
+Reading: the code computes the features in a second pass in training mode. Here there is one pass.
+Reading: a fifth of each client's data is held out for theta_1 and theta_2. A client that is too
 small for that never becomes ready.
-Reading: the paper's rounds are of federations; here a federation is a client.
+Reading: the members of the paper's ring are federations. Here they are clients.
 """
 
 from __future__ import annotations

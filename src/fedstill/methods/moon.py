@@ -5,11 +5,11 @@ Source: Li et al., "Model-Contrastive Federated Learning" (2021), eq. 3 and 4.
 Symbols: mu = ``mu``; T = ``temperature``.
 State: the global parameters, nothing more.
 Memory: params = the model that the client ended with last.
-Reading: the original network has a projection head under its classifier: give the model one
-(``[model] projection``). FedNTD ran it without, on the features before the last layer, with mu = 1
-in its table and 0.1 in its configuration. At mu = 5 a pooled network without it hardly learned
-(docs/results/qkt.md); the recipes of QKT's tables have it.
-Reading: a client's previous model is the initial global one until it has trained; frozen models are
+Reading: the original network has a projection head below its classifier: give the model one
+(``[model] projection``). FedNTD ran MOON without it, on the features before the last layer, with mu
+= 1 in its table and 0.1 in its configuration. At mu = 5, a pooled network without it hardly learned
+(docs/results/qkt.md). The recipes of QKT's tables have it.
+Reading: until a client has trained, its previous model is the initial global one. Frozen models are
 in evaluation mode.
 """
 

@@ -7,14 +7,14 @@ clients.
 State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples;
 student.N = client N's model after it has learned from its peers.
 Memory: nothing.
-Reading: eq. 1 prints a sum over all teachers, which is the default of ``over_teachers``. With it a
-client forgets over three times as much as in the published rows, and is worse on average than
-alone; there it is better. The mean is nearer to these rows (docs/results/qkt.md), so the recipes of
-the paper's tables have the mean.
-Reading: an epoch count of 25 is for CIFAR-10 and CINIC-10; other data have 10: set
-``[plan.transfer] epochs``.
-Reading: ``participants`` is the number of clients that take part in a client's one exchange, itself
-included (0: all).
+Reading: eq. 1 prints a sum over all teachers, which is the default of ``over_teachers``. With the
+sum, a client forgets over three times as much as in the published rows, and is on average worse
+than alone, although the published rows are better. The mean is closer to these rows
+(docs/results/qkt.md), so the recipes of the paper's tables use it.
+Reading: 25 epochs are for CIFAR-10 and CINIC-10. Other data have 10: set ``[plan.transfer]
+epochs``.
+Reading: ``participants`` is the number of clients that take part in a client's exchange, including
+itself (0: all).
 """
 
 from __future__ import annotations

@@ -11,13 +11,14 @@ Global Representations" (2020), and its code.
 Symbols: ``layers`` = how many layers are global, from the top.
 State: the global parameters, of which only the top layers are ever trained; nothing more.
 Memory: params = the client's own model, whole.
-Reading: the code begins with a model of 1,200 rounds of federated averaging, and then averages the
-last two layers of its convolutional network, three of its other one, for 200 rounds: set
+Reading: the code starts from a model after 1,200 rounds of federated averaging, and then averages
+the last two layers of one convolutional network, or three of the other, for 200 rounds: set
 ``start_from`` and ``layers``.
-Reading: a layer is a part of the network with entries of its own; a normalisation layer counts.
-Reading: the code keeps each client's model that was best on test data; here it is the last one.
-Reading: its clients train for one epoch at 0.1 with momentum 0.5; here as in the other methods'
-tables.
+Reading: a layer is a part of the network that has its own entries; normalisation layers count.
+Reading: the code keeps the model of each client that was best on test data. Here it is the last
+one.
+Reading: the paper's clients train for one epoch at 0.1 with momentum 0.5. Here they train as in the
+other methods' tables.
 """
 
 from __future__ import annotations

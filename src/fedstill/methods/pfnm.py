@@ -12,12 +12,12 @@ model that the Nth setting makes, until clients have tried all; labels = the cen
 (clients, C).
 Memory: params = the client's own model, where rounds follow, from which it goes on.
 Reading: QKT gives no settings. PFNM's code tries 3 gamma x 3 sigma^2 x 2 sigma_0^2 and takes the
-one of best train accuracy: here the server sends every candidate to the clients (the stage
-``transfer``), who count what it gets right of their own data. With one value each, nothing is sent
-again.
-Reading: exact for fully connected and plain convolutional networks. QKT has it with ResNet-18,
-which PFNM does not cover, and does not say how: there it is an approximation of ours
-(``fedstill.methods.matching``).
+candidate with the best training accuracy. Here the server sends every candidate to the clients (the
+stage ``transfer``), which count the right answers on their own data. With one value of each,
+nothing more is sent.
+Reading: the method is exact for fully connected and plain convolutional networks. QKT uses it with
+ResNet-18, which PFNM does not cover, and does not say how. For such networks, we use an
+approximation of our own (``fedstill.methods.matching``).
 """
 
 from __future__ import annotations

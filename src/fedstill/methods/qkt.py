@@ -10,34 +10,38 @@ naive KD; T_Q = the teachers whose mean softmax on ``samples`` examples of noise
 State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples;
 student.N = client N's model after the last phase that it went through.
 Memory: between the phases, peer.N = the model of client N.
-Reading: eq. 4 prints p_t log p_s, which falls as the student gets worse; the objective is the
-negative of it. Its gradient is that of ``masked_kl``, and it cannot be negative.
-Reading: lambda "defaults to 1", but the main table's CIFAR-10 entry is the ablation's row of 1.5:
-1.5, and 3 for CIFAR-100 (``query_weight``).
+Reading: eq. 4 prints p_t log p_s, which falls as the student gets worse. The objective is its
+negative. It has the same gradient as ``masked_kl``, which cannot be negative.
+Reading: lambda "defaults to 1", but the CIFAR-10 entry of the main table is the ablation's row of
+1.5. We use 1.5, and 3 for CIFAR-100 (``query_weight``).
 Reading: eq. 4 prints a sum over T_Q, the default of ``over_teachers``. On a network with batch
-statistics, as the paper's, and with a threshold at which the filter works, the sum is nearer to
-QKT's rows; with the small CNN the mean is, but for the gain (docs/results/qkt.md).
-Reading: ``threshold`` is the paper's 0.01. A network with batch statistics that was trained on few
-images lets half of the peers pass that lack the class; 1 / C then tells them apart
+statistics, as in the paper, and with a threshold at which the filter works, the sum is closer to
+QKT's rows. With the small CNN, the mean is closer, except for the gain (docs/results/qkt.md).
+Reading: ``threshold`` is 0.01, as in the paper. If a network with batch statistics was trained on
+few images, half of the peers that lack the class pass this threshold; 1 / C separates them
 (``python -m benchmarks.probes``).
-Reading: ``threshold`` is for images. Random signals and token ids tell known classes from others as
-well, but there a model gives the others 0.05 to 0.12, so that all peers pass 0.01; choose it on
-other data, in units of 1 / C.
-Reading: Y_S are the classes of which the client has an example. A class in Q and Y_S has lambda.
-Reading: without any teacher in T_Q the sum of eq. 4 is empty: the client goes on with cross-entropy
-alone, both phases. The journal's ``teachers`` is then empty, and tables say how many queries had
-none.
-Reading: in phase 2 the extractor is frozen: no gradient, and normalisation in evaluation mode.
-Reading: importance is "L2 norm-based, averaged over batches", of no named loss: the root of the
-mean square of the batches' gradients of cross-entropy, at the start of phase 2; ``importance`` also
-offers their mean size, and gradients of eq. 4, which choose over half of the row of the class asked
-for. Z counts the head's entries, weights and biases. Frozen ones are put back after every step:
-weight decay and Adam would move them without a gradient.
-Reading: the peers' models are sent once, for phase 1; a client keeps them for phase 2.
-Reading: with var-E (``qkt_var_e``) each client stops each phase at the epoch that is best for it on
-a validation set of 1 % (CINIC-10) or 10 % (other data) of the training set. No grid is given: every
-epoch up to QKT's is a candidate, scored by Average Accuracy. The set must hold the classes asked
-for, so it is drawn over all clients: it is ``data.public``, whose labels this method reads.
+Reading: ``threshold`` is for images. Random signals and token ids separate known classes from
+others as well. But there a model predicts the others with 0.05 to 0.12, so that all peers pass
+0.01. Choose the threshold on other data, in units of 1 / C.
+Reading: Y_S are the classes of which the client has an example. A class in Q and Y_S has weight
+lambda.
+Reading: without a teacher in T_Q, the sum of eq. 4 is empty: the client continues with
+cross-entropy alone in both phases. The journal's ``teachers`` is then empty, and tables show how
+many queries had none.
+Reading: in phase 2 the extractor is frozen: it has no gradient, and its normalisation is in
+evaluation mode.
+Reading: importance is "L2 norm-based, averaged over batches", and the paper does not name the loss.
+We take the root mean square of the batches' gradients of cross-entropy at the start of phase 2.
+``importance`` also offers their mean absolute value, and gradients of eq. 4, which select over half
+of the row of the class that the client asks for. Z counts the entries of the head, weights and
+biases. Frozen entries are restored after every step, because weight decay and Adam would move them
+without a gradient.
+Reading: the peers' models are sent once, for phase 1. A client keeps them for phase 2.
+Reading: with var-E (``qkt_var_e``), each client stops each phase at its best epoch on a validation
+set of 1 % (CINIC-10) or 10 % (other data) of the training set. The paper gives no grid: every epoch
+up to QKT's is a candidate, scored by Average Accuracy. The set must contain the classes that
+clients ask for, so it is drawn over all clients: it is ``data.public``, whose labels this method
+reads.
 """
 
 from __future__ import annotations

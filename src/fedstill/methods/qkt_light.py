@@ -8,16 +8,16 @@ student.N = client N's model after the last phase that it went through itself; s
 phase 1, where one client or the server does it for all.
 Memory: between the phases, peer.N = the model of client N, where each client does phase 1 for
 itself.
-Reading: "student data" (``qkt_light``) lets each client do phase 1 on its own data; "volunteer
-client" lets one do it for all, the one with most examples; "centralized server" has it done on
-public images whose labels are not read.
-Reading: phase 1 is eq. 1, a sum over the teachers, and phase 2 eq. 4, another sum: so both are by
-default. With the mean in phase 1 a client loses less of its own classes, which is nearer to the
-published rows (docs/results/qkt.md), so the recipes of the paper's tables have it
+Reading: with "student data" (``qkt_light``), each client does phase 1 on its own data. With
+"volunteer client", the client with most examples does it for all. With "centralized server", the
+server does it on public images without reading their labels.
+Reading: phase 1 is eq. 1, a sum over the teachers, and phase 2 is eq. 4, also a sum; both are the
+defaults. With the mean in phase 1, a client loses less accuracy on its own classes, which is closer
+to the published rows (docs/results/qkt.md). So the recipes of the paper's tables use it
 (``phase1_over``).
-Reading: the server starts from the volunteer's model, or (``start``) from the mean of all.
-Reading: phase 2 "replaces the head", but a client's own head belongs to another extractor where
-phase 1 is shared: then the head of phase 1 is refined. ``head`` chooses; "auto" follows this
+Reading: the server starts from the volunteer's model, or (``start``) from the mean of all models.
+Reading: phase 2 "replaces the head". But if phase 1 is shared, a client's own head belongs to
+another extractor, and the head of phase 1 is refined instead. ``head`` decides; "auto" follows this
 reading.
 """
 

@@ -12,18 +12,20 @@ which classes have one, (C,), where ``nearest_mean`` is set.
 Memory: values, labels, tasks, places, keys = of each kept example what it is, its label, its task,
 its place among the client's examples of that, and its key; logits = the model's logits of it at its
 task's end, where ``alpha`` is set.
-Reading: an example's key is drawn by client, task and place. Those with the lowest keys of all so
-far are kept: an even sample of the past, whatever the order and the rounds. DER++'s reservoir takes
-an example again in each epoch, and holds the current task; this one does neither.
-Reading: with ``beta`` or ``alpha`` the objective is the mean over the client's own examples, and
-beta and alpha times those over the kept ones, as in DER++. Each batch is drawn from both together;
-DER++'s draws a batch from each.
-Reading: kept examples take part with the outputs of all classes seen so far, where ``stream.head``
-is "task", too.
-Reading: what the released codes of TARGET and LANDER call iCaRL has no chosen examples, no class
-means and no memory: each round draws 300 anew from all data that the client ever had. Not followed.
-Reading: the mean of a class of which nobody keeps an example is that of its own task's end, under
-the model of then.
+Reading: an example's key is drawn by client, task and position. A client keeps the examples with
+the lowest keys so far: an even sample of the past, whatever the order and the number of rounds.
+DER++'s reservoir takes an example again in each epoch, and contains the current task. This memory
+does neither.
+Reading: with ``beta`` or ``alpha``, the objective is the mean over the client's own examples, plus
+beta and alpha times the means over the kept ones, as in DER++. Each batch is drawn from both
+together; DER++ draws a batch from each.
+Reading: the loss of kept examples is over the outputs of all classes so far, even if
+``stream.head`` is "task".
+Reading: the released codes of TARGET and LANDER have a method called iCaRL without chosen examples,
+class means or memory: in each round, it draws 300 new examples from all data that the client ever
+had. We do not follow this.
+Reading: if nobody keeps an example of a class, its mean is that of the end of its task, with the
+model of that time.
 """
 
 from __future__ import annotations

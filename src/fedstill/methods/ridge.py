@@ -3,9 +3,10 @@ method can end with it.
 
 Source: He et al., "AFL: A Single-Round Analytic Approach for Federated Learning with Pre-trained
 Models" (2025).
-Reading: the paper's clients send solved layers, which the server merges pair by pair, to what sums
-of ours give at once: the sums need no inverse at clients, and are as many numbers.
-Reading: the paper has no bias; here the last layer's own is solved for too, and has no penalty.
+Reading: the paper's clients send solved layers, and the server merges them pair by pair. Sums give
+the same result at once, with as many numbers and without an inverse at clients.
+Reading: the paper's layer has no bias. Here the bias of the last layer is solved for, too, without
+a penalty.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ weight decay.
 Symbols: c, c_i = control variates of the server and of a client; K = local steps.
 State: the global parameters; control = c, for each trained parameter, 0 at first.
 Memory: control = c_i, for each trained parameter.
-Reading: the repository divides by effective steps (momentum counted, as FedNova's a_i), others by
-K; ``divide_by``.
+Reading: the repository divides by effective steps (which count momentum, like FedNova's a_i),
+others by K. ``divide_by`` decides.
 """
 
 from __future__ import annotations

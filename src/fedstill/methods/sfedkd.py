@@ -12,18 +12,18 @@ which teaches in this round; labels = the census's label counts (clients, C), if
 or weighed by them; teacher_labels = those of the teachers (K, C), of the task in which they
 trained, if they are weighed; fewer = true once fewer models than K could teach.
 Memory: nothing.
-Reading: no temperature is named, and eq. 3 and 4 print no tau^2; we take DKD's 4 with tau^2
+Reading: the paper names no temperature, and eq. 3 and 4 print no tau^2. We use DKD's 4 with tau^2
 (``tau2_scale``).
-Reading: KL is infinite where a class is absent; both sides are smoothed by the paper's only
-constant (``smoothing``).
-Reading: Algorithm 1 adds label shares up without normalising; here they are (see
+Reading: KL is infinite if a class is absent. Both sides are smoothed by the paper's only constant
+(``smoothing``).
+Reading: Algorithm 1 adds label shares without normalising them. Here the sum is normalised (see
 ``complementary``).
-Reading: teachers are the models as they were right after a client trained, kept by the server,
-which knows every client's labels from a census. It computes g and h and sends them with the
-teachers, so that no client receives the labels of another. Round 1 has no teachers. Where K is more
-than the last round had models, all of them teach.
-Reading: on topology "parallel" the teachers are the last round's local models, and what clients
-send is averaged.
+Reading: teachers are the models right after a client's training. The server keeps them, and knows
+every client's labels from a census. It computes g and h and sends them with the teachers, so that
+no client receives the labels of another one. Round 1 has no teachers. If the last round had fewer
+than K models, all of them teach.
+Reading: on the topology "parallel", the teachers are the last round's local models, and clients'
+models are averaged.
 """
 
 from __future__ import annotations

@@ -9,15 +9,16 @@ order; snapshot.N = the model that client N of these ended with; teacher.N = the
 which teaches in this round; labels = the census's label counts (clients, C), if teachers are chosen
 by them; fewer = true once fewer models than K could teach.
 Memory: nothing.
-Reading: EBKD and CA-MKD divide by K once more, though their weights sum to K - 1 and to 1: CA-MKD
-is K times weaker than AVER at equal a. Kept as in the code.
-Reading: with one teacher the code's weights are 0 (EBKD) or 0/0 (CA-MKD); here it is plain
+Reading: EBKD and CA-MKD divide by K again, although their weights sum to K - 1 and to 1. So CA-MKD
+is K times weaker than AVER at the same a. We keep this, as in the code.
+Reading: with one teacher, the code's weights are 0 (EBKD) or 0/0 (CA-MKD). Here it is plain
 distillation.
-Reading: SFedKD names neither the choice of teachers nor CA-MKD's feature term; here the choice is
-its own, and the term is off (the code's b is 50). Equal architectures need no adapter: features are
-compared as they are. As in the code the term begins with a client's second epoch, and its weights
-let gradients through.
-Reading: the code leaves out a partial last batch; here it is kept, for a small client has no other.
+Reading: SFedKD names neither the choice of teachers nor the feature term of CA-MKD. Here teachers
+are chosen as in SFedKD, and the term is off (the code's b is 50). Equal architectures need no
+adapter: their features are compared directly. As in the code, the term starts with a client's
+second epoch, and its weights pass gradients on.
+Reading: the code leaves out an incomplete last batch. Here it is kept, because a small client may
+have no other.
 """
 
 from __future__ import annotations
