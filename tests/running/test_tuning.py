@@ -15,7 +15,7 @@ import toys
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment, load
 from fedstill.core.errors import ConfigError
-from fedstill.report.setting_effects import advice, trial_lines
+from fedstill.report.setting_effects import advice, trial_table
 from fedstill.running.compare import Outcome, Variant
 from fedstill.running.tuning import Dimension, Tuning, parse_space
 
@@ -101,7 +101,7 @@ def test_a_trial_that_fails_is_last_and_its_reason_is_shown(tmp_path: Path) -> N
     means = [t.mean for t in ranked if t.scores]
     assert means == sorted(means, reverse=True)
     assert [bool(t.problem) for t in ranked] == sorted(bool(t.problem) for t in ranked)
-    assert trial_lines(tuning)[1][-1][-1] == "parameters diverged"
+    assert trial_table(tuning).lines[-1][-1] == "parameters diverged"
 
 
 def test_less_forgetting_is_better(tmp_path: Path) -> None:

@@ -388,7 +388,8 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
 
     screen = terminal.console()
     if tuning.trials:
-        screen.print(terminal.table(*setting_effects.trial_lines(tuning)))
+        table = setting_effects.trial_table(tuning)
+        screen.print(terminal.table(table.head, table.lines))
         screen.print(setting_effects.advice(tuning, str(config or ""), set_), soft_wrap=True)
         screen.print(f"page: {folder / 'tuning.html'}", soft_wrap=True)
     if len(tuning.trials) < trials:

@@ -1,5 +1,5 @@
-"""What figures are drawn from: a measure by round over the runs of a group, the times of runs, and
-what measures saw.
+"""The data of figures: measures by round over the runs of a group, the times of runs, and the
+events of measures.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from fedstill.running.journal import Event
 from fedstill.running.runs import JOURNAL, Group, Run, Spread
 
 ByRound = Mapping[int, float]
-"""A number by round; round 0 is before training."""
+"""A number by round. Round 0 is before training."""
 
-# A measure by round
+# ---- measures by round ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Series:
-    """A measure at some rounds or hops: their numbers, and as many spreads over seeds."""
+    """A measure at some rounds or hops.
+
+    ``rounds``: the numbers of the rounds or hops. ``values``: the spread over seeds at each.
+    """
 
     rounds: list[int]
     values: list[Spread]
@@ -45,7 +48,7 @@ class Series:
 
     @property
     def stretches(self) -> list[Series]:
-        """The same in parts, in each of which numbers follow one another."""
+        """The parts of the series without gaps between rounds."""
         starts = [
             index
             for index, (number, following) in enumerate(pairwise(self.rounds), 1)
@@ -56,17 +59,17 @@ class Series:
 
     @property
     def has_band(self) -> bool:
-        """Whether any round was reached by more than one run."""
+        """Whether a round has values of more than one run."""
         return any(value.runs > 1 for value in self.values)
 
 
 def over_seeds(group: Group, key: str) -> Series:
-    """A measure by round over the runs that have it there: fewer where some are unfinished."""
+    """A measure by round, over all runs that have it in the round."""
     return of_runs([run.curve(key) for run in group.started])
 
 
 def of_runs(curves: Sequence[ByRound]) -> Series:
-    """Mean and spread of some runs' curves, each a number by round or hop."""
+    """Mean and spread of the curves of runs."""
     rounds = sorted({number for curve in curves for number in curve})
     if not rounds:
         return Series([], [])
@@ -75,7 +78,7 @@ def of_runs(curves: Sequence[ByRound]) -> Series:
 
 
 def _spreads(values: Values) -> list[Spread]:
-    """Mean and sample standard deviation of each column, (runs, columns); NaN is left out."""
+    """Mean and sample standard deviation of each column of (runs, columns), without NaN."""
     runs = np.sum(~np.isnan(values), axis=0)
     means = np.nansum(values, axis=0) / runs
     squares = np.nansum((values - means) ** 2, axis=0)
@@ -90,7 +93,7 @@ def mean_over_seeds(group: Group, key: str) -> dict[int, float]:
 
 
 def class_means(runs: Sequence[Run]) -> dict[int, list[float | None]]:
-    """Accuracy of each class by round, mean over the runs that have it: (C,) a round."""
+    """The mean accuracy of each class by round, (C,), over the runs that have it."""
     curves = [run.numbers.class_accuracy for run in runs]
     rounds = sorted({number for curve in curves for number in curve})
     if not rounds:
@@ -111,31 +114,29 @@ def class_means(runs: Sequence[Run]) -> dict[int, list[float | None]]:
 
 
 def _known(mean: float) -> float | None:
-    """A mean, or None for one that no run has."""
+    """A mean; None if no run has the number."""
     if math.isnan(mean):
         return None
     return mean
 
 
-# The times of runs
+# ---- times ---------------------------------------------------------------------------------------
 
 
 def mean_seconds_trained(group: Group) -> dict[int, float]:
-    """Seconds that clients trained, from the start to the end of each round, summed over them; 0
-    for round 0.
-    """
+    """The total training time of all clients up to each round, in seconds; 0 for round 0."""
     sums = [_sums_by_round(run, "seconds_clients") for run in group.started]
     return of_runs(sums).mean_by_round
 
 
 def mean_seconds_elapsed(group: Group) -> dict[int, float]:
-    """Seconds from the start to the end of each round; 0 for round 0."""
+    """The time from the start of the run to the end of each round, in seconds; 0 for round 0."""
     sums = [_sums_by_round(run, "seconds") for run in group.started]
     return of_runs(sums).mean_by_round
 
 
 def _sums_by_round(run: Run, metric: str) -> dict[int, float]:
-    """The sum of a metric over all rounds up to each of them; 0 for round 0."""
+    """The cumulative sum of a metric by round; 0 for round 0."""
     curve = run.curve(metric)
     rounds = run.numbers.rounds
     sums = accumulate(curve.get(number, 0.0) for number in rounds)
@@ -144,7 +145,7 @@ def _sums_by_round(run: Run, metric: str) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Phases:
-    """Where a run's seconds went."""
+    """The time of a run by phase, in seconds."""
 
     training: float
     measuring: float
@@ -152,14 +153,14 @@ class Phases:
 
 
 def phases(run: Run) -> Phases:
-    """A run's seconds by phase; clients that worked side by side share the time on the clock in
-    proportion.
+    """A run's time by phase. The wall time of clients that work in parallel is divided in
+    proportion to their own times.
     """
-    at_clients = run.numbers.sum_over_clients("seconds")
-    on_the_clock = _total(run, "seconds_training")
+    client_seconds = run.numbers.sum_over_clients("seconds")
+    wall_seconds = _total(run, "seconds_training")
     scale = 0.0
-    if at_clients > 0:
-        scale = min(1.0, on_the_clock / at_clients)
+    if client_seconds > 0:
+        scale = min(1.0, wall_seconds / client_seconds)
     training = scale * run.numbers.sum_over_clients("seconds_training")
     measuring = scale * run.numbers.sum_over_clients("seconds_measuring")
     measuring += _total(run, "seconds_measuring")
@@ -173,7 +174,9 @@ def _total(run: Run, metric: str) -> float:
 
 
 def seconds_by_measure(group: Group) -> dict[str, float]:
-    """Seconds of a run by measure, mean over seeds; some are taken by clients."""
+    """The time of each measure in a run, in seconds, as the mean over seeds. Clients take some
+    measures.
+    """
     totals: dict[str, float] = {}
     for run in group.started:
         for event in run.measures:
@@ -185,12 +188,12 @@ def seconds_by_measure(group: Group) -> dict[str, float]:
     return {name: total / len(group.started) for name, total in totals.items()}
 
 
-# What measures wrote into journals, read with care: the last look of a measure, and all looks
+# ---- events of measures --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a measure saw in a round of a group's run."""
+    """An event of a measure in a round of a run."""
 
     group: Group
     run: Run
@@ -198,24 +201,24 @@ class Look:
 
     @property
     def place(self) -> str:
-        """Which seed and round it is from."""
+        """Its seed and round, as text."""
         return f"seed {self.run.seed}, round {self.event['round']}"
 
 
 def last_looks(groups: Sequence[Group], measure: str) -> list[Look]:
-    """The last look in the first run of each group that has the measure."""
-    found = []
+    """The last look of a measure in each group, from its first run with the measure."""
+    last = []
     for group in groups:
         for run in group.started:
             events = [event for event in run.measures if event["measure"] == measure]
             if events:
-                found.append(Look(group, run, events[-1]))
+                last.append(Look(group, run, events[-1]))
                 break
-    return found
+    return last
 
 
 def looks(group: Group, measure: str) -> Iterator[Look]:
-    """Every look of a measure in all of a group's runs."""
+    """All looks of a measure in the runs of a group."""
     for run in group.started:
         for event in run.measures:
             if event["measure"] == measure:
@@ -224,9 +227,7 @@ def looks(group: Group, measure: str) -> Iterator[Look]:
 
 @contextmanager
 def reading(look: Look) -> Iterator[Event]:
-    """The event of a look; what is not as the measure writes it raises CorruptFile with the
-    journal's name.
-    """
+    """The event of a look. Errors while it is read become CorruptFile with the journal's name."""
     try:
         yield look.event
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -238,7 +239,7 @@ def reading(look: Look) -> Iterator[Event]:
 
 
 def matrix(value: Any, rows: int, columns: int) -> list[list[float]]:
-    """Numbers in so many rows and columns; raises ValueError for anything else."""
+    """A matrix of numbers. Raises ValueError for another shape."""
     numbers = [[float(number) for number in row] for row in value]
     has_columns = all(len(row) == columns for row in numbers)
     if len(numbers) != rows or not has_columns:

@@ -28,6 +28,7 @@ from fedstill.report.figures import (
 )
 from fedstill.report.page import Report, document
 from fedstill.report.summary import NONE
+from fedstill.report.table_files import TextTable
 from fedstill.running.runs import Group, differing, group_labels, method_of, spread
 from fedstill.running.tuning import Trial, Tuning
 
@@ -36,20 +37,20 @@ if TYPE_CHECKING:
 
 
 REPORT_SEEDS = 5
-"""On how many other seeds the chosen values are to be reported."""
+"""The number of new seeds on which the chosen values should be reported."""
 
 
-def trial_lines(tuning: Tuning) -> tuple[list[str], list[list[str]]]:
-    """Head and lines of the table, the best trial first."""
+def trial_table(tuning: Tuning) -> TextTable:
+    """The table of the trials, best first."""
     unit = _unit_of(tuning.metric)
     goal = f"{tuning.goal or 'goal'} [{unit.name}]"
-    head = ["trial", *(d.key for d in tuning.space), goal, "seeds", ""]
-    return head, [_trial_line(trial, tuning, unit) for trial in tuning.ranked()]
+    head = ["trial", *(dimension.key for dimension in tuning.space), goal, "seeds", ""]
+    return TextTable(head, [_trial_line(trial, tuning, unit) for trial in tuning.ranked()])
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """How a goal is shown: its unit, what it is multiplied by, and the decimals."""
+    """How a goal is shown: its unit, the factor for its values, and the decimals."""
 
     name: str
     scale: float
@@ -64,61 +65,61 @@ def _unit_of(name: str) -> _Unit:
 
 
 def _trial_line(trial: Trial, tuning: Tuning, unit: _Unit) -> list[str]:
-    score = spread(list(trial.scores.values()))
-    cells = [json.dumps(trial.values[d.key], ensure_ascii=False).strip('"') for d in tuning.space]
-    return [
-        str(trial.number),
-        *cells,
-        score.text(unit.scale, unit.digits) if score else NONE,
-        str(len(trial.scores)),
-        trial.problem,
+    cells = [
+        json.dumps(trial.values[dimension.key], ensure_ascii=False).strip('"')
+        for dimension in tuning.space
     ]
+    score_text = NONE
+    score = spread(list(trial.scores.values()))
+    if score is not None:
+        score_text = score.text(unit.scale, unit.digits)
+    return [str(trial.number), *cells, score_text, str(len(trial.scores)), trial.problem]
 
 
 def advice(tuning: Tuning, config: str, overrides: Sequence[str]) -> str:
-    """What to report, and on which seeds, as a command: not on those that chose the values."""
+    """The command that runs the best values on new seeds, which were not used to choose them."""
     best = tuning.ranked()[0]
     if not best.scores:
         return "no trial finished, so there is nothing to report"
-    fresh_seeds = (seed for seed in range(1, 10**6) if seed not in tuning.seeds)
-    other = list(islice(fresh_seeds, REPORT_SEEDS))
-    values = [f"{key}={_written(value)}" for key, value in best.values.items()]
+    unused_seeds = (seed for seed in range(1, 10**6) if seed not in tuning.seeds)
+    seeds = ",".join(map(str, islice(unused_seeds, REPORT_SEEDS)))
+    values = [f"{key}={_toml_text(value)}" for key, value in best.values.items()]
     words = " ".join([config, *(f"-s '{v}'" for v in (*overrides, *values))]).strip()
     return (
         f"trial {best.number} is the best of {len(tuning.trials)}. Its number is too good, because "
         "it is the best of many; report the values on other seeds:\n"
-        f"  fedstill compare {words} --seeds {','.join(map(str, other))}"
+        f"  fedstill compare {words} --seeds {seeds}"
     )
 
 
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _toml_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 def write_tuning_page(tuning: Tuning, out: Path) -> Path:
-    """Write a page with two figures, the goal by trial and over each key, to a file; it needs no
-    network.
-    """
-    head, rows = trial_lines(tuning)
+    """Write a self-contained HTML page with two figures: the goal by trial, and over each key."""
+    trials = trial_table(tuning)
     seeds = ", ".join(map(str, tuning.seeds))
     point = f"the mean over the seeds {seeds}"
     if len(tuning.seeds) == 1:
         point = f"a run with seed {seeds}"
     about = (
-        f"Each point is {point}. Do not report these numbers, because they decided which values "
-        "were chosen."
+        f"Each point is {point}. Do not report these numbers, because the values were chosen by "
+        "them."
     )
     blocks: list[Block] = [Paragraph(about)]
     if any(trial.scores for trial in tuning.trials):
         blocks += _trial_charts(tuning)
-    blocks.append(Table(head, rows, "numbers"))
+    blocks.append(Table(trials.head, trials.lines, "numbers"))
     page = document("Tuning", [], [Section("tuning", "Tuning", blocks)])
     replace_file(out, page.encode(), PAGE)
     return out
 
 
 def _trial_charts(tuning: Tuning) -> list[Chart]:
-    """The goal by trial, and over each key, as Optuna draws them."""
+    """Optuna's charts of the goal by trial and over each key."""
     from optuna.visualization import plot_optimization_history, plot_slice
 
     history = _with_our_layout(plot_optimization_history(tuning.study, target_name=tuning.goal))
@@ -129,11 +130,9 @@ def _trial_charts(tuning: Tuning) -> list[Chart]:
     ]
 
 
-def _with_our_layout(drawn: go.Figure) -> Figure:
-    """A figure of Optuna's with the layout of all our figures: the page gives it colours for light
-    and dark.
-    """
-    figure = json.loads(drawn.to_json())
+def _with_our_layout(optuna_figure: go.Figure) -> Figure:
+    """A figure of Optuna with the layout of the page, which has colours for light and dark."""
+    figure = json.loads(optuna_figure.to_json())
     settings: dict[str, Any] = figure["layout"]
     axes = {}
     for key, axis in settings.items():
@@ -144,7 +143,7 @@ def _with_our_layout(drawn: go.Figure) -> Figure:
 
 
 NOT_VARIED = ("partition.seed", "partition.min_size", "partition.clients")
-"""Numbers of a partition that do not say how uneven it is."""
+"""Parameters of a partition that do not determine how uneven it is."""
 
 MORE_UNEVEN = {"alpha": "smaller is more uneven", "shards": "fewer classes a client is more uneven"}
 
@@ -160,7 +159,7 @@ ABOUT_METHODS = (
 
 @dataclass(frozen=True)
 class Effect:
-    """A measure that is drawn over the number; ``key`` as in ``summary.COLUMNS``."""
+    """A measure on the vertical axis. ``key``: as in ``summary.COLUMNS``."""
 
     key: str
     title: str
@@ -171,12 +170,12 @@ CLIENT_EFFECTS = (
     Effect("personal_forgetting", "Forgetting at clients"),
     Effect("personal_accuracy", "Accuracy for the clients"),
 )
-"""Of runs whose clients have models of their own."""
+"""The measures for runs with personal models."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A group and its value of the number."""
+    """A group and its value of the varied setting."""
 
     value: float
     group: Group
@@ -184,8 +183,9 @@ class Point:
 
 @dataclass(frozen=True)
 class VariedSetting:
-    """Groups that differ in one number only, as points sorted by it, under the label of what they
-    have in common.
+    """Groups that differ in one numeric setting only.
+
+    ``label``: their common settings. ``points``: sorted by the setting.
     """
 
     label: str
@@ -193,7 +193,7 @@ class VariedSetting:
 
     @property
     def surroundings(self) -> str:
-        """All settings of its groups but those of the method."""
+        """The common settings of its groups, without those of the method."""
         return _surroundings(self.points[0].group)
 
 
@@ -209,8 +209,8 @@ def heterogeneity(report: Report) -> Section | None:
 
 
 def sensitivity(report: Report) -> Section | None:
-    """Accuracy and forgetting over a number of the method; None if none varies with all else
-    equal.
+    """Accuracy and forgetting over a setting of the method; None if no groups differ in one such
+    setting only.
     """
     charts = []
     for key in _varied_keys(report.groups, "method."):
@@ -222,11 +222,11 @@ def sensitivity(report: Report) -> Section | None:
     return Section("sensitivity", "Effect of a hyper-parameter", blocks)
 
 
-# Which groups differ in one number only
+# ---- groups --------------------------------------------------------------------------------------
 
 
 def _varied_keys(groups: Sequence[Group], prefix: str) -> list[str]:
-    """The keys of a table of the config whose numbers are not the same in all groups."""
+    """The numeric keys of a config table that differ between groups."""
     keys = [key for key in differing([group.settings for group in groups]) if key not in NOT_VARIED]
     return [key for key in keys if key.startswith(prefix) and _has_number(groups, key)]
 
@@ -240,18 +240,18 @@ def _is_number(value: Any) -> bool:
 
 
 def varied_settings(groups: Sequence[Group], key: str) -> list[VariedSetting]:
-    """Groups that are equal in all settings but one number; no group that is alone."""
-    by_rest: dict[str, list[Point]] = {}
+    """Sets of at least two groups that differ in ``key`` only."""
+    points_by_settings: dict[str, list[Point]] = {}
     for group in groups:
         if _is_number(group.settings.get(key)):
-            rest = json.dumps(_without(group, key), sort_keys=True, default=str)
+            common_settings = json.dumps(_without(group, key), sort_keys=True, default=str)
             point = Point(float(group.settings[key]), group)
-            by_rest.setdefault(rest, []).append(point)
-    several = [points for points in by_rest.values() if len(points) > 1]
-    labels = group_labels([_without(points[0].group, key) for points in several])
+            points_by_settings.setdefault(common_settings, []).append(point)
+    lines = [points for points in points_by_settings.values() if len(points) > 1]
+    labels = group_labels([_without(points[0].group, key) for points in lines])
     return [
         VariedSetting(label, sorted(points, key=lambda point: point.value))
-        for label, points in zip(labels, several, strict=True)
+        for label, points in zip(labels, lines, strict=True)
     ]
 
 
@@ -260,12 +260,12 @@ def _without(group: Group, key: str) -> dict[str, Any]:
 
 
 def _other_methods(groups: Sequence[Group], varied: Sequence[VariedSetting]) -> list[Group]:
-    """Groups of other methods, on the splits and with the plans of those that are drawn."""
-    drawn = [point.group for setting in varied for point in setting.points]
-    methods = {method_of(group.settings) for group in drawn}
-    surroundings = {_surroundings(group) for group in drawn}
-    others = [group for group in groups if method_of(group.settings) not in methods]
-    return [group for group in others if _surroundings(group) in surroundings]
+    """Groups of other methods with the same settings otherwise."""
+    varied_groups = [point.group for setting in varied for point in setting.points]
+    methods = {method_of(group.settings) for group in varied_groups}
+    surroundings = {_surroundings(group) for group in varied_groups}
+    candidates = [group for group in groups if method_of(group.settings) not in methods]
+    return [group for group in candidates if _surroundings(group) in surroundings]
 
 
 def _surroundings(group: Group) -> str:
@@ -273,13 +273,13 @@ def _surroundings(group: Group) -> str:
     return json.dumps(settings, sort_keys=True, default=str)
 
 
-# Charts
+# ---- charts --------------------------------------------------------------------------------------
 
 
 def _charts(
     key: str, varied: Sequence[VariedSetting], other_methods: Sequence[Group]
 ) -> list[Chart]:
-    """A chart for each effect of a number; none where nothing differs in it alone."""
+    """A chart for each effect of a setting."""
     name = key.rpartition(".")[2]
     hint = ""
     if key.startswith("partition.") and name in MORE_UNEVEN:
@@ -296,7 +296,7 @@ def _charts(
 
 
 def _effects(varied: Sequence[VariedSetting]) -> list[Effect]:
-    """The measures of the server's models and of clients' own, as the groups have them."""
+    """The measures of the server's model, of personal models, or of both."""
     groups = [point.group for setting in varied for point in setting.points]
     effects: list[Effect] = []
     if any(not group.has_personal_models for group in groups):
@@ -329,7 +329,7 @@ def _figure(
 
 
 def _line(setting: VariedSetting, measure: str, index: int) -> Trace:
-    """A measure over the number, with the spread over seeds."""
+    """A measure over the setting, with its standard deviation over seeds."""
     x = []
     means = []
     deviations = []
@@ -353,8 +353,8 @@ def _line(setting: VariedSetting, measure: str, index: int) -> Trace:
 
 
 def _level(setting: VariedSetting, group: Group, measure: str, index: int) -> list[Trace]:
-    """A level line for another method, in the colour of the line that it stands beside; none where
-    it has no such number.
+    """A horizontal line for another method, in the colour of the setting's line; empty if the
+    method lacks the measure.
     """
     value = group.mean_spread(measure)
     if value is None:

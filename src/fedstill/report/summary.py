@@ -1,4 +1,4 @@
-"""The table of a comparison: a line for each group of runs, a column for each number."""
+"""The table of a comparison: one line per group of runs, one column per number."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fedstill.metrics.classification import ACCURACY, METRICS, Metric
 from fedstill.running.result import Refusals
 from fedstill.running.runs import Group, Run, Spread
 
-# The columns.
+# ---- columns -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Column:
     """A column of the table.
 
-    key: as in a run's summary. scale: what a value is multiplied by. digits: decimals.
+    key: as in a run's summary. scale: the factor for its values. digits: the decimals.
     """
 
     key: str
@@ -32,7 +32,7 @@ class Column:
 
 
 def _metric_column(metric: Metric, prefix: str, title: str, description: str) -> Column:
-    """A column for a metric that a run may record. ``prefix``: of its key."""
+    """A column for a metric that a run may record. ``prefix``: the prefix of its key."""
     return Column(
         key=f"{prefix}{metric.name}",
         title=title,
@@ -66,7 +66,7 @@ def _own_test_metric(metric: Metric) -> Column:
 
 
 def _share(key: str, title: str, description: str) -> Column:
-    """A column of a share, which is shown in percent."""
+    """A column for a share, shown in percent."""
     return Column(key=key, title=title, unit="%", scale=100, digits=2, description=description)
 
 
@@ -83,9 +83,7 @@ PERSONAL = (
         "mean drop of clients' models from their best earlier accuracy on the client's classes",
     ),
 )
-"""What clients have of a run; first in the table of a method that leaves each client a model of its
-own.
-"""
+"""The columns on personal models. They come first for methods with such models."""
 
 COLUMNS = (
     _share(
@@ -103,7 +101,7 @@ COLUMNS = (
     _share(
         "forgetting",
         "forgetting F",
-        "mean drop of the classes from their best earlier round; below 0: better than in any "
+        "mean drop of the classes from their best earlier round; negative: better than in any "
         "earlier round",
     ),
     *map(_last_metric, METRICS.values()),
@@ -111,13 +109,13 @@ COLUMNS = (
     _share(
         "query_average_accuracy",
         "asked: average",
-        "mean over the client's classes, weighted by their share, and the classes that it asked "
-        "for, weighted by 1",
+        "mean over the client's classes, weighted by their shares, and the queried classes, "
+        "weighted by 1",
     ),
     _share(
         "query_gain",
         "gain",
-        "accuracy gained on the classes asked for, compared with the client alone",
+        "accuracy gained on the queried classes, compared with the client alone",
     ),
     _share(
         "query_forgetting",
@@ -127,7 +125,7 @@ COLUMNS = (
     _share(
         "query_uniform_accuracy",
         "uniform",
-        "mean over the client's classes and the classes that it asked for, weighted equally",
+        "mean over the client's classes and the queried classes, equally weighted",
     ),
     _share("query_average_accuracy_before", "alone", "average accuracy of the client alone"),
     *PERSONAL,
@@ -164,8 +162,7 @@ COLUMNS = (
     _share(
         "leakage/seen/loss/tpr_at_0.01",
         "found at 1 % false",
-        "training examples that the attack finds if it may take 1 % of other examples for "
-        "training examples",
+        "training examples that the attack finds at a false positive rate of 1 %",
     ),
     Column(
         key="epsilon",
@@ -173,7 +170,7 @@ COLUMNS = (
         unit="largest",
         scale=1,
         digits=2,
-        description="privacy loss of the client with the largest one",
+        description="the largest privacy loss of any client",
     ),
     Column(
         key="seconds",
@@ -200,17 +197,17 @@ COLUMNS = (
         description="sent to clients, all rounds",
     ),
 )
-"""The columns in their order; accuracies and forgetting are shares, shown in percent."""
+"""The columns in order. Accuracies and forgetting are shares, shown in percent."""
 
 BELOW_ZERO = (
-    "forgetting below 0: in the last round the classes are on average better than in any earlier "
-    "one"
+    "negative forgetting: in the last round, the classes are on average better than in any earlier "
+    "round"
 )
-"""The note of a table with such a number."""
+"""The note below a table with negative forgetting."""
 
 
 def three_digits(value: float, *others: float) -> str:
-    """A number with three significant digits, and further ones with as many decimals.
+    """A number with three significant digits, and further numbers with the same decimals.
 
     >>> (
     ...     three_digits(1693.2),
@@ -235,7 +232,7 @@ OVER_TIME = (
     ("learned", "learned: best of each task"),
     ("kept", "kept of what was learned"),
 )
-"""Keys of the summary of a run with tasks, and their titles; all are shares, by task."""
+"""Keys in the summary of a run with tasks, and their titles. All are shares by task."""
 
 
 def over_time(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -247,20 +244,21 @@ def over_time(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-# The order of lines: as the groups come, or the best first
+# ---- order of lines ------------------------------------------------------------------------------
 
 
 OWN_MODELS = ("own_test_accuracy", "personal_accuracy")
-"""By what methods are ranked that give clients different models: accuracy on the clients' own test
-sets, or else on test examples in their proportions of classes.
+"""The keys that rank methods with personal models: accuracy on the clients' own test sets, or else
+on test examples in each client's class proportions.
 """
 
 
 def best_first(compared: Sequence[Group]) -> tuple[list[Group], Column | None]:
-    """The groups in the order of their lines, and the column that ranks them; None if nothing does.
+    """The groups in the order of their lines, and the column that ranks them; None without a
+    ranking.
 
-    They are ranked by the metric that all of their configs name in ``rank_by``. Groups without that
-    number come last. Equal groups stay in their order.
+    The metric is ``rank_by``, if all configs have the same. Groups without the number come last.
+    Ties keep their order.
     """
     column = _ranking_column(compared) or _own_models_column(compared)
     if column is None:
@@ -279,9 +277,10 @@ def best_first(compared: Sequence[Group]) -> tuple[list[Group], Column | None]:
 
 
 def _ranking_column(compared: Sequence[Group]) -> Column | None:
-    """The column of the metric ``rank_by``, on clients' own test sets if clients have own models.
+    """The column of the metric ``rank_by``, on clients' own test sets if clients have personal
+    models.
 
-    None for accuracy, and if the groups name several metrics.
+    None for accuracy, and if the groups have different values of ``rank_by``.
     """
     names = {str(group.settings.get("rank_by", ACCURACY)) for group in compared}
     if len(names) != 1 or ACCURACY in names:
@@ -310,11 +309,11 @@ def _first_measured(keys: Sequence[str], compared: Sequence[Group]) -> Column | 
 
 
 def order_note(column: Column | None) -> str:
-    """A sentence on the order of the lines; empty if no column ranks them."""
+    """A sentence about the order of the lines; empty without a ranking."""
     if column is None:
         return ""
     if column.key in OWN_MODELS:
-        reason = "Some of these methods give clients different models, so lines are ranked by"
+        reason = "Some of these methods have personal models, so lines are ranked by"
         return f'{reason} "{column.title}": {column.description}.'
     direction = "highest first"
     if not column.larger_is_better:
@@ -322,7 +321,7 @@ def order_note(column: Column | None) -> str:
     return f'Lines are ranked by "{column.title}", {direction}.'
 
 
-# The lines of the table
+# ---- lines ---------------------------------------------------------------------------------------
 
 
 NONE = "–"
@@ -331,10 +330,10 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a group, and its numbers over seeds; None for one that was not measured.
+    """A line of the table: the numbers of a group over seeds; None if they were not measured.
 
-    seeds: how many runs the group has. note: which of them are not complete. columns: the columns
-    that any line may have.
+    seeds: the number of runs, as text. note: which runs are incomplete. columns: all possible
+    columns.
     """
 
     label: str
@@ -344,7 +343,7 @@ class Row:
     columns: Sequence[Column] = COLUMNS
 
     def text(self, column: Column) -> str:
-        """The cell of a column."""
+        """The text of a cell."""
         value = self.values[column.key]
         if value is None:
             return NONE
@@ -352,7 +351,7 @@ class Row:
 
 
 def rows(groups: Sequence[Group]) -> list[Row]:
-    """The lines of the table, one for each group."""
+    """The lines of the table, one per group."""
     possible = [*COLUMNS, *own_columns(groups)]
     return [
         Row(
@@ -367,13 +366,13 @@ def rows(groups: Sequence[Group]) -> list[Row]:
 
 
 def own_metrics(groups: Sequence[Group]) -> list[str]:
-    """The metrics of the user's own measures in any run."""
+    """The metrics of user-defined measures in any run."""
     runs = [run for group in groups for run in group.started]
     return list(dict.fromkeys(metric for run in runs for metric in run.user_metrics))
 
 
 def own_columns(groups: Sequence[Group]) -> list[Column]:
-    """A column for each metric of the user's own measures: the latest number of each run."""
+    """A column for each metric of user-defined measures, with the latest number of each run."""
     columns = []
     for metric in own_metrics(groups):
         spreads = [group.mean_spread(metric) for group in groups]
@@ -392,7 +391,7 @@ def own_columns(groups: Sequence[Group]) -> list[Column]:
 
 
 def _three_digits_of(value: float) -> int:
-    """The decimals with which a number shows three significant digits, 6 at most."""
+    """The decimals that show three significant digits of a number, at most 6."""
     if value == 0:
         return 0
     return min(6, max(0, 2 - math.floor(math.log10(value))))
@@ -403,9 +402,10 @@ def _is_measured(column: Column, rows: Sequence[Row]) -> bool:
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns that at least one line has; those on clients come first if clients have models.
+    """The columns with a number in at least one line.
 
-    The columns ``PERSONAL`` are shown only then.
+    If clients have personal models, the columns on clients come first. Otherwise the columns
+    ``PERSONAL`` are left out.
     """
     possible = COLUMNS
     if rows:
@@ -419,7 +419,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def rounds_note(group: Group) -> str:
-    """Which runs of a group have fewer rounds than their configs ask for, and why."""
+    """Which runs of a group have fewer rounds than configured, and why."""
     unfinished = [run for run in group.runs if not run.finished]
     stopped = [run for run in group.runs if run.finished and run.stop_reason]
     notes = []
@@ -431,7 +431,7 @@ def rounds_note(group: Group) -> str:
 
 
 def _share_of(group: Group, runs: Sequence[Run]) -> str:
-    """How many of a group's runs these are; empty for a group of one run."""
+    """The number of these runs and of all runs of a group as text; empty for a single run."""
     if len(group.runs) == 1:
         return ""
     return f"{len(runs)} of {len(group.runs)} runs "
@@ -452,11 +452,11 @@ def _last_round(run: Run) -> int:
     return int(run.rounds[-1]["round"])
 
 
-# Notes below the table
+# ---- notes below the table -----------------------------------------------------------------------
 
 
 def package_notes(runs: Mapping[str, Sequence[Run]]) -> list[str]:
-    """The notes of outer packages on runs, which are given by the name of their group."""
+    """The notes of outer packages. runs: the runs by the name of their group."""
     notes = []
     for part in manifest.comparison_notes():
         note_on = part.load()
@@ -464,21 +464,18 @@ def package_notes(runs: Mapping[str, Sequence[Run]]) -> list[str]:
     return [note for note in notes if note]
 
 
-# Refused replies are mentioned with the numbers: they change the numbers, and no table shows it.
-
-
 def refused(runs: Mapping[str, Sequence[Run]]) -> list[str]:
-    """A sentence for each name with refused replies: those of its first such run, and its seeds.
+    """A sentence for each group with refused replies, because these change its numbers.
 
     runs: the runs by the name of their group.
     """
     sentences = []
-    for name, named_runs in runs.items():
-        texts = {run.seed: refusals_of(run).sentence for run in named_runs}
+    for name, group_runs in runs.items():
+        texts = {run.seed: refusals_of(run).sentence for run in group_runs}
         texts = {seed: text for seed, text in texts.items() if text}
         if texts:
-            several = len(named_runs) > 1
-            sentences.append(f"{name}{_refused_by_seed(texts, several)}")
+            has_many_runs = len(group_runs) > 1
+            sentences.append(f"{name}{_refused_by_seed(texts, has_many_runs)}")
     return sentences
 
 
@@ -487,11 +484,11 @@ def refusals_of(run: Run) -> Refusals:
     return Refusals.of(run.clients, int(run.settings.get("topology.clients", 0)), len(run.rounds))
 
 
-def _refused_by_seed(texts: Mapping[int, str], several: bool) -> str:
-    """The refusals of the first seed, and the seeds that have some."""
+def _refused_by_seed(texts: Mapping[int, str], has_many_runs: bool) -> str:
+    """The refusals of the first seed, and all seeds with refusals."""
     seed, text = next(iter(texts.items()))
     sentence = f": {text}"
-    if several:
+    if has_many_runs:
         sentence = f", seed {seed}: {text}"
     if len(texts) > 1:
         sentence += f"; seeds with refusals: {', '.join(map(str, texts))}"

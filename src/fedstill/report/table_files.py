@@ -1,7 +1,7 @@
-"""Results as files for other programs: a comparison's table and its differences paired by seed, as
-CSV with all digits, Markdown and LaTeX; and finished runs for TensorBoard.
+"""Results as files: the table of a comparison and its differences paired by seed, as CSV (with all
+digits), Markdown and LaTeX; and finished runs for TensorBoard.
 
-TensorBoard gets the same numbers that a tracker is told while a run goes on.
+TensorBoard gets the same numbers as a tracker during a run.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from fedstill.running.runs import (
 )
 from fedstill.running.trackers import AboutRun, RoundNumbers, TensorBoard, Tracker
 
-# Tables as text.
-
 
 @dataclass(frozen=True)
 class TextTable:
@@ -49,24 +47,24 @@ class TextTable:
 
 
 def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> list[Path]:
-    """Write results and differences, three files each; the paths.
+    """Write the results and the differences, three files each; return their paths.
 
-    against: the label of the group that all others are compared with; empty: the first. Raises
-    ConfigError if there is none of that label, and before anything is written over a file of these
-    names that is no such table.
+    against: the label of the group that all others are compared with; empty: the first group.
+    Raises ConfigError for an unknown label, and if a file with one of these names is not such a
+    table; then nothing is written.
     """
     results = results_table(compared)
-    results_in_full = results_in_all_digits(compared)
+    exact_results = results_in_all_digits(compared)
     paired = differences(compared, group_named(against, compared))
-    apart = differences_table(paired)
-    apart_in_full = differences_in_all_digits(paired)
+    rounded_differences = differences_table(paired)
+    exact_differences = differences_in_all_digits(paired)
     texts = {
-        "results.csv": csv_text(results_in_full.head, results_in_full.lines),
+        "results.csv": csv_text(exact_results.head, exact_results.lines),
         "results.md": markdown(results.head, results.lines),
         "results.tex": latex(results.head, results.lines),
-        "differences.csv": csv_text(apart_in_full.head, apart_in_full.lines),
-        "differences.md": markdown(apart.head, apart.lines),
-        "differences.tex": latex(apart.head, apart.lines),
+        "differences.csv": csv_text(exact_differences.head, exact_differences.lines),
+        "differences.md": markdown(rounded_differences.head, rounded_differences.lines),
+        "differences.tex": latex(rounded_differences.head, rounded_differences.lines),
     }
     make_folder(folder)
     for name in texts:
@@ -76,37 +74,39 @@ def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> 
     return [folder / name for name in texts]
 
 
-# The results: a line for each group.
+# ---- results -------------------------------------------------------------------------------------
 
 
 def results_table(compared: Sequence[Group]) -> TextTable:
-    """Mean ± sample standard deviation over seeds; in the order of ``best_first``."""
+    """Mean ± sample standard deviation over seeds, in the order of ``best_first``."""
     ordered, _ = best_first(compared)
     schedule = differing_schedule(compared)
     summaries = rows(ordered)
     measured = columns(summaries)
     lines = []
-    for group_of_line, row in zip(ordered, summaries, strict=True):
-        label = f"{row.label} ({row.note})" if row.note else row.label
+    for group, row in zip(ordered, summaries, strict=True):
+        label = row.label
+        if row.note:
+            label = f"{row.label} ({row.note})"
         numbers = [row.text(column) for column in measured]
-        lines.append([label, *schedule_cells(group_of_line, schedule), row.seeds, *numbers])
+        lines.append([label, *schedule_cells(group, schedule), row.seeds, *numbers])
     titles = [f"{column.title} [{column.unit}]" for column in measured]
     return TextTable(["", *schedule.values(), "seeds", *titles], lines)
 
 
 def results_in_all_digits(compared: Sequence[Group]) -> TextTable:
-    """The results with three columns for each number: the mean, the standard deviation, and how
-    many seeds have it.
+    """The results with three columns for each number: the mean, the standard deviation, and the
+    number of seeds.
 
-    A single seed has no standard deviation: its cell is empty.
+    The standard deviation of a single seed is an empty cell.
     """
     ordered, _ = best_first(compared)
     schedule = differing_schedule(compared)
     summaries = rows(ordered)
     measured = columns(summaries)
     lines = []
-    for group_of_line, row in zip(ordered, summaries, strict=True):
-        cells = [row.label, row.note, *schedule_cells(group_of_line, schedule)]
+    for group, row in zip(ordered, summaries, strict=True):
+        cells = [row.label, row.note, *schedule_cells(group, schedule)]
         for column in measured:
             cells += _digits_of_spread(row.values[column.key], column.scale)
         lines.append(cells)
@@ -120,16 +120,18 @@ def _digits_of_spread(spread: Spread | None, scale: float) -> list[str]:
     """Mean, standard deviation and number of seeds."""
     if spread is None:
         return ["", "", ""]
-    std = repr(scale * spread.std) if spread.runs > 1 else ""
-    return [repr(scale * spread.mean), std, str(spread.runs)]
+    deviation = ""
+    if spread.runs > 1:
+        deviation = repr(scale * spread.std)
+    return [repr(scale * spread.mean), deviation, str(spread.runs)]
 
 
-# The differences between groups, paired by seed.
+# ---- differences ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupDifference:
-    """How far a group is from another one in a number, over the seeds that both have."""
+    """The difference of a group to a base group in one number, over their common seeds."""
 
     group: Group
     base: Group
@@ -138,7 +140,9 @@ class GroupDifference:
 
 
 def group_named(label: str, compared: Sequence[Group]) -> Group:
-    """The group of a label, the first where it is empty; raises ConfigError if there is none."""
+    """The group with a label; the first group for an empty label. Raises ConfigError for an unknown
+    label.
+    """
     if not label:
         return compared[0]
     by_label = {group.label: group for group in reversed(compared)}
@@ -149,20 +153,20 @@ def group_named(label: str, compared: Sequence[Group]) -> Group:
 
 
 def differences(compared: Sequence[Group], base: Group) -> list[GroupDifference]:
-    """Each other group's difference to the base in each number; none without a common seed."""
+    """The differences of all other groups to the base, in all numbers with a common seed."""
     measured = columns(rows(compared))
-    apart = []
-    for group_apart in compared:
-        if group_apart is base:
+    group_differences = []
+    for group in compared:
+        if group is base:
             continue
         for column in measured:
-            ours = _by_seed(group_apart, column.key)
-            paired = paired_difference(ours, _by_seed(base, column.key))
+            numbers = _by_seed(group, column.key)
+            paired = paired_difference(numbers, _by_seed(base, column.key))
             if paired:
-                apart.append(
-                    GroupDifference(group=group_apart, base=base, column=column, paired=paired)
+                group_differences.append(
+                    GroupDifference(group=group, base=base, column=column, paired=paired)
                 )
-    return apart
+    return group_differences
 
 
 def _by_seed(group: Group, key: str) -> dict[int, float]:
@@ -170,40 +174,61 @@ def _by_seed(group: Group, key: str) -> dict[int, float]:
     return {seed: summary[key] for seed, summary in summaries.items() if key in summary}
 
 
-def differences_table(apart: Sequence[GroupDifference]) -> TextTable:
+def differences_table(group_differences: Sequence[GroupDifference]) -> TextTable:
     """The mean of each difference, its 95 % interval, and the p value of the paired t test."""
     lines = []
-    for one in apart:
-        scale = one.column.scale
-        mean = f"{scale * one.paired.mean:+.2f}"
-        interval = p = NONE
-        if one.paired.pairs > 1:
-            interval = f"{scale * one.paired.low:+.2f} to {scale * one.paired.high:+.2f}"
-            p = f"{one.paired.p:.3f}"
-        names = [f"{one.group.label} − {one.base.label}", f"{one.column.title} [{one.column.unit}]"]
-        lines.append([*names, mean, interval, p, str(one.paired.pairs)])
+    for difference in group_differences:
+        paired = difference.paired
+        column = difference.column
+        scale = column.scale
+        interval = NONE
+        p_value = NONE
+        if paired.pairs > 1:
+            interval = f"{scale * paired.low:+.2f} to {scale * paired.high:+.2f}"
+            p_value = f"{paired.p:.3f}"
+        lines.append(
+            [
+                f"{difference.group.label} − {difference.base.label}",
+                f"{column.title} [{column.unit}]",
+                f"{scale * paired.mean:+.2f}",
+                interval,
+                p_value,
+                str(paired.pairs),
+            ]
+        )
     return TextTable(["", "number", "difference", "95 % interval", "p", "seeds"], lines)
 
 
-def differences_in_all_digits(apart: Sequence[GroupDifference]) -> TextTable:
-    """The differences with the ends of their 95 % intervals in columns of their own."""
+def differences_in_all_digits(group_differences: Sequence[GroupDifference]) -> TextTable:
+    """The differences in all digits, with separate columns for the ends of their intervals."""
     lines = []
-    for one in apart:
-        scale = one.column.scale
-        ends = ["", "", ""]
-        if one.paired.pairs > 1:
-            ends = [repr(scale * one.paired.low), repr(scale * one.paired.high), repr(one.paired.p)]
-        names = [one.group.label, one.base.label, one.column.title, one.column.unit]
-        lines.append([*names, repr(scale * one.paired.mean), *ends, str(one.paired.pairs)])
+    for difference in group_differences:
+        paired = difference.paired
+        column = difference.column
+        scale = column.scale
+        interval = ["", "", ""]
+        if paired.pairs > 1:
+            interval = [repr(scale * paired.low), repr(scale * paired.high), repr(paired.p)]
+        lines.append(
+            [
+                difference.group.label,
+                difference.base.label,
+                column.title,
+                column.unit,
+                repr(scale * paired.mean),
+                *interval,
+                str(paired.pairs),
+            ]
+        )
     head = ["compared", "with", "number", "unit", "difference", "low", "high", "p", "seeds"]
     return TextTable(head, lines)
 
 
-# Formats of text tables.
+# ---- formats -------------------------------------------------------------------------------------
 
 
 NUMBER = r"[-+]?[\d.]+"
-"""A number in a cell, whose sign LaTeX prints as such in mathematics alone."""
+"""A number in a cell. LaTeX prints its sign correctly in math mode only."""
 
 
 def csv_text(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -220,7 +245,7 @@ def csv_text(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; the first column is text, the others are numbers.
+    """A table in Markdown. The first column is text, and the others are numbers.
 
     >>> print(markdown(["", "F [%]"], [["a|b", "1.0 ± 0.2"]]), end="")
     |  | F [%] |
@@ -262,15 +287,15 @@ def _in_latex(cell: str) -> str:
     return text.replace("±", r"$\pm$").replace("−", "$-$").replace("–", "--")
 
 
-# Runs for TensorBoard.
+# ---- TensorBoard ---------------------------------------------------------------------------------
 
 
 def export_tensorboard(directories: Sequence[Path], out: Path) -> list[Path]:
-    """Write the numbers of the runs in (or below) some directories as TensorBoard's, a folder a
-    run; the folders.
+    """Write the numbers of all runs in or below some directories for TensorBoard, one folder per
+    run; return these folders.
 
-    Raises ConfigError if there is no run, if ``out`` holds anything (events would be doubled) or
-    cannot be written, or if TensorBoard is not installed.
+    Raises ConfigError if there are no runs, if ``out`` is not empty (TensorBoard would show events
+    twice) or cannot be written, or if TensorBoard is not installed.
     """
     return export(directories, out, TensorBoard)
 
@@ -278,16 +303,17 @@ def export_tensorboard(directories: Sequence[Path], out: Path) -> list[Path]:
 def export(
     directories: Sequence[Path], out: Path, tracker: Callable[[Path], Tracker]
 ) -> list[Path]:
-    """Tell each run to a tracker of its own, made for a folder under ``out``.
+    """Send each run to a tracker of its own, which ``tracker`` creates for a folder in ``out``.
 
-    Raises ConfigError for a folder that is not empty, or cannot be written.
+    Raises ConfigError if ``out`` is not empty or cannot be written.
     """
     runs = find(directories)
     folders = [out / name for name in _folder_names(runs)]
     try:
         if out.exists() and any(out.iterdir()):
             raise ConfigError(
-                f"{out} is not empty; name a new directory, so that no event is there twice"
+                f"{out} is not empty, and TensorBoard would show events twice; choose a new "
+                "directory"
             )
         for run, folder in zip(runs, folders, strict=True):
             _send(run, folder.name, tracker(folder))
@@ -302,14 +328,14 @@ def _send(run: Run, name: str, tracker: Tracker) -> None:
     tracker.begin(AboutRun(run.folder, name, name, run.seed, run.settings, versions), {}, -1)
     numbers = RoundNumbers(run.settings)
     for event in read_journal(run.folder / JOURNAL):
-        of_round = numbers.take(event)
-        if of_round:
-            tracker.log(*of_round)
+        round_numbers = numbers.take(event)
+        if round_numbers:
+            tracker.log(*round_numbers)
     tracker.end("finished" if run.finished else "stopped", {})
 
 
 def _folder_names(runs: Sequence[Run]) -> list[str]:
-    """A name for each run's folder: its group's label and its seed."""
+    """The name of each run's folder: the label of its group, and its seed."""
     labels = {id(run): members.label for members in label_runs(runs) for run in members.runs}
     names: list[str] = []
     for run in runs:
