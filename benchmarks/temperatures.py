@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fedstill.core.labels import proportions
+from fedstill.core.label_counts import proportions
 from fedstill.methods.hiper_fedkd import client_temperature, heterogeneity_score
 from fedstill.report import terminal
 from fedstill.running.runs import find

@@ -80,7 +80,7 @@ class Request:
     start: Tensors = field(default_factory=dict)
 
     def groups(self) -> Payload:
-        """The groups that are sent: the payload, and the model that the run starts from."""
+        """The groups that are sent: the payload's, and the model that the run starts from."""
         if not self.start:
             return self.payload
         return Payload({**self.payload, START: self.start})
@@ -94,15 +94,7 @@ class Request:
         values = {name: getattr(self, name) for name in names}
         if self.named:
             values["named"] = list(self.named)
-        stage = self.stage
-        values["stage"] = [
-            stage.round,
-            stage.index,
-            stage.name,
-            list(stage.clients),
-            stage.view,
-            stage.sequential,
-        ]
+        values["stage"] = _stage_fields(self.stage)
         text = json.dumps(values, sort_keys=True)
         if len(text) > MAX_REQUEST:
             raise ConfigError(
@@ -133,7 +125,8 @@ class Request:
         if not isinstance(start, Mapping):
             raise BadPayload(f"{START} is no model")
         if start:
-            payload = Payload({name: g for name, g in payload.items() if name != START})
+            groups = {name: group for name, group in payload.items() if name != START}
+            payload = Payload(groups)
         return Request(
             version=_typed(values, "version", str),
             config=_typed(values, "config", str),
@@ -151,6 +144,18 @@ class Request:
 
 STAGE_FIELDS = ("round", "index", "name", "clients", "view", "sequential")
 """The parts of a stage in a request's header."""
+
+
+def _stage_fields(stage: Stage) -> list[Any]:
+    """A stage as a list for JSON; ``_stage`` reads it."""
+    return [
+        stage.round,
+        stage.index,
+        stage.name,
+        list(stage.clients),
+        stage.view,
+        stage.sequential,
+    ]
 
 
 def _stage(parts: list[Any]) -> Stage:
@@ -551,23 +556,25 @@ Digests = dict[int, str]
 
 
 def content_digest(records: RecordDict, digests: Digests | None = None) -> str:
-    """SHA-256 of all that a message says: its configs and arrays, with their names and forms.
+    """SHA-256 of the content of a message: its configs and arrays, with their names and forms.
 
-    digests: those of the data of arrays that are known, and gets the others; the arrays must exist
-    as long as it is used.
+    digests: the known digests of arrays' data, to which the others are added. It is valid only as
+    long as the arrays exist.
     """
-    if digests is None:
-        digests = {}
     from flwr.app import ArrayRecord, ConfigRecord
 
+    if digests is None:
+        digests = {}
     configs = []
     arrays = []
     for name, record in records.items():
         if isinstance(record, ConfigRecord):
             configs.append([name, sorted(record.items())])
         elif isinstance(record, ArrayRecord):
-            arrays += [[name, *_array_digest(key, array, digests)] for key, array in record.items()]
-    return digest(json.dumps([sorted(configs), sorted(arrays)], default=bytes.hex).encode())
+            for key, array in record.items():
+                arrays.append([name, *_array_digest(key, array, digests)])
+    content = json.dumps([sorted(configs), sorted(arrays)], default=bytes.hex)
+    return digest(content.encode())
 
 
 def _array_digest(key: str, array: Array, digests: Digests) -> list[Any]:
@@ -611,7 +618,8 @@ class InstructionCheck:
         for name, value in expected.items():
             if statement.get(name) != value:
                 raise Refused(f"the server has signed another {name} of the message", "signature")
-        has_metrics = any(isinstance(record, MetricRecord) for record in message.content.values())
+        records = message.content.values()
+        has_metrics = any(isinstance(record, MetricRecord) for record in records)
         if about.dst_node_id != node or has_metrics:
             raise Refused("the message is for another site, or holds metrics", "signature")
         if time.time() > statement["until"] + CLOCK_SECONDS:

@@ -34,7 +34,7 @@ CHECKPOINTS_KEPT = 3
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """Where in a run a checkpoint stands: before this stage of this round."""
+    """The position of a checkpoint in a run: before this stage of this round."""
 
     round: int
     stage: int
@@ -68,7 +68,7 @@ class Checkpoints:
 
     @property
     def objects(self) -> Path:
-        """Where groups of states are."""
+        """The folder of the groups of states."""
         return self.folder / "objects"
 
     def save(
@@ -119,7 +119,7 @@ class Checkpoints:
         return None
 
     def positions(self) -> list[Position]:
-        """Where the kept checkpoints stand, the oldest first."""
+        """The positions of the kept checkpoints, the oldest first."""
         return [_position(name) for name in reversed(self._names())]
 
     def at(self, position: Position) -> Restored:
@@ -264,7 +264,7 @@ class Checkpoints:
         return sorted(memory)
 
     def _retained(self, names: Sequence[str], rounds: Collection[int]) -> list[str]:
-        """The last ones of every so many rounds, and of some rounds."""
+        """The last checkpoint of every ``every`` rounds, and of some further rounds."""
         by_round = {_position(name).round: name for name in names}
         regular = [round for round in by_round if self.every and round % self.every == 0]
         return [name for round, name in by_round.items() if round in {*regular, *rounds}]
@@ -445,7 +445,7 @@ def kept_updates(folder: Path) -> list[KeptUpdate]:
 
 
 def _kept_update(updates: Path, event: Event) -> KeptUpdate:
-    """What a client's event says of its kept update."""
+    """The kept update that a client's event describes."""
     return KeptUpdate(
         round=event["round"],
         stage=event["stage"],

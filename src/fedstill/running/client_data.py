@@ -1,4 +1,4 @@
-"""What clients, server and tests have of a run's data: split, and then scaled."""
+"""The data of a run's clients, of its server and of its tests: first split, then scaled."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ExampleForm:
 
     @property
     def plural(self) -> str:
-        """What the examples are, for people."""
+        """The examples in words, such as "images"."""
         return PLURALS[self.about.kind]
 
     @property
@@ -237,7 +237,7 @@ def _from_elsewhere(settings: Settings, form: ExampleForm, source: str, folder: 
 
 
 def _drawn(settings: Settings, form: ExampleForm, source: str, public: Examples) -> Examples:
-    """So many of the public examples as the settings ask for, or all."""
+    """As many of the public examples as the settings ask for, drawn by key; or all of them."""
     size = settings.data.public
     if size > len(public):
         raise ConfigError(

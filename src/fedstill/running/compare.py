@@ -1,5 +1,5 @@
-"""Several runs side by side, as many at once as fit on the machine; the same command goes on with
-them.
+"""Comparisons: several runs at the same time, as many as fit on the machine. The same command
+continues a comparison that was stopped.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ KEPT_OF_NAME = 150
 
 @dataclass(frozen=True)
 class Variant:
-    """One run of a comparison: what is varied, as text; its settings; its folder; the run that it
-    starts from.
+    """One run of a comparison: the varied values in words, its settings, its folder, and the run
+    that it starts from.
     """
 
     label: str
@@ -85,10 +85,10 @@ def variants(
     seeds: Sequence[int] = (),
     grid: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[Variant]:
-    """The runs of a comparison: every method, every combination of the grid's values, every seed;
-    all checked.
+    """The checked runs of a comparison: every method with every combination of the grid's values
+    and every seed.
 
-    Raises ConfigError for a grid without values, and where two runs are the same.
+    Raises ConfigError for a grid without values, and for two runs that are the same.
     """
     check_is_experiment(experiment)
     grid = grid or {}
@@ -119,8 +119,8 @@ def variants(
 
 @dataclass(frozen=True)
 class Shape:
-    """What an experiment's method decides: the fields of the topology, the stages that have plans,
-    and the number of rounds if it is not free.
+    """The settings that an experiment's method decides: the fields of the topology, the stages
+    that have plans, and the number of rounds if the method fixes it.
     """
 
     topology: frozenset[str]
@@ -146,8 +146,8 @@ class Shape:
 
 
 def _fixed_rounds(experiment: Experiment, topology: str) -> int | None:
-    """The number of rounds of a topology with one exchange; None if it is free, or is not valid,
-    which whoever settles the run says.
+    """The number of rounds of a topology with one exchange; None if the number is free. It is also
+    None for an invalid number, which is an error when the run's settings are resolved.
     """
     if topology != PEERS or not isinstance(experiment.rounds, int):
         return None
@@ -159,11 +159,11 @@ def _fixed_rounds(experiment: Experiment, topology: str) -> int | None:
 
 
 def with_methods(experiment: Experiment, methods: Sequence[str]) -> list[Experiment]:
-    """The experiment with each of some methods.
+    """The experiment with each of the methods.
 
-    Values of the config, not of the command line, are left out where they are for another method of
-    these: fields of its topology, and plans of its stages. A method with one exchange has one round
-    (with tasks, one for each) beside methods that have ``rounds`` of them.
+    A config may have values for one of the methods only: fields of its topology, and plans of its
+    stages. They are left out for the others, unless they come from the command line. A method with
+    one exchange has one round (with tasks, one for each task), whatever ``rounds`` is.
     """
     experiments = [experiment.with_values({"method": method}, "--methods") for method in methods]
     shapes = list(map(Shape.of, experiments))
@@ -197,7 +197,7 @@ def _variant(experiment: Experiment, setting: Mapping[str, Any], out: Path) -> V
 
 
 def _with_distinct_folders(runs: Sequence[Variant], out: Path) -> list[Variant]:
-    """The runs. Where runs of several labels would share a folder, its name is the whole label."""
+    """The runs. If runs with different labels would share a folder, its name is the whole label."""
     labels: dict[Path, set[str]] = {}
     for run in runs:
         labels.setdefault(run.folder, set()).add(run.label)
@@ -212,7 +212,7 @@ def _with_distinct_folders(runs: Sequence[Variant], out: Path) -> list[Variant]:
 
 
 def _folder(out: Path, words: Sequence[str]) -> Path:
-    """A folder called like the words; a name that is too long ends in a hash of it."""
+    """A folder with these words as its name; a long name is cut and ends in a hash of it."""
     name = " ".join(words).replace("/", "-").replace(" ", "_")
     encoded = os.fsencode(name)
     if len(encoded) > LONGEST_NAME:
@@ -225,8 +225,7 @@ def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Varia
     """One run of an experiment with a seed, in a folder of that seed; raises ConfigError if it
     cannot be run.
 
-    Whether this machine has what it needs is seen to when it is begun: another one may have
-    finished it.
+    The machine is checked when the run starts, because another machine may have finished it.
     """
     chosen = with_seed(experiment, seed)
     settings = settle(chosen, check_device=False)
@@ -234,7 +233,7 @@ def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Varia
 
 
 def with_starts(runs: Sequence[Variant]) -> list[Variant]:
-    """The runs, each after the one that it starts from; a start that several share occurs once."""
+    """The runs, each after the run that it starts from. Shared starts occur once."""
     by_folder: dict[Path, Variant] = {}
     for run in runs:
         if run.after is not None:
@@ -270,8 +269,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def deaf() -> Iterator[None]:
-    """Processes that start here hear no Ctrl-C, until they say that they do; this one hears it
-    afterwards.
+    """Block Ctrl-C: processes that start in the block do not receive it until they unblock it. This
+    process receives it after the block.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -281,12 +280,13 @@ def deaf() -> Iterator[None]:
 
 
 class Asked:
-    """Whether Ctrl-C was pressed or the process was ended; the workers are told. The second time it
-    ends at once.
+    """Handles Ctrl-C and SIGTERM: the first one stops the comparison and its workers after their
+    stages, the second one ends the process at once.
     """
 
     def __init__(self, event: Event) -> None:
-        self.event, self.stop = event, False
+        self.event = event
+        self.stop = False
 
     def __enter__(self) -> Asked:
         self._old = {number: signal.signal(number, self._ask) for number in SIGNALS}
@@ -304,8 +304,8 @@ class Asked:
 
 
 class StopsWhenAsked:
-    """A worker's watch: no display; a stop after the stage in which a signal came, or the
-    comparison was ended.
+    """The watch of a worker's run. It displays nothing, and stops the run after the stage in which
+    a signal came or the comparison ended.
     """
 
     event: ClassVar[Event]
@@ -316,7 +316,7 @@ class StopsWhenAsked:
 
     @classmethod
     def listen(cls, event: Event) -> None:
-        """Stop when this is set, too; end when the process that gives work has ended."""
+        """Also stop when this event is set, and end with the process that started the workers."""
         cls.event = event
         cls.idle()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -324,7 +324,7 @@ class StopsWhenAsked:
 
     @staticmethod
     def idle() -> None:
-        """Between runs Ctrl-C is not for this process, and SIGTERM ends it at once."""
+        """Between runs, ignore Ctrl-C, and let SIGTERM end this process at once."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -337,7 +337,7 @@ class StopsWhenAsked:
 
     @contextmanager
     def hearing(self) -> Iterator[StopsWhenAsked]:
-        """While a run is carried out, signals are for it."""
+        """Handle signals during a run."""
         for number in SIGNALS:
             signal.signal(number, self.ask)
         try:
@@ -347,7 +347,7 @@ class StopsWhenAsked:
             self.idle()
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        """Take a signal; the second ends the process."""
+        """Handle a signal; the second one ends the process."""
         self.asked += 1
         if self.asked > 1:
             os._exit(1)
@@ -365,20 +365,22 @@ class StopsWhenAsked:
         """Whether a signal came, here or in the process that started the comparison, or that
         process has ended.
         """
+        if self.asked > 0 or self.event.is_set():
+            return True
         parent = multiprocessing.parent_process()
-        return self.asked > 0 or self.event.is_set() or not (parent and parent.is_alive())
+        return parent is None or not parent.is_alive()
 
 
 # Runs that are already in the folder of a comparison.
 
 
 def make_way(variants: Sequence[Variant], overwrite: bool) -> None:
-    """Delete the runs in variants' folders that are not the variants'; raises RunExists for them
-    unless ``overwrite``.
+    """Delete other runs from the folders of variants; without ``overwrite``, raise RunExists for
+    them.
 
-    A run is another one if its settings, code or models are (``same_run.why_not_same``), if the run
-    that it starts from is begun anew, or if its data are not those of runs that are still to be
-    done. variants: each after the one that it starts from.
+    A run is another one if it has other settings, code or models (``same_run.why_not_same``), if
+    the run that it starts from is started again, or if its data differ from those of the unfinished
+    runs. variants: each after the one that it starts from.
     """
     cleared = set[Path]()
     for variant in variants:
@@ -408,9 +410,9 @@ def _clear(variant: Variant, reason: str, overwrite: bool) -> None:
 
 
 class CurrentData:
-    """The data of runs that are still to be done, as they are now.
+    """The present data of unfinished runs.
 
-    Each data set is read once, and only if a finished run has the same one.
+    Each data set is read once, and only if a finished run uses it, too.
     """
 
     def __init__(self, unfinished: Sequence[Settings]) -> None:
@@ -419,10 +421,10 @@ class CurrentData:
         self._digests: dict[str, dict[str, str]] = {}
 
     def differ(self, settings: Settings, start: Mapping[str, Any]) -> bool:
-        """Whether a finished run shares its data set with an unfinished one, and began with other
-        examples, as its event ``start`` says.
+        """Whether a finished run has the data set of an unfinished one but started with other
+        examples, according to its event ``start``.
 
-        False for data that cannot be read: the unfinished run will say so.
+        False for data that cannot be read, which is an error of the unfinished run.
         """
         identity = RunIdentity.noted_in(start)
         if "examples_sha256" not in identity.data or _data_key(settings) not in self._needed:
@@ -461,10 +463,10 @@ def _data_key(settings: Settings) -> str:
 
 
 BYTES_A_RUN = 1.5e9
-"""What one run of the usual sizes takes at most; only how many run at once depends on it."""
+"""The most memory that a run of usual size needs; it only decides how many run at once."""
 
 BYTES_ON_CARD = 3e9
-"""The same, of a CUDA card's memory: half a gigabyte is each process's own."""
+"""The same for the memory of a CUDA card, of which each process needs half a gigabyte itself."""
 
 POLL_SECONDS = 0.2
 
@@ -473,9 +475,9 @@ POLL_SECONDS = 0.2
 class Outcome:
     """The progress of a run, and its error if it has failed.
 
-    ``rounds``: how many the run has at most. ``done``, ``accuracy``: of the last finished
-    round. ``stopped_early``: whether ``[stop]`` ended the run before its last round. ``problem``,
-    ``trace``: the error and its traceback.
+    ``rounds``: the largest number of rounds. ``done``, ``accuracy``: the last finished round and
+    its accuracy. ``stopped_early``: whether ``[stop]`` ended the run before its last round.
+    ``problem``, ``trace``: the error and its traceback.
     """
 
     variant: Variant
@@ -491,13 +493,13 @@ class Outcome:
 
     @property
     def due(self) -> int:
-        """How many rounds the run has, as far as that is known."""
+        """The number of rounds of the run, as far as it is known."""
         if self.stopped_early:
             return self.done
         return self.rounds
 
     def follow(self) -> None:
-        """Reads the rounds that were added to the run's journal since the last call."""
+        """Read the rounds that were added to the run's journal since the last call."""
         path = self.variant.folder / "journal.jsonl"
         if self.state not in ("running", "finished") or not path.is_file():
             return
@@ -524,8 +526,8 @@ class Outcome:
 
 
 def jobs_that_fit(device: str = "cpu") -> int:
-    """How many runs to do at once on a device: one a core, fewer if there is not enough memory, on
-    the card too.
+    """The number of runs to carry out at once on a device: one for each core, or fewer if the
+    memory of the machine or of its card does not suffice.
     """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fit = min(cores(), int(free / BYTES_A_RUN))
@@ -543,15 +545,17 @@ def carry_out_runs(
     overwrite: bool = False,
     track: Sequence[str] = (),
 ) -> list[Outcome]:
-    """Do all runs, going on with those that were begun, and leaving alone those that are finished.
+    """Carry out all runs: continue those that were stopped, and skip those that are finished.
 
-    A run that starts from another's model waits for that one. ``watch`` is called a few times a
-    second. A run that fails does not stop the others; one whose process is killed does. The first
-    Ctrl-C lets running stages end and starts nothing new; the second ends at once. ``debug``: as
-    for ``run``. Raises ConfigError where this machine lacks what a run that is not finished needs,
-    and RunExists for a folder that holds another run; with ``overwrite`` that one is deleted, and
-    one that is damaged begun anew. ``track``: trackers by name for every run; finished runs are
-    sent to those that do not have them.
+    A run that starts from the model of another run waits for it. ``watch`` is called a few times a
+    second. If a run fails, the others continue; if its process is killed, they stop. The first
+    Ctrl-C lets running stages end and starts nothing new; the second one ends at once. ``debug``:
+    as for ``run``. ``track``: trackers by name for every run; finished runs are sent to those
+    that lack them.
+
+    Raises ConfigError if this machine lacks something that an unfinished run needs, and RunExists
+    for a folder that holds another run. With ``overwrite``, the other run is deleted, and a damaged
+    run starts again.
     """
     outcomes = [Outcome(run, run.settings.rounds) for run in with_starts(runs)]
     for outcome in outcomes:
@@ -601,8 +605,8 @@ def carry_out_runs(
 
 
 IMPORTED_ONCE = ("fedstill.running.runner", "numpy.random")
-"""What every run imports, besides the modules of the registry: worker processes are forked from one
-that has imported it.
+"""Modules that every run imports, besides those of the registry. Worker processes are forked from a
+process that has imported them.
 """
 
 
@@ -642,7 +646,7 @@ KILLED: Answer = (
 
 
 def _check_machine(run: Variant) -> None:
-    """Raises ConfigError if this machine lacks what an unfinished run needs."""
+    """Raise ConfigError if this machine lacks something that an unfinished run needs."""
     try:
         check_machine(run.settings.precision, run.settings.device)
     except ConfigError:
@@ -658,7 +662,7 @@ def _is_up_to_date(run: Variant) -> bool:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a run is finished and its journal is complete. A resume says what is missing."""
+    """Whether a run is finished and its journal is complete. A resume reports what is missing."""
     try:
         check_journal(folder, read_journal(folder / "journal.jsonl"))
     except CorruptFile:
@@ -667,7 +671,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _mark_finished(outcomes: Sequence[Outcome]) -> None:
-    """Note which runs are finished, and how far they came."""
+    """Mark the finished runs, with their last round and its accuracy."""
     for outcome in outcomes:
         if _is_complete(outcome.variant.folder):
             outcome.state = "finished"
@@ -693,7 +697,7 @@ def _do(
     overwrite: bool,
     track: Sequence[str],
 ) -> Answer:
-    """Begins or resumes one run. A damaged run begins anew if ``overwrite``."""
+    """Start or resume one run. With ``overwrite``, a damaged run starts again."""
     from fedstill.running import runner
 
     os.environ[WORKERS] = workers

@@ -74,7 +74,7 @@ class ColumnSums:
     squares: Tensor
 
     def to_payload(self) -> Payload:
-        """The sums as a client sends them."""
+        """The sums as the payload of a client."""
         return Payload(count=self.count, total=self.total, squares=self.squares)
 
     @staticmethod
@@ -195,7 +195,7 @@ class SumsWork(ClientWork):
         return ColumnSums(count=zeros, total=zeros, squares=zeros).to_payload()
 
     def sent(self, values: Tensor) -> Payload:
-        """What a client with these values sends, before any noise."""
+        """The payload of a client with these values, without noise."""
         return column_sums(values).to_payload()
 
     def moments(self, replies: Sequence[Reply]) -> Moments:
@@ -290,7 +290,7 @@ class SumsProvider(StageProvider, RoundHook):
     sums: SumsWork
 
     def actors(self) -> Mapping[str, StageActor]:
-        """Who acts in the stage."""
+        """The actors of the stage, by its name."""
         return {MOMENTS: self}
 
     def requires(self) -> Need:
@@ -566,7 +566,7 @@ def _check_unit(train: Examples, declared: Moments, dataset: Dataset) -> None:
 
 
 def _scaler_of_sums(origin: Origin, moments: Moments | None, dataset: Dataset) -> Scaler:
-    """The scaler with mean and spread from sites' sums; without both until the sites sent sums."""
+    """The scaler from the sums of sites; it has no mean and spread until the sites sent them."""
     if moments is None:
         return Scaler(origin)
     return _scaler(origin, moments, dataset)

@@ -170,7 +170,7 @@ def _misfits(params: Tensors, expected: Tensors) -> list[str]:
 
 
 def seal(place: str) -> str:
-    """The SHA-256 of the model file, by which a resume checks that it is the same file."""
+    """The SHA-256 of the model file, with which a resume checks that the file is the same."""
     return digest(read_file(file_of(place)))
 
 
@@ -252,7 +252,7 @@ def _check_sizes(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _find_state_dict(content: Any) -> Mapping[Any, Any]:
-    """The state dict in what a file holds; empty where there is none."""
+    """The state dict in the content of a file; empty if there is none."""
     if not isinstance(content, Mapping):
         return {}
     for key in STATE_DICT_KEYS:
@@ -279,7 +279,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _form(tensor: Tensor | None) -> str:
-    """By what a tensor fits a network or not: its shape and type, in words."""
+    """The shape and type of a tensor in words; they decide whether it fits a network."""
     if tensor is None:
         return "missing"
     form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
@@ -388,7 +388,7 @@ def _network(
 
 
 def _params(spec: ModelSpec, place: str) -> Mapping[str, Tensor]:
-    """The weights of a file, whose head may be of other classes."""
+    """The weights in a file, whose head may have other classes."""
     if Need.FEATURES not in contract.capabilities(spec):
         raise IncompatibleMethod(
             f"data.features_of: {spec.label} has no body, whose output features are"
@@ -405,7 +405,7 @@ def _params(spec: ModelSpec, place: str) -> Mapping[str, Tensor]:
 def _features(
     passes: ModelPasses, params: Mapping[str, Tensor], examples: Examples, place: str
 ) -> Tensor:
-    """Features (n, D) of examples, from the cache folder or else computed."""
+    """Features (n, D) of examples, from the cache folder, or computed if they are not there."""
     identity = [
         examples_digest(replace(examples, owners=None)),
         seal(place),

@@ -50,7 +50,7 @@ class AboutRun:
 
 
 class Tracker(Protocol):
-    """Takes what a run says. Whatever it raises is one warning: the run goes on without it."""
+    """Receives the numbers of a run. If it raises, the run continues without it after a warning."""
 
     def ready(self) -> None:
         """Called before anything is trained; raises ConfigError if the tracker cannot work here."""
@@ -102,9 +102,7 @@ class MLflow:
     """
 
     def ready(self) -> None:
-        """Make the experiment, if it is not there; raises ConfigError where the extra is not
-        installed.
-        """
+        """Create the experiment if necessary; raises ConfigError if the extra is not installed."""
         self._experiment(_client())
 
     def begin(self, run: AboutRun, memo: dict[str, str], last: int) -> int:
@@ -122,7 +120,7 @@ class MLflow:
         return last
 
     def _create(self, run: AboutRun, memo: dict[str, str]) -> None:
-        """Create a run, and note in the memo how to find it again."""
+        """Create a run, and store its id in the memo."""
         place = str(run.folder.resolve())
         tags = {f"fedstill.version.{name}": version for name, version in run.versions.items()}
         tags |= {
@@ -156,9 +154,7 @@ class MLflow:
             self._client.log_batch(self._run, metrics=metrics[first : first + MOST_METRICS])
 
     def end(self, how: HowEnded, summary: Mapping[str, float | str]) -> None:
-        """Notes how the run ended. Of a finished run's summary, numbers are metrics and texts are
-        tags.
-        """
+        """Report how the run ended. The numbers of its summary become metrics, the texts tags."""
         entities = importlib.import_module("mlflow.entities")
         milliseconds = int(1000 * time.time())
         tags = []
@@ -216,7 +212,7 @@ class TensorBoard:
         self.folder = folder
 
     def ready(self) -> None:
-        """Raises ConfigError where the extra is not installed."""
+        """Raise ConfigError if the extra is not installed."""
         _writer_class()
 
     def begin(self, run: AboutRun, memo: dict[str, str], last: int) -> int:
@@ -236,13 +232,13 @@ class TensorBoard:
         return last
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
-        """The numbers of a round, on disk."""
+        """Write the numbers of a round to disk."""
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, round)
         self._writer.flush()
 
     def end(self, how: HowEnded, summary: Mapping[str, float | str]) -> None:
-        """Close the file; a finished run's summary is a text."""
+        """Close the file; the summary of a finished run becomes a text."""
         if summary:
             self._writer.add_text(
                 "summary", "\n".join(f"- {key}: {value}" for key, value in summary.items()), 0
@@ -281,7 +277,7 @@ class WandB:
             )
 
     def begin(self, run: AboutRun, memo: dict[str, str], last: int) -> int:
-        """Begin a run, or go on with the one of the memo."""
+        """Start a run, or continue the one in the memo."""
         wandb = _wandb()
         about = {"directory": str(run.folder.resolve()), "versions": dict(run.versions)}
         self._run = wandb.init(
@@ -297,11 +293,11 @@ class WandB:
         return max(last, int(self._run.step) - 1)
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
-        """The numbers of a round, with the round as their step."""
+        """Send the numbers of a round, with the round as their step."""
         self._run.log(dict(numbers), step=round, commit=True)
 
     def end(self, how: HowEnded, summary: Mapping[str, float | str]) -> None:
-        """The summary of a finished run; and how the run ended."""
+        """Send the summary of a finished run, and report how the run ended."""
         self._run.summary.update({f"summary/{name}": value for name, value in summary.items()})
         self._run.finish(exit_code=int(how != "finished"))
 
@@ -358,7 +354,7 @@ class RoundNumbers:
         return number, numbers
 
     def _scalars(self, column: Numbers, number: int) -> Iterator[tuple[str, float]]:
-        """Name and value of what trackers are sent of one metric in a round."""
+        """The names and values that trackers receive for one metric in a round."""
         name = column.metric.removeprefix("others/")
         axes = column.about.keys()
         of_classes = name.endswith("class_accuracy") and axes == {"round", "class"}
@@ -398,7 +394,7 @@ def ready_trackers(track: Track) -> Named:
 
 
 def _named_trackers(track: Track) -> Iterator[tuple[str, Tracker]]:
-    """Each tracker with its name."""
+    """The trackers by name."""
     if isinstance(track, str):
         for name in filter(None, map(str.strip, track.split(","))):
             if name not in TRACKERS:
@@ -429,7 +425,7 @@ def behind(folder: Path, settings: Settings, trackers: Named) -> bool:
 def send_late(
     folder: Path, settings: Settings, trackers: Named, summary: Mapping[str, Any]
 ) -> None:
-    """Send to the trackers of a finished run, and to ``trackers``, what they do not have."""
+    """Send the trackers of a finished run, and ``trackers``, the rounds that they lack."""
     tracking = Tracking(folder, settings, trackers)
     if tracking.behind:
         with tracking:
@@ -455,7 +451,7 @@ class Tracking:
         self._summary: Mapping[str, Any] = {}
 
     def take(self, event: Event) -> None:
-        """Takes an event of the journal, and sends the numbers of a round after its last event."""
+        """Read an event of the journal, and send the numbers of a round after its last event."""
         if not self._trackers:
             return
         if event["event"] == "start":
@@ -474,7 +470,7 @@ class Tracking:
                 self._write()
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """The run is finished."""
+        """Mark the run as finished."""
         self._summary = summary
 
     def __enter__(self) -> Tracking:
@@ -552,7 +548,7 @@ class Tracking:
 
 
 def _status(error: type[BaseException] | None) -> HowEnded:
-    """How a run ended that left its context with an error, or without one."""
+    """The status of a run that ended with this error, or without an error."""
     if error is None:
         return "finished"
     if issubclass(error, (Interrupted, KeyboardInterrupt)):

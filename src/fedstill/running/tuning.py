@@ -145,7 +145,7 @@ class Trial:
 
     @property
     def mean(self) -> float:
-        """The goal's mean over seeds; NaN where a run failed."""
+        """The mean of the goal over seeds; NaN if a run failed."""
         if not self.scores:
             return math.nan
         return statistics.fmean(self.scores.values())
@@ -196,14 +196,14 @@ class Tuning:
 
     @property
     def metric(self) -> str:
-        """The metric that the goal is; empty for any other number of a summary."""
+        """The metric if the goal is one; empty for any other number of a summary."""
         if self.goal == BEST_ROUND:
             return self.experiment.rank_by
         return METRIC_GOALS.get(self.goal, "")
 
     @property
     def is_minimised(self) -> bool:
-        """Whether less is better of the goal."""
+        """Whether a smaller value of the goal is better."""
         return minimised(self.metric or self.goal)
 
     @property
@@ -213,8 +213,8 @@ class Tuning:
         return self.experiment.select_on is not None or stops_early
 
     def run(self, trials: int) -> Iterator[Trial]:
-        """The trials in their order, each when its runs are done; it ends early if it is
-        stopped.
+        """Yield the trials in order, each when its runs are finished; the search may be stopped
+        early.
         """
         from optuna.trial import TrialState
 
@@ -239,7 +239,7 @@ class Tuning:
             yield trial
 
     def runs(self, number: int, values: Mapping[str, Any]) -> list[Variant]:
-        """The runs of a trial, one a seed; raises ConfigError for values that cannot be run."""
+        """The runs of a trial, one for each seed; raises ConfigError for invalid values."""
         label = ", ".join(f"{k}={v}" for k, v in values.items())
         chosen = self.experiment.with_values(values, "--space")
         return [seeded(label, chosen, seed, self.out / f"trial{number:03d}") for seed in self.seeds]
@@ -259,7 +259,7 @@ class Tuning:
         return float(summary[self.goal])
 
     def ranked(self) -> list[Trial]:
-        """The trials, the best first, those that failed last."""
+        """The trials, the best one first and failed ones last."""
         successful = [trial for trial in self.trials if trial.scores]
         failed = [trial for trial in self.trials if not trial.scores]
         ranked = sorted(successful, key=lambda trial: trial.mean, reverse=not self.is_minimised)

@@ -1,4 +1,4 @@
-"""The world of a run: what every side may know before anything is sent."""
+"""The world of a run: what server and clients know before anything is sent."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RunWorld:
     def predictor(
         self, params: Tensors, model: ModelSpec | None = None
     ) -> Callable[[Tensor], Tensor]:
-        """What these parameters answer, of the server's architecture or of another."""
+        """The predictor with these parameters, of the server's architecture or of another one."""
         return contract.predictor(model or self.server_model, params)
 
     def initial(self, client: int) -> Tensors:
@@ -155,7 +155,7 @@ def extended(settings: Settings, world: RunWorld, label_counts: Callable[[], Ten
 
 
 def _holding(train_only: tuple[str, ...], world: RunWorld, start: Start) -> RunWorld:
-    """The world in whose architecture only the entries that are named are trained and sent."""
+    """The world in which only the named entries of the architecture are trained and sent."""
     train_only += tuple(ADDED[what] for what in world.server_model.adds)
     named = {name: value for name, value in start.params.items() if matches(name, train_only)}
     others = {name: value for name, value in start.params.items() if name not in named}
@@ -236,7 +236,7 @@ class StageWork:
 
 
 class EngineChoice(NamedTuple):
-    """The engine that suits a run, and in words why."""
+    """The engine that suits a run, and the reason in words."""
 
     engine: Literal["pooled", "vectorised"]
     reason: str
