@@ -1,4 +1,4 @@
-"""A run from where its directory stands to its end: the main loop."""
+"""The main loop of a run, from the last checkpoint in its directory to the end."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ Place = Literal["here", "ray", "federation"]
 
 
 class RunEngine(Engine, Protocol):
-    """An engine of a run, which keeps what clients remember, or at least the index of it."""
+    """An engine of a run. It stores the states of clients, or at least their index."""
 
     @property
     def memory(self) -> Memory:
         """The clients' states."""
 
     def close(self) -> None:
-        """End threads and connections."""
+        """End the engine's threads and connections."""
 
 
 class RemoteEngine(Protocol):
-    """What a run needs from a package whose engine reaches clients in other processes."""
+    """The interface of a package whose engine reaches clients in other processes."""
 
     def require(self) -> None:
         """Raise ConfigError if something that the engine needs is not installed."""
@@ -121,7 +121,7 @@ def remote_engine(settings: Settings) -> RemoteEngine | None:
 
 
 def place_of(settings: Settings) -> Place:
-    """Where the server of a run is."""
+    """The place of a run's server: here, in a simulation, or in a federation."""
     if settings.engine != "flower":
         return "here"
     if settings.flower.federation:
@@ -132,8 +132,8 @@ def place_of(settings: Settings) -> Place:
 
 
 def check_calls(on_round: OnRound | None, track: Track = ()) -> None:
-    """Raise ConfigError for what is called in this process, where a federation would have to call
-    it.
+    """Raise ConfigError for callbacks and trackers that a federation would have to call in its own
+    process.
     """
     for subject, argument in (("on_round is", on_round), ("trackers are", track)):
         if argument:
@@ -176,7 +176,7 @@ def identity_of(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Collected:
-    """A run that is prepared with what its clients have sent."""
+    """A run that was prepared again with the sums that its clients have sent."""
 
     prepared: Prepared
     engine: RunEngine
@@ -379,7 +379,7 @@ class Driver:
         return drawing_from(seed_for(self.context.world.seed, number, 0, SERVER, "evaluation"))
 
     def _evaluate(self, state: State, number: int) -> RoundResult:
-        """What the server's models are worth after a round; 0 is before round 1."""
+        """Evaluate the server's models after a round; 0 is before round 1."""
         method, world = self.context.method, self.context.world
         moment = "before round 1"
         if number:

@@ -139,7 +139,7 @@ def _histogram_stages(settings: Settings, is_real_site: bool) -> tuple[str, ...]
 
 
 def site_guards(prepared: PreparedRun, notebook: SiteNotebook) -> tuple[SiteGuard, ...]:
-    """What protects a site. ``notebook``: where guards keep notes."""
+    """The guards of a site. ``notebook``: the place where guards store their notes."""
     guards: list[SiteGuard] = []
     for part in manifest.site_guards():
         guards += part.load()(prepared, notebook)
@@ -204,12 +204,12 @@ class Hostile:
     def run(
         self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
-        """The replies of all clients, of which the hostile ones have changed theirs."""
+        """The replies of all clients; hostile clients change theirs."""
         replies = self.engine.run(work, stage, payloads, seed)
         return [self._hostile_reply(reply, payloads) for reply in replies]
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """Keep what the clients remember: hostile ones, too, remember what they trained."""
+        """Store the states of clients. Hostile clients, too, store what they trained."""
         self.engine.commit(stage, clients)
 
     def _hostile_reply(self, reply: Reply, payloads: Mapping[int, Payload]) -> Reply:
@@ -248,7 +248,7 @@ class Hostile:
 
 
 def hostile_middleware(settings: Settings) -> tuple[Middleware, ...]:
-    """What makes clients hostile that change what they send; empty if the config plants none."""
+    """The middleware for hostile clients that change their replies; empty if there are none."""
     factor = FACTORS.get(settings.clients_table.attack or "")
     if factor is None:
         return ()

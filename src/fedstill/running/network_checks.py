@@ -33,7 +33,7 @@ images of that size.
 
 @dataclass(frozen=True)
 class Structure:
-    """What a method may need of a network, in words, and what would give it."""
+    """A structure of a network that a method needs, in words, and how to provide it."""
 
     description: str
     remedy: str
@@ -113,7 +113,7 @@ def _shared_tensors(spec: ModelSpec) -> str:
 
 
 def _wrong_output(spec: ModelSpec, sites: SiteViews) -> str:
-    """A network without parameters, or without logits for each example."""
+    """The problem of a network without parameters, or without logits for each example."""
     initial = contract.initial(spec, 0)
     if not initial:
         return (
@@ -142,7 +142,7 @@ def _wrong_output(spec: ModelSpec, sites: SiteViews) -> str:
 
 
 def _nothing_to_train(spec: ModelSpec) -> str:
-    """A network all of whose parameters are frozen."""
+    """The problem of a network whose parameters are all frozen."""
     if contract.trainable_names(spec):
         return ""
     return (
@@ -152,7 +152,7 @@ def _nothing_to_train(spec: ModelSpec) -> str:
 
 
 def _random_evaluation(spec: ModelSpec) -> str:
-    """A network whose outputs differ from pass to pass."""
+    """The problem of a network in evaluation mode whose outputs differ from pass to pass."""
     if not contract.draws_random_numbers(spec, training=False):
         return ""
     return (
@@ -175,7 +175,7 @@ def different_forward(networks: Iterable[ModelSpec], sites: SiteViews) -> str:
 
 
 def _is_head_on_body(spec: ModelSpec, x: Tensor) -> bool:
-    """Whether a network gives the same logits by its parts as by its forward pass."""
+    """Whether body and head of a network give the logits of its forward pass."""
     module = contract.module(spec, "frozen").eval()
     params = contract.entries(spec, module)
     with torch.no_grad():
@@ -202,7 +202,7 @@ def missing_structure(networks: Iterable[ModelSpec], needs: Need, method_name: s
 
 
 def network_warnings(spec: ModelSpec, sites: SiteViews) -> Iterator[str]:
-    """What is odd about a network and may be meant, a sentence each."""
+    """Warnings about a network that is unusual but may be intended, one sentence each."""
     module = contract.module(spec, "frozen")
     entries = contract.entries(spec, module)
     trained = contract.trainable_names(spec)
@@ -234,7 +234,7 @@ def _are_probabilities(logits: Tensor) -> bool:
 
 
 def trains(plan: Plan) -> bool:
-    """Whether anything is trained under a plan."""
+    """Whether a plan trains anything."""
     return bool(plan.epochs or plan.steps)
 
 
@@ -296,7 +296,7 @@ def _begins_on_own_data(schedule: Schedule, stage: Stage) -> bool:
 
 
 def _single_example(stage: Stage, client: int, world: RunWorld) -> str:
-    """What is wrong with a client's batches of one example, and what to do."""
+    """The error message for a client whose batches have one example."""
     plan = world.plans[stage.name]
     spec = world.model(client)
     table = "plan"

@@ -178,7 +178,7 @@ class RunIdentity:
 
     @staticmethod
     def noted_in(start: Mapping[str, Any]) -> RunIdentity:
-        """The identity that an event ``start`` notes."""
+        """The identity in an event ``start``."""
         code = start.get("sources")
         if not isinstance(code, Mapping):
             code = {}
@@ -187,7 +187,7 @@ class RunIdentity:
         return RunIdentity(code, models, data)
 
     def changed_code(self, settings: Settings) -> list[str]:
-        """The user's files, by path, that are not what they were when the run began."""
+        """The paths of the user's files that have changed since the run started."""
         digests = code_digests(settings)
         # A module that was put beside these files later is no part of the run.
         named = code_digests(settings, modules=False)
@@ -293,7 +293,9 @@ def check_same(settings: Settings, start: Mapping[str, Any], start_now: Mapping[
 
 
 def _not_same(text: str) -> CorruptFile:
-    """An error that says how to begin anew, in Python and for a command."""
+    """The error for a run that is not the same, with the way to start again, in Python and as a
+    command.
+    """
     return CorruptFile(
         f"{text}, or start again with overwrite=True", f"{text}, or start again with --overwrite"
     )
@@ -343,8 +345,8 @@ SAME_BITS = ("serial", "pooled")
 
 
 def why_not_same(settings: Settings, folder: Path) -> str:
-    """Why the run in a folder is not the run with these settings; empty if it is, or if there is
-    none.
+    """Why the run in a folder is not the run with these settings; empty if it is, or if there is no
+    run.
     """
     try:
         keys = other_settings(settings, folder)
@@ -362,7 +364,7 @@ def why_not_same(settings: Settings, folder: Path) -> str:
 
 
 def other_settings(settings: Settings, folder: Path) -> list[str]:
-    """The dotted keys of which the run in a folder has other values; none where there is no run."""
+    """The dotted keys whose values differ in the run of a folder; none if there is no run."""
     config = folder / "config.toml"
     if not config.is_file() or read_file(config) == settings.toml.encode():
         return []
@@ -379,8 +381,8 @@ def other_settings(settings: Settings, folder: Path) -> list[str]:
 
 
 def other_files(settings: Settings, folder: Path) -> list[str]:
-    """The user's files, by name, and models that are not those with which the run in a folder
-    began.
+    """The user's files, by name, and the models that have changed since the run in a folder
+    started.
     """
     start = start_of_journal(folder)
     if not start:
@@ -415,7 +417,7 @@ def settings_but_seed(settings: Mapping[str, Any], start: Mapping[str, Any]) -> 
 
 
 def start_of_journal(folder: Path) -> Mapping[str, Any]:
-    """The event ``start`` of the run in a folder; empty where it has not begun, or is damaged."""
+    """The event ``start`` of the run in a folder; empty if it has not started or is damaged."""
     try:
         with open_to_read(folder / "journal.jsonl") as journal:
             start = json.loads(journal.readline())
@@ -427,7 +429,7 @@ def start_of_journal(folder: Path) -> Mapping[str, Any]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in a folder has come to its end."""
+    """Whether the run in a folder is finished."""
     return (folder / "summary.json").is_file()
 
 
@@ -441,8 +443,8 @@ def _identifying(settings: Settings, expected: Settings) -> Mapping[str, Any]:
 
 
 def _has_known_examples(data: DataTable) -> bool:
-    """Whether a data set's name says which examples it has: its checksums are known, so other data
-    are refused.
+    """Whether the name of a data set determines its examples: its checksums are known, so other
+    data are refused.
     """
     data_set = KNOWN.get(data.name)
     if data_set is None or not data_set.digests:
@@ -453,7 +455,7 @@ def _has_known_examples(data: DataTable) -> bool:
 
 
 def _without_seed(place: str) -> str:
-    """The run in a path to its model, without the file and the folder of its seed."""
+    """The name of a run in a path to its model: without the file and the folder of its seed."""
     parts = [
         part
         for part in PurePath(place).parts
@@ -537,7 +539,7 @@ def check_journal(folder: Path, events: Sequence[Event]) -> None:
 
 
 def _noted_config(folder: Path) -> str:
-    """The SHA-256 of the config.toml with which a run began; empty where nothing notes it."""
+    """The SHA-256 of a run's config.toml in the run's journal; empty if the journal has none."""
     journal = folder / "journal.jsonl"
     if not journal.is_file():
         return ""
@@ -548,7 +550,7 @@ def _noted_config(folder: Path) -> str:
 
 
 def _gap(events: Sequence[Event]) -> str:
-    """Which round or reply is missing among the events of a journal; empty if none is."""
+    """A sentence on the first round or reply that a journal lacks; empty if it is complete."""
     number = 0
     replies = 0
     refused = 0
@@ -575,8 +577,8 @@ def _gap(events: Sequence[Event]) -> str:
 
 
 def _change_before_checkpoint(folder: Path, data: bytes) -> str:
-    """In what a journal's bytes are not those that the newest checkpoint knows; empty if in
-    nothing, or without a checkpoint.
+    """How a journal's bytes differ from those that the newest checkpoint knows; empty if they do
+    not, or without a checkpoint.
     """
     newest = max((folder / "checkpoints").glob("*.json"), default=None)
     if newest is None:
@@ -593,9 +595,7 @@ def _change_before_checkpoint(folder: Path, data: bytes) -> str:
 
 
 def _problem_of_end(events: Sequence[Event], summary: Mapping[str, Any]) -> str:
-    """In what the events of a journal are not those that a summary was made of; empty if in
-    nothing.
-    """
+    """How the events of a journal contradict a summary; empty if they do not."""
     rounds = [event for event in events if event["event"] == "round"]
     expected = summary.get("stopped_in_round", summary.get("rounds", len(rounds)))
     if len(rounds) != expected:

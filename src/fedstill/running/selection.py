@@ -230,7 +230,7 @@ def _no_test(settings: Settings, sites: SiteViews) -> str:
 
 
 def stages_of_held_out_tests(settings: Settings) -> frozenset[str]:
-    """The stages after which clients test a model on what they hold out; empty if they do not."""
+    """The stages after which clients test a model on held-out examples; empty if there are none."""
     if settings.sites_test_rounds:
         return frozenset({HELD_OUT_TEST})
     if settings.selects_round and settings.select_on in (None, "held_out"):
@@ -239,7 +239,7 @@ def stages_of_held_out_tests(settings: Settings) -> frozenset[str]:
 
 
 def held_out_examples(settings: Settings, sites: SiteViews) -> Examples:
-    """What all clients hold out, client by client."""
+    """The held-out examples of all clients, one client after another."""
     return sites.train.take(torch.cat(_held_out_positions(settings, sites)))
 
 
@@ -282,7 +282,7 @@ class SitesScore:
     positive: int
 
     def __call__(self, result: RoundResult, so_far: Fields) -> float | None:
-        """The metric on what all sites hold out; None if no site reported."""
+        """The metric on the held-out examples of all sites; None if no site reported."""
         reports = [e for e in result.client_events if "held_out_examples" in e]
         if self.by != ACCURACY:
             histograms = [e["held_out_histograms"] for e in reports if "held_out_histograms" in e]
@@ -371,7 +371,7 @@ class Selection(Observer):
     """What clients reported of their own models when these were last scored."""
 
     def start_fields(self) -> Fields:
-        """By what rounds are compared."""
+        """The field of the event ``start``: metric and data of the comparison."""
         fields: Fields = {
             "on": self.on,
             "by": self.rule.by,
@@ -382,7 +382,7 @@ class Selection(Observer):
         return {SELECTION: fields}
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
-        """The score of the round, and why the run stops if it does."""
+        """The score of the round, and the reason to stop, if there is one."""
         score = self._score(result, so_far)
         if score is None and result.number == 1:
             log.warning(
@@ -404,7 +404,7 @@ class Selection(Observer):
         return fields
 
     def on_event(self, event: Event) -> None:
-        """Remember the standing, and what clients reported."""
+        """Update the standing, and store the reports of clients."""
         if event["event"] == "client" and event["name"] in self.stages:
             score = event.get("held_out_score", event.get("held_out_accuracy"))
             if score is not None:
@@ -441,7 +441,7 @@ class PreparedRun(Protocol):
 
 
 def selection_of(prepared: PreparedRun) -> Selection | None:
-    """What compares the rounds of a run; None if they are not compared."""
+    """The observer that compares the rounds of a run; None if they are not compared."""
     settings = prepared.settings
     stages = {stage.name for stage in settings.schedule(1, prepared.world)}
     on = selection_data(settings, prepared.sites, stages)
@@ -487,7 +487,7 @@ def _scored_examples(prepared: PreparedRun, on: SelectionData) -> Examples | Non
 def _round_score(
     prepared: PreparedRun, on: SelectionData, examples: Examples | None
 ) -> RoundScore | None:
-    """What gives the score of a round; None where clients report it."""
+    """The function that scores a round; None if clients report the score."""
     settings = prepared.settings
     by = settings.rank_by
     if settings.method.personal:
@@ -522,7 +522,7 @@ class BestRound:
 
     @classmethod
     def of_summary(cls, summary: Mapping[str, Any]) -> BestRound | None:
-        """The best round as a run's summary has it; None if it has none."""
+        """The best round in the summary of a run; None if the summary has none."""
         if summary.get("best_round") is None:
             return None
         return cls(
@@ -579,7 +579,7 @@ def best_round_of(folder: Path, events: Sequence[Event]) -> int:
 
 
 def selection_summary(start: Event, rounds: Sequence[Event]) -> Fields:
-    """What a summary says of the best round, and of the round in which the run stopped."""
+    """Fields of a summary on the best round, and on the round in which the run stopped."""
     fields: Fields = {}
     if rounds and SELECTION in start:
         fields = {name: rounds[-1].get(name) for name in BEST}

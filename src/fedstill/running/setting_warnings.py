@@ -120,7 +120,9 @@ def log_once(warning: str) -> None:
 
 
 def _plan_warnings(stage: str, plan: Plan, method: Method) -> Iterator[str]:
-    """Patience without held-out data, and SGD's learning rate for another optimiser."""
+    """Warnings about patience without held-out data, and about SGD's learning rate for another
+    optimiser.
+    """
     if plan.patience and not plan.validation:
         yield (
             f"plan.{stage}.patience = {plan.patience} does nothing without held-out data to score "
@@ -136,7 +138,7 @@ def _plan_warnings(stage: str, plan: Plan, method: Method) -> Iterator[str]:
 
 
 def _missing_class_warnings(data: Dataset) -> Iterator[str]:
-    """Classes without an example."""
+    """Warnings about classes without an example."""
     splits = [data.train, data.test]
     if data.validation is not None:
         splits.append(data.validation)
@@ -158,7 +160,7 @@ def _missing_class_warnings(data: Dataset) -> Iterator[str]:
 
 
 def _name_warnings(prepared: Prepared) -> Iterator[str]:
-    """Names of classes, clients or values that are equal but for blanks and capitals."""
+    """Warnings about names of classes, clients or values that only differ in blanks or case."""
     yield from _similar_names("classes", prepared.dataset.classes)
     yield from _similar_names("clients", prepared.client_names)
     for column, values in prepared.dataset.about.categories:
@@ -179,7 +181,7 @@ def _similar_names(kind: str, names: Iterable[str]) -> Iterator[str]:
 
 
 def _test_set_warnings(prepared: Prepared) -> Iterator[str]:
-    """No tests, or classes that are only trained or only tested."""
+    """Warnings about missing tests, and about classes that are only trained or only tested."""
     sites = prepared.sites
     test = sites.common_test
     if test is None or not len(test):

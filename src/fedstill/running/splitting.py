@@ -69,7 +69,7 @@ def draw_split(settings: Settings, train: Examples, seed: int | None = None) -> 
 
 
 def partition_seed(settings: Settings) -> int:
-    """What a run's split is drawn from."""
+    """The seed of a run's split: that of the partition, or else the run's."""
     seed = settings.named.partition.values.get("seed")
     if seed is None:
         return settings.seed
@@ -77,7 +77,7 @@ def partition_seed(settings: Settings) -> int:
 
 
 def read_only(values: Tensor) -> NDArray[np.int64]:
-    """A tensor's numbers for functions of users, which may not change the run's data."""
+    """A view of a tensor that cannot be written to, for functions of users."""
     view = values.numpy().view()
     view.flags.writeable = False
     return view
@@ -274,7 +274,7 @@ def _stream_seed(settings: Settings) -> int:
 
 
 def _stream_arguments(settings: Settings, train: Examples, classes: int) -> dict[str, Any]:
-    """What a kind of stream may be told of the data, as far as its signature asks for it."""
+    """The arguments of a kind of stream: those facts about the data that its signature asks for."""
     arguments = {
         "labels": read_only(train.labels),
         "domains": None,
@@ -289,7 +289,7 @@ def _stream_arguments(settings: Settings, train: Examples, classes: int) -> dict
 
 
 def _problem_of_cut(cut: Cut, examples: int, tasks: int, classes: int) -> str:
-    """Why a cut cannot be one of these examples; empty if it can."""
+    """The problem of a cut that does not fit these examples; empty if it fits."""
     problem = _problem_of_tasks(cut.task, examples, tasks)
     if problem:
         return problem
@@ -306,7 +306,7 @@ def _problem_of_cut(cut: Cut, examples: int, tasks: int, classes: int) -> str:
 
 
 def _problem_of_tasks(task: NDArray[np.int64] | None, examples: int, tasks: int) -> str:
-    """Why these cannot be the tasks of examples; empty if they can."""
+    """The problem of tasks that do not fit these examples; empty if they fit."""
     if task is None:
         return ""
     if task.shape != (examples,) or task.dtype.kind not in "iu":
