@@ -3,9 +3,9 @@
 For each number, it starts a server and so many sites, runs FedNTD on digits over TLS, and prints
 seconds a round, processor time a message, and memory. A message is an instruction or a reply.
 "link" is the server's own process, Flower's SuperLink behind the gate; "run" is the process of the
-run, from the end of the first round on: its start takes several seconds, however many messages
-follow. "server" is both. "in" counts processes. All sites share this machine's cores, so seconds a
-round say more about their training than about a network.
+run, from the end of its first round to the end of its last one: its start takes several seconds,
+however many messages follow. "server" is both. "in" counts processes. All sites share this
+machine's cores, so seconds a round say more about their training than about a network.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ class Usage:
         """The usage of a process and its descendants now, or of those of one program."""
         seconds, size, count = 0.0, 0, 0
         for process in [psutil.Process(pid), *descendants(pid)]:
+            # A process that has just ended is left out.
             with contextlib.suppress(psutil.Error):
                 if program not in " ".join(process.cmdline()):
                     continue
-            with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()
+                memory = process.memory_full_info().pss
                 seconds += times.user + times.system
-                size += process.memory_full_info().pss
+                size += memory
                 count += 1
         return Usage(seconds, size / 1e6, count)
 
@@ -97,7 +98,7 @@ def measure(sites: int, rounds: int) -> str:
     seconds = [event["seconds_training"] for event in events if event["event"] == "round"]
     messages = 2 * sum(event["event"] == "client" for event in events)
     link = link_seconds / messages
-    run = watch.run_seconds / (messages * (rounds - 1) / rounds)
+    run = watch.run_seconds_a_round() * rounds / messages
     cells = (
         f"{sites:>5}",
         f"{median(seconds):>10.2f}",
@@ -114,8 +115,7 @@ def measure(sites: int, rounds: int) -> str:
 class Watch:
     """Looks at a server and a site while a run is under way.
 
-    ``server``, ``site``: their usage at the peak of memory. ``run_seconds``: the processor time of
-    the run's process after its first round.
+    ``server``, ``site``: their usage at the peak of memory.
     """
 
     def __init__(
@@ -124,25 +124,33 @@ class Watch:
         self._server = server
         self._site = site
         self._journal = journal
-        self._first_round: float | None = None
+        # The processor time of the run's process by the number of complete rounds.
+        self._run_seconds: dict[int, float] = {}
         self.server = Usage.of(server.pid)
         self.site = Usage.of(site.pid)
-        self.run_seconds = 0.0
 
     def look(self) -> None:
         """Look once."""
         self.server = _larger(self.server, Usage.of(self._server.pid))
         self.site = _larger(self.site, Usage.of(self._site.pid))
         seconds = Usage.of(self._server.pid, RUN).seconds
-        if self._first_round is None and self._has_round():
-            self._first_round = seconds
-        if self._first_round is not None:
-            self.run_seconds = max(self.run_seconds, seconds - self._first_round)
+        if seconds:
+            self._run_seconds.setdefault(self._rounds(), seconds)
 
-    def _has_round(self) -> bool:
+    def run_seconds_a_round(self) -> float:
+        """The processor time of the run's process in a round, without its start and its end."""
+        seen = sorted(round for round in self._run_seconds if round)
+        if len(seen) < 2:
+            raise RuntimeError("too few rounds to measure: use more --rounds")
+        first = seen[0]
+        last = seen[-1]
+        return (self._run_seconds[last] - self._run_seconds[first]) / (last - first)
+
+    def _rounds(self) -> int:
+        """How many rounds are complete."""
         if not self._journal.is_file():
-            return False
-        return any(event["event"] == "round" for event in read_journal(self._journal))
+            return 0
+        return sum(event["event"] == "round" for event in read_journal(self._journal))
 
 
 def _larger(usage: Usage, other: Usage) -> Usage:
@@ -194,7 +202,7 @@ def _run(federation: folder.Federation, place: Path, experiment: Experiment, wat
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while run.poll() is None:
         watch.look()
-        time.sleep(0.5)
+        time.sleep(0.2)
     if run.returncode:
         raise RuntimeError(f"the run ended with status {run.returncode}")
 
