@@ -52,7 +52,7 @@ def measured(
                 work.experiment("fedavg", engine=e, device=device) for e in ("pooled", "vectorised")
             ]
             ready = [prepare(settle(one), data) for one in asked]
-            stages = work_of_stages(ready[0].settings, ready[0].world, clients * work.images)
+            stages = work_of_stages(ready[0].settings, ready[0].world, ready[0].sites)
             size = max(stage.flops for stage in stages) / 1e6
             pooled, vectorised = in_turn(ready, pairs)
             out.append((f"{label}, {'x'.join(map(str, shape))}", batch, size, pooled, vectorised))

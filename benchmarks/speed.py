@@ -126,20 +126,22 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
         (PLAIN, base, {}),
         ("serial", base, {"engine": "serial"}),
     ]
-    if stacked(workload):
-        rows.append((f"vectorised, {base}", base, {"engine": "vectorised"}))
+    engine = default_engine(workload)
+    default = {"engine": engine}
+    rows.append((f"default ({engine}), {base}", base, default))
     if has_bfloat16("cpu"):
-        rows.append((f"pooled, {base}, bfloat16", base, {"engine": "pooled", "precision": "bf16"}))
-    rows += [(f"pooled, {m}", m, {"engine": "pooled"}) for m in workload.methods]
+        bfloat16 = {**default, "precision": "bf16"}
+        rows.append((f"default ({engine}), {base}, bfloat16", base, bfloat16))
+    rows += [(f"default ({engine}), {m}", m, default) for m in workload.methods[1:]]
     if workload.augmented:
-        rows += [
-            (f"pooled, {m}, mirrored", m, {"data": {"augment": ["flip"]}}) for m in workload.methods
-        ]
+        mirrored = {**default, "data": {"augment": ["flip"]}}
+        rows += [(f"default ({engine}), {m}, mirrored", m, mirrored) for m in workload.methods]
     contestants = [
         Contestant(label, name, method, changes, 1 + pairs) for label, method, changes in rows
     ]
     gap = turns(contestants, pairs)
-    work, reference = contestants[0].ask("flops"), contestants[0]
+    reference, serial, *_ = contestants
+    work = reference.ask("flops")
     limit, lower = (limits[f"matrix product, {kind}"] for kind in ("float32", "bfloat16"))
     screen = terminal.console()
     screen.print(f"\n{name}: {workload.about}")
@@ -149,7 +151,6 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
     )
     table = []
     for one in contestants:
-        ratios = [p / s for p, s in zip(reference.seconds, one.seconds, strict=True)]
         own = lower if "precision" in one.changes else limit
         share = (
             f"{100 * work / statistics.median(one.seconds) / own:.0f} %"
@@ -160,12 +161,20 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
             (
                 one.name,
                 spread(one.seconds),
-                spread(ratios),
+                spread(ratios(reference, one)),
+                spread(ratios(serial, one)),
                 share,
                 f"{one.ask('memory') / 1e6:,.0f} MB",
             )
         )
-    heads = ["", "seconds a round", "times plain's speed", "of the limit", "peak memory"]
+    heads = [
+        "",
+        "seconds a round",
+        "times plain's speed",
+        "times serial's speed",
+        "of the limit",
+        "peak memory",
+    ]
     screen.print(terminal.table(heads, table))
     ours = contestants[-1]
     screen.print(
@@ -180,12 +189,15 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
         one.end()
 
 
-def stacked(workload: Workload) -> bool:
-    """Whether ``engine = "auto"`` stacks the clients of a workload."""
-    ready = prepare(
-        settle(workload.experiment(workload.methods[0], engine="auto")), workload.dataset()
-    )
-    return bool(ready.settings.engine == "vectorised")
+def default_engine(workload: Workload) -> str:
+    """The engine that a workload has if its config names none."""
+    ready = prepare(settle(workload.experiment(workload.methods[0])), workload.dataset())
+    return ready.settings.engine
+
+
+def ratios(slower: Contestant, faster: Contestant) -> list[float]:
+    """How many times as long a contestant takes as another, turn by turn."""
+    return [a / b for a, b in zip(slower.seconds, faster.seconds, strict=True)]
 
 
 def spread(values: Sequence[float]) -> str:

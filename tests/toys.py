@@ -91,10 +91,14 @@ them.
 
 
 def toy(method: object = "fedavg", **changes: object) -> Experiment:
-    """A small experiment on blobs: six clients, three rounds."""
+    """A small experiment on blobs: six clients, three rounds.
+
+    It names the engine with the reference's bits: auto would stack these clients.
+    """
     values: dict[str, object] = {
         "rounds": 3,
         "seed": 7,
+        "engine": "pooled",
         "threads": (THREADS, THREADS),
         "device": DEVICE,
         "reuse": False,

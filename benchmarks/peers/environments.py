@@ -35,7 +35,6 @@ class Contestant:
 
 CONTESTANTS = (
     Contestant("fedstill", "run_fedstill"),
-    Contestant("fedstill, engine = auto", "run_fedstill", arguments=("auto",)),
     Contestant("plain PyTorch", "run_plain"),
     Contestant(
         "Flower 1.41.0",

@@ -1,6 +1,4 @@
-"""fedstill as a contestant among its peers: its defaults, or another engine, on the images as it
-stores them.
-"""
+"""fedstill as a contestant among its peers: its defaults, on the images as it stores them."""
 
 from __future__ import annotations
 
@@ -17,18 +15,16 @@ from fedstill.running.preparation import prepare
 def main() -> None:
     """Run every round of the task."""
     folder, out = map(Path, sys.argv[1:3])
-    engine = {"engine": sys.argv[3]} if sys.argv[3:] else {}
     about = Task.load(folder).about
     workload, dataset = hand_out.read(folder, about)
-    ready = prepare(settle(workload.experiment("fedavg", **engine)), dataset)
+    ready = prepare(settle(workload.experiment("fedavg")), dataset)
     ours, rounds = Ours(ready), Rounds()
     for _ in about["cohorts"]:
         rounds.begin()
         ours.run_round()
         rounds.end()
-    chosen = "chosen by auto" if engine else "the default"
     rounds.report(
-        out, ours.parameters(), f"engine {ready.settings.engine}, {chosen}, on {cores()} cores"
+        out, ours.parameters(), f"engine {ready.settings.engine} (default), on {cores()} cores"
     )
 
 

@@ -5,21 +5,32 @@ resume keeps it.
 from __future__ import annotations
 
 import tomllib
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
+from torch import Tensor
 
 import toys
+from fedstill import Experiment
 from fedstill.config.resolve import settle
-from fedstill.core.records import Plan
+from fedstill.config.settings import Settings
+from fedstill.core.method import ClientWork
+from fedstill.core.records import Payload, Plan, Stage, Step, TrainingStart
+from fedstill.core.registry import register
+from fedstill.data.views import SiteViews
 from fedstill.engines.passes import forward_flops
+from fedstill.methods.fedavg import FedAvg
 from fedstill.models import contract
 from fedstill.running import world
 from fedstill.running.compare import make_way, variants
 from fedstill.running.explain import run_estimate
-from fedstill.running.preparation import prepare
+from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import resume, run
-from fedstill.running.world import StageWork, suited_engine
+from fedstill.running.runs import groups
+from fedstill.running.world import RunWorld, StageWork, suited_engine
 from run_bits import stopped
 
 MLP = contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8,)})
@@ -89,3 +100,130 @@ def test_a_comparison_goes_on_with_what_was_chosen(tmp_path: Path) -> None:
     (again,) = variants(wanted, tmp_path, seeds=[7])
     make_way([again], overwrite=False)
     assert (variant.folder / "summary.json").is_file()
+
+
+class LooksAtNumbers(ClientWork):
+    """Its loss depends on a number that ``torch.func.vmap`` does not have."""
+
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        terms = super().terms(step, start)
+        if float(terms["ce"].detach().sum()) < 0:
+            raise ValueError("a negative loss")
+        return terms
+
+
+class Draws(ClientWork):
+    """Its loss draws random numbers."""
+
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        terms = super().terms(step, start)
+        return {"ce": terms["ce"] * torch.rand(len(step.y))}
+
+
+@dataclass(frozen=True)
+class Custom(FedAvg):
+    """FedAvg with a client's part of these tests."""
+
+    work_type: ClassVar[type[ClientWork]]
+
+    def work(self, stage: Stage) -> ClientWork:
+        return self.work_type()
+
+
+@register("method", "toy_looks_at_numbers")
+class CustomThatLooks(Custom):
+    """Cannot be stacked."""
+
+    work_type = LooksAtNumbers
+
+
+@register("method", "toy_draws")
+class CustomThatDraws(Custom):
+    """Cannot be stacked, because clients of a stack would share what is drawn."""
+
+    work_type = Draws
+
+
+def chosen(method: object = "fedavg", **changes: object) -> Prepared:
+    return prepare(settle(toys.toy(method, **{"engine": "auto", **changes})), toys.blobs())
+
+
+def test_it_is_the_default() -> None:
+    assert Experiment().engine == "auto"
+
+
+@pytest.mark.parametrize(
+    ("method", "word"),
+    [("toy_looks_at_numbers", "LooksAtNumbers"), ("toy_draws", "Draws")],
+)
+def test_a_method_that_cannot_be_stacked_is_pooled(method: str, word: str, tmp_path: Path) -> None:
+    prepared = chosen(method)
+    assert prepared.settings.engine == "pooled"
+    assert word in prepared.settings.engine_reason
+    result = run(toys.toy(method, engine="auto"), tmp_path / "run", data=toys.blobs())
+    named = run(toys.toy(method), tmp_path / "named", data=toys.blobs())
+    assert all(torch.equal(result.model[name], named.model[name]) for name in named.model)
+
+
+def test_a_mistake_of_a_method_is_an_error_of_the_run_not_of_its_preparation() -> None:
+    class Broken(FedAvg):
+        def payload_for_client(self, *args: object) -> Payload:
+            raise ValueError("broken")
+
+    assert chosen(Broken()).settings.engine == "vectorised"
+
+
+@pytest.mark.uses("privacy")
+def test_private_training_is_pooled() -> None:
+    privacy = {"gradient_clip": 0.5, "gradient_noise": 1.0}
+    prepared = chosen(privacy=privacy, measure=())
+    assert prepared.settings.engine == "pooled"
+    assert "Private" in prepared.settings.engine_reason
+
+
+def test_models_that_other_runs_may_reuse_are_not_stacked() -> None:
+    lone = {"topology": {"clients": 6}, "rounds": 1, "partition": {"kind": "iid"}}
+    lone["plan"] = {"epochs": 1, "patience": 0, "keep": "last", "validation": 0.0}
+    assert chosen("local_only", **lone).settings.engine == "vectorised"
+    prepared = chosen("local_only", reuse=True, **lone)
+    assert prepared.settings.engine == "pooled"
+    assert "reuse" in prepared.settings.engine_reason
+
+
+def test_clients_of_unequal_size_are_stacked_only_if_their_steps_are_small() -> None:
+    equal = StageWork(Plan(batch=10), 10, {MLP}, examples=100.0)
+    limit = world.CROSSOVER["cpu"]
+    assert equal.crossover("cpu") == limit
+    unequal = replace(equal, padding=2.0)
+    assert unequal.crossover("cpu") == limit / 8
+    large = replace(equal, plan=Plan(batch=int(limit / (3 * forward_flops(MLP)) / 2)), examples=1e9)
+    assert suited_engine([large], "cpu").engine == "vectorised"
+    kind, why = suited_engine([replace(large, padding=2.0)], "cpu")
+    assert kind == "pooled"
+    assert "unequal" in why
+
+
+def test_the_padding_is_that_of_the_split() -> None:
+    (even,) = world.work_of_stages(*_parts(chosen(partition={"kind": "iid"})))
+    assert even.padding == pytest.approx(1.0, abs=0.02)
+    (uneven,) = world.work_of_stages(*_parts(chosen()))
+    assert uneven.padding > 1.1
+    (by_steps,) = world.work_of_stages(*_parts(chosen(plan={"steps": 3})))
+    assert by_steps.padding == 1.0
+
+
+def _parts(prepared: Prepared) -> tuple[Settings, RunWorld, SiteViews]:
+    return prepared.settings, prepared.world, prepared.sites
+
+
+def test_seeds_for_which_auto_chooses_differently_are_one_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(auto(seed=1), tmp_path / "first", data=toys.blobs())
+    monkeypatch.setitem(world.CROSSOVER, "cpu", 0.0)
+    run(auto(seed=2), tmp_path / "second", data=toys.blobs())
+    run(auto(seed=1, engine="serial"), tmp_path / "named", data=toys.blobs())
+    chosen_by_auto, named = groups([tmp_path])
+    assert chosen_by_auto.seeds == [1, 2]
+    assert {run.settings["engine"] for run in chosen_by_auto.runs} == {"vectorised", "pooled"}
+    assert named.seeds == [1]

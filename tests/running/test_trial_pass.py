@@ -15,10 +15,9 @@ from fedstill.core.registry import names, register
 from fedstill.data.sources import from_tensors
 from fedstill.models import contract
 from fedstill.models.building import built_size
-from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.preparation import Prepared, prepare, suited_engine_of
 from fedstill.running.runner import run
 from fedstill.running.setting_warnings import setting_warnings
-from fedstill.running.world import choose_engine
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 
@@ -167,7 +166,7 @@ def test_a_network_of_which_nothing_is_to_be_trained_is_refused() -> None:
 def test_a_network_that_cannot_be_stacked_is_told_before_the_run() -> None:
     prepared = ready("toy_branching", engine="auto")
     assert prepared.settings.engine == "pooled"
-    kind, why = choose_engine(prepared.settings, prepared.world, 300)
+    kind, why = suited_engine_of(prepared)
     assert (kind, why.split(":")[0]) == (
         "pooled",
         "model toy_branching cannot run under torch.func.vmap",

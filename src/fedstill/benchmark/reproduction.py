@@ -468,7 +468,7 @@ def _compared_measures(runs: RecipeRuns) -> list[str]:
     return [first, *others]
 
 
-SETTINGS_OF_ONE_RUN = ("seed", "threads", "engine", "start_from")
+SETTINGS_OF_ONE_RUN = ("seed", "threads", "engine", "engine_reason", "start_from")
 """Settings in which two runs of one cell may differ."""
 
 

@@ -372,6 +372,7 @@ OPTIONAL_KEYS = (
     "metrics",
     "rank_by",
     "positive_class",
+    "engine_reason",
     "select_on",
 )
 """Keys outside all tables. They stand behind the others."""

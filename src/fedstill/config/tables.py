@@ -147,9 +147,9 @@ class TopKeys:
     """The seed of all random numbers of the run."""
     rounds: Count = 20
     """The number of rounds."""
-    engine: Engine = "pooled"
+    engine: Engine = "auto"
     """How the clients of a stage are trained: in parallel threads, one after another, stacked, or
-    over Flower.
+    over Flower; auto: in threads or stacked, by the cost of a step.
     """
     threads: tuple[Count, Count] | Count | Literal["auto"] = "auto"
     """The number of torch threads of each client in a stage with several clients, and of a single
@@ -191,6 +191,8 @@ class TopKeys:
     """The metric that orders comparisons, selects the best round, and is optimised in tuning."""
     positive_class: str = ""
     """The name of the positive class, with two classes. Empty: the last class."""
+    engine_reason: str = ""
+    """Why auto chose the engine; fedstill writes it to a run's config.toml."""
     select_on: SelectionData | None = None
     """The data on which rounds are compared, to select the best round and for [stop]. Unset: with
     [stop], held_out if clients hold out data, else public. Unset without [stop]: no round is

@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -74,15 +74,7 @@ class VectorisedEngine(PooledEngine):
         plan = self.world.plans.get(stage.name)
         if plan is None or not self._can_stack(clients, plan):
             return super().run(work, stage, payloads, seed)
-        setup = TrainingSetup(
-            plan=plan,
-            stage=stage,
-            inputs=self.sites.inputs,
-            seed=seed,
-            precision=self.precision,
-            by_epoch=self._keeps_epochs(stage),
-            lr_round=self.world.stream.within(stage.round),
-        )
+        setup = self._training_setup(plan, stage, seed)
         replies: dict[int, Reply] = {}
         try:
             with self._set_up(stage), self._sharing_generators(stage, seed):
@@ -94,6 +86,47 @@ class VectorisedEngine(PooledEngine):
             pass
         # Not in the except clause, where the errors of clients would have SharedDraw as context.
         return self._one_by_one(work, stage, payloads, seed)
+
+    def method_obstacle(
+        self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
+    ) -> str:
+        """Why torch cannot stack this work; empty if it can. A stack of the smallest client with
+        examples, twice, trains one step; its replies are dropped.
+        """
+        sizes = {client: self.sites.size(client) for client in payloads}
+        clients = [client for client, size in sizes.items() if size > 0]
+        if not clients:
+            return ""
+        client = min(clients, key=lambda c: (sizes[c], c))
+        plan = replace(self.world.plans[stage.name], epochs=0, steps=1)
+        setup = self._training_setup(plan, stage, seed)
+        started = self._begin(ClientJob(work, stage, client, payloads[client], seed))
+        if not _is_stackable(started, setup):
+            return ""
+        try:
+            with self._set_up(stage), self._sharing_generators(stage, seed):
+                self._train_group(setup, [started, started])
+        except SharedDraw:
+            return f"{type(work).__name__} draws from torch's global generator"
+        except Exception as error:
+            if _is_draw_under_vmap(error):
+                return f"{type(work).__name__} draws from torch's global generator"
+            # torch.func, interrupted, fails at its own clearing up.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            return f"{type(work).__name__} cannot run under torch.func.vmap: {on_one_line(error)}"
+        return ""
+
+    def _training_setup(self, plan: Plan, stage: Stage, seed: int) -> TrainingSetup:
+        return TrainingSetup(
+            plan=plan,
+            stage=stage,
+            inputs=self.sites.inputs,
+            seed=seed,
+            precision=self.precision,
+            by_epoch=self._keeps_epochs(stage),
+            lr_round=self.world.stream.within(stage.round),
+        )
 
     def _can_stack(self, clients: Sequence[int], plan: Plan) -> bool:
         if len(clients) < 2 or not all(hook.stackable for hook in self.hooks):

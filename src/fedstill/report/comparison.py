@@ -18,7 +18,7 @@ import numpy as np
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError, CorruptFile, Interrupted, RunsFailed
 from fedstill.core.fields import plain_value
-from fedstill.core.files import named_path, read_file
+from fedstill.core.files import named_path
 from fedstill.core.process_settings import process_settings
 from fedstill.report import terminal
 from fedstill.report.page import write_page
@@ -46,6 +46,7 @@ from fedstill.running.result import (
     shaded,
 )
 from fedstill.running.runs import CONFIG, Group, groups, read_run
+from fedstill.running.same_run import other_settings
 
 if TYPE_CHECKING:
     import pandas
@@ -285,7 +286,7 @@ def _failed_in_first_round(outcome: Outcome) -> bool:
     if not outcome.problem or not config.is_file():
         return False
     try:
-        has_these_settings = read_file(config) == outcome.variant.settings.toml.encode()
+        has_these_settings = not other_settings(outcome.variant.settings, config.parent)
         return has_these_settings and not read_run(outcome.variant.folder).rounds
     except (CorruptFile, OSError, UnicodeDecodeError):
         # The outcome's problem already reports it.

@@ -569,7 +569,7 @@ def unknown_updates(run: PlannedRun) -> str:
 
 def unstackable_clients(run: PlannedRun) -> str:
     """Clients that the vectorised engine cannot train as one stack."""
-    stages = work_of_stages(run.settings, run.world, len(run.sites.train))
+    stages = work_of_stages(run.settings, run.world, run.sites)
     stacked = [stage for stage in stages if stage.clients > 1]
     if not stacked:
         return (

@@ -1,7 +1,8 @@
 """What ``fedstill explain`` prints before a run: every setting and its origin, the work of a round,
 the cost of measures, the examples and the networks.
 
-All numbers follow from the prepared run by arithmetic. Nothing is trained.
+All numbers follow from the prepared run by arithmetic. To know whether clients can be stacked, one
+step is tried.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from fedstill.measures.choice import measures
 from fedstill.models import contract
 from fedstill.running.evaluation import client_predictors_of
 from fedstill.running.extensions import run_extensions
-from fedstill.running.preparation import Prepared
-from fedstill.running.world import choose_engine
+from fedstill.running.preparation import Prepared, suited_engine_of
 
 BYTES_PER_PARAMETER = 4
 """Models are stored as float32."""
@@ -338,7 +338,9 @@ def _engine_text(prepared: Prepared) -> str:
     engine = prepared.settings.engine
     if prepared.settings.on_sites:
         return engine
-    choice = choose_engine(prepared.settings, prepared.world, len(prepared.sites.train))
+    if prepared.settings.engine_reason:
+        return f"{engine} ({prepared.settings.engine_reason})"
+    choice = suited_engine_of(prepared)
     if engine == choice.engine:
         return f"{engine} ({choice.reason})"
     return f"{engine} (auto would take {choice.engine}: {choice.reason})"

@@ -6,7 +6,9 @@ together, and chooses an engine. Nothing is trained here, and no file is written
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,11 @@ from fedstill.config.tables import DataTable
 from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.fields import Share, problem
+from fedstill.core.keys import drawing_from, seed_for
+from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import steady
-from fedstill.core.records import Examples, Plan, Tensors
+from fedstill.core.records import SERVER, Examples, Payload, Plan, Reply, Stage, Tensors
+from fedstill.core.rounds import run_round
 from fedstill.data.cache import cache_folder, reuse_bytes
 from fedstill.data.dataset import Dataset
 from fedstill.data.inputs import Inputs
@@ -34,6 +39,7 @@ from fedstill.engines.passes import ModelPasses
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.reply_cache import StoredReplies
 from fedstill.engines.serial import Memory, SerialEngine
+from fedstill.engines.vectorised import VectorisedEngine
 from fedstill.measures.base import EvaluationContext, at_clients
 from fedstill.measures.choice import measures
 from fedstill.methods.fit import FIT, ONLY_FIT, queries_of
@@ -42,13 +48,24 @@ from fedstill.metrics.classification import NO_METRICS, RunMetrics
 from fedstill.running.client_data import ClientData, scale_data, split_data
 from fedstill.running.compatibility import check_data, check_run
 from fedstill.running.directory import code_of_run
-from fedstill.running.extensions import client_extensions, hostile_clients
+from fedstill.running.extensions import client_extensions, hostile_clients, run_context
 from fedstill.running.journal import read_journal
 from fedstill.running.split_file import StoredSplit, stored_split
 from fedstill.running.splitting import stream_of, task_data
 from fedstill.running.standardisation import UNSCALED, Moments, Scaler
 from fedstill.running.start_weights import as_features
-from fedstill.running.world import ENGINES, RunWorld, extended, started, with_engine, world_of
+from fedstill.running.world import (
+    ENGINES,
+    EngineChoice,
+    RunWorld,
+    extended,
+    started,
+    suited_engine,
+    work_of_stages,
+    world_of,
+)
+
+log = logging.getLogger("fedstill.preparation")
 
 LEAST_SPREAD = 1e-4
 """The least ``data.std`` of pixels in [0, 1]. With less, inputs are so large that networks
@@ -183,8 +200,8 @@ def prepare(
 
     check_run(settings, world, sites)
 
-    return Prepared(
-        settings=with_engine(settings, world, len(data.train)),
+    prepared = Prepared(
+        settings=settings,
         dataset=dataset,
         world=world,
         sites=sites,
@@ -193,6 +210,12 @@ def prepare(
         client_names=data.client_names,
         metrics=run_metrics(settings, dataset.classes),
     )
+    if settings.engine != "auto":
+        return prepared
+    choice = suited_engine_of(prepared)
+    # config.toml names the engine and the reason, so a resume keeps the engine.
+    chosen = replace(settings, engine=choice.engine, engine_reason=choice.reason)
+    return replace(prepared, settings=chosen)
 
 
 def run_metrics(settings: Settings, classes: Sequence[str]) -> RunMetrics:
@@ -212,6 +235,97 @@ def prepare_again(settings: Settings, folder: Path, dataset: Dataset | None = No
     stored = stored_split(folder)
     with code_of_run(folder):
         return prepare(settings, dataset, stored, moments=_noted_sums(settings, folder))
+
+
+# Which engine a run uses if its config says ``auto``.
+
+
+def suited_engine_of(prepared: Prepared) -> EngineChoice:
+    """The engine that the cost model chooses for a run: to stack clients only if their method,
+    their hooks and their caches permit it.
+    """
+    settings = prepared.settings
+    work = work_of_stages(settings, prepared.world, prepared.sites)
+    choice = suited_engine(work, settings.device)
+    if choice.engine == "pooled":
+        return choice
+    stacking = replace(prepared, settings=replace(settings, engine="vectorised"))
+    with closing(stacking.engine(measured=False)) as engine:
+        obstacle = (
+            _hook_obstacle(engine)
+            or _cache_obstacle(prepared, engine)
+            or _method_obstacle(prepared, engine)
+        )
+    if obstacle:
+        return EngineChoice("pooled", obstacle)
+    return choice
+
+
+def _hook_obstacle(engine: SerialEngine) -> str:
+    """Which hook of the clients cannot act on a stack; empty if all can."""
+    for hook in engine.hooks:
+        if not hook.stackable:
+            return f"the client hook {type(hook).__name__} cannot act on stacked clients"
+    return ""
+
+
+def _cache_obstacle(prepared: Prepared, engine: SerialEngine) -> str:
+    """Which stage has replies that other runs may use, which those of a stack cannot; empty if none
+    has.
+    """
+    if engine.reply_cache is None:
+        return ""
+    cached = prepared.world.plans.keys() & engine.reply_cache.stages
+    for stage in prepared.settings.schedule(1, prepared.world):
+        if stage.name in cached:
+            return f"other runs may reuse the models of stage {stage.name} (reuse = true)"
+    return ""
+
+
+class _StackTried(Exception):
+    """A trial has shown whether a method can be stacked."""
+
+    def __init__(self, obstacle: str) -> None:
+        super().__init__(obstacle)
+        self.obstacle = obstacle
+
+
+@dataclass(frozen=True)
+class _StackTrial:
+    """An engine that tries the first stage in which several clients train, and ends the round."""
+
+    engine: SerialEngine
+
+    def run(
+        self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
+    ) -> list[Reply]:
+        """The replies of a stage that is not tried."""
+        trains_several = stage.name in self.engine.world.plans and len(payloads) > 1
+        if trains_several and isinstance(self.engine, VectorisedEngine):
+            raise _StackTried(self.engine.method_obstacle(work, stage, payloads, seed))
+        return self.engine.run(work, stage, payloads, seed)
+
+    def commit(self, stage: Stage, clients: Sequence[int]) -> None:
+        """Keep what these clients remember of a stage."""
+        self.engine.commit(stage, clients)
+
+
+def _method_obstacle(prepared: Prepared, engine: SerialEngine) -> str:
+    """Why torch cannot stack a method's work; empty if it can. A stack of the smallest client,
+    twice, trains one step.
+    """
+    world = prepared.world
+    context = run_context(prepared, _StackTrial(engine))
+    try:
+        with drawing_from(seed_for(world.seed, 0, 0, SERVER, "run")):
+            state = replace(prepared.settings.method.initial_state(world), round=1)
+            run_round(state, context.schedule(1, world), context)
+    except _StackTried as tried:
+        return tried.obstacle
+    # A mistake in the method is an error of the run, which has the words for it.
+    except Exception as error:
+        log.debug("the trial of a stack failed", exc_info=error)
+    return ""
 
 
 def _noted_sums(settings: Settings, folder: Path) -> Moments | None:

@@ -190,9 +190,9 @@ def _replayable_settings(folder: Path) -> Settings:
 
 
 def _prepared(settings: Settings, folder: Path, data: Dataset | None) -> Prepared:
-    """The run, ready; a run over Flower is replayed by the engine that ``auto`` chooses."""
+    """The run, ready; a run over Flower is replayed by an engine with the same bits."""
     if settings.engine == "flower":
-        settings = replace(settings, engine="auto")
+        settings = replace(settings, engine="pooled")
     return prepare_again(settings, folder, data)
 
 

@@ -409,6 +409,9 @@ def settings_but_seed(settings: Mapping[str, Any], start: Mapping[str, Any]) -> 
     user's files. Of a run that another one starts from, only what runs of several seeds share.
     """
     shared = {key: value for key, value in settings.items() if key != "seed"}
+    if shared.pop("engine_reason", ""):
+        # The choice of auto depends on a run's clients, and so on the seed.
+        shared["engine"] = "auto"
     for path, sha in RunIdentity.noted_in(start).code.items():
         shared[f"sources.{PurePath(path).name}"] = str(sha)[:12]
     if "start_from" in shared:
@@ -434,12 +437,14 @@ def is_finished(folder: Path) -> bool:
 
 
 def _identifying(settings: Settings, expected: Settings) -> Mapping[str, Any]:
-    """The settings that identify a run: all but an engine with the serial engine's bits, or one
-    that ``auto`` chose.
+    """The settings that identify a run: all but the reason for an engine, and an engine with the
+    serial engine's bits, or one that ``auto`` chose.
     """
+    identifying = dict(settings.tree)
+    identifying.pop("engine_reason", None)
     if settings.engine in SAME_BITS or expected.engine == "auto":
-        return {**settings.tree, "engine": "serial"}
-    return settings.tree
+        identifying["engine"] = "serial"
+    return identifying
 
 
 def _has_known_examples(data: DataTable) -> bool:

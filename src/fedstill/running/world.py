@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill import manifest
@@ -14,10 +17,11 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.keys import seed_for
 from fedstill.core.records import SERVER, ModelSpec, Plan, Tensors, matches
 from fedstill.core.stream import ONE_TASK, Stream
+from fedstill.data.views import SiteViews
 from fedstill.engines.passes import step_flops
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import SerialEngine
-from fedstill.engines.vectorised import VectorisedEngine, stacking_obstacle
+from fedstill.engines.vectorised import MAX_STACK, VectorisedEngine, stacking_obstacle
 from fedstill.models import contract
 from fedstill.models.building import ADDED, hold
 from fedstill.running.start_weights import Start, sent_start, start_of
@@ -214,17 +218,24 @@ to 1.5 times from 60 to 112 MFLOP, less than a second core gains; 0.9 to 1.1 tim
 FEWEST = 4
 """Clients in a stage from which stacking can pay."""
 
+LITTLE_PADDING = 1.25
+"""Padding up to which the reason for a choice does not mention it."""
+
 
 @dataclass(frozen=True)
 class StageWork:
     """A stage as the cost model sees it: its plan, how many clients it has, their architectures,
     and the examples of an average client.
+
+    ``padding``: how many examples a stack of these clients computes on for each real example,
+    because it trains as long as its largest client; 1 if all have equally many.
     """
 
     plan: Plan
     clients: int
     specs: Collection[ModelSpec]
     examples: float
+    padding: float = 1.0
 
     @property
     def flops(self) -> float:
@@ -233,6 +244,14 @@ class StageWork:
         """
         batch = max(1.0, min(self.plan.batch, self.examples))
         return max(step_flops(spec, batch) for spec in self.specs)
+
+    def crossover(self, device: str) -> float:
+        """Up to so many operations in a step, stacking these clients pays.
+
+        The gain of a stack falls with about the cube root of the operations of a step, and padding
+        divides it.
+        """
+        return CROSSOVER[device] / self.padding**3
 
 
 class EngineChoice(NamedTuple):
@@ -259,41 +278,30 @@ def suited_engine(work: Collection[StageWork], device: str) -> EngineChoice:
         return EngineChoice("pooled", reason)
 
     clients = min(stage.clients for stage in side_by_side)
-    flops = max(stage.flops for stage in side_by_side)
-    limit = CROSSOVER[device]
-    costs = f"{flops / 1e6:.3g} MFLOP in a client's step, {clients} clients in a stage"
+    costliest = max(side_by_side, key=lambda stage: stage.flops * stage.padding**3)
+    limit = costliest.crossover(device)
+    reason = (
+        f"{_mflop(costliest.flops)} in a client's step, {clients} clients in a stage: "
+        f"stacking pays up to {_mflop(limit)}"
+    )
+    if costliest.padding > LITTLE_PADDING:
+        reason += " for clients of such unequal size"
     if clients < FEWEST:
-        return EngineChoice("pooled", f"{costs}: stacking takes {FEWEST}")
-    reason = f"{costs}: stacking pays up to {limit / 1e6:.3g} MFLOP"
-    if flops > limit:
+        return EngineChoice("pooled", f"{clients} clients in a stage: stacking takes {FEWEST}")
+    if costliest.flops > limit:
         return EngineChoice("pooled", reason)
     return EngineChoice("vectorised", reason)
 
 
-# Which engine a run uses: what its config says, or what ``auto`` chooses.
+def _mflop(flops: float) -> str:
+    return f"{flops / 1e6:.3g} MFLOP"
 
 
 ENGINES = {"serial": SerialEngine, "pooled": PooledEngine, "vectorised": VectorisedEngine}
 """The engines by the name they have in a config."""
 
 
-def with_engine(settings: Settings, world: RunWorld, examples: int) -> Settings:
-    """The settings with the chosen engine in place of ``auto``, so that config.toml names it and a
-    resume keeps it.
-
-    examples: in the training set.
-    """
-    if settings.engine != "auto":
-        return settings
-    return replace(settings, engine=choose_engine(settings, world, examples).engine)
-
-
-def choose_engine(settings: Settings, world: RunWorld, examples: int) -> EngineChoice:
-    """The engine that the cost model chooses for a run."""
-    return suited_engine(work_of_stages(settings, world, examples), settings.device)
-
-
-def work_of_stages(settings: Settings, world: RunWorld, examples: int) -> list[StageWork]:
+def work_of_stages(settings: Settings, world: RunWorld, sites: SiteViews) -> list[StageWork]:
     """The stages of the first and the last round in which clients train, as the cost model sees
     them.
     """
@@ -303,13 +311,45 @@ def work_of_stages(settings: Settings, world: RunWorld, examples: int) -> list[S
         for stage in settings.schedule(round, world)
         if stage.clients != (SERVER,)
     }
+    paddings = _paddings(settings, world, sites)
     return [
         StageWork(
             plan=world.plans[stage.name],
             clients=len(stage.clients),
             specs={world.model(client) for client in stage.clients},
-            examples=examples / settings.clients,
+            examples=len(sites.train) / settings.clients,
+            padding=paddings.get(stage.name, 1.0),
         )
         for stage in stages.values()
         if stage.name in world.plans
     ]
+
+
+PADDING_ROUNDS = 10
+"""Rounds whose clients tell how unequal the clients of a stage are."""
+
+
+def _paddings(settings: Settings, world: RunWorld, sites: SiteViews) -> dict[str, float]:
+    """The padding of each stage on private data, by name: the mean over some rounds."""
+    if sites.split is None:
+        return {}
+    sizes = sites.split.sizes
+    by_stage: dict[str, list[float]] = {}
+    rounds = np.linspace(1, settings.rounds, PADDING_ROUNDS).astype(int)
+    for round in sorted(set(rounds.tolist())):
+        for stage in settings.schedule(round, world):
+            is_private = stage.view == "private" and SERVER not in stage.clients
+            if is_private and stage.name in world.plans and not world.plans[stage.name].steps:
+                padding = _padding(sizes[list(stage.clients)])
+                by_stage.setdefault(stage.name, []).append(padding)
+    return {name: statistics.fmean(paddings) for name, paddings in by_stage.items()}
+
+
+def _padding(sizes: NDArray[np.int64]) -> float:
+    """How many examples stacks of clients with ``sizes`` examples compute on for each real one."""
+    if sizes.sum() == 0:
+        return 1.0
+    descending = np.sort(sizes)[::-1]
+    largest = descending[::MAX_STACK]
+    counts = np.diff(np.arange(0, len(sizes), MAX_STACK), append=len(sizes))
+    return float((largest * counts).sum() / sizes.sum())
