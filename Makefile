@@ -9,7 +9,7 @@ INSTALL = UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" VIRTUAL_ENV=.venv .venv/bi
 # What make test adds: the tools, and every extra but flower-simulation.
 EXTRAS = test,tensorboard,docs,flower,flower-datasets,onnx,tune,mlflow,wandb,text,private,secure
 
-.PHONY: demo test test-latest slow lint docs-check docs-tables house grid scorecard bench bench-peers package docs gallery clean
+.PHONY: demo test test-latest slow lint docs-check docs-tables house grid scorecard bench bench-peers bench-guard package docs gallery clean
 
 demo: .venv/core
 	.venv/bin/fedstill demo
@@ -65,6 +65,10 @@ bench: .venv/ready
 # make bench-peers ARGS="--workloads W4 --pairs 1": fedstill beside other libraries, each in an environment of its own.
 bench-peers: .venv/ready
 	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" .venv/bin/python -m benchmarks.peers --pip-args="$(PIP_ARGS)" $(ARGS)
+
+# make bench-guard: start-up, rounds and overhead beside the last release tag; fails if one is 1.05 times as slow.
+bench-guard: .venv/ready
+	.venv/bin/python -m benchmarks.guard $(ARGS)
 
 # make package: an sdist and a wheel under dist/, checked as the package index does.
 package: .venv/core

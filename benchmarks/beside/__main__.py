@@ -63,7 +63,7 @@ def measure(timed: Timed, pairs: int, rev: Tree, working: Tree, scratch: Path) -
         _say(f"{timed.measurement.name}, pair {number + 1} of {pairs}: {latest}")
 
 
-def show(results: Sequence[Timed]) -> None:
+def show(results: Sequence[Timed], limit: float) -> None:
     """Print the table, which ratios are slower, and how many are undecided."""
     screen = terminal.console()
     screen.width = max(screen.width, 120)  # also where the output goes to a file
@@ -72,7 +72,8 @@ def show(results: Sequence[Timed]) -> None:
     for timed in results:
         for clock, ratio in timed.ratios().items():
             name = timed.measurement.name
-            names[ratio.verdict].append(f"{name} ({clock})")
+            verdict = ratio.verdict(limit)
+            names[verdict].append(f"{name} ({clock})")
             rows.append(
                 [
                     name,
@@ -82,12 +83,12 @@ def show(results: Sequence[Timed]) -> None:
                     f"{ratio.median:.3f}",
                     _interval(ratio),
                     str(len(timed.pairs[clock])),
-                    ratio.verdict,
+                    verdict,
                 ]
             )
     screen.print(terminal.table(HEAD, rows))
     if slower := names[Verdict.SLOWER]:
-        screen.print(f"slower than {LIMIT} times REV's: {'; '.join(slower)}")
+        screen.print(f"slower than {limit} times REV's: {'; '.join(slower)}")
     if undecided := names[Verdict.UNDECIDED]:
         screen.print(
             f"{len(undecided)} of {len(rows)} undecided: take more --pairs (at least 6), on a "
@@ -96,7 +97,7 @@ def show(results: Sequence[Timed]) -> None:
         )
 
 
-def described(rev: Tree, working: Tree) -> dict[str, Any]:
+def described(rev: Tree, working: Tree, limit: float) -> dict[str, Any]:
     """Return what the times depend on besides the code."""
     return {
         "rev": {"name": rev.name, "commit": rev.commit},
@@ -107,11 +108,11 @@ def described(rev: Tree, working: Tree) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
-        "limit": LIMIT,
+        "limit": limit,
     }
 
 
-def recorded(results: Sequence[Timed], about: Mapping[str, Any]) -> dict[str, Any]:
+def recorded(results: Sequence[Timed], about: Mapping[str, Any], limit: float) -> dict[str, Any]:
     """Return the contents of the JSON file: seconds of every pair, ratios and verdicts."""
     rows = []
     for timed in results:
@@ -122,7 +123,7 @@ def recorded(results: Sequence[Timed], about: Mapping[str, Any]) -> dict[str, An
                     "measurement": timed.measurement.name,
                     "clock": clock,
                     **{key: _or_none(value) for key, value in asdict(ratio).items()},
-                    "verdict": ratio.verdict,
+                    "verdict": ratio.verdict(limit),
                     "pairs": [asdict(pair) for pair in timed.pairs[clock]],
                 }
             )
@@ -162,13 +163,19 @@ def main() -> int:
 
 
 def compare(
-    revision: str, measurements: Sequence[Measurement], pairs: int, file: Path | None
+    revision: str,
+    measurements: Sequence[Measurement],
+    pairs: int,
+    file: Path | None,
+    limit: float = LIMIT,
 ) -> int:
-    """Time the measurements in both trees; ``pairs`` 0 takes each measurement's own number."""
+    """Time the measurements in both trees; ``pairs`` 0 takes each measurement's own number. 1 if a
+    ratio is above the limit.
+    """
     began = time.monotonic()
     working = working_tree()
     with checked_out(revision) as rev, tempfile.TemporaryDirectory() as name:
-        about = described(rev, working)
+        about = described(rev, working, limit)
         load = os.getloadavg()
         note = ", with uncommitted changes" if working.changed else ""
         _say(f"REV {rev.commit[:12]}; working tree {working.commit[:12]}{note}")
@@ -178,14 +185,14 @@ def compare(
         results = [Timed(measurement) for measurement in measurements]
         for timed in results:
             measure(timed, pairs or timed.measurement.pairs, rev, working, Path(name))
-    show(results)
+    show(results, limit)
     minutes = (time.monotonic() - began) / 60
     loads = {"before": load[0], "after": os.getloadavg()[0]}
     _say(f"{minutes:.1f} minutes; load average {loads['before']:.2f}, then {loads['after']:.2f}")
     if file:
-        contents = recorded(results, {**about, "load_average": loads, "minutes": minutes})
+        contents = recorded(results, {**about, "load_average": loads, "minutes": minutes}, limit)
         file.write_text(json.dumps(contents, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    verdicts = {ratio.verdict for timed in results for ratio in timed.ratios().values()}
+    verdicts = {ratio.verdict(limit) for timed in results for ratio in timed.ratios().values()}
     return int(Verdict.SLOWER in verdicts)
 
 

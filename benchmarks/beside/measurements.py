@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -19,7 +19,7 @@ from benchmarks.beside import child
 from benchmarks.beside.trees import Tree
 from benchmarks.peers.common import cores
 from benchmarks.startup import CONFIG
-from benchmarks.workloads import WORKLOADS, write_tensors
+from benchmarks.workloads import WORKLOADS, Workload, write_tensors
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "FEDSTILL_WORKERS")
 
@@ -107,7 +107,7 @@ class Rounds:
 
     A pair is two processes that take turns, a round each. Its seconds are the median of
     ``rounds`` rounds that follow ``warm_up`` others. ``workload``: where the images come from;
-    empty for the data set that the experiment names.
+    None for the data set that the experiment names.
     """
 
     group: str
@@ -116,7 +116,7 @@ class Rounds:
     rounds: int
     warm_up: int
     experiment: Mapping[str, Any]
-    workload: str = ""
+    workload: Workload | None = None
 
     def time(self, trees: Sequence[Tree], number: int, scratch: Path) -> list[Seconds]:
         """Run the rounds in one process of each tree, in the order A B B A."""
@@ -136,9 +136,9 @@ class Rounds:
         return [run.median(self.warm_up) for run in runs]
 
     def _tensors(self, scratch: Path) -> str:
-        if not self.workload:
+        if self.workload is None:
             return ""
-        return str(write_tensors(WORKLOADS[self.workload], scratch))
+        return str(write_tensors(self.workload, scratch))
 
 
 class TimedRun:
@@ -234,7 +234,21 @@ def _workload(name: str, method: str, engine: str, pairs: int, rounds: int) -> R
         rounds=rounds,
         warm_up=1,
         experiment=workload.values(method, engine=engine, plan=plan, threads=[1, cores()]),
-        workload=name,
+        workload=workload,
+    )
+
+
+def _many_clients() -> Rounds:
+    """A million clients with two images each, a thousand of them in a round."""
+    workload = replace(WORKLOADS["W4"], name="many", clients=1_000_000, sampled=1000, images=2)
+    return Rounds(
+        group="clients",
+        name="1,000,000 clients, fedavg, pooled: a round",
+        pairs=6,
+        rounds=2,
+        warm_up=1,
+        experiment=workload.values("fedavg", engine="pooled", threads=[1, cores()]),
+        workload=workload,
     )
 
 
@@ -259,6 +273,7 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     _workload("W2", "fedseq", "pooled", pairs=6, rounds=2),
     _workload("W4", "fedavg", "pooled", pairs=7, rounds=10),
     _workload("W4", "fedavg", "vectorised", pairs=7, rounds=10),
+    _many_clients(),
 )
 
 

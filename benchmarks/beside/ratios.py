@@ -51,12 +51,11 @@ class Ratio:
     low: float
     high: float
 
-    @property
-    def verdict(self) -> Verdict:
+    def verdict(self, limit: float = LIMIT) -> Verdict:
         """SLOWER or WITHIN if the whole interval lies on one side of the limit."""
-        if self.low > LIMIT:
+        if self.low > limit:
             return Verdict.SLOWER
-        if self.high <= LIMIT:
+        if self.high <= limit:
             return Verdict.WITHIN
         return Verdict.UNDECIDED
 

@@ -40,9 +40,15 @@ def test_the_interval_has_the_confidence_and_a_rank_less_at_both_ends_has_not(co
     ],
 )
 def test_only_an_interval_on_one_side_of_the_limit_decides(ratios, verdict):
-    assert ratio_of(pairs_with(ratios)).verdict == verdict
+    assert ratio_of(pairs_with(ratios)).verdict() == verdict
+
+
+def test_another_limit_decides_otherwise():
+    result = ratio_of(pairs_with([1.04, 1.045, 1.035, 1.04, 1.042, 1.045]))
+    assert result.verdict() == Verdict.SLOWER
+    assert result.verdict(1.05) == Verdict.WITHIN
 
 
 def test_one_disturbed_pair_among_many_does_not_decide():
     calm = [1.00, 1.01, 0.99, 1.00, 1.02, 0.98, 1.01, 1.00]
-    assert ratio_of(pairs_with([*calm, 9.0])).verdict == Verdict.WITHIN
+    assert ratio_of(pairs_with([*calm, 9.0])).verdict() == Verdict.WITHIN
