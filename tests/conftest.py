@@ -43,6 +43,7 @@ WHOLE_RUNS = (
     "benchmarks",
     "flower",
     "privacy",
+    "unlearning",
 )
 """Folders of tests that train, after all that check a formula or a file."""
 LONGEST = (

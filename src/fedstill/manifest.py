@@ -338,6 +338,32 @@ PACKAGES = (
             ),
         ),
     ),
+    OuterPackage(
+        name="unlearning",
+        commands=(
+            Part(
+                "unlearn",
+                "Make a finished run forget a client, examples or a class, and write a new run "
+                "with a certificate.",
+                "fedstill.unlearning.commands:unlearn_command",
+            ),
+        ),
+        config_tables=(
+            PlacedPart(
+                "unlearning",
+                "Clients, classes and examples that a run does without.",
+                "fedstill.unlearning.request:UnlearningTable",
+                follows="flower",
+            ),
+        ),
+        config_checks=(
+            Part(
+                "unlearning",
+                "Refuses a request that a run cannot fulfil.",
+                "fedstill.unlearning.request:check_config",
+            ),
+        ),
+    ),
 )
 """The outer packages. They import inner packages, and never each other."""
 

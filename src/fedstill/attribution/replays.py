@@ -18,6 +18,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.core.keys import seed_for
 from fedstill.core.records import SERVER, Stage, State
+from fedstill.core.rounds import StageChange
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.passes import correct_by_class
 from fedstill.measures.base import EvaluationContext, Measure
@@ -29,7 +30,7 @@ from fedstill.running.evaluation import answering_models, evaluated
 from fedstill.running.journal import Look
 from fedstill.running.observers import look
 from fedstill.running.preparation import Prepared
-from fedstill.running.replay import Announce, Replay, Session, StageChange
+from fedstill.running.replay import Announce, Replay, Session
 from fedstill.running.runs import Run
 
 # ---- contributions -------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ class Experiment(TopKeys):
         # _with_package_tables adds these fields. Editors and type checkers read them here.
         privacy: Values = field(default_factory=dict)
         query: Values = field(default_factory=dict)
+        unlearning: Values = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key in KEYS:

@@ -285,8 +285,8 @@ class Parts:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The stages of all rounds."""
-        return schedule_of(
+        """The stages of all rounds, with the changes of outer packages."""
+        schedule = schedule_of(
             self.method,
             self.topology.build(),
             self.stream.named.name,
@@ -294,6 +294,9 @@ class Parts:
             sites_test_rounds=self._sites_test_rounds,
             sites_test_every=self._sites_test_every,
         )
+        for table in self.packages.values():
+            schedule = table.changed_schedule(schedule)
+        return schedule
 
     @property
     def _sites_test_model(self) -> bool:

@@ -165,7 +165,7 @@ class Settings(TopKeys):
             "stop": self.stop.table,
             "plan": {name: as_table(plan) for name, plan in self.plans.items()},
         }
-        outer = {name: table.table for name, table in self.tables.items()}
+        outer = {name: table.table for name, table in self.tables.items() if not table.is_optional}
         tables = with_package_tables(tables, outer)
         if self.engine != "flower":
             del tables["flower"]

@@ -11,7 +11,7 @@ import functools
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Self, get_type_hints
+from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
 import tomli_w
 from pydantic import (
@@ -27,6 +27,12 @@ from pydantic_core import ErrorDetails
 
 from fedstill.core.errors import ConfigError, on_one_line, suggestion
 from fedstill.core.fields import value_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedstill.core.rounds import Schedule
+    from fedstill.data.client_split import ClientSplit
 
 # Problems.
 
@@ -189,6 +195,23 @@ class PackageTable(Table):
     def hides_client_models(self) -> bool:
         """Whether the server sees no single client's model."""
         return False
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether a run's config leaves this table out, because it has its defaults.
+
+        The table of a package that is newer than stored runs does so: it must not change their
+        configs.
+        """
+        return False
+
+    def changed_schedule(self, schedule: Schedule) -> Schedule:
+        """The schedule of a run, with the stages that the package adds or leaves out."""
+        return schedule
+
+    def changed_split(self, split: ClientSplit, labels: Tensor) -> ClientSplit:
+        """Which client has which training examples. ``labels``: (n,), of all training examples."""
+        return split
 
 
 def with_tuples(value: Any) -> Any:

@@ -14,7 +14,7 @@ Capabilities extend these steps through the hooks of ``core.extensions``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -50,16 +50,52 @@ if TYPE_CHECKING:
     from fedstill.core.topology import Topology
 
 
+StageChange = Callable[[Sequence[Stage]], Sequence[Stage]]
+"""Changes who acts in the stages of a round. Stages may be dropped; the others keep their index."""
+
+
+def unchanged(stages: Sequence[Stage]) -> Sequence[Stage]:
+    """The stages of the run."""
+    return stages
+
+
+@dataclass(frozen=True)
+class Without:
+    """A ``StageChange`` that leaves clients out of the rounds from ``first`` to ``last``.
+
+    ``last``: None for the end of the run.
+    """
+
+    clients: frozenset[int]
+    first: int = 1
+    last: int | None = None
+
+    def __call__(self, stages: Sequence[Stage]) -> Sequence[Stage]:
+        """The stages without these clients; a stage without any client is dropped."""
+        changed = [self._remaining(stage) for stage in stages]
+        return [stage for stage in changed if stage.clients]
+
+    def _remaining(self, stage: Stage) -> Stage:
+        is_over = self.last is not None and stage.round > self.last
+        if stage.round < self.first or is_over:
+            return stage
+        clients = tuple(client for client in stage.clients if client not in self.clients)
+        return replace(stage, clients=clients)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The stages and actors of a run.
 
     ``topology``: the stages of a round, to which the ``providers`` add stages in their order.
+    ``change``: of the stages when they are numbered. All draws have the number of their stage as a
+    key, so the other clients draw the same numbers as without the change.
     """
 
     method: Method
     topology: Topology
     providers: tuple[StageProvider, ...] = ()
+    change: StageChange = unchanged
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         """The stages of a round, numbered from 0. Round 0 precedes round 1 and has only stages of
@@ -68,7 +104,8 @@ class Schedule:
         stages: Sequence[Stage] = self.topology(round, world) if round > 0 else ()
         for provider in self.providers:
             stages = provider.schedule(stages, round, world)
-        return [replace(stage, index=index) for index, stage in enumerate(stages)]
+        numbered = [replace(stage, index=index) for index, stage in enumerate(stages)]
+        return list(self.change(numbered))
 
     def actor(self, stage: Stage) -> StageActor:
         """The actor of a stage: the method, if it knows the stage, or else the provider's actor."""

@@ -452,9 +452,14 @@ def _kept_update(updates: Path, event: Event) -> KeptUpdate:
         stage_name=event["name"],
         client=event["client"],
         examples=event["examples"],
-        path=_path(updates, event["round"], event["stage"], event["client"]),
+        path=update_file(updates, event),
         sha256=event[SEAL],
     )
+
+
+def update_file(folder: Path, event: Event) -> Path:
+    """The file of the kept update that a client's event describes."""
+    return _path(folder, event["round"], event["stage"], event["client"])
 
 
 def _path(folder: Path, round: int, stage: int, client: int) -> Path:

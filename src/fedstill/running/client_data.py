@@ -504,6 +504,13 @@ def _draw(settings: Settings, data: ClientData) -> ClientSplit:
     return draw_split_by_task(settings, data.train, data.tasks)
 
 
+def _changed(settings: Settings, split: ClientSplit, train: Examples) -> ClientSplit:
+    """The split with the changes of outer packages."""
+    for table in settings.tables.values():
+        split = table.changed_split(split, train.labels)
+    return split
+
+
 def _split_without_tests(
     settings: Settings, data: ClientData, stored: StoredSplit | None
 ) -> ClientSplit:
@@ -514,9 +521,9 @@ def _split_without_tests(
             "it"
         )
     # Some splits take minutes to draw, so a run that goes on uses the one in its directory.
-    if stored is None:
-        return _draw(settings, data)
-    return stored.clients
+    if stored is not None:
+        return stored.clients
+    return _changed(settings, _draw(settings, data), data.train)
 
 
 def _with_client_tests(
@@ -545,6 +552,7 @@ def _with_client_tests(
             client: data.train.take(positions) for client, positions in held_out.tests.items()
         }
 
+    split = _changed(settings, split, data.train)
     # The file of a run has the training examples alone, so a resume draws both anew.
     if stored is not None and not np.array_equal(stored.clients.positions, split.positions):
         raise DataError(

@@ -152,7 +152,7 @@ RUN_FILES = re.compile(
         [
             r"config\.toml",
             r"(journal|why)\.jsonl",
-            r"(summary|trackers|sum-left)\.json",
+            r"(summary|trackers|sum-left|certificate)\.json",
             r"sums-name",
             r"(model|split)\.safetensors",
             r"report\.html",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
@@ -255,6 +255,18 @@ class Driver:
             return self._start()
         return self._resume(restored)
 
+    def begin_from(self, restored: Restored, events: Sequence[Event]) -> None:
+        """Write what ``go`` continues from: the state of another run, as this run's checkpoint.
+
+        restored: its memory files are in this run's directory. events: of the journal of the other
+        run up to this state, without the event ``start``.
+        """
+        self._write_start()
+        for event in events:
+            self.journal.append(dict(event))
+        self.engine.memory.index.update(restored.memory)
+        self.recorder.save(restored.state)
+
     def close(self) -> None:
         """Close the journal, and end the engine's threads."""
         self.journal.close()
@@ -308,9 +320,7 @@ class Driver:
             state = checked_return(
                 method.initial_state(world), State, method.initial_state, "a State"
             )
-        if self.split is not None:
-            self.recorder.start_fields["split"] = write_split(self.folder, self.split)
-        self.recorder.start()
+        self._write_start()
         with self._evaluation_draws(0):
             self.recorder.initial(self._evaluate(state, 0))
         if preliminary is not None:
@@ -321,6 +331,12 @@ class Driver:
             return run_round(replace(state, round=0), stages, self.context)
         self.recorder.save(state)
         return state
+
+    def _write_start(self) -> None:
+        """Write the split of the data, and the journal's first event."""
+        if self.split is not None:
+            self.recorder.start_fields["split"] = write_split(self.folder, self.split)
+        self.recorder.start()
 
     def _complete_preparation(self) -> StageResult | None:
         """Ask clients for what the data cannot be prepared without, and return the result of that

@@ -17,7 +17,7 @@ from fedstill.core.extensions import ClientHook, Recorder
 from fedstill.core.files import digest, read_file
 from fedstill.core.process_settings import process_settings, steady
 from fedstill.core.records import Stage, State, World
-from fedstill.core.rounds import extended_world, run_round
+from fedstill.core.rounds import StageChange, extended_world, run_round, unchanged
 from fedstill.data.dataset import Dataset
 from fedstill.engines.hardware import ThreadCounts, torch_threads
 from fedstill.engines.serial import Memory, SerialEngine
@@ -27,41 +27,6 @@ from fedstill.running.extensions import Extensions, run_context, run_extensions
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.selection import STOP_REASON
-
-# ---- other clients -------------------------------------------------------------------------------
-
-StageChange = Callable[[Sequence[Stage]], Sequence[Stage]]
-"""Changes who acts in the stages of a round. Stages may be dropped; the others keep their index."""
-
-
-def unchanged(stages: Sequence[Stage]) -> Sequence[Stage]:
-    """The stages of the run."""
-    return stages
-
-
-@dataclass(frozen=True)
-class Without:
-    """A ``StageChange`` that leaves clients out of the rounds from ``first`` to ``last``.
-
-    ``last``: None for the end of the run.
-    """
-
-    clients: frozenset[int]
-    first: int = 1
-    last: int | None = None
-
-    def __call__(self, stages: Sequence[Stage]) -> Sequence[Stage]:
-        """The stages without these clients; a stage without any client is dropped."""
-        changed = [self._remaining(stage) for stage in stages]
-        return [stage for stage in changed if stage.clients]
-
-    def _remaining(self, stage: Stage) -> Stage:
-        is_over = self.last is not None and stage.round > self.last
-        if stage.round < self.first or is_over:
-            return stage
-        clients = tuple(client for client in stage.clients if client not in self.clients)
-        return replace(stage, clients=clients)
-
 
 # ---- the run and its checkpoint ------------------------------------------------------------------
 
@@ -113,7 +78,7 @@ class Replay:
             return 1
         state = self.restored.state
         stages = self.prepared.settings.schedule(state.round, self.prepared.world)
-        if state.stage >= len(stages):
+        if not stages or state.stage > stages[-1].index:
             return state.round + 1
         return state.round
 

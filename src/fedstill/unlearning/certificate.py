@@ -1,0 +1,176 @@
+"""The certificate of an unlearning, and its check.
+
+The certificate is a file in the new run's directory. It names the request, the strategy, the rounds
+that were trained anew, and the SHA-256 of config, journal and model of both runs. It proves that
+these files belong together and have not changed since; it cannot prove that the original data are
+deleted elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fedstill.core.errors import CorruptFile
+from fedstill.core.files import digest, in_shell, read_file, write_whole
+from fedstill.core.records import SERVER
+from fedstill.core.reports import json_value
+from fedstill.models.model_file import FINAL
+from fedstill.running.directory import settings_of
+from fedstill.running.journal import read_journal
+from fedstill.unlearning.request import UnlearningRequest, UnlearningTable
+from fedstill.unlearning.strategy import OriginalRun, Strategy
+from fedstill.unlearning.verification import measurements
+from fedstill.version import VERSION
+
+CERTIFICATE = "certificate.json"
+"""The file's name in the directory of the new run."""
+
+SEALED_FILES = {"config": "config.toml", "journal": "journal.jsonl", "model": FINAL}
+"""The files of each run whose SHA-256 the certificate has, by their key there."""
+
+SEAL = "sha256"
+"""The key of the SHA-256 of everything else in the certificate."""
+
+
+def write_certificate(
+    original: OriginalRun,
+    folder: Path,
+    request: UnlearningRequest,
+    strategy: Strategy,
+    exact: Path | None = None,
+) -> Mapping[str, Any]:
+    """Measure the new run in ``folder``, and write its certificate.
+
+    exact: the directory of an exact result of the same request. Its distance to the new model is
+    measured, too.
+    """
+    table = settings_of(folder).table(UnlearningTable)
+    certificate = {
+        "fedstill": VERSION,
+        "request": asdict(request),
+        "strategy": {
+            "name": table.strategy,
+            "exact": strategy.is_exact,
+            "options": dict(table.options),
+        },
+        "rounds": _rounds(original, folder),
+        "original": {"folder": str(original.folder.resolve()), **seals_of(original.folder)},
+        "unlearned": seals_of(folder),
+        "measurements": measurements(original, folder, request, exact),
+    }
+    sealed: dict[str, Any] = json_value(certificate)
+    sealed[SEAL] = digest(_canonical(sealed))
+    write_whole(folder / CERTIFICATE, json.dumps(sealed, indent=2).encode() + b"\n")
+    return sealed
+
+
+def seals_of(folder: Path) -> dict[str, str]:
+    """The SHA-256 of a run's config, journal and model."""
+    return {key: digest(read_file(folder / name)) for key, name in SEALED_FILES.items()}
+
+
+def _canonical(certificate: Mapping[str, Any]) -> bytes:
+    """The bytes of which a certificate has the SHA-256."""
+    entries = {key: value for key, value in certificate.items() if key != SEAL}
+    return json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _rounds(original: OriginalRun, folder: Path) -> dict[str, int]:
+    """The first and the last round in which clients trained anew; the events before them are those
+    of the original journal.
+    """
+    original_lines = read_file(original.folder / "journal.jsonl").splitlines()
+    lines = read_file(folder / "journal.jsonl").splitlines()
+    shared = 0
+    for line, original_line in zip(lines[1:], original_lines[1:], strict=False):
+        if line != original_line:
+            break
+        shared += 1
+    events = read_journal(folder / "journal.jsonl")
+    trained = [event["round"] for event in events[1 + shared :] if event["event"] == "client"]
+    last = max(event["round"] for event in events if event["event"] == "round")
+    return {"first": min(trained, default=last + 1), "last": last}
+
+
+# ---- the check -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CheckedCertificate:
+    """A certificate that was checked.
+
+    ``original_checked``: whether the files of the original run were there to be checked, too.
+    """
+
+    content: Mapping[str, Any]
+    original_checked: bool
+
+
+def check_certificate(folder: Path) -> CheckedCertificate:
+    """Check the certificate in a run's directory, and the files that it names.
+
+    Raises CorruptFile, naming the file, if the certificate is missing or has changed, if a file is
+    not the one that it names, or if a forgotten client acts in the new rounds.
+    """
+    certificate = read_certificate(folder)
+    path = folder / CERTIFICATE
+    try:
+        _check_files(folder, certificate["unlearned"])
+        original = Path(certificate["original"]["folder"])
+        is_there = (original / "config.toml").is_file()
+        if is_there:
+            _check_files(original, certificate["original"])
+        _check_events(folder, certificate)
+    except (KeyError, TypeError) as error:
+        raise CorruptFile(f"{path} lacks {error}; unlearn again") from error
+    return CheckedCertificate(certificate, original_checked=is_there)
+
+
+def read_certificate(folder: Path) -> Mapping[str, Any]:
+    """The certificate in a run's directory; raises CorruptFile if it is missing or has changed."""
+    path = folder / CERTIFICATE
+    try:
+        certificate = json.loads(read_file(path))
+    except FileNotFoundError as error:
+        raise CorruptFile(
+            f"{folder} holds no certificate; `fedstill unlearn` writes one, "
+            f"{in_shell(CERTIFICATE)}, into the new run's directory"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorruptFile(f"{path} cannot be read: {error}; unlearn again") from error
+    if not isinstance(certificate, dict) or certificate.get(SEAL) != digest(
+        _canonical(certificate)
+    ):
+        raise CorruptFile(f"{path} has changed: its SHA-256 is not the one noted; unlearn again")
+    return certificate
+
+
+def _check_files(folder: Path, seals: Mapping[str, str]) -> None:
+    for key, name in SEALED_FILES.items():
+        path = folder / name
+        try:
+            data = read_file(path)
+        except OSError as error:
+            raise CorruptFile(f"{path} cannot be read: {error.strerror}; restore it") from error
+        if digest(data) != seals[key]:
+            raise CorruptFile(
+                f"{path} is not the file that the certificate names: its SHA-256 differs; restore "
+                "it, or unlearn again"
+            )
+
+
+def _check_events(folder: Path, certificate: Mapping[str, Any]) -> None:
+    """Raise CorruptFile if a forgotten client acts in a round that was trained without it."""
+    forgotten = set(certificate["request"]["clients"]) - {SERVER}
+    first = settings_of(folder).table(UnlearningTable).first_round
+    for event in read_journal(folder / "journal.jsonl"):
+        acts = event["event"] == "client" and event["round"] >= first
+        if acts and event["client"] in forgotten:
+            raise CorruptFile(
+                f"{folder}: client {event['client']} is to be forgotten, and acts in round "
+                f"{event['round']}; unlearn again"
+            )

@@ -1,0 +1,144 @@
+"""The command ``fedstill unlearn``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from fedstill.cli.app import Flag, Names, Quiet, say
+from fedstill.core.errors import ConfigError, Interrupted
+from fedstill.core.files import in_shell
+
+if TYPE_CHECKING:
+    from fedstill.unlearning.request import UnlearningRequest
+
+
+def unlearn_command(
+    directory: Path,
+    *,
+    client: Names = (),
+    class_: Annotated[Names, Parameter(name="--class")] = (),
+    strategy: str = "retraining",
+    out: Path | None = None,
+    exact: Path | None = None,
+    check: Flag = False,
+    trust_code: Flag = False,
+    quiet: Quiet = False,
+) -> int:
+    """Make the model of a finished run forget clients, examples or classes.
+
+    The result is a new run directory with journal, model and certificate.json. If the command is
+    interrupted, the same command continues.
+
+    Args:
+        directory: The run's directory; with --check, the directory of an unlearned run.
+        client: The clients to forget, by number or name.
+        class_: The classes to forget, by number or name.
+        strategy: How the model forgets: retraining is exact.
+        out: The new run's directory. By default, beside the original one.
+        exact: The directory of an exact result of the same request, by --strategy retraining, to
+            measure how far the new model is from it.
+        check: Check the certificate of an unlearned run, and all files that it names.
+        trust_code: Trust the code that the run names, if it was not made on this machine.
+        quiet: Print no progress.
+    """
+    from fedstill.running.directory import trust_run
+
+    if check:
+        return _check(directory)
+    if trust_code:
+        trust_run(directory)
+    return _unlearn(directory, _request(directory, client, class_), strategy, out, exact, quiet)
+
+
+def _request(directory: Path, clients: Names, classes: Names) -> UnlearningRequest:
+    """The request of a command line. Raises UnknownName for a name that the run does not have."""
+    from fedstill.running.journal import parse_class_numbers, parse_client_number
+    from fedstill.unlearning.request import UnlearningRequest
+
+    return UnlearningRequest(
+        clients=tuple(parse_client_number(directory, text) for text in clients),
+        classes=tuple(parse_class_numbers(directory, classes)),
+    )
+
+
+def _unlearn(
+    directory: Path,
+    request: UnlearningRequest,
+    strategy: str,
+    out: Path | None,
+    exact: Path | None,
+    quiet: bool,
+) -> int:
+    from fedstill.report.progress import followed
+    from fedstill.running.directory import settings_of
+    from fedstill.unlearning.request import strategy_named
+    from fedstill.unlearning.unlearn import unlearn
+
+    if not request:
+        raise ConfigError("name the data to forget: --client, --examples or --class")
+    rule = strategy_named(strategy, {})
+    rounds = settings_of(directory).rounds
+    with followed(rounds, f"unlearning {request.text}", quiet) as watch:
+        try:
+            unlearned = unlearn(directory, request, rule, out, exact=exact, watch=watch)
+        except Interrupted as stopped:
+            return say(
+                f"stopped after a complete stage, in {in_shell(str(stopped))}; the same command "
+                "continues",
+                1,
+            )
+    _print(unlearned.result.directory, unlearned.certificate)
+    return 0
+
+
+def _check(directory: Path) -> int:
+    """Check a certificate, and print it."""
+    from fedstill.unlearning.certificate import check_certificate
+
+    checked = check_certificate(directory)
+    _print(directory, checked.content)
+    if checked.original_checked:
+        return say("the certificate and all files of both runs agree", 0)
+    folder = checked.content["original"]["folder"]
+    return say(
+        f"the certificate and the files of the new run agree; the original run is not in {folder}, "
+        "so its files were not checked",
+        0,
+    )
+
+
+def _print(directory: Path, certificate: Mapping[str, Any]) -> None:
+    """The request, the strategy, the rounds, and a table of measurements."""
+    from fedstill.report import terminal
+    from fedstill.unlearning.request import UnlearningRequest
+
+    request = UnlearningRequest(**{key: tuple(ids) for key, ids in certificate["request"].items()})
+    rounds = certificate["rounds"]
+    screen = terminal.console(sentences=True)
+    terminal.tell(
+        screen,
+        f"{directory}: {request.text} forgotten by {certificate['strategy']['name']}; rounds "
+        f"{rounds['first']} to {rounds['last']} were trained without.",
+    )
+    measured = certificate["measurements"]
+    lines = []
+    for name, numbers in measured["accuracy"].items():
+        cells = [terminal.percent(numbers.get(key)) for key in ("forgotten", "remaining", "test")]
+        lines.append([name, *cells])
+    head = ["model", "accuracy on forgotten data", "on remaining data", "on the test set"]
+    screen.print(terminal.table(head, lines))
+    lines = []
+    for name, numbers in measured.get("distance_to_exact", {}).items():
+        cells = [
+            f"{numbers['weights']:.4f}",
+            terminal.percent(numbers["predictions"]),
+            f"{numbers['probabilities']:.4f}",
+        ]
+        lines.append([name, *cells])
+    if lines:
+        head = ["distance to the exact model", "weights", "other predictions", "probabilities"]
+        screen.print(terminal.table(head, lines))

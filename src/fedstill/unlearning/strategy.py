@@ -1,0 +1,167 @@
+"""What an unlearning strategy is, what it gets, and what it returns.
+
+A strategy does not train: it says from which state the new run starts, which stages its rounds
+have, and which data they use. ``unlearn.unlearn`` writes that state into a new run directory, from
+which the run continues like any other: with journal, checkpoints, resume and result.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstill.config.settings import Settings
+from fedstill.core.errors import ConfigError
+from fedstill.core.extensions import Event
+from fedstill.core.records import State
+from fedstill.core.rounds import Schedule, Without
+from fedstill.data.client_split import ClientSplit
+from fedstill.data.dataset import Dataset
+from fedstill.running.checkpoint import Checkpoints, KeptUpdate, kept_updates
+from fedstill.running.directory import settings_of
+from fedstill.running.journal import read_journal
+from fedstill.running.preparation import Prepared, prepare_again
+from fedstill.running.replay import checkpoints_of
+from fedstill.unlearning.request import UnlearningRequest, UnlearningTable
+
+# ---- what a strategy gets ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OriginalRun:
+    """The finished run whose model must forget.
+
+    ``data``: its data set, if it is in memory.
+    """
+
+    folder: Path
+    settings: Settings
+    events: Sequence[Event]
+    data: Dataset | None = None
+
+    @classmethod
+    def of(cls, folder: Path, data: Dataset | None = None) -> OriginalRun:
+        """The run in a directory; raises ConfigError if it is not finished, or is on real sites."""
+        settings = settings_of(folder)
+        if not (folder / "summary.json").is_file():
+            raise ConfigError(
+                f"{folder} is not finished; `fedstill resume {folder}` first, then unlearn"
+            )
+        if settings.on_sites:
+            raise ConfigError(
+                f"{folder} was trained on real sites, which this process cannot reach; use "
+                "`fedstill deploy unlearn`"
+            )
+        return cls(folder, settings, read_journal(folder / "journal.jsonl"), data)
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        """The run with its data, ready to start."""
+        settings = self.settings
+        if settings.engine == "flower":
+            settings = replace(settings, engine="auto")
+        return prepare_again(settings, self.folder, self.data)
+
+    @property
+    def last_round(self) -> int:
+        """The last round that was trained; a run may have stopped early."""
+        return int(max(event["round"] for event in self.events if event["event"] == "round"))
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints that the run kept."""
+        return checkpoints_of(self.folder)
+
+    @property
+    def earlier_request(self) -> UnlearningRequest:
+        """What the run itself has forgotten, if it is the result of unlearning."""
+        return self.settings.table(UnlearningTable).request
+
+    def updates(self) -> list[KeptUpdate]:
+        """All replies of clients; raises ConfigError unless the run had keep_updates = true."""
+        return kept_updates(self.folder)
+
+    def affected(self, request: UnlearningRequest) -> frozenset[int]:
+        """The clients that a request names, and those that hold a forgotten example."""
+        sites = self.prepared.sites
+        assert sites.split is not None  # real sites were rejected
+        return request.affected(sites.split, sites.train.labels.cpu().numpy())
+
+
+# ---- what a strategy returns ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartPoint:
+    """Where the new run starts.
+
+    ``state``: before its first round. ``memory``: by client, the memory file of the original run
+    that holds what the client remembers, and its SHA-256. ``events``: of the original journal up to
+    there, without the event ``start``.
+    """
+
+    state: State
+    memory: Mapping[int, tuple[str, str]]
+    events: Sequence[Event]
+
+
+@dataclass(frozen=True)
+class NewRounds:
+    """The rounds of the new run: ``first`` is the first one without the forgotten data; ``last``
+    is the last one of the run.
+    """
+
+    first: int
+    last: int
+
+
+class Strategy(ABC):
+    """How a model forgets. A subclass is a frozen dataclass; its fields are the strategy's options.
+
+    ``is_exact``: whether the result is, to the bit, that of a run that never had the data.
+    ``whole_clients_only``: whether it can only forget clients, not single examples or classes.
+    """
+
+    is_exact: ClassVar[bool] = False
+    whole_clients_only: ClassVar[bool] = True
+
+    def check(self, original: OriginalRun, request: UnlearningRequest) -> None:
+        """Raise ConfigError or IncompatibleMethod, with a reason, for a run that the strategy
+        cannot unlearn from. By default, it can from any.
+        """
+        return None
+
+    @abstractmethod
+    def rounds(self, original: OriginalRun, request: UnlearningRequest) -> NewRounds:
+        """The rounds of the new run."""
+
+    @abstractmethod
+    def start(
+        self, original: OriginalRun, request: UnlearningRequest, prepared: Prepared
+    ) -> StartPoint | None:
+        """Where the new run starts; None for the beginning. ``prepared``: the new run."""
+
+    def changed_schedule(
+        self, schedule: Schedule, request: UnlearningRequest, first_round: int
+    ) -> Schedule:
+        """The schedule of the new run. By default, forgotten clients do not act from
+        ``first_round`` on.
+        """
+        return replace(schedule, change=Without(frozenset(request.clients), first_round))
+
+    def changed_split(
+        self, split: ClientSplit, labels: NDArray[np.int64], request: UnlearningRequest
+    ) -> ClientSplit:
+        """The examples of each client in the new run.
+
+        By default, a forgotten client that acts no more keeps its examples, because the original
+        run was standardised with them.
+        """
+        return replace(request, clients=()).remaining(split, labels)

@@ -1,0 +1,267 @@
+"""From the directory of a finished run to a new run without the forgotten data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fedstill.config.experiment import Experiment, from_tree
+from fedstill.config.resolve import settle
+from fedstill.config.settings import Settings
+from fedstill.core.errors import ConfigError, IncompatibleMethod
+from fedstill.core.files import (
+    make_folder,
+    read_file,
+    read_toml,
+    replaced_folder,
+    write_together,
+    write_whole,
+)
+from fedstill.core.process_settings import process_settings
+from fedstill.core.user_modules import trust_content
+from fedstill.data.dataset import Dataset
+from fedstill.running import runner
+from fedstill.running.checkpoint import SEAL, UPDATES, Restored, read_sealed, update_file
+from fedstill.running.directory import new_directory
+from fedstill.running.driver import Driver
+from fedstill.running.journal import START
+from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.recording import Progress, Quiet
+from fedstill.running.result import Result
+from fedstill.unlearning.certificate import write_certificate
+from fedstill.unlearning.request import STRATEGIES, TABLE, UnlearningRequest
+from fedstill.unlearning.strategy import NewRounds, OriginalRun, StartPoint, Strategy
+
+
+@dataclass(frozen=True)
+class Unlearned:
+    """The result of unlearning: the new run, and the certificate in its directory."""
+
+    result: Result
+    certificate: Mapping[str, Any]
+
+
+@process_settings()
+def unlearn(
+    directory: Path,
+    request: UnlearningRequest,
+    strategy: Strategy,
+    out: Path | None = None,
+    *,
+    exact: Path | None = None,
+    data: Dataset | None = None,
+    watch: Progress | None = None,
+) -> Unlearned:
+    """Make a run's model forget, and write a new run directory with a certificate.
+
+    If ``out`` holds the same unlearning already, it is continued where it stopped.
+
+    exact: the directory of an exact result of the same request, to measure the distance to it.
+    data: the data set of the run, if it is in memory. Raises ConfigError or IncompatibleMethod for
+    a request or a run that the strategy cannot handle, RunExists for a directory in use.
+    """
+    plan = UnlearningPlan.of(directory, request, strategy, data)
+    folder = out or plan.default_folder
+    if plan.is_begun(folder):
+        result = runner.resume(folder, data, watch)
+    else:
+        result = _begin(plan, folder, watch)
+    certificate = write_certificate(plan.original, folder, plan.request, plan.strategy, exact)
+    return Unlearned(result, certificate)
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UnlearningPlan:
+    """An unlearning that was checked and can start.
+
+    ``request``: with everything that the original run has already forgotten.
+    """
+
+    original: OriginalRun
+    request: UnlearningRequest
+    strategy: Strategy
+    rounds: NewRounds
+    experiment: Experiment
+    settings: Settings
+
+    @classmethod
+    def of(
+        cls,
+        directory: Path,
+        request: UnlearningRequest,
+        strategy: Strategy,
+        data: Dataset | None = None,
+    ) -> UnlearningPlan:
+        """Check a request, and resolve the config of the new run."""
+        if not request:
+            raise ConfigError("name the data to forget: --client, --examples or --class")
+        original = OriginalRun.of(directory, data)
+        request = _merged(original.earlier_request, request)
+        _check(original, request, strategy)
+        rounds = strategy.rounds(original, request)
+        experiment = _new_experiment(original, request, strategy, rounds)
+        return cls(original, request, strategy, rounds, experiment, settle(experiment))
+
+    @property
+    def default_folder(self) -> Path:
+        """The new run's directory beside the original one."""
+        folder = self.original.folder
+        slug = _slug(self.request)
+        return folder.with_name(f"{folder.name}-without-{slug}-{name_of(self.strategy)}")
+
+    def is_begun(self, folder: Path) -> bool:
+        """Whether a directory holds this unlearning, finished or not."""
+        config = folder / "config.toml"
+        if not config.is_file() or not (folder / "journal.jsonl").is_file():
+            return False
+        return read_file(config) == prepared_settings(self).toml.encode()
+
+
+def name_of(strategy: Strategy) -> str:
+    """The name of a strategy."""
+    target = f"{type(strategy).__module__}:{type(strategy).__name__}"
+    return next(part.name for part in STRATEGIES.values() if part.target == target)
+
+
+def prepared_settings(plan: UnlearningPlan) -> Settings:
+    """The settings as a run writes them, with the engine that ``auto`` has chosen."""
+    return _prepared(plan).settings
+
+
+def _prepared(plan: UnlearningPlan) -> Prepared:
+    return prepare(plan.settings, plan.original.data)
+
+
+def _merged(earlier: UnlearningRequest, request: UnlearningRequest) -> UnlearningRequest:
+    """Both requests in one, sorted."""
+    return UnlearningRequest(
+        clients=tuple(sorted({*earlier.clients, *request.clients})),
+        classes=tuple(sorted({*earlier.classes, *request.classes})),
+        examples=tuple(sorted({*earlier.examples, *request.examples})),
+    )
+
+
+def _slug(request: UnlearningRequest) -> str:
+    """The request as a part of a directory's name."""
+    parts = []
+    if request.clients:
+        parts.append("client" + "+".join(map(str, request.clients)))
+    if request.classes:
+        parts.append("class" + "+".join(map(str, request.classes)))
+    if request.examples:
+        parts.append(f"{len(request.examples)}-examples")
+    return "-".join(parts)
+
+
+def _check(original: OriginalRun, request: UnlearningRequest, strategy: Strategy) -> None:
+    """Raise ConfigError or IncompatibleMethod for a request that the strategy cannot fulfil."""
+    clients = original.settings.clients
+    unknown = [client for client in request.clients if client >= clients]
+    if unknown:
+        raise ConfigError(f"--client {unknown[0]}: the run has clients 0 to {clients - 1}")
+    classes = len(original.prepared.dataset.classes)
+    unknown = [label for label in request.classes if label >= classes]
+    if unknown:
+        raise ConfigError(f"--class {unknown[0]}: the run has classes 0 to {classes - 1}")
+    examples = len(original.prepared.sites.train)
+    unknown = [position for position in request.examples if position >= examples]
+    if unknown:
+        raise ConfigError(
+            f"--examples: {unknown[0]} is no position in the training set, which has positions 0 "
+            f"to {examples - 1}"
+        )
+    name = name_of(strategy)
+    if strategy.whole_clients_only and (request.classes or request.examples):
+        raise IncompatibleMethod(
+            f"{name} forgets whole clients; use --client, or another --strategy such as retraining"
+        )
+    if not strategy.is_exact and original.earlier_request:
+        raise IncompatibleMethod(
+            f"{original.folder} has already unlearned something, and {name} needs a run that has "
+            "not; name both requests for the original run, or use retraining"
+        )
+    strategy.check(original, request)
+
+
+def _new_experiment(
+    original: OriginalRun, request: UnlearningRequest, strategy: Strategy, rounds: NewRounds
+) -> Experiment:
+    """The config of the new run: that of the original run, with the table ``[unlearning]``."""
+    tree = read_toml(original.folder / "config.toml")
+    table: dict[str, Any] = {key: list(ids) for key, ids in asdict(request).items() if ids}
+    table["strategy"] = name_of(strategy)
+    table["first_round"] = rounds.first
+    options = {field.name: getattr(strategy, field.name) for field in fields(strategy)}  # type: ignore[arg-type]
+    if options:
+        table["options"] = options
+    tree[TABLE] = table
+    tree["rounds"] = rounds.last
+    if original.settings.engine == "flower":
+        # A simulation over Flower has the bits of one in this process.
+        tree["engine"] = "auto"
+        tree.pop("flower", None)
+    return from_tree(tree, {}, original.folder)
+
+
+# ---- the beginning of the new run ----------------------------------------------------------------
+
+
+def _begin(plan: UnlearningPlan, folder: Path, watch: Progress | None) -> Result:
+    """Run a plan that has not begun yet."""
+    data = plan.original.data
+    prepared = _prepared(plan)
+    start = plan.strategy.start(plan.original, plan.request, prepared)
+    if start is None:
+        return runner.run(plan.experiment, folder, data, watch)
+    new_directory(prepared.settings, folder)
+    # The directory gets its name when it is complete: a process that was killed leaves nothing that
+    # could be resumed as another run.
+    with replaced_folder(folder) as temporary:
+        _write_start(prepared, temporary, plan.original, start)
+    return runner.resume(folder, data, watch)
+
+
+def _write_start(
+    prepared: Prepared, folder: Path, original: OriginalRun, start: StartPoint
+) -> None:
+    """Write a directory from which ``resume`` continues at a start point."""
+    _copy_memory(original, folder, start)
+    _copy_updates(original, folder, start)
+    config = prepared.settings.toml.encode()
+    write_whole(folder / "config.toml", config)
+    trust_content(config)
+    restored = Restored(start.state, dict(start.memory), START)
+    with closing(Driver(prepared, folder, Quiet())) as driver:
+        driver.begin_from(restored, start.events)
+
+
+def _copy_memory(original: OriginalRun, folder: Path, start: StartPoint) -> None:
+    """Copy what clients remember at the start point."""
+    if not start.memory:
+        return
+    make_folder(folder / "memory")
+    write_together(
+        (folder / "memory" / name, read_sealed(original.folder / "memory" / name, sha))
+        for name, sha in start.memory.values()
+    )
+
+
+def _copy_updates(original: OriginalRun, folder: Path, start: StartPoint) -> None:
+    """Copy the kept updates that the events before the start point name."""
+    events = [event for event in start.events if SEAL in event]
+    if not events:
+        return
+    make_folder(folder / UPDATES)
+    write_together(
+        (
+            update_file(folder / UPDATES, event),
+            read_sealed(update_file(original.folder / UPDATES, event), event[SEAL]),
+        )
+        for event in events
+    )
