@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +17,35 @@ if TYPE_CHECKING:
     from fedstill.unlearning.request import UnlearningRequest
 
 
+@dataclass(frozen=True)
+class ForgottenData:
+    """The options of ``fedstill unlearn`` that name the data to forget."""
+
+    client: Annotated[
+        Names, Parameter(name="--client", help="The clients to forget, by number or name.")
+    ] = ()
+    class_: Annotated[
+        Names, Parameter(name="--class", help="The classes to forget, by number or name.")
+    ] = ()
+
+    def request(self, directory: Path) -> UnlearningRequest:
+        """The request. Raises UnknownName for a name that the run in ``directory`` lacks."""
+        from fedstill.running.journal import parse_class_numbers, parse_client_number
+        from fedstill.unlearning.request import UnlearningRequest
+
+        return UnlearningRequest(
+            clients=tuple(parse_client_number(directory, text) for text in self.client),
+            classes=tuple(parse_class_numbers(directory, self.class_)),
+        )
+
+
+NOTHING_FORGOTTEN = ForgottenData()
+
+
 def unlearn_command(
     directory: Path,
     *,
-    client: Names = (),
-    class_: Annotated[Names, Parameter(name="--class")] = (),
+    forgotten: Annotated[ForgottenData, Parameter(name="*")] = NOTHING_FORGOTTEN,
     strategy: str = "retraining",
     out: Path | None = None,
     exact: Path | None = None,
@@ -35,8 +60,7 @@ def unlearn_command(
 
     Args:
         directory: The run's directory; with --check, the directory of an unlearned run.
-        client: The clients to forget, by number or name.
-        class_: The classes to forget, by number or name.
+        forgotten: The data to forget.
         strategy: How the model forgets: retraining is exact.
         out: The new run's directory. By default, beside the original one.
         exact: The directory of an exact result of the same request, by --strategy retraining, to
@@ -45,43 +69,20 @@ def unlearn_command(
         trust_code: Trust the code that the run names, if it was not made on this machine.
         quiet: Print no progress.
     """
-    from fedstill.running.directory import trust_run
+    from fedstill.report.progress import followed
+    from fedstill.running.directory import settings_of, trust_run
+    from fedstill.unlearning.request import strategy_named
+    from fedstill.unlearning.unlearn import unlearn
 
     if check:
         return _check(directory)
     if trust_code:
         trust_run(directory)
-    return _unlearn(directory, _request(directory, client, class_), strategy, out, exact, quiet)
-
-
-def _request(directory: Path, clients: Names, classes: Names) -> UnlearningRequest:
-    """The request of a command line. Raises UnknownName for a name that the run does not have."""
-    from fedstill.running.journal import parse_class_numbers, parse_client_number
-    from fedstill.unlearning.request import UnlearningRequest
-
-    return UnlearningRequest(
-        clients=tuple(parse_client_number(directory, text) for text in clients),
-        classes=tuple(parse_class_numbers(directory, classes)),
-    )
-
-
-def _unlearn(
-    directory: Path,
-    request: UnlearningRequest,
-    strategy: str,
-    out: Path | None,
-    exact: Path | None,
-    quiet: bool,
-) -> int:
-    from fedstill.report.progress import followed
-    from fedstill.running.directory import settings_of
-    from fedstill.unlearning.request import strategy_named
-    from fedstill.unlearning.unlearn import unlearn
-
-    if not request:
-        raise ConfigError("name the data to forget: --client, --examples or --class")
-    rule = strategy_named(strategy, {})
     rounds = settings_of(directory).rounds
+    request = forgotten.request(directory)
+    if not request:
+        raise ConfigError("name the data to forget: --client or --class")
+    rule = strategy_named(strategy, {})
     with followed(rounds, f"unlearning {request.text}", quiet) as watch:
         try:
             unlearned = unlearn(directory, request, rule, out, exact=exact, watch=watch)

@@ -106,7 +106,14 @@ class UnlearningPlan:
         _check(original, request, strategy)
         rounds = strategy.rounds(original, request)
         experiment = _new_experiment(original, request, strategy, rounds)
-        return cls(original, request, strategy, rounds, experiment, settle(experiment))
+        return cls(
+            original=original,
+            request=request,
+            strategy=strategy,
+            rounds=rounds,
+            experiment=experiment,
+            settings=settle(experiment),
+        )
 
     @property
     def default_folder(self) -> Path:
