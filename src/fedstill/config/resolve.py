@@ -281,7 +281,10 @@ class Parts:
     def plans(self) -> dict[str, Plan]:
         """The plan of each stage: the values of ``[plan]`` over the defaults of the method."""
         rounds = self.stream.table.longest(self.top.rounds)
-        return self.plan_table.resolved(default_plans(self.method, self.topology), rounds)
+        defaults = default_plans(self.method, self.topology)
+        for table in self.packages.values():
+            defaults |= table.stage_plans
+        return self.plan_table.resolved(defaults, rounds)
 
     @cached_property
     def schedule(self) -> Schedule:

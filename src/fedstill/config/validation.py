@@ -31,6 +31,7 @@ from fedstill.core.fields import value_text
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fedstill.core.records import Plan
     from fedstill.core.rounds import Schedule
     from fedstill.data.client_split import ClientSplit
 
@@ -204,6 +205,11 @@ class PackageTable(Table):
         configs.
         """
         return False
+
+    @property
+    def stage_plans(self) -> Mapping[str, Plan]:
+        """The default plans of the stages that the package adds to the schedule."""
+        return {}
 
     def changed_schedule(self, schedule: Schedule) -> Schedule:
         """The schedule of a run, with the stages that the package adds or leaves out."""

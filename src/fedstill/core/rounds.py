@@ -113,6 +113,11 @@ class Schedule:
             return self.method
         return self._actors.get(stage.name, self.method)
 
+    @property
+    def provided_stages(self) -> frozenset[str]:
+        """The names of the stages that providers know."""
+        return frozenset(self._actors)
+
     @cached_property
     def _actors(self) -> Mapping[str, StageActor]:
         actors: dict[str, StageActor] = {}

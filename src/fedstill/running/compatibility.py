@@ -322,7 +322,8 @@ def misspelt_stage(run: PlannedRun) -> str:
 
 def unknown_stage(run: PlannedRun) -> str:
     """A stage in which the method does not know what to do."""
-    unknown = sorted(run.stage_names - run.method.stages - SHARED_STAGES)
+    provided = run.settings.schedule.provided_stages
+    unknown = sorted(run.stage_names - run.method.stages - SHARED_STAGES - provided)
     if not unknown:
         return ""
     if unknown[0] in run.method.schedule.values():

@@ -56,6 +56,7 @@ def write_certificate(
             "name": table.strategy,
             "exact": strategy.is_exact,
             "options": dict(table.options),
+            **strategy.statement(original, request),
         },
         "rounds": _rounds(original, folder),
         "original": {"folder": str(original.folder.resolve()), **seals_of(original.folder)},

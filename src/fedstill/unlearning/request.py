@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from fedstill.config.settings import Settings
 from fedstill.config.validation import PackageTable, contradiction, schema_of_record, validated
 from fedstill.core.errors import UnknownName
 from fedstill.core.fields import Count, CountOrZero
+from fedstill.core.records import Plan
 from fedstill.core.rounds import Schedule
 from fedstill.data.client_split import ClientSplit
 from fedstill.manifest import Part
@@ -92,6 +93,32 @@ STRATEGIES = {
             "Train again without the forgotten data; exact.",
             "fedstill.unlearning.retraining:Retraining",
         ),
+        Part(
+            "fine_tuning",
+            "Train on without the forgotten data; the baseline.",
+            "fedstill.unlearning.fine_tuning:FineTuning",
+        ),
+        Part(
+            "federaser",
+            "Repeat the kept updates of the other clients, in new directions.",
+            "fedstill.unlearning.federaser:FedEraser",
+        ),
+        Part(
+            "gradient_ascent",
+            "The client raises its own loss near the model of the others, who then repair it.",
+            "fedstill.unlearning.gradient_ascent:GradientAscent",
+        ),
+        Part(
+            "subtraction",
+            "Subtract the client's updates, then distil from the old model on public data.",
+            "fedstill.unlearning.subtraction:Subtraction",
+        ),
+        Part(
+            "sifu",
+            "Go back to a round that the client had hardly influenced, add noise, and train on "
+            "without it; certified.",
+            "fedstill.unlearning.sifu:Sifu",
+        ),
     )
 }
 """All strategies by name; a module is imported when its strategy is used."""
@@ -99,6 +126,9 @@ STRATEGIES = {
 
 class RunChange(Protocol):
     """What a strategy changes in the rounds of a run (``strategy.Strategy``)."""
+
+    stage_plans: ClassVar[Mapping[str, Plan]]
+    """The default plans of its stages."""
 
     def changed_schedule(
         self, schedule: Schedule, request: UnlearningRequest, first_round: int
@@ -171,6 +201,13 @@ class UnlearningTable(PackageTable):
         """The strategy, with its options; raises UnknownName or WrongConfig."""
         rule: RunChange = strategy_named(self.strategy, self.options)
         return rule
+
+    @property
+    def stage_plans(self) -> Mapping[str, Plan]:
+        """The default plans of the strategy's stages."""
+        if not self.request:
+            return {}
+        return self.rule.stage_plans
 
     def changed_schedule(self, schedule: Schedule) -> Schedule:
         """The schedule without the forgotten clients, and with the strategy's stages."""

@@ -12,23 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstill.config.settings import Settings
-from fedstill.core.errors import ConfigError
+from fedstill.config.settings import PEERS, Settings
+from fedstill.core.errors import ConfigError, CorruptFile, IncompatibleMethod
 from fedstill.core.extensions import Event
-from fedstill.core.records import State
-from fedstill.core.rounds import Schedule, Without
+from fedstill.core.records import SERVER, Plan, State
+from fedstill.core.rounds import ANSWERED, Schedule, Without
 from fedstill.data.client_split import ClientSplit
 from fedstill.data.dataset import Dataset
-from fedstill.running.checkpoint import Checkpoints, KeptUpdate, kept_updates
+from fedstill.running.checkpoint import Checkpoints, Restored
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.replay import checkpoints_of
+from fedstill.running.selection import STOP_REASON
 from fedstill.unlearning.request import UnlearningRequest, UnlearningTable
 
 # ---- what a strategy gets ------------------------------------------------------------------------
@@ -84,9 +85,18 @@ class OriginalRun:
         """What the run itself has forgotten, if it is the result of unlearning."""
         return self.settings.table(UnlearningTable).request
 
-    def updates(self) -> list[KeptUpdate]:
-        """All replies of clients; raises ConfigError unless the run had keep_updates = true."""
-        return kept_updates(self.folder)
+    @cached_property
+    def last_checkpoint(self) -> Restored:
+        """The checkpoint after the last stage; raises CorruptFile if there is none."""
+        restored = self.checkpoints.latest()
+        if restored is None:
+            raise CorruptFile(f"{self.folder} has no checkpoints; unlearn from its directory")
+        return restored
+
+    @property
+    def final_state(self) -> State:
+        """The server's state after the last stage."""
+        return self.last_checkpoint.state
 
     def affected(self, request: UnlearningRequest) -> frozenset[int]:
         """The clients that a request names, and those that hold a forgotten example."""
@@ -127,10 +137,12 @@ class Strategy(ABC):
 
     ``is_exact``: whether the result is, to the bit, that of a run that never had the data.
     ``whole_clients_only``: whether it can only forget clients, not single examples or classes.
+    ``stage_plans``: the default plans of the stages that it adds.
     """
 
     is_exact: ClassVar[bool] = False
     whole_clients_only: ClassVar[bool] = True
+    stage_plans: ClassVar[Mapping[str, Plan]] = {}
 
     def check(self, original: OriginalRun, request: UnlearningRequest) -> None:
         """Raise ConfigError or IncompatibleMethod, with a reason, for a run that the strategy
@@ -147,6 +159,14 @@ class Strategy(ABC):
         self, original: OriginalRun, request: UnlearningRequest, prepared: Prepared
     ) -> StartPoint | None:
         """Where the new run starts; None for the beginning. ``prepared``: the new run."""
+
+    def plans(self, original: OriginalRun) -> Mapping[str, Plan]:
+        """The plans of the stages that the strategy adds, in an unlearning of this run."""
+        return self.stage_plans
+
+    def statement(self, original: OriginalRun, request: UnlearningRequest) -> Mapping[str, Any]:
+        """Further numbers for the certificate, such as a bound. By default, there are none."""
+        return {}
 
     def changed_schedule(
         self, schedule: Schedule, request: UnlearningRequest, first_round: int
@@ -165,3 +185,86 @@ class Strategy(ABC):
         run was standardised with them.
         """
         return replace(request, clients=()).remaining(split, labels)
+
+
+# ---- strategies that continue from the original model --------------------------------------------
+
+
+def check_continues(original: OriginalRun, strategy: str) -> None:
+    """Raise IncompatibleMethod for a run that has no rounds after its last one.
+
+    ``strategy``: its name, for messages.
+    """
+    settings = original.settings
+    if settings.stream.tasks > 1:
+        raise _unsuitable(strategy, "a run with tasks has no rounds after its last task")
+    if settings.named.topology.name == PEERS:
+        raise _unsuitable(strategy, "topology peer_to_peer has no rounds after its exchange")
+    if settings.method.personal:
+        raise _unsuitable(
+            strategy,
+            f"method {settings.named.method.label} leaves each client a model of its own, which "
+            "the server cannot change",
+        )
+
+
+def check_averages(original: OriginalRun, strategy: str) -> None:
+    """Raise IncompatibleMethod or ConfigError unless every round averages the models of clients
+    that act side by side, and the server keeps nothing but the average.
+    """
+    check_continues(original, strategy)
+    settings = original.settings
+    world = original.prepared.world
+    label = settings.named.method.label
+    for stage in settings.schedule(1, world):
+        if stage.sequential:
+            raise _unsuitable(
+                strategy,
+                "in a chain, a client's model is not averaged with others: all later clients "
+                "build on it",
+            )
+        if SERVER in stage.clients:
+            raise _unsuitable(strategy, f"method {label} also trains at the server")
+    extras = [name for name in original.final_state.extra if name != ANSWERED]
+    if extras:
+        raise _unsuitable(
+            strategy,
+            f"method {label} keeps {', '.join(sorted(extras))} at the server, in which the "
+            "client's updates would remain",
+        )
+    if not original.settings.keep_updates:
+        raise ConfigError(
+            f"{strategy} needs all updates of clients, and {original.folder} keeps none; run it "
+            "again with keep_updates = true, or use --strategy retraining"
+        )
+
+
+def _unsuitable(strategy: str, reason: str) -> IncompatibleMethod:
+    return IncompatibleMethod(
+        f"--strategy {strategy} is not possible here: {reason}; use retraining"
+    )
+
+
+def continued(original: OriginalRun, prepared: Prepared, state: State | None = None) -> StartPoint:
+    """The start point after the last round of the original run.
+
+    ``prepared``: the new run. ``state``: instead of the final one. Raises IncompatibleMethod if
+    the new run would scale its data in another way.
+    """
+    if prepared.scaler != original.prepared.scaler:
+        raise IncompatibleMethod(
+            "the mean and spread of the data were computed from the forgotten examples, too, and "
+            "the model depends on them; use --strategy retraining"
+        )
+    if state is None:
+        state = original.final_state
+    # The new run must not stop because the original one did.
+    events = [
+        {key: value for key, value in event.items() if key != STOP_REASON}
+        for event in original.events[1:]
+    ]
+    return StartPoint(
+        state=replace(state.without(ANSWERED), round=original.last_round + 1, stage=0),
+        memory=original.last_checkpoint.memory,
+        events=events,
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedstill.config.experiment import Experiment, from_tree
 from fedstill.config.resolve import settle
-from fedstill.config.settings import Settings
+from fedstill.config.settings import Settings, written_plan
 from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.files import (
     make_folder,
@@ -66,7 +66,7 @@ def unlearn(
     plan = UnlearningPlan.of(directory, request, strategy, data)
     folder = out or plan.default_folder
     if plan.is_begun(folder):
-        result = runner.resume(folder, data, watch)
+        result = runner.resume(folder, data, watch=watch)
     else:
         result = _begin(plan, folder, watch)
     certificate = write_certificate(plan.original, folder, plan.request, plan.strategy, exact)
@@ -209,6 +209,12 @@ def _new_experiment(
         table["options"] = options
     tree[TABLE] = table
     tree["rounds"] = rounds.last
+    for stage, plan in strategy.plans(original).items():
+        tree["plan"][stage] = written_plan(plan)
+    if not strategy.is_exact:
+        # The best round of the original run could be one that knows the forgotten data.
+        tree.pop("stop", None)
+        tree.pop("select_on", None)
     if original.settings.engine == "flower":
         # A simulation over Flower has the bits of one in this process.
         tree["engine"] = "auto"
@@ -225,13 +231,13 @@ def _begin(plan: UnlearningPlan, folder: Path, watch: Progress | None) -> Result
     prepared = _prepared(plan)
     start = plan.strategy.start(plan.original, plan.request, prepared)
     if start is None:
-        return runner.run(plan.experiment, folder, data, watch)
+        return runner.run(plan.experiment, folder, data, watch=watch)
     new_directory(prepared.settings, folder)
     # The directory gets its name when it is complete: a process that was killed leaves nothing that
     # could be resumed as another run.
     with replaced_folder(folder) as temporary:
         _write_start(prepared, temporary, plan.original, start)
-    return runner.resume(folder, data, watch)
+    return runner.resume(folder, data, watch=watch)
 
 
 def _write_start(

@@ -1,0 +1,249 @@
+"""Projected gradient ascent: the leaving client raises the loss on its own data, near the model of
+the other clients; these then repair the model in a few rounds.
+
+Source: Halimi, Kadhe, Rawat and Baracaldo, "Federated Unlearning: How to Efficiently Erase a Client
+in FL?" (2022), section 3 and Algorithm 1; official code, IBM/federated-unlearning.
+Symbols: w_ref = the average of the other clients' models in the last round, from which the ascent
+starts; delta = the radius of the ball around w_ref to which every step is projected, a third of the
+mean distance between w_ref and random models; tau = ``stop_distance``.
+Keeps: the updates of the last round, and the last update of the leaving client (``keep_updates``).
+Reading: the paper computes w_ref from the global model, which is the mean of all clients' models.
+We average the kept models as the run's method does; that is the same where all clients act in every
+round. If the client did not act in the last round, w_ref is the global model.
+Reading: the paper stops when the accuracy on the client's held-out data is low, the code when the
+distance to the client's last model exceeds 2.2; we follow the code. A step that would begin beyond
+this distance changes nothing.
+Reading: distances are over trained tensors; ten random models are drawn as initial models are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedstill.core.capabilities import Need
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.extensions import StageActor, StageProvider
+from fedstill.core.fields import Count, Positive
+from fedstill.core.keys import seed_for
+from fedstill.core.method import ClientWork, Method
+from fedstill.core.records import (
+    SERVER,
+    Group,
+    Payload,
+    Plan,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    TrainingStart,
+    View,
+    World,
+)
+from fedstill.core.rounds import Schedule, Without
+from fedstill.losses import cross_entropy
+from fedstill.models import contract
+from fedstill.running.preparation import Prepared
+from fedstill.unlearning.history import model_of, repeated_stages, replies_without
+from fedstill.unlearning.request import UnlearningRequest
+from fedstill.unlearning.strategy import (
+    NewRounds,
+    OriginalRun,
+    StartPoint,
+    Strategy,
+    check_averages,
+    continued,
+)
+
+ASCEND = "ascend"
+"""The name of the stage in which the leaving client acts."""
+
+LAST_MODEL = "last_model"
+"""The group of the state and of the payload with the last model of the leaving client."""
+
+RADIUS = "radius"
+"""The number delta in the state and in the payload."""
+
+RANDOM_MODELS = 10
+"""How many random models the radius is computed from."""
+
+
+@dataclass(frozen=True)
+class GradientAscent(Strategy):
+    """The client raises its own loss near the model of the others, who then repair the model."""
+
+    stage_plans: ClassVar[Mapping[str, Plan]] = {
+        ASCEND: Plan(epochs=5, batch=1024, lr=0.01, momentum=0.9, clip_norm=5.0)
+    }
+
+    repair_rounds: Count = 5
+    """The number of rounds of the remaining clients after the ascent."""
+    stop_distance: Positive = 2.2
+    """The distance from the client's last model at which the ascent stops (tau)."""
+
+    def check(self, original: OriginalRun, request: UnlearningRequest) -> None:
+        """Raise IncompatibleMethod or ConfigError unless one client leaves a run that averages."""
+        check_averages(original, "gradient_ascent")
+        if len(request.clients) > 1:
+            raise IncompatibleMethod(
+                "--strategy gradient_ascent forgets one client, which raises its own loss; use "
+                "another --strategy for several"
+            )
+
+    def rounds(self, original: OriginalRun, request: UnlearningRequest) -> NewRounds:
+        """One round for the ascent, and those of the repair."""
+        last = original.last_round
+        return NewRounds(first=last + 1, last=last + 1 + self.repair_rounds)
+
+    def start(
+        self, original: OriginalRun, request: UnlearningRequest, prepared: Prepared
+    ) -> StartPoint:
+        """The model of the other clients, with what the ascent needs."""
+        last_model: Tensors | None = None
+        reference: Tensors = original.final_state.params
+        for result in repeated_stages(original):
+            for reply in result.accepted:
+                if reply.client in request.clients:
+                    last_model = reply.content.params
+            if result.stage.round == original.last_round:
+                others = replies_without(result, request.clients)
+                reference = model_of(original.prepared, result, others)
+        if last_model is None:
+            raise IncompatibleMethod(
+                f"client {request.clients[0]} never took part in {original.folder}; the model has "
+                "nothing to forget"
+            )
+        radius = radius_around(reference, original.prepared.world)
+        extras: dict[str, Group] = {LAST_MODEL: last_model, RADIUS: radius}
+        state = replace(original.final_state, params=reference).next(groups=extras)
+        return continued(original, prepared, state)
+
+    def changed_schedule(
+        self, schedule: Schedule, request: UnlearningRequest, first_round: int
+    ) -> Schedule:
+        """The client acts in the first new round, and never again."""
+        stages = AscentStages(schedule.method, request.clients[0], first_round, self.stop_distance)
+        return replace(
+            schedule,
+            providers=(*schedule.providers, stages),
+            change=Without(frozenset(request.clients), first_round + 1),
+        )
+
+
+def radius_around(reference: Tensors, world: World) -> float:
+    """A third of the mean distance between a model and ten random models of its architecture."""
+    spec = world.model(SERVER)
+    names = contract.trainable_names(spec)
+    distances = []
+    for number in range(RANDOM_MODELS):
+        seed = seed_for(world.seed, 0, number, SERVER, "random model")
+        random_model = contract.initial(spec, seed)
+        distances.append(float(distance(reference, random_model, names)))
+    return sum(distances) / len(distances) / 3
+
+
+def distance(model: Tensors, centre: Tensors, names: Sequence[str] | set[str]) -> Tensor:
+    """The L2 distance () of two models over some tensors, in float64."""
+    squares = [(model[name].double() - centre[name].double()).square().sum() for name in names]
+    return torch.stack(squares).sum().sqrt()
+
+
+def projected(model: Tensors, centre: Tensors, radius: float) -> dict[str, Tensor]:
+    """The point of the ball around ``centre`` that is nearest to a model."""
+    length = distance(model, centre, list(model))
+    factor = (radius / length.clamp(min=radius)).float()
+    return {
+        name: centre[name] + factor.to(tensor) * (tensor - centre[name])
+        for name, tensor in model.items()
+    }
+
+
+@dataclass(frozen=True)
+class AscentStages(StageProvider):
+    """Replaces the stages of the first new round by the ascent of the leaving client."""
+
+    method: Method
+    client: int
+    first_round: int
+    stop_distance: float
+
+    def actors(self) -> Mapping[str, StageActor]:
+        """The actor of the ascent."""
+        return {ASCEND: Ascent(self.method, self.stop_distance)}
+
+    def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
+        """The stages of a round."""
+        if round != self.first_round:
+            return stages
+        return [Stage(round, 0, ASCEND, (self.client,))]
+
+
+@dataclass(frozen=True)
+class Ascent:
+    """The actor of the stage (``core.extensions.StageActor``)."""
+
+    method: Method
+    stop_distance: float
+
+    def requires(self) -> Need:
+        """What the method requires."""
+        return self.method.requires()
+
+    def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        """The model of the other clients, the client's last model and the radius."""
+        return Payload(
+            {
+                "params": state.params,
+                LAST_MODEL: state.extra.tensors(LAST_MODEL),
+                RADIUS: state.extra.number(RADIUS),
+            }
+        )
+
+    def work(self, stage: Stage) -> ClientWork:
+        """The client's ascent."""
+        return RaiseLoss(self.stop_distance)
+
+    def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
+        """A model."""
+        return Payload(params=world.initial(client))
+
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        """The client's model, without what the ascent needed."""
+        return state.without(LAST_MODEL, RADIUS).next(params=replies[0].content.params)
+
+
+@dataclass(frozen=True)
+class RaiseLoss(ClientWork):
+    """Raise the cross-entropy inside a ball around the received model."""
+
+    stop_distance: float
+
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        names = sorted(contract.trainable_names(view.model))
+        last_model = payload.tensors(LAST_MODEL)
+        constants = {
+            "reference": {name: payload.params[name] for name in names},
+            LAST_MODEL: {name: last_model[name] for name in names},
+            RADIUS: payload.number(RADIUS),
+        }
+        return TrainingStart(params=payload.params, constants=constants)
+
+    def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
+        return {"ascent": -step.weighted(cross_entropy(step.logits(), step.y))}
+
+    def after_step(
+        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, start: TrainingStart
+    ) -> tuple[Tensors, Tensors]:
+        nearest = projected(after, start["reference"], start[RADIUS])
+        is_over = distance(before, start[LAST_MODEL], list(before)) > self.stop_distance
+        stopped = {name: torch.where(is_over, before[name], nearest[name]) for name in after}
+        return stopped, trace

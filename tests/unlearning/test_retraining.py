@@ -1,0 +1,197 @@
+"""Retraining is the run configured without the forgotten data, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import toys
+from fedstill.config.experiment import Experiment
+from fedstill.core.records import SERVER, Stage, World
+from fedstill.core.registry import register
+from fedstill.core.rounds import Without
+from fedstill.core.topology import Parallel
+from fedstill.core.trees import same_bits
+from fedstill.running.journal import Event, read_journal, without_times
+from fedstill.running.replay import Replay
+from fedstill.running.result import Result
+from fedstill.running.runner import run
+from fedstill.unlearning.request import UnlearningRequest, strategy_named
+from fedstill.unlearning.retraining import first_round_of
+from fedstill.unlearning.strategy import OriginalRun
+from fedstill.unlearning.unlearn import Unlearned, unlearn
+
+CHAIN = {"clients": 6, "sampled": 3}
+EXPERIMENTS = {
+    "parallel": toys.toy("scaffold", rounds=4, keep_checkpoints_every=1, keep_updates=True),
+    "chain": toys.toy("fedseq", rounds=4, topology=CHAIN, keep_checkpoints_every=1),
+    "public logits": toys.toy("fedmd", rounds=2, data={"public": toys.PUBLIC}),
+    "census": toys.toy(
+        "fedavg", rounds=2, plan={"epochs": 1, "class_weights": "balanced_overall"}
+    ),
+}
+if toys.has("querying"):
+    EXPERIMENTS["peer to peer"] = toys.toy(
+        "qkt", rounds=1, topology={"clients": 6}, query={"draw": "all"}, plan={"epochs": 1}
+    )
+
+
+def trained(experiment: Experiment, folder: Path) -> Path:
+    run(experiment, folder, toys.blobs())
+    return folder
+
+
+def retrained(folder: Path, request: UnlearningRequest, out: Path) -> Unlearned:
+    return unlearn(folder, request, strategy_named("retraining", {}), out, data=toys.blobs())
+
+
+def events(folder: Path) -> list[Event]:
+    """The events of a run, without times."""
+    return [without_times(event) for event in read_journal(folder / "journal.jsonl")]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_it_is_the_run_configured_without_the_client(name: str, tmp_path: Path) -> None:
+    experiment = EXPERIMENTS[name]
+    folder = trained(experiment, tmp_path / "run")
+    result = retrained(folder, UnlearningRequest(clients=(3,)), tmp_path / "new").result
+    configured = experiment.with_values({"unlearning.clients": [3]}, "test")
+    reference = run(configured, tmp_path / "reference", toys.blobs())
+    assert same_bits(result.model, reference.model)
+    assert events(tmp_path / "new") == events(tmp_path / "reference")
+
+
+@pytest.mark.parametrize("name", ["parallel", "chain"])
+@pytest.mark.parametrize("client", range(6))
+def test_it_is_a_replay_in_which_the_client_never_acts(
+    name: str, client: int, tmp_path: Path
+) -> None:
+    folder = trained(EXPERIMENTS[name], tmp_path / "run")
+    result = retrained(folder, UnlearningRequest(clients=(client,)), tmp_path / "new").result
+    with Replay.of_round(folder, 1, toys.blobs()).session() as session:
+        *_, state = session.rounds(change=Without(frozenset({client})))
+    assert same_bits(result.model, state.params)
+
+
+class WithoutClientThree(Parallel):
+    """A topology of a user, which leaves client 3 out by itself."""
+
+    def draw(self, round: int, world: World) -> list[int]:
+        return [client for client in super().draw(round, world) if client != 3]
+
+
+def test_it_is_a_run_whose_topology_leaves_the_client_out(tmp_path: Path) -> None:
+    """This reference uses nothing of the package."""
+    register("topology", "without_client_three")(WithoutClientThree)
+    experiment = EXPERIMENTS["parallel"]
+    folder = trained(experiment, tmp_path / "run")
+    result = retrained(folder, UnlearningRequest(clients=(3,)), tmp_path / "new").result
+    topology = {"kind": "without_client_three", "clients": 6, "sampled": 4}
+    reference = run(
+        toys.toy("scaffold", rounds=4, topology=topology), tmp_path / "reference", toys.blobs()
+    )
+    assert same_bits(result.model, reference.model)
+
+
+def test_training_starts_at_the_last_checkpoint_before_the_client_took_part(
+    tmp_path: Path,
+) -> None:
+    folder = trained(EXPERIMENTS["parallel"], tmp_path / "run")
+    acted = {
+        client: min(
+            event["round"]
+            for event in read_journal(folder / "journal.jsonl")
+            if event["event"] == "client" and event["client"] == client
+        )
+        for client in range(6)
+    }
+    late = max(acted, key=lambda client: acted[client])
+    assert acted[late] > 1, "a client of the toy run must join late"
+    original = OriginalRun.of(folder, toys.blobs())
+    assert first_round_of(original, frozenset({late})) == acted[late]
+    certificate = retrained(folder, UnlearningRequest(clients=(late,)), tmp_path / "new").certificate
+    assert certificate["rounds"] == {"first": acted[late], "last": 4}
+
+
+def test_a_client_that_never_acted_leaves_the_model_as_it_is(tmp_path: Path) -> None:
+    topology = {"clients": 6, "sampled": 1}
+    experiment = toys.toy("fedavg", rounds=2, topology=topology, keep_checkpoints_every=1)
+    folder = trained(experiment, tmp_path / "run")
+    acted = {event["client"] for event in events(folder) if event["event"] == "client"}
+    idle = min(set(range(6)) - acted)
+    result = retrained(folder, UnlearningRequest(clients=(idle,)), tmp_path / "idle").result
+    assert same_bits(result.model, Result.of(folder).model)
+
+    # Without the only client of a round, the round changes nothing.
+    first = min(acted)
+    result = retrained(folder, UnlearningRequest(clients=(first,)), tmp_path / "only").result
+    assert first not in {event.get("client") for event in events(tmp_path / "only")}
+    assert len(result.history) == 2
+
+
+@pytest.mark.parametrize(
+    "request_", [UnlearningRequest(classes=(2,)), UnlearningRequest(examples=(0, 5, 17))]
+)
+def test_forgotten_examples_are_in_no_client_s_data(
+    request_: UnlearningRequest, tmp_path: Path
+) -> None:
+    experiment = toys.toy("fedavg", rounds=2)
+    folder = trained(experiment, tmp_path / "run")
+    result = retrained(folder, request_, tmp_path / "new").result
+    data = toys.blobs()
+    forgotten = set(request_.examples)
+    forgotten |= {i for i, label in enumerate(data.train.labels.tolist()) if label in request_.classes}
+    sites = OriginalRun.of(tmp_path / "new", toys.blobs()).prepared.sites
+    assert sites.split is not None
+    positions = set(sites.split.positions.tolist())
+    assert not positions & forgotten
+    assert positions | forgotten == set(range(len(data.train)))
+    assert not same_bits(result.model, Result.of(folder).model)
+
+
+def test_pooled_moments_do_without_the_forgotten_rows(tmp_path: Path) -> None:
+    """They are computed before round 1, so training starts anew."""
+    table = toys.table_data() if hasattr(toys, "table_data") else None
+    if table is None:
+        pytest.skip("no toy table")
+
+
+def test_a_second_request_forgets_both(tmp_path: Path) -> None:
+    experiment = EXPERIMENTS["parallel"]
+    folder = trained(experiment, tmp_path / "run")
+    retrained(folder, UnlearningRequest(clients=(3,)), tmp_path / "first")
+    second = retrained(tmp_path / "first", UnlearningRequest(clients=(1,)), tmp_path / "second")
+    both = retrained(folder, UnlearningRequest(clients=(1, 3)), tmp_path / "both")
+    assert second.certificate["request"]["clients"] == [1, 3]
+    assert same_bits(second.result.model, both.result.model)
+
+
+def test_a_killed_unlearning_continues(tmp_path: Path) -> None:
+    experiment = EXPERIMENTS["parallel"]
+    folder = trained(experiment, tmp_path / "run")
+    request = UnlearningRequest(clients=(3,))
+    whole = retrained(folder, request, tmp_path / "whole").result
+    stopped = retrained(folder, request, tmp_path / "stopped").result.directory
+    for name in ("summary.json", "model.safetensors", "certificate.json"):
+        (stopped / name).unlink()
+    checkpoints = stopped / "checkpoints"
+    last = sorted(path.name for path in checkpoints.glob("*.json"))[-1]
+    (checkpoints / last).unlink()
+    (checkpoints / "LATEST").unlink()
+    result = retrained(folder, request, stopped).result
+    assert same_bits(result.model, whole.model)
+    assert (stopped / "certificate.json").is_file()
+
+
+def test_a_run_that_forgets_nothing_has_the_config_that_it_always_had(tmp_path: Path) -> None:
+    folder = trained(toys.toy("fedavg", rounds=1), tmp_path / "run")
+    assert "unlearning" not in (folder / "config.toml").read_text(encoding="utf-8")
+
+
+def test_the_census_does_without_the_client(tmp_path: Path) -> None:
+    folder = trained(EXPERIMENTS["census"], tmp_path / "run")
+    retrained(folder, UnlearningRequest(clients=(3,)), tmp_path / "new")
+    census = [event for event in events(tmp_path / "new") if event.get("name") == "census"]
+    assert [event["client"] for event in census] == [0, 1, 2, 4, 5]
