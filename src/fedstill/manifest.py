@@ -363,6 +363,14 @@ PACKAGES = (
                 "fedstill.unlearning.request:check_config",
             ),
         ),
+        report_sections=(
+            PlacedPart(
+                "unlearning",
+                "How well models have forgotten what they were asked to.",
+                "fedstill.unlearning.report:forgetting_on_request",
+                follows="results",
+            ),
+        ),
     ),
 )
 """The outer packages. They import inner packages, and never each other."""

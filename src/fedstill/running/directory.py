@@ -502,11 +502,13 @@ def _holder_text(folder: Path) -> str:
 # Packs: the evidence of all runs in a folder, in one compressed file beside it.
 
 
-EVIDENCE = frozenset({"config.toml", "journal.jsonl", "summary.json", SPLIT, "entry.toml"})
+EVIDENCE = frozenset(
+    {"config.toml", "journal.jsonl", "summary.json", "certificate.json", SPLIT, "entry.toml"}
+)
 """Names of the files in a pack.
 
-They are the configuration, the journal, the final numbers, the split of the data, and the
-description of an entry of the ranking. Models and reports are left out.
+They are the configuration, the journal, the final numbers, the certificate of an unlearning, the
+split of the data, and the description of an entry of the ranking. Models and reports are left out.
 """
 
 SUFFIX = ".runs.tar.xz"
@@ -516,7 +518,7 @@ MAX_UNPACKED_BYTES = 2 << 30
 """A pack whose files have more bytes than this is not unpacked: a small file can expand to many."""
 
 MAX_MEMBERS = 100_000
-"""The most files in a pack; a run has at most five."""
+"""The most files in a pack; a run has at most six."""
 
 MAX_HEADER_BYTES = 16 << 10
 """The most bytes of a header with a long name, which is read before its file."""

@@ -21,6 +21,7 @@ from fedstill.core.reports import json_value
 from fedstill.models.model_file import FINAL
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import read_journal
+from fedstill.unlearning.attacks import Backdoor, new_client_events
 from fedstill.unlearning.request import UnlearningRequest, UnlearningTable
 from fedstill.unlearning.strategy import OriginalRun, Strategy
 from fedstill.unlearning.verification import measurements
@@ -41,12 +42,14 @@ def write_certificate(
     folder: Path,
     request: UnlearningRequest,
     strategy: Strategy,
+    *,
     exact: Path | None = None,
+    backdoor: Backdoor | None = None,
 ) -> Mapping[str, Any]:
     """Measure the new run in ``folder``, and write its certificate.
 
     exact: the directory of an exact result of the same request. Its distance to the new model is
-    measured, too.
+    measured, too. backdoor: a backdoor in the forgotten data, which is tested.
     """
     table = settings_of(folder).table(UnlearningTable)
     certificate = {
@@ -61,7 +64,7 @@ def write_certificate(
         "rounds": _rounds(original, folder),
         "original": {"folder": str(original.folder.resolve()), **seals_of(original.folder)},
         "unlearned": seals_of(folder),
-        "measurements": measurements(original, folder, request, exact),
+        "measurements": measurements(original, folder, request, exact, backdoor),
     }
     sealed: dict[str, Any] = json_value(certificate)
     sealed[SEAL] = digest(_canonical(sealed))
@@ -84,15 +87,8 @@ def _rounds(original: OriginalRun, folder: Path) -> dict[str, int]:
     """The first and the last round in which clients trained anew; the events before them are those
     of the original journal.
     """
-    original_lines = read_file(original.folder / "journal.jsonl").splitlines()
-    lines = read_file(folder / "journal.jsonl").splitlines()
-    shared = 0
-    for line, original_line in zip(lines[1:], original_lines[1:], strict=False):
-        if line != original_line:
-            break
-        shared += 1
+    trained = [event["round"] for event in new_client_events(original.folder, folder)]
     events = read_journal(folder / "journal.jsonl")
-    trained = [event["round"] for event in events[1 + shared :] if event["event"] == "client"]
     last = max(event["round"] for event in events if event["event"] == "round")
     return {"first": min(trained, default=last + 1), "last": last}
 

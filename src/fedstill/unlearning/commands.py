@@ -115,6 +115,7 @@ def _check(directory: Path) -> int:
 def _print(directory: Path, certificate: Mapping[str, Any]) -> None:
     """The request, the strategy, the rounds, and a table of measurements."""
     from fedstill.report import terminal
+    from fedstill.unlearning.report import verification_table
     from fedstill.unlearning.request import UnlearningRequest
 
     request = UnlearningRequest(**{key: tuple(ids) for key, ids in certificate["request"].items()})
@@ -125,21 +126,6 @@ def _print(directory: Path, certificate: Mapping[str, Any]) -> None:
         f"{directory}: {request.text} forgotten by {certificate['strategy']['name']}; rounds "
         f"{rounds['first']} to {rounds['last']} were trained without.",
     )
-    measured = certificate["measurements"]
-    lines = []
-    for name, numbers in measured["accuracy"].items():
-        cells = [terminal.percent(numbers.get(key)) for key in ("forgotten", "remaining", "test")]
-        lines.append([name, *cells])
-    head = ["model", "accuracy on forgotten data", "on remaining data", "on the test set"]
-    screen.print(terminal.table(head, lines))
-    lines = []
-    for name, numbers in measured.get("distance_to_exact", {}).items():
-        cells = [
-            f"{numbers['weights']:.4f}",
-            terminal.percent(numbers["predictions"]),
-            f"{numbers['probabilities']:.4f}",
-        ]
-        lines.append([name, *cells])
-    if lines:
-        head = ["distance to the exact model", "weights", "other predictions", "probabilities"]
-        screen.print(terminal.table(head, lines))
+    table = verification_table([certificate])
+    rows = [[title, *texts] for title, *texts in zip(table.head, *table.rows.values(), strict=True)]
+    screen.print(terminal.table(["", *table.rows], rows))

@@ -31,6 +31,7 @@ from fedstill.running.journal import START
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.recording import Progress, Quiet
 from fedstill.running.result import Result
+from fedstill.unlearning.attacks import Backdoor
 from fedstill.unlearning.certificate import write_certificate
 from fedstill.unlearning.request import STRATEGIES, TABLE, UnlearningRequest
 from fedstill.unlearning.strategy import NewRounds, OriginalRun, StartPoint, Strategy
@@ -52,6 +53,7 @@ def unlearn(
     out: Path | None = None,
     *,
     exact: Path | None = None,
+    backdoor: Backdoor | None = None,
     data: Dataset | None = None,
     watch: Progress | None = None,
 ) -> Unlearned:
@@ -60,6 +62,7 @@ def unlearn(
     If ``out`` holds the same unlearning already, it is continued where it stopped.
 
     exact: the directory of an exact result of the same request, to measure the distance to it.
+    backdoor: a backdoor that was planted in the forgotten data, to test whether it is still there.
     data: the data set of the run, if it is in memory. Raises ConfigError or IncompatibleMethod for
     a request or a run that the strategy cannot handle, RunExists for a directory in use.
     """
@@ -69,7 +72,9 @@ def unlearn(
         result = runner.resume(folder, data, watch=watch)
     else:
         result = _begin(plan, folder, watch)
-    certificate = write_certificate(plan.original, folder, plan.request, plan.strategy, exact)
+    certificate = write_certificate(
+        plan.original, folder, plan.request, plan.strategy, exact=exact, backdoor=backdoor
+    )
     return Unlearned(result, certificate)
 
 

@@ -1,5 +1,5 @@
-"""How well a model has forgotten: its distance to an exact result, and its accuracy on forgotten
-and remaining data.
+"""How well a model has forgotten: its distance to an exact result, its accuracy on forgotten and
+remaining data, attacks on it, and what it cost to unlearn.
 
 None of these numbers proves that a model has forgotten. A model that never had the data may predict
 them well, because other clients have similar data; so the numbers are to be compared with those of
@@ -8,6 +8,7 @@ an exact result.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import ModelPasses
 from fedstill.running.preparation import Prepared
 from fedstill.running.result import Result
+from fedstill.unlearning.attacks import Backdoor, MembershipTest, costs, relative
 from fedstill.unlearning.request import UnlearningRequest
 from fedstill.unlearning.strategy import OriginalRun
 
@@ -74,11 +76,17 @@ class MeasuredModel:
 
 
 def measurements(
-    original: OriginalRun, folder: Path, request: UnlearningRequest, exact: Path | None = None
+    original: OriginalRun,
+    folder: Path,
+    request: UnlearningRequest,
+    exact: Path | None = None,
+    backdoor: Backdoor | None = None,
 ) -> dict[str, Any]:
     """Measure the models of the original run, of the new run in ``folder``, and of an exact result.
 
-    Returns accuracies by model, and distances to the exact model if there is one.
+    backdoor: a backdoor in the forgotten data of the original run. Returns the numbers of each
+    test by model: accuracies, attacks, and with an exact result the distances to it; and the costs
+    of the new rounds.
     """
     prepared = original.prepared
     models = {"original": MeasuredModel.of(original.folder, prepared)}
@@ -86,10 +94,11 @@ def measurements(
     if exact is not None:
         models["exact"] = _model_of(original, exact)
     sets = ExampleSets.of(original, request)
+    classes = prepared.world.classes
     fields: dict[str, Any] = {
-        "accuracy": {
-            name: accuracies(model, sets, prepared.world.classes) for name, model in models.items()
-        }
+        "accuracy": {name: accuracies(model, sets, classes) for name, model in models.items()},
+        **_attacks(models, sets, classes, backdoor),
+        "cost": _costs(original, folder, exact),
     }
     if exact is not None:
         test = sets.test or sets.remaining
@@ -98,6 +107,41 @@ def measurements(
             for name, model in models.items()
             if name != "exact"
         }
+    return fields
+
+
+def _attacks(
+    models: Mapping[str, MeasuredModel],
+    sets: ExampleSets,
+    classes: int,
+    backdoor: Backdoor | None,
+) -> dict[str, Any]:
+    """The numbers of attacks by model; none without a common test set."""
+    fields: dict[str, Any] = {}
+    if sets.test is None:
+        return fields
+    membership = MembershipTest.of(sets.forgotten, sets.test, classes)
+    if membership is not None:
+        exact = None
+        if "exact" in models:
+            exact = models["exact"].logits
+        fields["membership"] = {
+            name: membership.measure(model.logits, exact) for name, model in models.items()
+        }
+    if backdoor is not None:
+        fields["backdoor"] = {
+            name: backdoor.success(model.logits, sets.test) for name, model in models.items()
+        }
+    return fields
+
+
+def _costs(original: OriginalRun, folder: Path, exact: Path | None) -> dict[str, Any]:
+    """The costs of the new rounds, and relative to those of an exact result."""
+    cost = costs(original.folder, folder)
+    fields: dict[str, Any] = dict(cost)
+    if exact is not None:
+        reference = costs(original.folder, exact)
+        fields["relative_to_exact"] = relative(cost, reference)
     return fields
 
 
