@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.core.records import SERVER, Stage, World
+from fedstill.core.records import World
 from fedstill.core.registry import register
 from fedstill.core.rounds import Without
 from fedstill.core.topology import Parallel
 from fedstill.core.trees import same_bits
+from fedstill.data.dataset import Dataset, DatasetInfo
+from fedstill.data.sources import from_tensors
 from fedstill.running.journal import Event, read_journal, without_times
 from fedstill.running.replay import Replay
 from fedstill.running.result import Result
@@ -28,9 +32,7 @@ EXPERIMENTS = {
     "parallel": toys.toy("scaffold", rounds=4, keep_checkpoints_every=1, keep_updates=True),
     "chain": toys.toy("fedseq", rounds=4, topology=CHAIN, keep_checkpoints_every=1),
     "public logits": toys.toy("fedmd", rounds=2, data={"public": toys.PUBLIC}),
-    "census": toys.toy(
-        "fedavg", rounds=2, plan={"epochs": 1, "class_weights": "balanced_overall"}
-    ),
+    "census": toys.toy("fedavg", rounds=2, plan={"epochs": 1, "class_weights": "balanced_overall"}),
 }
 if toys.has("querying"):
     EXPERIMENTS["peer to peer"] = toys.toy(
@@ -111,7 +113,9 @@ def test_training_starts_at_the_last_checkpoint_before_the_client_took_part(
     assert acted[late] > 1, "a client of the toy run must join late"
     original = OriginalRun.of(folder, toys.blobs())
     assert first_round_of(original, frozenset({late})) == acted[late]
-    certificate = retrained(folder, UnlearningRequest(clients=(late,)), tmp_path / "new").certificate
+    certificate = retrained(
+        folder, UnlearningRequest(clients=(late,)), tmp_path / "new"
+    ).certificate
     assert certificate["rounds"] == {"first": acted[late], "last": 4}
 
 
@@ -142,7 +146,9 @@ def test_forgotten_examples_are_in_no_client_s_data(
     result = retrained(folder, request_, tmp_path / "new").result
     data = toys.blobs()
     forgotten = set(request_.examples)
-    forgotten |= {i for i, label in enumerate(data.train.labels.tolist()) if label in request_.classes}
+    forgotten |= {
+        i for i, label in enumerate(data.train.labels.tolist()) if label in request_.classes
+    }
     sites = OriginalRun.of(tmp_path / "new", toys.blobs()).prepared.sites
     assert sites.split is not None
     positions = set(sites.split.positions.tolist())
@@ -151,11 +157,40 @@ def test_forgotten_examples_are_in_no_client_s_data(
     assert not same_bits(result.model, Result.of(folder).model)
 
 
-def test_pooled_moments_do_without_the_forgotten_rows(tmp_path: Path) -> None:
+def table() -> Dataset:
+    """Rows of three numbers, whose mean and spread are those of all clients' rows."""
+    draw = torch.Generator().manual_seed(1)
+
+    def rows(count: int) -> tuple[Tensor, Tensor]:
+        labels = torch.arange(count) % 3
+        return labels[:, None] + 5 * torch.randn(count, 3, generator=draw), labels
+
+    data = from_tensors("mine", rows(120), rows(30), kind="table")
+    return replace(data, about=DatasetInfo("table", features=("a", "b", "c")))
+
+
+@pytest.mark.parametrize("standardise", ["pooled", "summed", "own"])
+def test_moments_do_without_the_forgotten_rows(standardise: str, tmp_path: Path) -> None:
     """They are computed before round 1, so training starts anew."""
-    table = toys.table_data() if hasattr(toys, "table_data") else None
-    if table is None:
-        pytest.skip("no toy table")
+    experiment = toys.toy(
+        "fedavg",
+        rounds=2,
+        topology={"clients": 6, "sampled": 1},
+        data={"standardise": standardise},
+        keep_checkpoints_every=1,
+    )
+    run(experiment, tmp_path / "run", table())
+    request = UnlearningRequest(clients=(3,))
+    strategy = strategy_named("retraining", {})
+    new = unlearn(tmp_path / "run", request, strategy, tmp_path / "new", data=table())
+    sites = OriginalRun.of(tmp_path / "new", table()).prepared.sites
+    assert sites.split is not None
+    if standardise != "own":
+        rows = table().train.values[torch.from_numpy(sites.split.positions)].double()
+        assert sites.inputs.mean == pytest.approx(rows.mean(0).tolist(), rel=1e-6)
+    configured = experiment.with_values({"unlearning.clients": [3]}, "test")
+    reference = run(configured, tmp_path / "reference", table())
+    assert same_bits(new.result.model, reference.model)
 
 
 def test_a_second_request_forgets_both(tmp_path: Path) -> None:

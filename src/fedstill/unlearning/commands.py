@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from fedstill.cli.app import Flag, Names, Quiet, say
+from fedstill.cli.app import Flag, Names, Quiet, Settings, say
 from fedstill.core.errors import ConfigError, Interrupted
 from fedstill.core.files import in_shell
 
@@ -27,16 +27,51 @@ class ForgottenData:
     class_: Annotated[
         Names, Parameter(name="--class", help="The classes to forget, by number or name.")
     ] = ()
+    examples: Annotated[
+        Path | None,
+        Parameter(
+            name="--examples",
+            help="A text file with the examples to forget, one on each line: positions in the "
+            "training set, from 0, or values of --column.",
+        ),
+    ] = None
+    column: Annotated[
+        str | None,
+        Parameter(
+            name="--column",
+            help="The column of the data that has the values in the file, e.g. patient.",
+        ),
+    ] = None
 
     def request(self, directory: Path) -> UnlearningRequest:
-        """The request. Raises UnknownName for a name that the run in ``directory`` lacks."""
+        """The request. Raises ConfigError for a name or value that the run in ``directory`` lacks,
+        and if nothing is named.
+        """
         from fedstill.running.journal import parse_class_numbers, parse_client_number
         from fedstill.unlearning.request import UnlearningRequest
 
-        return UnlearningRequest(
+        request = UnlearningRequest(
             clients=tuple(parse_client_number(directory, text) for text in self.client),
             classes=tuple(parse_class_numbers(directory, self.class_)),
+            examples=self._positions(directory),
         )
+        if not request:
+            raise ConfigError("name the data to forget: --client, --examples or --class")
+        return request
+
+    def _positions(self, directory: Path) -> tuple[int, ...]:
+        """The positions of the examples in the file."""
+        from fedstill.unlearning import examples
+        from fedstill.unlearning.strategy import OriginalRun
+
+        if self.examples is None:
+            if self.column is not None:
+                raise ConfigError("--column needs --examples, the file with its values")
+            return ()
+        if self.column is None:
+            return examples.read_positions(self.examples)
+        values = examples.read_values(self.examples)
+        return examples.positions_of_values(OriginalRun.of(directory), self.column, values)
 
 
 NOTHING_FORGOTTEN = ForgottenData()
@@ -47,6 +82,7 @@ def unlearn_command(
     *,
     forgotten: Annotated[ForgottenData, Parameter(name="*")] = NOTHING_FORGOTTEN,
     strategy: str = "retraining",
+    set_: Settings = (),
     out: Path | None = None,
     exact: Path | None = None,
     check: Flag = False,
@@ -61,7 +97,9 @@ def unlearn_command(
     Args:
         directory: The run's directory; with --check, the directory of an unlearned run.
         forgotten: The data to forget.
-        strategy: How the model forgets: retraining is exact.
+        strategy: How the model forgets: retraining (exact), federaser, gradient_ascent,
+            subtraction, sifu (certified), or fine_tuning (the baseline).
+        set_: An option of the strategy, as key=value, e.g. -s repair_rounds=10. May be repeated.
         out: The new run's directory. By default, beside the original one.
         exact: The directory of an exact result of the same request, by --strategy retraining, to
             measure how far the new model is from it.
@@ -69,6 +107,7 @@ def unlearn_command(
         trust_code: Trust the code that the run names, if it was not made on this machine.
         quiet: Print no progress.
     """
+    from fedstill.config.overrides import parse_overrides
     from fedstill.report.progress import followed
     from fedstill.running.directory import settings_of, trust_run
     from fedstill.unlearning.request import strategy_named
@@ -80,9 +119,7 @@ def unlearn_command(
         trust_run(directory)
     rounds = settings_of(directory).rounds
     request = forgotten.request(directory)
-    if not request:
-        raise ConfigError("name the data to forget: --client or --class")
-    rule = strategy_named(strategy, {})
+    rule = strategy_named(strategy, parse_overrides(set_))
     with followed(rounds, f"unlearning {request.text}", quiet) as watch:
         try:
             unlearned = unlearn(directory, request, rule, out, exact=exact, watch=watch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,11 @@ class UnlearningPlan:
             settings=settle(experiment),
         )
 
+    @cached_property
+    def prepared(self) -> Prepared:
+        """The new run with its data, ready to start."""
+        return prepare(self.settings, self.original.data)
+
     @property
     def default_folder(self) -> Path:
         """The new run's directory beside the original one."""
@@ -132,22 +138,13 @@ class UnlearningPlan:
         config = folder / "config.toml"
         if not config.is_file() or not (folder / "journal.jsonl").is_file():
             return False
-        return read_file(config) == prepared_settings(self).toml.encode()
+        return read_file(config) == self.prepared.settings.toml.encode()
 
 
 def name_of(strategy: Strategy) -> str:
     """The name of a strategy."""
     target = f"{type(strategy).__module__}:{type(strategy).__name__}"
     return next(part.name for part in STRATEGIES.values() if part.target == target)
-
-
-def prepared_settings(plan: UnlearningPlan) -> Settings:
-    """The settings as a run writes them, with the engine that ``auto`` has chosen."""
-    return _prepared(plan).settings
-
-
-def _prepared(plan: UnlearningPlan) -> Prepared:
-    return prepare(plan.settings, plan.original.data)
 
 
 def _merged(earlier: UnlearningRequest, request: UnlearningRequest) -> UnlearningRequest:
@@ -233,7 +230,7 @@ def _new_experiment(
 def _begin(plan: UnlearningPlan, folder: Path, watch: Progress | None) -> Result:
     """Run a plan that has not begun yet."""
     data = plan.original.data
-    prepared = _prepared(plan)
+    prepared = plan.prepared
     start = plan.strategy.start(plan.original, plan.request, prepared)
     if start is None:
         return runner.run(plan.experiment, folder, data, watch=watch)
