@@ -387,10 +387,9 @@ def test_an_unsuitable_run_is_rejected_with_a_reason(case: str, tmp_path: Path) 
     experiment, name, reason = UNSUITABLE[case]
     folder = trained(experiment, tmp_path / "run")
     strategy = strategy_named(name, {})
+    request = UnlearningRequest(clients=(1,))
     with pytest.raises((IncompatibleMethod, ConfigError), match=reason):
-        unlearn(
-            folder, UnlearningRequest(clients=(1,)), strategy, tmp_path / "new", data=toys.blobs()
-        )
+        unlearn(folder, request, strategy, tmp_path / "new", data=toys.blobs())
     assert not (tmp_path / "new").exists()
 
 

@@ -15,6 +15,7 @@ from fedstill.core.files import in_shell
 
 if TYPE_CHECKING:
     from fedstill.unlearning.request import UnlearningRequest
+    from fedstill.unlearning.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -61,28 +62,59 @@ class ForgottenData:
 
     def _positions(self, directory: Path) -> tuple[int, ...]:
         """The positions of the examples in the file."""
-        from fedstill.unlearning import examples
         from fedstill.unlearning.strategy import OriginalRun
+        from fedstill.unlearning.unlearn import positions_of_values, read_positions, read_values
 
         if self.examples is None:
             if self.column is not None:
                 raise ConfigError("--column needs --examples, the file with its values")
             return ()
         if self.column is None:
-            return examples.read_positions(self.examples)
-        values = examples.read_values(self.examples)
-        return examples.positions_of_values(OriginalRun.of(directory), self.column, values)
+            return read_positions(self.examples)
+        values = read_values(self.examples)
+        return positions_of_values(OriginalRun.of(directory), self.column, values)
 
 
 NOTHING_FORGOTTEN = ForgottenData()
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """The options of ``fedstill unlearn`` that say how the model forgets."""
+
+    strategy: Annotated[
+        str,
+        Parameter(
+            name="--strategy",
+            help="How the model forgets: retraining (exact), federaser, gradient_ascent, "
+            "subtraction, sifu (certified), or fine_tuning (the baseline).",
+        ),
+    ] = "retraining"
+    set_: Annotated[
+        Settings,
+        Parameter(
+            help="An option of the strategy, as key=value, e.g. -s repair_rounds=10. May be "
+            "repeated."
+        ),
+    ] = ()
+
+    def load(self) -> Strategy:
+        """The strategy. Raises UnknownName, or WrongConfig for a wrong option."""
+        from fedstill.config.overrides import parse_overrides
+        from fedstill.unlearning.request import strategy_named
+
+        strategy: Strategy = strategy_named(self.strategy, parse_overrides(self.set_))
+        return strategy
+
+
+RETRAINING = StrategyChoice()
 
 
 def unlearn_command(
     directory: Path,
     *,
     forgotten: Annotated[ForgottenData, Parameter(name="*")] = NOTHING_FORGOTTEN,
-    strategy: str = "retraining",
-    set_: Settings = (),
+    chosen: Annotated[StrategyChoice, Parameter(name="*")] = RETRAINING,
     out: Path | None = None,
     exact: Path | None = None,
     check: Flag = False,
@@ -97,9 +129,7 @@ def unlearn_command(
     Args:
         directory: The run's directory; with --check, the directory of an unlearned run.
         forgotten: The data to forget.
-        strategy: How the model forgets: retraining (exact), federaser, gradient_ascent,
-            subtraction, sifu (certified), or fine_tuning (the baseline).
-        set_: An option of the strategy, as key=value, e.g. -s repair_rounds=10. May be repeated.
+        chosen: How the model forgets.
         out: The new run's directory. By default, beside the original one.
         exact: The directory of an exact result of the same request, by --strategy retraining, to
             measure how far the new model is from it.
@@ -107,10 +137,8 @@ def unlearn_command(
         trust_code: Trust the code that the run names, if it was not made on this machine.
         quiet: Print no progress.
     """
-    from fedstill.config.overrides import parse_overrides
     from fedstill.report.progress import followed
     from fedstill.running.directory import settings_of, trust_run
-    from fedstill.unlearning.request import strategy_named
     from fedstill.unlearning.unlearn import unlearn
 
     if check:
@@ -119,10 +147,10 @@ def unlearn_command(
         trust_run(directory)
     rounds = settings_of(directory).rounds
     request = forgotten.request(directory)
-    rule = strategy_named(strategy, parse_overrides(set_))
+    strategy = chosen.load()
     with followed(rounds, f"unlearning {request.text}", quiet) as watch:
         try:
-            unlearned = unlearn(directory, request, rule, out, exact=exact, watch=watch)
+            unlearned = unlearn(directory, request, strategy, out, exact=exact, watch=watch)
         except Interrupted as stopped:
             return say(
                 f"stopped after a complete stage, in {in_shell(str(stopped))}; the same command "

@@ -34,7 +34,6 @@ from fedstill.core.rounds import Schedule, Without
 from fedstill.core.topology import Topology
 from fedstill.models.contract import trainable_names
 from fedstill.running.preparation import Prepared
-from fedstill.unlearning.history import model_of, repeated_stages, replies_without
 from fedstill.unlearning.request import UnlearningRequest
 from fedstill.unlearning.strategy import (
     NewRounds,
@@ -43,6 +42,9 @@ from fedstill.unlearning.strategy import (
     Strategy,
     check_averages,
     continued,
+    model_of,
+    repeated_stages,
+    replies_without,
 )
 
 CALIBRATE = "calibrate"

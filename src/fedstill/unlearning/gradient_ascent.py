@@ -49,7 +49,6 @@ from fedstill.core.rounds import Schedule, Without
 from fedstill.losses import cross_entropy
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared
-from fedstill.unlearning.history import model_of, repeated_stages, replies_without
 from fedstill.unlearning.request import UnlearningRequest
 from fedstill.unlearning.strategy import (
     NewRounds,
@@ -58,6 +57,9 @@ from fedstill.unlearning.strategy import (
     Strategy,
     check_averages,
     continued,
+    model_of,
+    repeated_stages,
+    replies_without,
 )
 
 ASCEND = "ascend"

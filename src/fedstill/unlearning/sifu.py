@@ -41,7 +41,6 @@ from fedstill.models.contract import trainable_names
 from fedstill.running.checkpoint import Restored
 from fedstill.running.preparation import Prepared
 from fedstill.unlearning.gradient_ascent import distance
-from fedstill.unlearning.history import model_of, repeated_stages, replies_without
 from fedstill.unlearning.request import UnlearningRequest
 from fedstill.unlearning.strategy import (
     NewRounds,
@@ -49,6 +48,9 @@ from fedstill.unlearning.strategy import (
     StartPoint,
     Strategy,
     check_averages,
+    model_of,
+    repeated_stages,
+    replies_without,
 )
 
 Probability = Annotated[float, Interval(gt=0, lt=1)]

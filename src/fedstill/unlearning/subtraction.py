@@ -43,7 +43,6 @@ from fedstill.core.rounds import Schedule, Without
 from fedstill.losses import kd
 from fedstill.models.contract import trainable_names
 from fedstill.running.preparation import Prepared
-from fedstill.unlearning.history import model_of, repeated_stages
 from fedstill.unlearning.request import UnlearningRequest
 from fedstill.unlearning.strategy import (
     NewRounds,
@@ -52,6 +51,8 @@ from fedstill.unlearning.strategy import (
     Strategy,
     check_averages,
     continued,
+    model_of,
+    repeated_stages,
 )
 
 DISTIL = "distil_old_model"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from fedstill.config.experiment import Experiment, from_tree
 from fedstill.config.resolve import settle
@@ -22,14 +25,17 @@ from fedstill.core.files import (
     write_whole,
 )
 from fedstill.core.process_settings import process_settings
+from fedstill.core.records import Examples
 from fedstill.core.user_modules import trust_content
 from fedstill.data.dataset import Dataset
+from fedstill.data.sources import load_dataset
 from fedstill.running import runner
 from fedstill.running.checkpoint import SEAL, UPDATES, Restored, read_sealed, update_file
+from fedstill.running.client_data import set_public_apart, subset, training_and_test_sets
 from fedstill.running.directory import new_directory
 from fedstill.running.driver import Driver
 from fedstill.running.journal import START
-from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.preparation import Prepared, prepare, reading_options
 from fedstill.running.recording import Progress, Quiet
 from fedstill.running.result import Result
 from fedstill.unlearning.attacks import Backdoor
@@ -280,3 +286,79 @@ def _copy_updates(original: OriginalRun, folder: Path, start: StartPoint) -> Non
         )
         for event in events
     )
+
+
+# ---- the examples that a file names -------------------------------------------------------------
+
+
+def read_positions(path: Path) -> tuple[int, ...]:
+    """The positions in a file, one on each line; raises ConfigError for a line that is none."""
+    positions = []
+    for number, line in _lines(path):
+        if not line.isdecimal():
+            raise ConfigError(
+                f"{path}, line {number}: {line[:40]!r} is no position, a whole number from 0; name "
+                "the column of such values with --column"
+            )
+        positions.append(int(line))
+    return tuple(sorted(set(positions)))
+
+
+def read_values(path: Path) -> tuple[str, ...]:
+    """The values in a file, one on each line."""
+    return tuple(dict.fromkeys(line for _, line in _lines(path)))
+
+
+def _lines(path: Path) -> Sequence[tuple[int, str]]:
+    """The lines of a file that are not empty, with their numbers."""
+    try:
+        text = read_file(path).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--examples: cannot read {path}: {error}") from error
+    numbered = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1)]
+    lines = [(number, line) for number, line in numbered if line]
+    if not lines:
+        raise ConfigError(f"--examples: {path} has no line with an example")
+    return lines
+
+
+def positions_of_values(
+    original: OriginalRun, column: str, values: Collection[str]
+) -> tuple[int, ...]:
+    """The positions, in the training set of a run, of the examples with these values of a column.
+
+    The data are read once more, with the column. Raises ConfigError for a value that no training
+    example has, and for data without columns.
+    """
+    settings = original.settings
+    if original.data is not None:
+        raise ConfigError("--column: the data of this run are in memory; name positions")
+    options = {**reading_options(settings), "owner": column}
+    dataset = load_dataset(settings.data.name, **options)
+    train, _ = training_and_test_sets(settings, dataset)
+    train = subset(train, settings.data.train_size, "train_size")
+    train = set_public_apart(settings, dataset, train).train
+    _check_same(original, train, column)
+    assert train.owners is not None  # they have been asked for
+
+    codes = {name: code for code, name in enumerate(dataset.about.owners)}
+    unknown = [value for value in values if value not in codes]
+    if unknown:
+        raise ConfigError(f"--examples: column {column!r} has no value {unknown[0]!r}")
+    wanted = torch.tensor([codes[value] for value in values])
+    positions: list[int] = torch.isin(train.owners, wanted).nonzero().flatten().tolist()
+    if not positions:
+        raise ConfigError(
+            f"--examples: no training example has one of these values of column {column!r}"
+        )
+    return tuple(positions)
+
+
+def _check_same(original: OriginalRun, train: Examples, column: str) -> None:
+    """Raise ConfigError if the data have other rows when they are read with the column."""
+    labels: Tensor = original.prepared.sites.train.labels.cpu()
+    if not torch.equal(labels, train.labels):
+        raise ConfigError(
+            f"--column {column}: with this column the data have other rows, for example because "
+            "it has missing values; name positions"
+        )

@@ -1,0 +1,186 @@
+"""The certificate of an unlearning: its content, and a check that finds one changed byte."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import toys
+from fedstill.cli import call
+from fedstill.core.errors import CorruptFile
+from fedstill.core.files import digest
+from fedstill.running.result import Result
+from fedstill.running.runner import run
+from fedstill.unlearning.certificate import CERTIFICATE, check_certificate
+from fedstill.unlearning.request import UnlearningRequest, strategy_named
+from fedstill.unlearning.strategy import OriginalRun
+from fedstill.unlearning.unlearn import unlearn
+
+CLIENT = 3
+FILES = ("config.toml", "journal.jsonl", "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run, a retraining of it, and a fine-tuning that is compared with it."""
+    folder = tmp_path_factory.mktemp("certified")
+    experiment = toys.toy("fedavg", rounds=2, keep_checkpoints_every=1)
+    run(experiment, folder / "run", toys.blobs())
+    request = UnlearningRequest(clients=(CLIENT,))
+    retraining = strategy_named("retraining", {})
+    unlearn(folder / "run", request, retraining, folder / "exact", data=toys.blobs())
+    tuning = strategy_named("fine_tuning", {"repair_rounds": 1})
+    unlearn(
+        folder / "run",
+        request,
+        tuning,
+        folder / "tuned",
+        exact=folder / "exact",
+        data=toys.blobs(),
+    )
+    return folder
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Path:
+    """The same, to change. The certificate names the run by its path, which is that of the copy."""
+    folder = tmp_path / "copy"
+    shutil.copytree(made, folder)
+    return folder
+
+
+def read(folder: Path) -> dict[str, object]:
+    content: dict[str, object] = json.loads((folder / CERTIFICATE).read_text(encoding="utf-8"))
+    return content
+
+
+def test_it_names_the_request_the_strategy_and_all_files(made: Path) -> None:
+    certificate = read(made / "tuned")
+    assert certificate["request"] == {"clients": [CLIENT], "classes": [], "examples": []}
+    assert certificate["strategy"] == {
+        "name": "fine_tuning",
+        "exact": False,
+        "options": {"repair_rounds": 1},
+    }
+    assert certificate["rounds"] == {"first": 3, "last": 3}
+    for key, folder in (("original", made / "run"), ("unlearned", made / "tuned")):
+        seals = certificate[key]
+        assert isinstance(seals, dict)
+        for name, seal in zip(FILES, ("config", "journal", "model"), strict=True):
+            assert seals[seal] == digest((folder / name).read_bytes())
+    assert check_certificate(made / "tuned").original_checked
+
+
+def test_its_measurements_are_those_of_the_models(made: Path) -> None:
+    measured = read(made / "tuned")["measurements"]
+    assert isinstance(measured, dict)
+    original = OriginalRun.of(made / "run", toys.blobs())
+    sites = original.prepared.sites
+    own = sites.train.take(sites.positions(CLIENT))
+    passes = sites.passes(original.prepared.world.model(-1))
+    results = {
+        "original": Result.of(made / "run"),
+        "unlearned": Result.of(made / "tuned"),
+        "exact": Result.of(made / "exact"),
+    }
+    models = {name: result.model for name, result in results.items()}
+    for name, result in results.items():
+        right = passes.logits(result.model, own).argmax(1) == own.labels
+        assert measured["accuracy"][name]["forgotten"] == float(right.double().mean())
+        assert measured["accuracy"][name]["test"] == pytest.approx(result.accuracy)
+    exact = torch.cat([tensor.flatten().double() for tensor in models["exact"].values()])
+    for name in ("original", "unlearned"):
+        model = torch.cat([models[name][entry].flatten().double() for entry in models["exact"]])
+        expected = float((model - exact).norm() / exact.norm())
+        assert measured["distance_to_exact"][name]["weights"] == pytest.approx(expected)
+
+
+def test_retraining_has_distance_zero_to_itself(made: Path, tmp_path: Path) -> None:
+    again = unlearn(
+        made / "run",
+        UnlearningRequest(clients=(CLIENT,)),
+        strategy_named("retraining", {}),
+        tmp_path / "again",
+        exact=made / "exact",
+        data=toys.blobs(),
+    )
+    distances = again.certificate["measurements"]["distance_to_exact"]["unlearned"]
+    assert {distances[key] for key in ("weights", "predictions", "probabilities")} == {0.0}
+
+
+@pytest.mark.parametrize("name", [*FILES, CERTIFICATE])
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
+def test_one_changed_byte_is_found(name: str, place: float, copied: Path) -> None:
+    path = copied / "tuned" / name
+    data = bytearray(path.read_bytes())
+    position = int(place * len(data))
+    # A letter or digit stays one, so that a text file can still be parsed.
+    data[position] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptFile, match=name.partition(".")[0]):
+        check_certificate(copied / "tuned")
+
+
+def test_a_changed_byte_of_the_original_run_is_found(made: Path) -> None:
+    path = made / "run" / "model.safetensors"
+    data = path.read_bytes()
+    try:
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(CorruptFile, match="model"):
+            check_certificate(made / "exact")
+    finally:
+        path.write_bytes(data)
+
+
+def test_without_the_original_run_only_the_new_one_is_checked(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copied / "tuned" / CERTIFICATE
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["original"]["folder"] = str(copied / "gone")
+    del content["sha256"]
+    content["sha256"] = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert not check_certificate(copied / "tuned").original_checked
+    assert call(["unlearn", str(copied / "tuned"), "--check"]) == 0
+    assert "gone" in capsys.readouterr().err
+
+
+def test_a_forgotten_client_that_acts_is_found(made: Path, copied: Path) -> None:
+    """Even if somebody seals the changed journal."""
+    folder = copied / "exact"
+    line = next(
+        line
+        for line in (made / "run" / "journal.jsonl").read_bytes().splitlines()
+        if json.loads(line).get("client") == CLIENT
+    )
+    journal = folder / "journal.jsonl"
+    lines = journal.read_bytes().splitlines()
+    first = next(i for i, old in enumerate(lines) if json.loads(old)["event"] == "client")
+    journal.write_bytes(b"\n".join([*lines[:first], line, *lines[first:]]) + b"\n")
+    path = folder / CERTIFICATE
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["unlearned"]["journal"] = digest(journal.read_bytes())
+    del content["sha256"]
+    content["sha256"] = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(CorruptFile, match=f"client {CLIENT}"):
+        check_certificate(folder)
+
+
+def test_a_directory_without_a_certificate(made: Path) -> None:
+    with pytest.raises(CorruptFile, match=CERTIFICATE):
+        check_certificate(made / "run")
+
+
+def test_the_command_checks(made: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["unlearn", str(made / "tuned"), "--check"]) == 0
+    assert "fine_tuning" in capsys.readouterr().out
+    path = copied / "tuned" / "journal.jsonl"
+    path.write_bytes(path.read_bytes() + b" ")
+    assert call(["unlearn", str(copied / "tuned"), "--check"]) != 0
+    assert str(path) in capsys.readouterr().err

@@ -1,0 +1,145 @@
+"""Requests on the command line and in a config: names, files of examples, and each wrong input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import toys
+from fedstill.cli import call
+from fedstill.config.experiment import load
+from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
+from fedstill.unlearning.request import strategy_named
+from fedstill.unlearning.strategy import OriginalRun
+
+TABLE = """
+rounds = 1
+method = "fedavg"
+[data]
+name = "visits.csv"
+label_column = "outcome"
+[partition]
+kind = "column"
+column = "ward"
+[topology]
+clients = 2
+[plan]
+epochs = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def visits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run on a table of visits by patient and ward."""
+    folder = tmp_path_factory.mktemp("visits")
+    rows = ["patient,ward,age,pressure,outcome"]
+    for number in range(60):
+        ward = "north" if number % 2 else "south"
+        rows.append(f"P{number // 3},{ward},{20 + number},{100 + number % 7},{number % 3 == 0}")
+    (folder / "visits.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    (folder / "run.toml").write_text(TABLE, encoding="utf-8")
+    run(load(folder / "run.toml"), folder / "run")
+    return folder
+
+
+def unlearned(*arguments: object) -> int:
+    return call(["unlearn", *map(str, arguments), "--quiet"])
+
+
+def test_clients_and_classes_are_named_as_in_the_data(visits: Path, tmp_path: Path) -> None:
+    assert unlearned(visits / "run", "--client", "north", "--out", tmp_path / "new") == 0
+    start = read_journal(visits / "run" / "journal.jsonl", limit=1)[0]
+    number = start["client_names"].index("north")
+    acting = {
+        event["client"]
+        for event in read_journal(tmp_path / "new" / "journal.jsonl")
+        if event["event"] == "client"
+    }
+    assert acting == {1 - number}
+
+
+def test_patients_are_forgotten_by_their_names(visits: Path, tmp_path: Path) -> None:
+    (tmp_path / "patients.txt").write_text("P4\n\nP7\n", encoding="utf-8")
+    options = ["--examples", tmp_path / "patients.txt", "--column", "patient"]
+    assert unlearned(visits / "run", *options, "--out", tmp_path / "new") == 0
+    new = OriginalRun.of(tmp_path / "new")
+    request = new.earlier_request
+    ages = OriginalRun.of(visits / "run").prepared.dataset.train.values[:, 1]
+    forgotten = {int(ages[position]) - 20 for position in request.examples}
+    assert forgotten
+    assert forgotten <= {12, 13, 14, 21, 22, 23}
+
+
+def test_positions_in_a_file(visits: Path, tmp_path: Path) -> None:
+    (tmp_path / "positions.txt").write_text("3\n1\n3\n", encoding="utf-8")
+    options = ["--examples", tmp_path / "positions.txt", "--out", tmp_path / "new"]
+    assert unlearned(visits / "run", *options) == 0
+    assert OriginalRun.of(tmp_path / "new").earlier_request.examples == (1, 3)
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "nothing": ([], "--client"),
+    "an unknown client": (["--client", "7"], "--client 7"),
+    "an unknown name": (["--client", "west"], "west"),
+    "all clients": (["--client", "0,1"], "unlearning.clients"),
+    "an unknown class": (["--class", "9"], "--class 9"),
+    "an unknown strategy": (["--client", "0", "--strategy", "wishing"], "wishing"),
+    "an unknown option": (["--client", "0", "-s", "rounds=3"], "unlearning.options.rounds"),
+    "a wrong option": (
+        ["--client", "0", "--strategy", "fine_tuning", "-s", "repair_rounds=0"],
+        "unlearning.options.repair_rounds",
+    ),
+    "whole clients only": (["--class", "0", "--strategy", "sifu"], "--client"),
+    "a column without a file": (["--column", "patient"], "--examples"),
+    "a missing file": (["--examples", "/nowhere/at/all.txt"], "all.txt"),
+    "a line that is no position": (["--examples", "{names}"], "names.txt, line 2"),
+    "a position too far": (["--examples", "{far}"], "100000"),
+    "an unknown value": (["--examples", "{names}", "--column", "patient"], "P999"),
+    "an unknown column": (["--examples", "{names}", "--column", "doctor"], "doctor"),
+    "an empty file": (["--examples", "{empty}"], "empty.txt"),
+    "a directory in use": (["--client", "0", "--out", "{used}"], "used"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_request_is_one_line_and_starts_nothing(
+    case: str, visits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, place = WRONG[case]
+    (tmp_path / "names.txt").write_text("4\nP999\n", encoding="utf-8")
+    (tmp_path / "far.txt").write_text("100000\n", encoding="utf-8")
+    (tmp_path / "empty.txt").write_text("\n", encoding="utf-8")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "letter.txt").write_text("mine", encoding="utf-8")
+    names = {name: tmp_path / f"{name}.txt" for name in ("names", "far", "empty")}
+    filled = [text.format(**names, used=tmp_path / "used") for text in arguments]
+    if "--out" not in filled:
+        filled += ["--out", str(tmp_path / "new")]
+    assert unlearned(visits / "run", *filled) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert place in line
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_unfinished_run_is_finished_first(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(toys.toy("fedavg", rounds=1), folder, toys.blobs())
+    (folder / "summary.json").unlink()
+    with pytest.raises(ConfigError, match="fedstill resume"):
+        OriginalRun.of(folder, toys.blobs())
+
+
+def test_the_table_of_a_config_is_checked() -> None:
+    for table, key in (
+        ({"clients": [9]}, "unlearning.clients"),
+        ({"clients": [-1]}, "unlearning.clients"),
+        ({"strategy": 3}, "unlearning.strategy"),
+        ({"what": 1}, "unlearning.what"),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            run(toys.toy("fedavg", rounds=1, unlearning=table), None, toys.blobs())
+    with pytest.raises(UnknownName, match="wishing"):
+        strategy_named("wishing", {})
