@@ -20,10 +20,10 @@ from fedstill.report.page import page
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 from fedstill.running.runs import groups
-from fedstill.unlearning.attacks import Backdoor, MembershipTest, costs, relative
 from fedstill.unlearning.request import UnlearningRequest, strategy_named
 from fedstill.unlearning.strategy import OriginalRun
 from fedstill.unlearning.unlearn import Unlearned, unlearn
+from fedstill.unlearning.verification import Backdoor, MembershipTest, costs, relative
 
 CLIENT = 1
 TARGET = 0

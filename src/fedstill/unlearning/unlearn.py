@@ -38,10 +38,10 @@ from fedstill.running.journal import START
 from fedstill.running.preparation import Prepared, prepare, reading_options
 from fedstill.running.recording import Progress, Quiet
 from fedstill.running.result import Result
-from fedstill.unlearning.attacks import Backdoor
 from fedstill.unlearning.certificate import write_certificate
 from fedstill.unlearning.request import STRATEGIES, TABLE, UnlearningRequest
 from fedstill.unlearning.strategy import NewRounds, OriginalRun, StartPoint, Strategy
+from fedstill.unlearning.verification import Backdoor
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,198 @@
 """How well a model has forgotten: its distance to an exact result, its accuracy on forgotten and
-remaining data, attacks on it, and what it cost to unlearn.
+remaining data, attacks on it (membership inference, a planted backdoor), and what it cost to
+unlearn.
 
 None of these numbers proves that a model has forgotten. A model that never had the data may predict
-them well, because other clients have similar data; so the numbers are to be compared with those of
-an exact result.
+them well, because other clients have similar data; and another attack may find more. So the numbers
+are to be compared with those of an exact result.
+
+Sources: membership by the loss: Yeom et al. (2018), with the formulas of ``metrics/membership.py``.
+Calibration by a model that did not see the examples: Watson et al., "On the Importance of
+Difficulty Calibration in Membership Inference Attacks" (2022), section 4. The trigger of the
+backdoor: Gu, Dolan-Gavitt and Garg, "BadNets: Identifying Vulnerabilities in the Machine Learning
+Model Supply Chain" (2017); as a test of unlearning: Wu, Zhu and Mitra, "Federated Unlearning with
+Knowledge Distillation" (2022), section 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedstill.core.records import Examples, ModelSpec, Tensors
+from fedstill.core.errors import ConfigError
+from fedstill.core.extensions import Event
+from fedstill.core.files import read_file
+from fedstill.core.keys import generator, seed_for
+from fedstill.core.records import SERVER, Examples, ModelSpec, Tensors
+from fedstill.data.dataset import Dataset
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import ModelPasses
+from fedstill.metrics.membership import attack, auc_interval, confidences
+from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared
 from fedstill.running.result import Result
-from fedstill.unlearning.attacks import Backdoor, MembershipTest, costs, relative
 from fedstill.unlearning.request import UnlearningRequest
 from fedstill.unlearning.strategy import OriginalRun
+
+Predictor = Callable[[Examples], Tensor]
+"""Returns a model's logits (n, C) of examples."""
+
+# ---- membership inference ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MembershipTest:
+    """Examples that an attack must tell apart: as many unseen as forgotten ones of each class.
+
+    ``forgotten``, ``unseen``: (n,) examples each.
+    """
+
+    forgotten: Examples
+    unseen: Examples
+
+    @classmethod
+    def of(cls, forgotten: Examples, test: Examples, classes: int) -> MembershipTest | None:
+        """Forgotten examples, and test examples of the same classes, drawn by key.
+
+        None if no class has examples of both.
+        """
+        pairs = zip(
+            _by_class(forgotten, classes, "forgotten"),
+            _by_class(test, classes, "unseen"),
+            strict=True,
+        )
+        members = []
+        others = []
+        for member_positions, other_positions in pairs:
+            count = min(len(member_positions), len(other_positions))
+            members.append(member_positions[:count])
+            others.append(other_positions[:count])
+        if not sum(map(len, members)):
+            return None
+        return cls(forgotten.take(torch.cat(members)), test.take(torch.cat(others)))
+
+    def measure(self, model: Predictor, exact: Predictor | None = None) -> dict[str, Any]:
+        """The numbers of both attacks on a model.
+
+        ``auc`` with ``auc_interval``, and ``tpr_at_…`` with its interval, are of the attack by the
+        loss (``metrics.membership.attack``). With an exact model, ``calibrated_auc`` and its
+        interval are of the attack by how much more certain the model is than the exact one.
+        """
+        member_scores = confidences(model(self.forgotten), self.forgotten.labels)
+        other_scores = confidences(model(self.unseen), self.unseen.labels)
+        numbers = attack(member_scores, other_scores)
+        del numbers["roc"]
+        fields = {"examples": len(member_scores), **numbers}
+        if exact is not None:
+            member_scores -= confidences(exact(self.forgotten), self.forgotten.labels)
+            other_scores -= confidences(exact(self.unseen), self.unseen.labels)
+            area, low, high = auc_interval(member_scores, other_scores)
+            fields["calibrated_auc"] = area
+            fields["calibrated_auc_interval"] = [low, high]
+        return fields
+
+
+def _by_class(examples: Examples, classes: int, purpose: str) -> list[Tensor]:
+    """The positions of the examples of each class, in an order that is drawn by key."""
+    labels = examples.labels.cpu()
+    draw = generator(seed_for(0, 0, 0, SERVER, f"unlearning {purpose}"))
+    order = torch.randperm(len(labels), generator=draw)
+    return [order[labels[order] == label] for label in range(classes)]
+
+
+# ---- a planted backdoor --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Backdoor:
+    """A trigger that some training images teach: with a bright square in the lower right corner,
+    an image is of the class ``target``.
+
+    Plant it in the data of a client before the original run. A model that has forgotten this client
+    should not obey the trigger more than an exact result does.
+    """
+
+    target: int
+    size: int = 2
+
+    def planted(self, data: Dataset, positions: Collection[int] | Tensor) -> Dataset:
+        """The data set with the trigger and the target's label at positions of the training set.
+
+        Raises ConfigError if the examples are no images, or the target is no class.
+        """
+        if data.about.kind != "image":
+            raise ConfigError(f"a backdoor needs images, and {data.name} has {data.many}")
+        if not 0 <= self.target < len(data.classes):
+            raise ConfigError(f"target {self.target}: {data.name} has {len(data.classes)} classes")
+        index = torch.as_tensor(list(positions), dtype=torch.int64)
+        values = data.train.values.clone()
+        labels = data.train.labels.clone()
+        values[index] = self.stamped(values[index])
+        labels[index] = self.target
+        return replace(data, train=replace(data.train, values=values, labels=labels))
+
+    def stamped(self, images: Tensor) -> Tensor:
+        """The images (n, channels, H, W) uint8 with the trigger."""
+        stamped = images.clone()
+        stamped[..., -self.size :, -self.size :] = torch.iinfo(images.dtype).max
+        return stamped
+
+    def success(self, model: Predictor, test: Examples) -> float:
+        """The share of test images of other classes that the trigger turns into the target."""
+        is_other = test.labels.cpu() != self.target
+        images = test.take(is_other.nonzero().flatten())
+        triggered = replace(images, values=self.stamped(images.values))
+        return float((model(triggered).argmax(1) == self.target).double().mean())
+
+
+# ---- costs ---------------------------------------------------------------------------------------
+
+
+def new_client_events(original: Path, folder: Path) -> list[Event]:
+    """The events of clients that acted in the run in ``folder``, without those that were copied
+    from the journal of the run in ``original``.
+    """
+    name = "journal.jsonl"
+    copied = set(read_file(original / name).splitlines())
+    lines = read_file(folder / name).splitlines()
+    events = read_journal(folder / name)
+    return [
+        event
+        for line, event in zip(lines, events, strict=False)
+        if event["event"] == "client" and line not in copied
+    ]
+
+
+def costs(original: Path, folder: Path) -> dict[str, float]:
+    """What the rounds of an unlearning cost: their number, the seconds that clients worked, and the
+    bytes that they received and sent.
+    """
+    rounds = {event["round"] for event in new_client_events(original, folder)}
+    events = [
+        event
+        for event in read_journal(folder / "journal.jsonl")
+        if event["event"] == "round" and event["round"] in rounds
+    ]
+    return {
+        "rounds": len(events),
+        "seconds_clients": _sum(events, "seconds_clients"),
+        "bytes": _sum(events, "bytes_up") + _sum(events, "bytes_down"),
+    }
+
+
+def _sum(events: Sequence[Event], field: str) -> float:
+    return float(sum(event.get(field, 0) for event in events))
+
+
+def relative(cost: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, float]:
+    """Each cost divided by that of the reference, where that is not 0."""
+    return {key: value / reference[key] for key, value in cost.items() if reference[key]}
+
 
 # ---- models and data to measure ------------------------------------------------------------------
 
