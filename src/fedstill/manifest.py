@@ -356,6 +356,13 @@ PACKAGES = (
                 follows="flower",
             ),
         ),
+        explanations=(
+            Part(
+                "unlearning",
+                "What strategies of unlearning need of the run, in bytes.",
+                "fedstill.unlearning.commands:explain_kept",
+            ),
+        ),
         config_checks=(
             Part(
                 "unlearning",

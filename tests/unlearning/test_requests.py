@@ -143,3 +143,16 @@ def test_the_table_of_a_config_is_checked() -> None:
             run(toys.toy("fedavg", rounds=1, unlearning=table), None, toys.blobs())
     with pytest.raises(UnknownName, match="wishing"):
         strategy_named("wishing", {})
+
+
+def test_explain_says_how_many_bytes_must_be_kept(
+    visits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["explain", str(visits / "run.toml")]
+    assert call(arguments) == 0
+    assert "federaser" not in capsys.readouterr().out
+    assert call([*arguments, "-s", "keep_updates=true"]) == 0
+    printed = capsys.readouterr().out
+    run(load(visits / "run.toml", ["keep_updates=true"]), visits / "kept")
+    size = sum(path.stat().st_size for path in (visits / "kept" / "updates").iterdir())
+    assert f"updates of clients, {size:,} bytes" in " ".join(printed.split())

@@ -14,6 +14,9 @@ from fedstill.core.errors import ConfigError, Interrupted
 from fedstill.core.files import in_shell
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fedstill.running.preparation import Prepared
     from fedstill.unlearning.request import UnlearningRequest
     from fedstill.unlearning.strategy import Strategy
 
@@ -194,3 +197,37 @@ def _print(directory: Path, certificate: Mapping[str, Any]) -> None:
     table = verification_table([certificate])
     rows = [[title, *texts] for title, *texts in zip(table.head, *table.rows.values(), strict=True)]
     screen.print(terminal.table(["", *table.rows], rows))
+
+
+def explain_kept(screen: Console, prepared: Prepared) -> None:
+    """Print what ``fedstill explain`` says of unlearning: what strategies need of the run, in
+    bytes. Nothing is printed for a run that keeps no updates and no checkpoints.
+    """
+    from fedstill.report import terminal
+
+    settings = prepared.settings
+    if settings.keep_updates or settings.keep_checkpoints_every:
+        terminal.tell(screen, kept_sentence(prepared))
+
+
+def kept_sentence(prepared: Prepared) -> str:
+    """Which files of the run strategies of unlearning need, and how many bytes these have."""
+    from fedstill.core.records import SERVER, Payload
+    from fedstill.running.explain import bytes_text, kept_update_bytes
+
+    settings = prepared.settings
+    updates = "keep_updates = true, which this run does not set"
+    if settings.keep_updates:
+        size = kept_update_bytes(prepared)
+        updates = f"all updates of clients, {size:,} bytes ({bytes_text(size)})"
+    checkpoints = "keep_checkpoints_every, which this run does not set"
+    if settings.keep_checkpoints_every:
+        count = settings.rounds // settings.keep_checkpoints_every
+        model = Payload(params=prepared.world.initial(SERVER)).nbytes
+        size = count * model
+        checkpoints = f"{count} checkpoints with models of {size:,} bytes ({bytes_text(size)})"
+    return (
+        "To unlearn a client later: retraining and fine-tuning need no kept files; federaser, "
+        f"gradient_ascent, subtraction and sifu need {updates}. Retraining is shorter, and sifu "
+        f"can go back to a later round, with {checkpoints}."
+    )
