@@ -477,6 +477,40 @@ class FailingWork(ClientWork):
         return Payload(up, params=params)
 
 
+@method("toy_gated")
+@dataclass(frozen=True)
+class Gated(Method):
+    """Averaging, where clients wait in round 1 until there is a file ``open`` in a folder."""
+
+    plans: ClassVar[dict[str, Plan]] = {"train": SHORT}
+    folder: str = ""
+
+    def work(self, stage: Stage) -> ClientWork:
+        return GatedWork(stage.round, self.folder)
+
+
+@dataclass(frozen=True)
+class GatedWork(ClientWork):
+    """A client that waits in round 1; its file in ``folder`` shows that it does."""
+
+    round: int
+    folder: str
+
+    def end(
+        self,
+        params: Tensors,
+        start: TrainingStart,
+        result: TrainingResult,
+        view: View,
+        world: World,
+    ) -> tuple[Payload, Payload]:
+        folder = Path(self.folder)
+        (folder / f"client{view.client}").touch()
+        while self.round == 1 and not (folder / "open").exists():
+            time.sleep(0.1)
+        return Payload(params=params), NOTHING
+
+
 @method("toy_troubled")
 @dataclass(frozen=True)
 class Troubled(Method):

@@ -204,6 +204,33 @@ def test_a_running_server_takes_a_renewed_certificate(tmp_path: Path) -> None:
     assert taken == ["server.crt"]
 
 
+def test_a_server_names_the_end_of_its_certificate_when_it_comes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also on the day on which it was announced."""
+    federation = made(tmp_path)
+    authority = certificates.authority_of(federation.folder)
+    certificates.make_server(federation.server, authority, ["127.0.0.1"], 3 / 86_400)
+    config = SimpleNamespace(ssl=object(), ssl_certfile=str(federation.server / "server.crt"))
+
+    printed = ""
+
+    async def scenario() -> None:
+        nonlocal printed
+        watch = asyncio.ensure_future(superlink.watch_certificate(config, 0.02))  # type: ignore[arg-type]
+        async with asyncio.timeout(60):
+            while "expired" not in printed:
+                await asyncio.sleep(0.05)
+                printed += capsys.readouterr().out
+        watch.cancel()
+
+    asyncio.run(scenario())
+    lines = printed.splitlines()
+    assert ["expires on" in line for line in lines] == [True, False]
+    assert "expired on" in lines[1]
+    assert f"deploy renew {federation.folder}" in lines[1]
+
+
 def test_programs_on_the_servers_machine_take_an_expired_certificate_of_its_authority(
     tmp_path: Path,
 ) -> None:

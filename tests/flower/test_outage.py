@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import subprocess
 import sys
 import threading
@@ -14,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from fedstill.flower.deployment import folder
+from fedstill.flower.deployment import folder, node
 from fedstill.flower.deployment.node import Incoming, Outgoing, Server
+from fedstill.flower.deployment.reach import EXPIRED
 from fedstill.flower.deployment.tasks import OUTAGE_SECONDS, Door
 from flowers import needs_flower
 from processes import beside_us
@@ -140,3 +142,34 @@ def test_a_site_whose_reply_is_refused_prints_the_reason_and_goes_on(
     (line,) = capsys.readouterr().out.splitlines()
     assert "403" in line
     assert reason.strip() in line
+
+
+def test_a_site_names_an_expired_certificate_while_it_still_gets_messages(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its questions go on over a connection from before; the server takes it for absent."""
+    import httpx
+    from flwr.proto.node_pb2 import Node
+
+    refusal = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    refusal.verify_code = EXPIRED
+    beats: list[object] = []
+    is_enough = threading.Event()
+
+    def refuse(request: object) -> None:
+        beats.append(request)
+        if len(beats) > 3:
+            is_enough.set()
+        raise httpx.ConnectError("no handshake") from refusal
+
+    monkeypatch.setattr(node, "HEARTBEAT_SECONDS", 0.01)
+    client: Any = SimpleNamespace(SendNodeHeartbeat=refuse)
+    server = node.Server("fed:8443", client, b"", node=Node(node_id=5))
+    thread = threading.Thread(target=server._beat)
+    thread.start()
+    assert is_enough.wait(30)
+    server._end.set()
+    thread.join()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    assert "deploy renew" in lines[0]

@@ -61,7 +61,9 @@ def make_authority(name: str, days: int = AUTHORITY_DAYS) -> Authority:
     return Authority(builder.sign(key, hashes.SHA256()), key)
 
 
-def make_server(folder: Path, authority: Authority, hosts: Sequence[str], days: int = DAYS) -> None:
+def make_server(
+    folder: Path, authority: Authority, hosts: Sequence[str], days: float = DAYS
+) -> None:
     """Write ``ca.crt``, ``server.crt`` and ``server.key``; the certificate names these hosts and
     addresses.
     """
@@ -205,7 +207,7 @@ def write_authority(folder: Path, authority: Authority) -> None:
 
 
 def _builder(
-    issuer: x509.Name, subject: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+    issuer: x509.Name, subject: x509.Name, key: ec.EllipticCurvePublicKey, days: float
 ) -> x509.CertificateBuilder:
     from cryptography import x509
 

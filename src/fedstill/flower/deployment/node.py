@@ -383,14 +383,23 @@ class Server:
         import httpx
         from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 
+        printed = ""
         while not self._end.wait(HEARTBEAT_SECONDS):
-            if self.node is not None:
-                request = SendNodeHeartbeatRequest(
-                    node=self.node, heartbeat_interval=DECLARED_SECONDS
-                )
-                # The questions for messages print the reason.
-                with suppress(httpx.HTTPError):
-                    self.client.SendNodeHeartbeat(request)
+            if self.node is None:
+                continue
+            request = SendNodeHeartbeatRequest(node=self.node, heartbeat_interval=DECLARED_SECONDS)
+            try:
+                self.client.SendNodeHeartbeat(request)
+                printed = ""
+            except httpx.TransportError as error:
+                met = problem(error, self.address, tls=self.tls)
+                # The questions for messages print other reasons. They may go on over a connection
+                # from before the certificate expired, while the server takes this site for absent.
+                if met.is_final and met.reason != printed:
+                    printed = met.reason
+                    say(f"the server does not see that this site is there: {met.reason}")
+            except httpx.HTTPError:
+                continue
 
     def _leave(self) -> None:
         """Tell the server that this site leaves, if it can be reached."""

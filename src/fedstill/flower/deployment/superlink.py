@@ -10,6 +10,7 @@ with limits of its connections.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
@@ -603,23 +604,28 @@ async def _release_at_end(server: uvicorn.Server, gate: Gate) -> None:
 
 
 async def watch_certificate(config: uvicorn.Config, seconds: float = RENEWAL_SECONDS) -> None:
-    """Take a certificate that has been renewed, and warn once a day before it expires."""
+    """Take a certificate that has been renewed; warn once a day before it expires, and when it
+    does.
+    """
     if config.ssl is None or config.ssl_certfile is None:
         return
     path = Path(config.ssl_certfile)
+    folder = str(path.parent.parent)
     loaded = path.read_bytes()
-    warned = ""
+    until = certificates.last_day(path)
+    printed = ""
     while True:
-        warning = expiry_warning(certificates.last_day(path), str(path.parent.parent))
-        today = time.strftime("%Y-%m-%d")
-        if warning and warned != today:
-            warned = today
+        warning = expiry_warning(until, folder)
+        line = f"{time.strftime('%Y-%m-%d')} {warning}"
+        if warning and printed != line:
+            printed = line
             print(f"fedstill: {warning}", flush=True)
         await asyncio.sleep(seconds)
-        if path.read_bytes() != loaded and _reload(config):
-            loaded = path.read_bytes()
-            warned = ""
-            print("fedstill: the certificate has been renewed", flush=True)
+        with contextlib.suppress(OSError, ConfigError):  # while it is being replaced
+            if path.read_bytes() != loaded and _reload(config):
+                loaded = path.read_bytes()
+                until = certificates.last_day(path)
+                print("fedstill: the certificate has been renewed", flush=True)
 
 
 def _reload(config: uvicorn.Config) -> bool:
