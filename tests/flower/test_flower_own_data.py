@@ -5,18 +5,20 @@ kind of method.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import toys
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import settle
+from fedstill.core.codec import decode
 from fedstill.core.errors import ConfigError, TooFewReplies
 from fedstill.core.extensions import RoundResult
 from fedstill.core.records import Stage
@@ -90,12 +92,12 @@ if toys.has("privacy"):
     }
 
 
-def grid_of(there: Sequence[Site]) -> LoopbackGrid:
+def grid_of(there: Sequence[Site], clients: Iterable[int] = range(CLIENTS)) -> LoopbackGrid:
     clerks = {site.client: Clerk(site, shows_reasons=True) for site in there}
     app = client_app(
         lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
     )
-    return LoopbackGrid(app, range(CLIENTS))
+    return LoopbackGrid(app, list(clients))
 
 
 def over(
@@ -208,6 +210,68 @@ def test_a_site_is_in_the_secure_sums_of_one_run_on_its_data_unless_its_operator
     changed = own_sites(other, tmp_path / "new")
     moved = [replace(site, memory=old.memory) for site, old in zip(changed, there, strict=True)]
     over(asked, moved, tmp_path / "fourth")
+
+
+FOUR = replace(
+    experiment("fedavg", measure=()),
+    privacy={"secure_sum": True},
+    topology={"clients": 4},
+    clients={**toys.TOLERANT, "quorum": 0.5},
+    rounds=1,
+)
+
+
+def summed_model(there: Sequence[Site], out: Path) -> dict[str, torch.Tensor]:
+    """The model of a run with secure sums over those of four sites that are there."""
+    flower = {"deadline": 30, "poll": 1, "data": "sites", "federation": "/federation"}
+    asked = replace(FOUR, engine="flower", flower={**flower, "test_every": 0})
+    run(asked, out, toys.blobs(), grid=grid_of(there, [site.client for site in there]))
+    return safetensors.torch.load_file(out / "model.safetensors")
+
+
+def distance(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> float:
+    """The largest difference of two models in one number."""
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@pytest.mark.uses("privacy")
+@pytest.mark.parametrize("protection", ["none", "another number", "one run only"])
+def test_two_honest_runs_of_which_one_lacks_a_site_do_not_reveal_its_model(
+    protection: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server subtracts the sums. Without the sites' two protections it has the model."""
+    if protection == "none":
+        constant = SimpleNamespace(token_bytes=lambda size: b"n" * size)
+        monkeypatch.setattr(site_guards, "secrets", constant)
+    there = own_sites(simulated(FOUR), tmp_path / "sites")
+    if protection != "one run only":
+        there = [replace(site, repeat_sums=True) for site in there]
+    examples = [
+        int(simulated(FOUR).sites.positions(client).numel()) for client in range(len(there))
+    ]
+    *others, target = there
+
+    everybody = summed_model(there, tmp_path / "everybody")
+    (reply,) = target.memory.rglob("*.reply")
+    secret = decode(reply.read_bytes())["up params"]
+    if protection == "one run only":
+        with pytest.raises(TooFewReplies) as raised:
+            summed_model(others, tmp_path / "others")
+        assert is_repeated(str(raised.value))
+        return
+
+    remaining = summed_model(others, tmp_path / "others")
+    total = sum(examples)
+    without = total - examples[target.client]
+    difference = {
+        name: (total * value - without * remaining[name]) / examples[target.client]
+        for name, value in everybody.items()
+    }
+    error = distance(difference, secret)
+    if protection == "none":
+        assert error < 1e-5, "the attack works where nothing prevents it"
+    else:
+        assert error > 1e-2, error
 
 
 @pytest.mark.uses("querying")
