@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fedstill.core.errors import ConfigError, DataError
+from fedstill.data import encoding
 from fedstill.data.encoding import encoded
 
 TEXTS = ["The cat sat on the mat.", "", "Ünïcode, 42 — déjà vu!", "   \t\n", "a"]
@@ -254,3 +255,45 @@ def test_usual_normalisers_are_no_bomb(tmp_path: Path) -> None:
     usual = [replacing("...", String="…"), replacing("a", Regex=" {2,}"), {"type": "NFKC"}]
     path.write_text(json.dumps(bomb(*usual, {"type": "Prepend", "prepend": "a"})))
     assert encoded(["a"], str(path), 0, 4).vocabulary == 3
+
+
+def splitting(expression: str) -> dict[str, object]:
+    """A tokenizer that splits texts at what an expression matches."""
+    pattern = {"Regex": expression}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    return bomb(pre_tokenizer=split)
+
+
+SLOW = {
+    "a power of two": ("(a|a)*[^a]$", "a" * 60 + "bb"),
+    "the third power": ("a*a*(?!a|$)", "a" * 100_000),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("attack", SLOW)
+def test_an_expression_of_a_tokenizers_file_cannot_take_forever(
+    attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second would take days for this text."""
+    pytest.importorskip("tokenizers")
+    monkeypatch.setattr(encoding, "MOST_SECONDS", 0.02)
+    monkeypatch.setattr(encoding, "SECONDS_PER_CHARACTER", 1e-5)
+    expression, text = SLOW[attack]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(splitting(expression)))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        encoded([text], str(path), 0, 4)
+
+
+def test_long_texts_are_not_slow_with_the_expression_of_gpt_2(tmp_path: Path) -> None:
+    """The parts of a long text that are tried first leave no trace."""
+    pytest.importorskip("tokenizers")
+    expression = r"'s|'t| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(splitting(expression)))
+    texts = ["a", "a b " * 20_000, "b"]
+    together = encoded(texts, str(path), 0, 8)
+    alone = [encoded([text], str(path), 0, 8).ids[0].tolist() for text in texts]
+    assert together.ids.tolist() == alone
+    assert together.cut_share == 1 / 3

@@ -4,10 +4,12 @@ missing values; texts become token ids.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
 import sys
+import time
 import unicodedata
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -435,6 +437,15 @@ MAX_TOKENIZER_BYTES = 1 << 27
 MAX_GROWTH = 10_000
 """How many times as long a tokenizer may make a text; known ones make it four times as long."""
 
+MOST_SECONDS = 2.0
+SECONDS_PER_CHARACTER = 1e-4
+"""The processor time that a tokenizer may take for some texts, with so much more for each
+character; known ones take about a microsecond.
+"""
+
+FIRST_CHARACTERS = 128
+"""The longest text that is encoded as a whole at first; later ones may be twice as long."""
+
 SPARE_IDS = 10_000
 """How many ids a tokenizer may leave unused, in addition to as many as it uses."""
 
@@ -559,18 +570,65 @@ def _by_file(texts: Sequence[str], path: Path, length: int) -> TokenIds:
     tokenizer.no_padding()
     ids = np.zeros((len(texts), length), dtype=np.int64)
     cut_count = 0
-    try:
+    with _library_errors(f"data.tokenizer = {str(path)!r} cannot read these texts"):
         tokenizer.enable_truncation(length)  # keeps the special tokens at a text's end
+        encoder = _TimedEncoder(tokenizer)
         # One text at a time: the library's threads for many would outlive a fork.
         for index, text in enumerate(texts):
-            tokens = tokenizer.encode(text)
+            tokens = encoder.encode(text)
             ids[index, : len(tokens.ids)] = np.asarray(tokens.ids, dtype=np.int64) + shift
             cut_count += bool(tokens.overflowing)
-    except Exception as error:  # the class of its errors is Exception itself
-        raise ConfigError(
-            f"data.tokenizer = {str(path)!r} cannot read these texts: {on_one_line(error)}"
-        ) from error
     return TokenIds(ids, size + shift, cut_count / max(len(texts), 1), sha)
+
+
+@contextlib.contextmanager
+def _library_errors(problem: str) -> Iterator[None]:
+    """Raise ConfigError with the problem for an error of Hugging Face's library.
+
+    The class of its errors is Exception itself. A panic, as after too many attempts to match an
+    expression, is no Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{problem}: {on_one_line(error)}") from error
+
+
+@dataclass
+class _TimedEncoder:
+    """Encodes texts with a tokenizer that may have been made to take very long.
+
+    The time of an expression can grow with a power of the length of a text, and the library cannot
+    be interrupted. So a text that is more than twice as long as all others is first encoded in
+    part. The time is that of this thread on the processor, so that a busy machine does not matter.
+    """
+
+    tokenizer: Any
+    seconds: float = 0.0
+    characters: int = 0
+    longest: int = FIRST_CHARACTERS
+
+    def encode(self, text: str) -> Any:
+        """The tokens of a text; raises TimeoutError if the tokenizer is far too slow."""
+        while len(text) > 2 * self.longest:
+            self.longest *= 2
+            self._encode(text[: self.longest])
+        self.longest = max(self.longest, len(text))
+        return self._encode(text)
+
+    def _encode(self, text: str) -> Any:
+        began = time.thread_time()
+        tokens = self.tokenizer.encode(text)
+        self.seconds += time.thread_time() - began
+        self.characters += len(text)
+        if self.seconds > MOST_SECONDS + SECONDS_PER_CHARACTER * self.characters:
+            raise TimeoutError(
+                f"{self.characters:,} characters took {self.seconds:.1f} s of processor time; its "
+                "expressions are too slow"
+            )
+        return tokens
 
 
 def _check_growth(content: bytes) -> None:
@@ -643,14 +701,9 @@ def _read_tokenizer(path: Path) -> tuple[Any, str]:
         raise ConfigError(
             f"data.tokenizer = {str(path)!r} cannot be read: {on_one_line(error)}"
         ) from error
-    try:
+    with _library_errors(f"data.tokenizer = {str(path)!r} is no file of Hugging Face's tokenizers"):
         _check_growth(content)
         tokenizer = Tokenizer.from_str(content.decode())
-    except Exception as error:  # the class of the library's errors is Exception itself
-        raise ConfigError(
-            f"data.tokenizer = {str(path)!r} is no file of Hugging Face's tokenizers: "
-            f"{on_one_line(error)}"
-        ) from error
     largest_id = _largest_id(tokenizer)
     tokens = tokenizer.get_vocab_size(with_added_tokens=True)
     if largest_id > 2 * tokens + SPARE_IDS:
