@@ -73,6 +73,8 @@ class OuterPackage:
     ``site_guards``: ``(prepared, notebook)``, which return what protects a site
     (``core.extensions.SiteGuard``); a ``SiteNotebook`` says where to keep notes.
     ``engines``: for runs with this ``engine``, subclasses of ``running.driver.RemoteEngine``.
+    ``client_removals``: what ``fedstill deploy unlearn`` does with the runs of a client that leaves
+    (``core.extensions.ClientRemoval``).
     """
 
     name: str
@@ -92,6 +94,7 @@ class OuterPackage:
     client_extensions: tuple[Part, ...] = ()
     site_guards: tuple[Part, ...] = ()
     engines: tuple[Part, ...] = ()
+    client_removals: tuple[Part, ...] = ()
 
     @property
     def module(self) -> str:
@@ -378,6 +381,13 @@ PACKAGES = (
                 follows="results",
             ),
         ),
+        client_removals=(
+            Part(
+                "unlearning",
+                "Retraining with the clients that remain, and a certificate.",
+                "fedstill.unlearning.federation:retrain_in_federation",
+            ),
+        ),
     ),
 )
 """The outer packages. They import inner packages, and never each other."""
@@ -468,6 +478,11 @@ def engines() -> dict[str, Part]:
     """The engines of all packages, by their value of the config's key ``engine``."""
     parts = chain.from_iterable(package.engines for package in installed())
     return {part.name: part for part in parts}
+
+
+def client_removals() -> list[Part]:
+    """How all packages make a run forget a client that leaves a federation."""
+    return list(chain.from_iterable(package.client_removals for package in installed()))
 
 
 def missing_package(table: str) -> str:

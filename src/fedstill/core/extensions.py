@@ -10,7 +10,8 @@ these interfaces:
 - ``Middleware`` wraps the engine;
 - a ``SiteGuard`` protects a site that works for a remote server;
 - an ``Observer`` adds fields and events to the journal;
-- a ``StageKeeper`` keeps files of every stage in the run's directory.
+- a ``StageKeeper`` keeps files of every stage in the run's directory;
+- a ``ClientRemoval`` makes the model of a finished run forget a client that leaves a federation.
 
 The base classes change nothing: override only what you need. The records ``StageResult`` and
 ``RoundResult`` describe a finished stage and a finished round.
@@ -419,6 +420,17 @@ class StageKeeper(Protocol):
 
     def cut(self, round: int, stage: int) -> None:
         """Delete the files of this stage and of all later ones; the run begins or resumes here."""
+
+
+class ClientRemoval(Protocol):
+    """Makes the model of a finished run in a federation forget a client that leaves it."""
+
+    def __call__(self, directory: Path, client: int) -> Path:
+        """Train a new model with the clients that remain; return the directory of the new run.
+
+        If the new run was interrupted, it is continued. Raises ConfigError for a run that is not
+        finished or that cannot forget the client, and the errors of a run.
+        """
 
 
 class Recorder(Protocol):

@@ -1,5 +1,5 @@
-"""Commands for a federation of machines: deploy init, add, remove, admit, key, renew, server,
-client and status.
+"""Commands for a federation of machines: deploy init, add, remove, unlearn, admit, key, renew,
+server, client and status.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from fedstill import manifest
+from fedstill.core.errors import ConfigError
 from fedstill.core.files import in_shell
 from fedstill.version import VERSION
 
@@ -143,6 +145,46 @@ def remove_command(directory: Path, client: int) -> int:
     folder.remove_client(federation, client)
     print(f"client {client} is removed; `fedstill deploy key` can give its number to a new site")
     _print_admitted(federation)
+    return 0
+
+
+@deploy.command(name="unlearn")
+def unlearn_command(directory: Path, client: int, *runs: Path) -> int:
+    """Remove a client, train the models of its runs again without it, and delete its files on this
+    machine.
+
+    Every new run has a certificate. The command prints what it cannot delete.
+
+    Args:
+        directory: The federation's folder.
+        client: The number of the client.
+        runs: The directories of finished runs. By default, all runs of the server in which the
+            client took part.
+    """
+    from fedstill.flower.deployment import control, departure, folder
+
+    federation = folder.load_federation(directory)
+    folders = list(runs) or control.run_folders(federation)
+    concerned = [run for run in folders if departure.acted_in(run, client)]
+    if not concerned:
+        raise ConfigError(
+            f"client {client} took part in none of {len(folders)} runs; name the directory of a "
+            "run, or use `fedstill deploy remove`"
+        )
+    removals = [part.load() for part in manifest.client_removals()]
+    if not removals:
+        raise ConfigError("this needs the package fedstill.unlearning, which is not installed")
+    if federation.listed_key(client).is_file():
+        remove_command(directory, client)
+    for run in concerned:
+        for remove_from_run in removals:
+            new = remove_from_run(run, client)
+            print(f"{new}: {run} without client {client}, with a certificate")
+    deletion = departure.delete_traces(federation, client, concerned)
+    for path in deletion.deleted:
+        print(f"deleted: {path}")
+    for line in deletion.left:
+        print(f"not deleted: {line}")
     return 0
 
 

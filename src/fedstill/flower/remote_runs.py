@@ -314,7 +314,7 @@ class ReplyLimits:
     def of(self, client: int, stage: Stage) -> int:
         """The most bytes of the arrays in a client's reply to a stage; 0 if they are not known."""
         prepared = self.prepared
-        if stage == sums_stage(prepared.world):
+        if stage == sums_stage(prepared.world, prepared.settings.schedule):
             about = prepared.dataset.about
             expected = sums_work(prepared.settings, about, prepared.dataset.input_shape).expected
         else:

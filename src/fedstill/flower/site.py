@@ -35,7 +35,7 @@ from fedstill.core.errors import (
 )
 from fedstill.core.extensions import SiteGuard, SiteNotebook
 from fedstill.core.files import digest, make_folder, read_file, remove, sweep, write_secret
-from fedstill.core.label_counts import CENSUS, Census, census_stage
+from fedstill.core.label_counts import CENSUS, Census
 from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import NOTHING, Payload, Reply, Stage, Tensors
@@ -360,9 +360,9 @@ def requested_work(prepared: Prepared, request: Request) -> ClientWork:
             "they stay here",
             "stage",
         )
-    if stage == census_stage(world):
+    if stage.name == CENSUS and stage in settings.schedule(0, world):
         return Census()
-    if stage == sums_stage(world):
+    if stage == sums_stage(world, settings.schedule):
         if not prepared.scaler.awaits_sums:
             raise Refused(
                 "the run is not standardised by sums that sites send, so they stay here", "stage"

@@ -30,7 +30,7 @@ from fedstill.core.extensions import (
     RoundResult,
     StageResult,
 )
-from fedstill.core.label_counts import census_stage
+from fedstill.core.label_counts import CENSUS
 from fedstill.core.method import ClientWork
 from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage, World
 from fedstill.core.rounds import Schedule
@@ -385,7 +385,7 @@ class Budget(Observer):
         """
         stage = result.stage
         client = event["client"]
-        is_off = not self.privacy.protects_logits or stage == census_stage(self.world)
+        is_off = not self.privacy.protects_logits or stage.name == CENSUS
         if is_off or client == SERVER or not _is_asked(event, stage, self.unasked):
             return {}
         arrived = rows_of(result.contents.get(client, NOTHING))
@@ -396,11 +396,7 @@ class Budget(Observer):
 
     def expected_rows(self, stage: Stage, client: int) -> int:
         """The number of noised rows that a client is asked for in a stage."""
-        if (
-            not self.privacy.protects_logits
-            or client == SERVER
-            or stage == census_stage(self.world)
-        ):
+        if not self.privacy.protects_logits or client == SERVER or stage.name == CENSUS:
             return 0
         if stage.round == 0:  # before round 1, beside the census
             return self.sums

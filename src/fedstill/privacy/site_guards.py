@@ -24,7 +24,7 @@ from fedstill.core.extensions import SiteGuard, SiteNotebook, SiteRequest
 from fedstill.core.files import make_folder, write_secret
 from fedstill.core.label_counts import CENSUS
 from fedstill.core.method import ClientWork
-from fedstill.core.records import Examples, Payload, Plan, Reply, Stage, World
+from fedstill.core.records import Examples, Payload, Plan, Reply, Stage
 from fedstill.data.dataset import examples_digest
 from fedstill.privacy.masking import TIMES, Masking
 from fedstill.privacy.noise import Privacy, rows_of
@@ -196,13 +196,17 @@ class UploadGuard(SiteGuard):
         actor = self.prepared.settings.schedule.actor(request.stage)
         return rows_of(actor.expected_reply(request.client, request.stage, self.prepared.world))
 
+    def _standardises(self, stage: Stage) -> bool:
+        """Whether clients send the sums that standardise data in this stage."""
+        return stage == sums_stage(self.prepared.world, self.prepared.settings.schedule)
+
     def _rows_of_sums(self, stage: Stage) -> int:
         """The rows with noise of the sums by which the run is standardised.
 
         They left the site under another run's name, so its notes of this run do not have them.
         """
         prepared = self.prepared
-        if prepared.scaler.origin != "summed" or stage == sums_stage(prepared.world):
+        if prepared.scaler.origin != "summed" or self._standardises(stage):
             return 0
         about = prepared.sites.inputs.about
         return sums_work(prepared.settings, about, prepared.dataset.input_shape).rows
@@ -285,7 +289,8 @@ def sum_guards(prepared: Prepared, notebook: SiteNotebook) -> tuple[SiteGuard, .
     runs = None
     if settings.on_sites:
         runs = RunsWithSums(notebook, prepared.dataset.train)
-    return (SiteSums(masking, prepared.world, SumNotes(notebook.folder), runs),)
+    standardising = sums_stage(prepared.world, settings.schedule)
+    return (SiteSums(masking, standardising, SumNotes(notebook.folder), runs),)
 
 
 @dataclass(frozen=True)
@@ -405,11 +410,12 @@ def _entry_name(stage: Stage) -> str:
 class SiteSums(SiteGuard):
     """Answers the steps of secure sums, and no other request for a model.
 
-    ``runs``: the runs with sums of a real site; None in a trial.
+    ``standardising``: the stage of the sums that standardise data. ``runs``: the runs with sums of
+    a real site; None in a trial.
     """
 
     masking: Masking
-    world: World
+    standardising: Stage
     notes: SumNotes
     runs: RunsWithSums | None = None
 
@@ -452,7 +458,7 @@ class SiteSums(SiteGuard):
         """Whether the answers of a stage are models. Label counts and the sums that standardise
         data leave the site as they are.
         """
-        return stage.name != CENSUS and stage != sums_stage(self.world)
+        return stage.name != CENSUS and stage != self.standardising
 
     def _answer(self, request: SiteRequest, step: str, word: str) -> SumAnswer:
         """The answers of this client in the sum with this word. A new word in the first step begins

@@ -35,7 +35,7 @@ from fedstill.core.records import (
     View,
     World,
 )
-from fedstill.core.rounds import RunContext, build_requests, run_stage
+from fedstill.core.rounds import RunContext, Schedule, build_requests, run_stage
 from fedstill.data.client_split import ClientSplit
 from fedstill.data.dataset import Dataset, DatasetInfo
 
@@ -278,9 +278,10 @@ def sums_work(settings: Settings, about: DatasetInfo, shape: tuple[int, ...]) ->
     return SumsWork(shape, about.binary_features)
 
 
-def sums_stage(world: World) -> Stage:
-    """The stage before round 1 in which every client sends its sums."""
-    return Stage(0, 1, MOMENTS, tuple(range(world.clients)))
+def sums_stage(world: World, schedule: Schedule) -> Stage:
+    """The stage before round 1 in which every client of the run sends its sums."""
+    (stage,) = schedule.change([Stage(0, 1, MOMENTS, tuple(range(world.clients)))])
+    return stage
 
 
 @dataclass(frozen=True)
@@ -335,7 +336,7 @@ def run_sums(work: SumsWork, context: RunContext) -> tuple[Moments, StageResult]
     provider = SumsProvider(work)
     schedule = replace(context.schedule, providers=(provider,))
     context = replace(context, schedule=schedule, hooks=(provider,))
-    stage = sums_stage(context.world)
+    stage = sums_stage(context.world, context.schedule)
     state = State(params={}, round=0)
     result = run_stage(state, build_requests(state, stage, context), context)
     if not result.accepted:

@@ -75,6 +75,7 @@ COLUMNS = (
     Column("accuracy on forgotten data [%]", ("accuracy", MODEL, "forgotten")),
     Column("on remaining data [%]", ("accuracy", MODEL, "remaining")),
     Column("on the test set [%]", ("accuracy", MODEL, "test")),
+    Column("at remaining sites [%]", ("accuracy", MODEL, "sites")),
     Column("membership, AUC [%]", ("membership", MODEL, "auc")),
     Column("calibrated, AUC [%]", ("membership", MODEL, "calibrated_auc")),
     Column("backdoor [%]", ("backdoor", MODEL)),

@@ -256,7 +256,11 @@ def measurements(
     backdoor: a backdoor in the forgotten data of the original run. Returns the numbers of each
     test by model: accuracies, attacks, and with an exact result the distances to it; and the costs
     of the new rounds.
+
+    Of real sites, whose examples this process does not have, it returns what the journals say.
     """
+    if original.settings.on_sites:
+        return measurements_at_sites(original, folder, request)
     prepared = original.prepared
     models = {"original": MeasuredModel.of(original.folder, prepared)}
     models["unlearned"] = _model_of(original, folder)
@@ -276,6 +280,37 @@ def measurements(
             for name, model in models.items()
             if name != "exact"
         }
+    return fields
+
+
+def measurements_at_sites(
+    original: OriginalRun, folder: Path, request: UnlearningRequest
+) -> dict[str, Any]:
+    """What the journals of two runs at real sites say of their final models: the accuracy on the
+    server's test set, and the mean accuracy on the test sets of the sites that remain.
+    """
+    journals = {
+        "original": original.events,
+        "unlearned": read_journal(folder / "journal.jsonl"),
+    }
+    return {
+        "accuracy": {
+            name: _reported_accuracies(events, request) for name, events in journals.items()
+        },
+        "cost": costs(original.folder, folder),
+    }
+
+
+def _reported_accuracies(events: Sequence[Event], request: UnlearningRequest) -> dict[str, float]:
+    """The accuracies of the last round in a journal."""
+    last = [event for event in events if event["event"] == "round"][-1]
+    fields: dict[str, float] = {}
+    if last["accuracy"] is not None:
+        fields["test"] = last["accuracy"]
+    tests = last.get("own_test_by_client", {})
+    remaining = [value for client, value in tests.items() if int(client) not in request.clients]
+    if remaining:
+        fields["sites"] = sum(remaining) / len(remaining)
     return fields
 
 

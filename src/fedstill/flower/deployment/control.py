@@ -102,15 +102,16 @@ def _time(text: str) -> datetime.datetime | None:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run that the server carries out.
+    """A run that the server carries out, or has carried out.
 
     ``number``: in Flower. ``folder``: the run's directory on the server; empty: it made one itself.
-    ``since``: when it began, as Flower writes it.
+    ``since``: when it began, as Flower writes it. ``is_finished``: whether it has ended.
     """
 
     number: int
     folder: str
     since: str
+    is_finished: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,10 @@ class Control:
 
     def runs_under_way(self) -> list[RunStatus]:
         """The runs that have not ended."""
+        return [run for run in self.runs() if not run.is_finished]
+
+    def runs(self) -> list[RunStatus]:
+        """All runs that the server knows."""
         from flwr.common.serde import user_config_from_proto
         from flwr.proto.control_pb2 import ListRunsRequest
 
@@ -213,9 +218,9 @@ class Control:
                 number=run.run_id,
                 folder=str(user_config_from_proto(run.override_config).get("out", "")),
                 since=run.running_at or run.pending_at,
+                is_finished=run.status.status == "finished",
             )
             for run in runs
-            if run.status.status != "finished"
         ]
 
     def register(self, name: str, key: bytes) -> None:
@@ -316,6 +321,15 @@ def when_it_listens(ask: Callable[[], T], seconds: float) -> T:
             if time.monotonic() >= until:
                 raise
             time.sleep(1.0)
+
+
+def run_folders(federation: Federation) -> list[Path]:
+    """The directories of all runs that a federation's server knows, without repetition.
+
+    Raises NotListening if it does not run.
+    """
+    folders = (run.folder for run in Control.of(federation).runs())
+    return [Path(name) for name in dict.fromkeys(folders) if name]
 
 
 # Which clients the server lets in

@@ -1,0 +1,217 @@
+"""A hospital leaves a federation: its runs are trained again without it, and its files deleted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+pytest.importorskip("cryptography")
+
+from fedstill.cli import call
+from fedstill.config.experiment import Experiment, from_tree
+from fedstill.config.settings import Settings
+from fedstill.core.errors import ConfigError
+from fedstill.flower.deployment import folder
+from fedstill.flower.deployment.folder import Federation
+from fedstill.flower.engine import LoopbackGrid
+from fedstill.flower.remote_runs import FlowerRuns
+from fedstill.flower.site import Clerk, client_app
+from fedstill.flower.site_settings import Site
+from fedstill.running.journal import read_journal
+from fedstill.running.recording import Progress
+from fedstill.running.result import Result
+from fedstill.running.runner import run
+from flowers import needs_flower
+from processes import deployed, fedstill_, over, same_bits, serial_of
+from processes import experiment as digits
+
+pytestmark = [needs_flower, pytest.mark.uses("unlearning")]
+
+CLIENTS = 3
+LEAVING = 2
+CLASSES = ["healthy", "ill"]
+TABLE = {"columns": ["age", "pressure"], "standardise": "summed"}
+METHODS: dict[str, dict[str, Any]] = {
+    "sums of columns": {"method": "fedavg"},
+    "label counts": {"method": "fedlc"},
+}
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FEDSTILL_DATA", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def federation(place: Path) -> Federation:
+    return folder.init(
+        place / "fed", CLIENTS, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="0"
+    )
+
+
+def patients(client: int) -> pd.DataFrame:
+    draw = np.random.default_rng(client)
+    age = draw.normal(50 + 10 * client, 8, 40).round(1)
+    pressure = draw.normal(130, 15, 40).round(0)
+    ill = (age + draw.normal(0, 5, 40) > 50 + 10 * client).astype(int)
+    return pd.DataFrame({"age": age, "pressure": pressure, "label": np.array(CLASSES)[ill]})
+
+
+def written(folder: Path, rows: pd.DataFrame) -> str:
+    """A folder with these rows; the last quarter of each hospital is for tests."""
+    folder.mkdir(parents=True)
+    is_test = rows.index % 40 >= 30
+    rows[~is_test].to_csv(folder / "train.csv", index=False)
+    rows[is_test].to_csv(folder / "test.csv", index=False)
+    return str(folder)
+
+
+def site(place: Path, client: int) -> Site:
+    data = place / f"own{client}"
+    if not data.is_dir():
+        written(data, patients(client))
+    return Site(client, place / f"memory{client}", data=str(data))
+
+
+def grid(place: Path, clients: list[int]) -> LoopbackGrid:
+    clerks = {client: Clerk(site(place, client), shows_reasons=True) for client in clients}
+
+    def clerk_of(context: Any) -> tuple[int, Clerk]:
+        client = context.node_config["partition-id"]
+        return client, clerks[client]
+
+    return LoopbackGrid(client_app(clerk_of, 1 << 30), clients)
+
+
+def experiment(data: dict[str, Any], **more: Any) -> Experiment:
+    return Experiment(
+        rounds=2,
+        model={"name": "logistic"},
+        plan={"epochs": 1, "batch": 8, "lr": 0.1},
+        topology={"clients": CLIENTS},
+        data={**TABLE, **data},
+        measure=(),
+        **more,
+    )
+
+
+def federated(federation: Federation, name: str, **more: Any) -> Path:
+    """The directory of a finished run at the three sites."""
+    place = federation.folder.parent
+    flower = {
+        "deadline": 30,
+        "poll": 1,
+        "data": "sites",
+        "federation": str(federation.folder),
+        "classes": CLASSES,
+    }
+    over_sites = experiment(
+        {"name": "none"}, engine="flower", flower=flower, keep_updates=True, **more
+    )
+    run(over_sites, place / name, grid=grid(place, list(range(CLIENTS))))
+    return place / name
+
+
+@pytest.fixture
+def server(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of a server, a loopback grid of the sites that remain."""
+
+    def submit(
+        self: FlowerRuns, settings: Settings, folder: Path, resume: bool, watch: Progress
+    ) -> Result:
+        sites = [client for client in range(CLIENTS) if client != LEAVING]
+        return run(from_tree(settings.tree, {}, place), folder, grid=grid(place, sites))
+
+    monkeypatch.setattr(FlowerRuns, "submit", submit)
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("name", METHODS)
+def test_the_new_model_is_that_of_a_simulation_without_the_hospital(
+    name: str, federation: Federation, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = federated(federation, "run", **METHODS[name])
+    assert call(["deploy", "unlearn", str(federation.folder), "2", str(original)]) == 0
+    new = place / "run-without-client2-retraining"
+
+    rows = [patients(client).assign(hospital=client) for client in range(CLIENTS)]
+    together = written(place / "all", pd.concat(rows))
+    simulated = experiment(
+        {"name": together},
+        engine="serial",
+        partition={"kind": "column", "column": "hospital"},
+        unlearning={"clients": [LEAVING]},
+        **METHODS[name],
+    )
+    run(simulated, place / "simulated")
+    models = [folder / "model.safetensors" for folder in (new, place / "simulated")]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    events = [e for e in read_journal(new / "journal.jsonl") if e["event"] == "client"]
+    assert {event["client"] for event in events} == {0, 1}
+    assert not [event for event in events if "refused" in event]
+    assert call(["unlearn", str(new), "--check"]) == 0
+    assert "client 2" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("server")
+def test_its_files_are_deleted_and_what_is_left_is_listed(
+    federation: Federation, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = federated(federation, "run")
+    assert list((original / "updates").glob("client2-*"))
+    assert call(["deploy", "unlearn", str(federation.folder), "2", str(original)]) == 0
+    printed = capsys.readouterr().out
+    assert not federation.listed_key(LEAVING).exists()
+    assert not federation.client(LEAVING).exists()
+    assert federation.client(0).is_dir()
+    assert not list((original / "updates").glob("client2-*"))
+    assert list((original / "updates").glob("client1-*"))
+    assert (original / "model.safetensors").is_file()
+    assert f"not deleted: {original}" in printed
+
+    # The command can be repeated: it trains nothing again.
+    new = place / "run-without-client2-retraining"
+    journal = (new / "journal.jsonl").read_bytes()
+    assert call(["deploy", "unlearn", str(federation.folder), "2", str(original)]) == 0
+    assert (new / "journal.jsonl").read_bytes() == journal
+
+
+def test_a_client_that_took_part_in_no_run_stays_in_the_federation(
+    federation: Federation, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["deploy", "unlearn", str(federation.folder), "2", str(place / "nothing")]) == 2
+    assert "client 2" in capsys.readouterr().err
+    assert federation.listed_key(LEAVING).is_file()
+
+
+def test_an_unfinished_run_is_refused(federation: Federation) -> None:
+    from fedstill.unlearning.federation import retrain_in_federation
+
+    original = federated(federation, "run")
+    (original / "summary.json").unlink()
+    with pytest.raises(ConfigError, match="run"):
+        retrain_in_federation(original, LEAVING)
+    with pytest.raises(ConfigError, match="client 7"):
+        retrain_in_federation(federated(federation, "another"), 7)
+
+
+@pytest.mark.slow
+def test_over_a_deployment(tmp_path: Path) -> None:
+    """With TLS and listed keys, a server finds the runs itself."""
+    with deployed(tmp_path, CLIENTS) as deployment:
+        asked = digits("fedavg", "parallel")
+        original = tmp_path / "run"
+        assert over(deployment, asked, original).returncode == 0
+        deployment.kill("client2")
+        done = fedstill_("deploy", "unlearn", str(deployment.federation.folder), "2")
+        assert done.returncode == 0, done.stderr + deployment.log("server")[-3000:]
+    without = Experiment(**{**vars(asked), "unlearning": {"clients": [LEAVING]}})
+    new = tmp_path / "run-without-client2-retraining"
+    same_bits(new, serial_of(without, tmp_path / "serial"))
+    assert "client2 is no longer let in" in done.stdout
