@@ -344,6 +344,25 @@ def test_who_made_the_model_forget_is_asked_as_the_page_says(
     )
 
 
+@pytest.mark.uses("unlearning")
+def test_a_hospital_leaves_as_the_tutorial_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = "tutorials/a_hospital_leaves.md"
+    execute(page, {})
+    follow(page, tmp_path, capsys, smaller=("rounds = 10", "rounds = 2"))
+    new = tmp_path / "runs" / "hospitals-without-client2-retraining"
+    assert (new / "certificate.json").is_file()
+    assert 'id="unlearning"' in (tmp_path / "unlearning.html").read_text()
+
+
+@pytest.mark.uses("unlearning")
+def test_a_backdoor_is_planted_as_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    execute("unlearning.md", {})
+    assert capsys.readouterr().out == "[0]\n"
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(
     not all(map(find_spec, ("tensorboard", "mlflow"))),
