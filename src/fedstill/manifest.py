@@ -385,7 +385,7 @@ PACKAGES = (
             Part(
                 "unlearning",
                 "Retraining with the clients that remain, and a certificate.",
-                "fedstill.unlearning.federation:retrain_in_federation",
+                "fedstill.unlearning.retraining:retrain_in_federation",
             ),
         ),
     ),

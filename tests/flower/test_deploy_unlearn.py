@@ -191,7 +191,7 @@ def test_a_client_that_took_part_in_no_run_stays_in_the_federation(
 
 
 def test_an_unfinished_run_is_refused(federation: Federation) -> None:
-    from fedstill.unlearning.federation import retrain_in_federation
+    from fedstill.unlearning.retraining import retrain_in_federation
 
     original = federated(federation, "run")
     (original / "summary.json").unlink()

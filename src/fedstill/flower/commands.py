@@ -161,11 +161,12 @@ def unlearn_command(directory: Path, client: int, *runs: Path) -> int:
         runs: The directories of finished runs. By default, all runs of the server in which the
             client took part.
     """
-    from fedstill.flower.deployment import control, departure, folder
+    from fedstill.flower import remote_runs
+    from fedstill.flower.deployment import control, folder
 
     federation = folder.load_federation(directory)
     folders = list(runs) or control.run_folders(federation)
-    concerned = [run for run in folders if departure.acted_in(run, client)]
+    concerned = [run for run in folders if remote_runs.acted_in(run, client)]
     if not concerned:
         raise ConfigError(
             f"client {client} took part in none of {len(folders)} runs; name the directory of a "
@@ -180,7 +181,7 @@ def unlearn_command(directory: Path, client: int, *runs: Path) -> int:
         for remove_from_run in removals:
             new = remove_from_run(run, client)
             print(f"{new}: {run} without client {client}, with a certificate")
-    deletion = departure.delete_traces(federation, client, concerned)
+    deletion = remote_runs.delete_traces(federation, client, concerned)
     for path in deletion.deleted:
         print(f"deleted: {path}")
     for line in deletion.left:
