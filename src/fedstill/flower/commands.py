@@ -158,8 +158,8 @@ def unlearn_command(directory: Path, client: int, *runs: Path) -> int:
     Args:
         directory: The federation's folder.
         client: The number of the client.
-        runs: The directories of finished runs. By default, all runs of the server in which the
-            client took part.
+        runs: The directories of finished runs. By default, all runs that the server has carried out
+            since it started.
     """
     from fedstill.flower import remote_runs
     from fedstill.flower.deployment import control, folder

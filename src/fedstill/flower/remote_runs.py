@@ -447,9 +447,6 @@ def delete_traces(federation: Federation, client: int, runs: Sequence[Path]) -> 
         shutil.rmtree(folder)
         deleted.append(folder)
     left = [line for run in runs for line in _left_in(run)]
-    database = federation.server / "link.db"
-    if database.is_file():
-        left.append(f"{database}: Flower's database, with the client's public key and node number")
     return Deletion(deleted, [*left, *BEYOND_REACH])
 
 
