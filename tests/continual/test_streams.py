@@ -44,10 +44,10 @@ def test_the_orders() -> None:
 @pytest.mark.parametrize(
     ("tasks", "fields", "said"),
     [
-        (11, {}, "too many for 10 classes"),
-        (3, {"first": 9}, "too many"),
+        (11, {}, r"stream\.tasks"),
+        (3, {"first": 9}, r"stream\.first"),
         (2, {"order": ((0, 1), (2, 3), (4,))}, "3 tasks"),
-        (2, {"order": ((0, 1), (1, 2))}, "each class from 0 to 9 once"),
+        (2, {"order": ((0, 1), (1, 2))}, r"stream\.order"),
     ],
 )
 def test_class_orders_that_cannot_be(tasks: int, fields: dict, said: str) -> None:
@@ -72,9 +72,9 @@ def test_domains_of_a_column() -> None:
         domain_stream(LABELS, np.arange(200) // 100, 5, 0, 10, column="site")
     with pytest.raises(ConfigError, match="no such column"):
         domain_stream(LABELS, None, 2, 0, 10, column="site")
-    with pytest.raises(ConfigError, match="needs one of"):
+    with pytest.raises(ConfigError, match=r"stream\.column"):
         domain_stream(LABELS, None, 2, 0, 10)
-    with pytest.raises(ConfigError, match=r"4 forms; set stream.tasks = 4"):
+    with pytest.raises(ConfigError, match=r"stream\.tasks"):
         domain_stream(LABELS, None, 5, 0, 10, transform="rotate90")
 
 

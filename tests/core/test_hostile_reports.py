@@ -68,10 +68,13 @@ def right(change: Callable[[list[int]], Any]) -> Callable[[Header], Any]:
 TABLE = {"counts": [3] * C, "after": [1] * C}
 MALFORMED = r"its report '{}' is malformed"
 ATTACKS: dict[str, tuple[Callable[[Header], Any], str]] = {
-    "self": (metrics(self=1), "'self' is none that this run asks for"),
-    "an unknown name": (metrics(mine=1), "'mine' is none that this run asks for"),
-    "a name of another measure": (metrics(spread=0.5), "'spread' is none that this run asks for"),
-    "seconds of no measure": (metrics(seconds_mine=1.0), "'seconds_mine' is none"),
+    "self": (metrics(self=1), "'self' belongs to no measure of this run"),
+    "an unknown name": (metrics(mine=1), "'mine' belongs to no measure of this run"),
+    "a name of another measure": (
+        metrics(spread=0.5),
+        "'spread' belongs to no measure of this run",
+    ),
+    "seconds of no measure": (metrics(seconds_mine=1.0), "'seconds_mine'"),
     "a long name": (metrics(**{"n" * 10_000: 1}), "a name that is no short text"),
     "an empty name": (metrics(**{"": 1}), "a name that is no short text"),
     **{
@@ -125,7 +128,7 @@ ATTACKS: dict[str, tuple[Callable[[Header], Any], str]] = {
         "more right answers than there are test examples",
     ),
     "label counts of others": (metrics(label_counts=[7] * C), "'label_counts' is not what it has"),
-    "no label counts": (without("label_counts"), "correct_by_class is without label_counts"),
+    "no label counts": (without("label_counts"), "correct_by_class comes without label_counts"),
     "epochs of another length": (
         metrics(correct_by_epoch=[[0] * C, [0]]),
         r"correct_by_epoch\[1\] has 1 numbers",
@@ -148,7 +151,7 @@ ATTACKS: dict[str, tuple[Callable[[Header], Any], str]] = {
     ),
     "more right than private": (
         metrics(private={**TABLE, "after": [4] * C}),
-        "private: after has more right answers",
+        "private: after",
     ),
     "more private than it has": (
         metrics(private={"counts": [10**6] * C, "after": [1] * C}),

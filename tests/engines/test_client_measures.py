@@ -164,10 +164,8 @@ def test_names_are_known_where_every_measure_says_its_own() -> None:
     assert "'more'" in known.refuses({**SPREAD, "more": 1}, TRAIN, 5)
     assert open_.refuses({**SPREAD, "more": 1}, TRAIN, 5) == ""
     other = Stage(1, 0, "train", (0,))
-    assert "'seconds_mine' is none" in open_.refuses(SPREAD, other, 5), (
-        "it is not due, so nobody asked"
-    )
-    assert "'spread' is not a method's" in known.refuses({"report": {"spread": 1.0}}, other, 5)
+    assert "'seconds_mine'" in open_.refuses(SPREAD, other, 5), "it is not due, so nobody asked"
+    assert "'spread'" in known.refuses({"report": {"spread": 1.0}}, other, 5)
 
 
 def test_a_real_site_may_not_send_what_stays_at_sites() -> None:
@@ -176,7 +174,7 @@ def test_a_real_site_may_not_send_what_stays_at_sites() -> None:
     assert at_clients(chosen, ALWAYS).refuses(sent, TRAIN, 5) == ""
     there = at_clients(chosen, ALWAYS, real_site=True)
     assert list(there.named) == ["mine"]
-    assert "'correct_by_class' is none that this run asks for" in there.refuses(sent, TRAIN, 5)
+    assert "'correct_by_class'" in there.refuses(sent, TRAIN, 5)
 
 
 def test_a_check_that_raises_is_a_refusal() -> None:

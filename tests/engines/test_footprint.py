@@ -83,5 +83,6 @@ class SparseBag(nn.Module):
 
 def test_layers_without_a_rule_are_named() -> None:
     why = stacking_obstacle(contract.spec_for("toy_sparse_bag", (12,), 4, {}, 30), Plan())
-    assert why == "model toy_sparse_bag has layers for which torch knows no stack (EmbeddingBag)"
+    assert why.startswith("model toy_sparse_bag ")
+    assert "EmbeddingBag" in why
     assert not stacking_obstacle(TEXT, Plan())

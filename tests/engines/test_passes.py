@@ -16,7 +16,7 @@ from fedstill.engines import passes
 from fedstill.engines.hardware import torch_threads
 from fedstill.engines.passes import Predict, by_shard, correct_by_class, correct_by_example
 from fedstill.models.contract import initial, predictor, spec_for
-from fedstill.models.ensemble import Joined, MeanOfProbabilities
+from fedstill.models.ensemble import CombinedPredictor, MeanOfProbabilities
 from fedstill.models.functional import SHARD
 
 SPEC = spec_for("tiny_cnn", (1, 8, 8), 4)
@@ -46,7 +46,7 @@ def short_shards_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "predict", [one(0), Joined([one(0), one(1)], MeanOfProbabilities()), wrapped()]
+    "predict", [one(0), CombinedPredictor([one(0), one(1)], MeanOfProbabilities()), wrapped()]
 )
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_shards_side_by_side_give_the_bits_of_one_after_another(

@@ -18,7 +18,7 @@ from fedstill.core.records import TrainingStart
 from fedstill.core.trees import same_bits
 from fedstill.methods.fml import FML, Mutual
 from fedstill.models import contract
-from fedstill.models.ensemble import own_of
+from fedstill.models.ensemble import personal_network
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 
@@ -204,7 +204,7 @@ def test_a_pair_gives_what_its_shared_network_gives() -> None:
     assert torch.equal(
         contract.predictor(spec, params)(x), contract.predictor(shared, split(params, "shared"))(x)
     )
-    own, weights = own_of(spec, params)
+    own, weights = personal_network(spec, params)
     assert own == contract.spec_for(str(PAIR["own"]), (1, 4, 4), 5, PAIR["own_arguments"])
     assert same_bits(weights, split(params, "own"))
     assert torch.equal(

@@ -17,7 +17,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.records import ModelSpec
 from fedstill.core.trees import only, same_bits
 from fedstill.models import contract
-from fedstill.models.building import is_added, own_logits, with_both_heads
+from fedstill.models.building import is_added, personal_logits, with_both_heads
 from fedstill.models.model_file import read_model, save_model
 from fedstill.running.preparation import prepare
 from fedstill.running.start_weights import start_of
@@ -60,7 +60,7 @@ def test_the_shift_is_one_of_the_features_and_the_second_head_reads_them() -> No
     torch.testing.assert_close(contract.features(contract.module(BOTH), params, x), h)
     z = h @ params["head.weight"].T + params["head.bias"]
     own = h @ params["own.weight"].T + params["own.bias"]
-    torch.testing.assert_close(own_logits(params, h), own)
+    torch.testing.assert_close(personal_logits(params, h), own)
     torch.testing.assert_close(contract.predictor(BOTH, params)(x), z)
     torch.testing.assert_close(contract.predictor(BOTH, with_both_heads(params))(x), z + own)
 
@@ -69,7 +69,7 @@ def test_a_network_without_a_bias_has_none_in_its_second_head() -> None:
     spec = replace(contract.spec_for("sphere_mlp", (6,), 4), adds=("own_head",))
     params, h = drawn(spec), torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
     assert "own.bias" not in params
-    torch.testing.assert_close(own_logits(params, h), h @ params["own.weight"].T)
+    torch.testing.assert_close(personal_logits(params, h), h @ params["own.weight"].T)
     torch.testing.assert_close(
         with_both_heads(params)["head.weight"], params["head.weight"] + params["own.weight"]
     )
@@ -87,7 +87,7 @@ def test_a_file_of_the_plain_network_will_do_to_start_from(tmp_path: Path) -> No
 
 
 def test_a_network_without_a_linear_head_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"toy_headless .*body and head"):
+    with pytest.raises(ConfigError, match=r"toy_headless.*body and head"):
         prepare(settle(toys.toy("fedrod", model="toy_headless")), toys.blobs())
 
 

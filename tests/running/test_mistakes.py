@@ -72,7 +72,7 @@ AT_CLIENTS = {
         def terms(self, step, start):  # HERE
             return cross_entropy(step.logits(), step.y)
         """,
-        "LocalTraining.terms gives a Tensor, not a dict of tensors by name",
+        "LocalTraining.terms returns a Tensor",
         "in terms",
     ),
     "nothing returned": (
@@ -80,7 +80,7 @@ AT_CLIENTS = {
         def terms(self, step, start):  # HERE
             terms = {"ce": cross_entropy(step.logits(), step.y)}
         """,
-        "LocalTraining.terms gives None, not a dict of tensors by name",
+        "LocalTraining.terms returns None",
         "in terms",
     ),
     "a value a class": (
@@ -88,7 +88,7 @@ AT_CLIENTS = {
         def terms(self, step, start):  # HERE
             return {"p": step.logits().softmax(1)}
         """,
-        "LocalTraining.terms gives 'p' of shape (20, 5), not (20,), a value an example, or ()",
+        "LocalTraining.terms returns 'p' with shape (20, 5)",
         "in terms",
     ),
     "a number": (
@@ -96,7 +96,7 @@ AT_CLIENTS = {
         def terms(self, step, start):  # HERE
             return {"ce": cross_entropy(step.logits(), step.y), "weight": 1.0}
         """,
-        "LocalTraining.terms gives a float as 'weight', not a tensor",
+        "LocalTraining.terms returns a float",
         "in terms",
     ),
     "a detached loss": (
@@ -104,8 +104,7 @@ AT_CLIENTS = {
         def terms(self, step, start):  # HERE
             return {"ce": cross_entropy(step.logits().detach(), step.y)}
         """,
-        "LocalTraining.terms gives terms that do not depend on what is trained, so nothing would "
-        "be: is a tensor det",
+        "LocalTraining.terms returns terms that do not depend on",
         "in terms",
     ),
     "a loss of numbers": (
@@ -114,7 +113,7 @@ AT_CLIENTS = {
             import torch
             return {"ce": torch.tensor(cross_entropy(step.logits(), step.y).mean().item())}
         """,
-        "LocalTraining.terms gives terms that do not depend on what is trained",
+        "LocalTraining.terms returns terms that do not depend on",
         "in terms",
     ),
     "one payload": (
@@ -122,7 +121,7 @@ AT_CLIENTS = {
         def end(self, params, start, result, view, world):  # HERE
             return Payload(params=params)
         """,
-        "LocalTraining.end gives a Payload, not two Payloads",
+        "LocalTraining.end returns a Payload",
         "in end",
     ),
     "no carry": (
@@ -138,7 +137,7 @@ AT_CLIENTS = {
         def report(self, params, start, view, world):  # HERE
             return "well"
         """,
-        "LocalTraining.report gives a str, not a dict",
+        "LocalTraining.report returns a str",
         "in report",
     ),
     NO_LINE: (

@@ -1,3 +1,3 @@
-"""Streams: how the training set is cut into tasks. A kind is one pure function that gives a
-``fedstill.core.stream.Cut``.
+"""Streams divide the training set into tasks. Each kind of stream is a pure function that returns
+a ``fedstill.core.stream.Cut``.
 """

@@ -1,8 +1,10 @@
-"""Stages in which real sites only test the model that answers for them on their own data.
+"""Stages in which real sites evaluate their answer (the model that they would use) on their own
+data, without training.
 
-``task_test``: at each task's end, on their test sets of the tasks so far. ``held_out_test``: after
-every round, on the examples that they hold out, to compare rounds by. ``site_test``: every few
-rounds, on their test sets; the two other stages do that, too.
+``task_test`` is the stage at the end of a task; it uses the test sets of all tasks so far.
+``held_out_test`` takes place after every round and uses the held-out examples, to compare rounds.
+``site_test`` takes place every few rounds and uses the test sets. The first two stages also
+evaluate on the test sets.
 """
 
 from __future__ import annotations
@@ -31,20 +33,22 @@ from fedstill.core.topology import everyone
 from fedstill.models.contract import Predictor
 
 TASK_TEST = "task_test"
-"""The name of the stage at a task's end."""
+"""The stage at the end of a task."""
 
 HELD_OUT_TEST = "held_out_test"
-"""The name of the stage after every round in a run that compares rounds."""
+"""The stage after every round, in a run that compares rounds."""
 
 SITE_TEST = "site_test"
-"""The name of the stage every few rounds in a run that does not compare rounds."""
+"""The stage every few rounds, in a run that does not compare rounds."""
 
 TEST_STAGES = frozenset({TASK_TEST, HELD_OUT_TEST, SITE_TEST})
-"""The names of all three."""
+"""The names of all stages that only evaluate."""
 
 
-class BeTested(ClientWork):
-    """Test the model that was sent: nothing is trained or sent; the client reports the accuracy."""
+class ModelTestWork(ClientWork):
+    """The client evaluates the model that it received. It trains and sends nothing, and reports the
+    accuracy.
+    """
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
@@ -63,23 +67,23 @@ class BeTested(ClientWork):
 
 
 @dataclass(frozen=True)
-class OnlyTest(Method):
-    """The actor of the stage, for any method whose server has the model that answers for a client.
-    A client with a network of its own is not asked.
+class ModelTest(Method):
+    """The server's part of the stage, for any method whose server has the clients' answers.
 
-    ``tested``: the method of the run.
+    It sends each client its answer. A client with another network than the server does not take
+    part. ``run_method`` is the method of the run.
     """
 
-    tested: Method = field(default_factory=Method)
+    run_method: Method = field(default_factory=Method)
 
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
         network = state.model or world.model(SERVER)
         params = state.params
-        if self.tested.has_client_predictors:
-            name = self.tested.client_predictors(state, world)[client]
-            predict = self.tested.predictors(state, world)[name]
+        if self.run_method.has_client_predictors:
+            name = self.run_method.client_predictors(state, world)[client]
+            predict = self.run_method.predictors(state, world)[name]
             if not isinstance(predict, Predictor):
                 return None
             network = predict.spec
@@ -89,7 +93,7 @@ class OnlyTest(Method):
         return Payload(params=params)
 
     def work(self, stage: Stage) -> ClientWork:
-        return BeTested()
+        return ModelTestWork()
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return NOTHING
@@ -102,16 +106,16 @@ class OnlyTest(Method):
 
 @dataclass(frozen=True)
 class TaskTests(StageProvider):
-    """Provides the stage, as the last one of the round in which a task ends."""
+    """Adds the stage ``task_test`` to the end of every round in which a task ends."""
 
     method: Method
 
     def actors(self) -> Mapping[str, StageActor]:
-        """Who acts in the stage."""
-        return {TASK_TEST: OnlyTest(self.method)}
+        """The actor of the stage, by the stage's name."""
+        return {TASK_TEST: ModelTest(self.method)}
 
     def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
-        """A round's stages, before a test where a task ends."""
+        """The stages of a round, followed by a test if a task ends."""
         if round == 0 or not world.stream.ends(round):
             return stages
         return [*stages, Stage(round, 0, TASK_TEST, everyone(world, round))]
@@ -119,21 +123,21 @@ class TaskTests(StageProvider):
 
 @dataclass(frozen=True)
 class RoundInterval:
-    """Every ``every`` rounds, and the last one."""
+    """Every ``interval``-th round, and the last one."""
 
-    every: int
+    interval: int
     last: int
 
     def __contains__(self, round: int) -> bool:
-        return round > 0 and (round % self.every == 0 or round == self.last)
+        return round > 0 and (round % self.interval == 0 or round == self.last)
 
 
 @dataclass(frozen=True)
 class RoundTests(StageProvider):
-    """Provides a stage in which sites test, as the last one of a round.
+    """Adds a stage in which sites evaluate their answers to the end of a round.
 
-    ``name``: the name of the stage, ``held_out_test`` or ``site_test``. ``rounds``: those with the
-    stage; None for all.
+    ``name`` is the name of the stage, ``held_out_test`` or ``site_test``. ``rounds`` are the rounds
+    with this stage; None means all.
     """
 
     method: Method
@@ -141,13 +145,13 @@ class RoundTests(StageProvider):
     rounds: RoundInterval | None = None
 
     def actors(self) -> Mapping[str, StageActor]:
-        """Who acts in the stage."""
-        return {self.name: OnlyTest(self.method)}
+        """The actor of the stage, by the stage's name."""
+        return {self.name: ModelTest(self.method)}
 
     def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
-        """A round's stages, before a test by all clients.
+        """The stages of a round, followed by a test by all clients.
 
-        At the end of a task, sites test their test sets anyway.
+        A ``site_test`` is left out at the end of a task, because ``task_test`` uses the same sets.
         """
         if round == 0 or (self.rounds is not None and round not in self.rounds):
             return stages

@@ -1,7 +1,7 @@
-"""Checks of a stage: enough good replies, a model that has not diverged, and functions of the
-method that return what they should and change no tensors that others share.
+"""Checks of a stage: enough accepted replies, no divergence, and users' functions that return
+values of the right types and do not change shared tensors.
 
-An exception in a method's hook becomes an error that names the hook and the line.
+An exception in a method's function becomes an error that names the function and the line.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def reply_code(end: Callable[..., Any], expected_reply: Callable[..., Any]) -> s
 
 
 class _Guarded(NamedTuple):
-    """A tensor with its name, and torch's count of the writes to it when the guard began."""
+    """A tensor with its name, and torch's count of writes to it when the guard was created."""
 
     name: str
     tensor: Tensor
@@ -243,9 +243,9 @@ class _Guarded(NamedTuple):
 
 
 class MutationGuard:
-    """Notices when a user's code writes into tensors that are shared with others.
+    """Detects that a user's code changes shared tensors.
 
-    Nothing is copied: torch counts the writes to each tensor.
+    Nothing is copied, because torch counts the writes to each tensor.
     """
 
     def __init__(self, value: Any) -> None:
@@ -255,8 +255,8 @@ class MutationGuard:
         ]
 
     def check(self, function: Callable[..., Any], client: int | None = None) -> None:
-        """Raises ChangedInPlace if a tensor was written into. The error names the function or class
-        that was called, and the client.
+        """Raises ChangedInPlace if a tensor has changed. The message names the called function or
+        class, and the client.
         """
         for guarded in self._guarded:
             if guarded.tensor._version != guarded.version:
@@ -270,8 +270,8 @@ def _changed_in_place(name: str, function: Callable[..., Any], client: int | Non
     elif client is not None:
         place = f" at client {client}"
     message = (
-        f"{function.__qualname__} writes into {name}{place}, which others share: make a new tensor "
-        "(x + 1, not x.add_(1)), or change x.clone()"
+        f"{function.__qualname__} changes {name}{place}, which is shared: create a new tensor (x + "
+        "1 instead of x.add_(1)), or change x.clone()"
     )
     line = users_definition(function)
     if line:
@@ -280,9 +280,9 @@ def _changed_in_place(name: str, function: Callable[..., Any], client: int | Non
 
 
 def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor whose writes torch counts, with its name."""
+    """All tensors whose writes torch counts, with their names."""
     if isinstance(value, Tensor):
-        # Torch itself forbids writes to inference tensors, and does not count them.
+        # Torch forbids writes to inference tensors, and does not count them.
         if not value.is_inference():
             yield name, value
         return
@@ -291,7 +291,9 @@ def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         items = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
-    prefix = f"{name}." if name else ""
+    prefix = ""
+    if name:
+        prefix = f"{name}."
     for key, item in items:
         yield from _named_tensors(item, f"{prefix}{key}")
 
@@ -301,62 +303,67 @@ def terms_of(function: Callable[..., object], value: object, batch: int) -> Mapp
     a mapping of names to tensors of shape (batch,) or ().
     """
     if not isinstance(value, Mapping):
-        raise bad_return(function, f"gives {kind_text(value)}, not a dict of tensors by name")
+        raise bad_return(
+            function, f"returns {kind_text(value)} instead of a dict of tensors by name"
+        )
     if not value:
-        raise bad_return(function, "gives no terms, so there is nothing to train")
+        raise bad_return(function, "returns no terms, so there is nothing to train")
     for name, term in value.items():
         if not isinstance(term, Tensor):
-            raise bad_return(function, f"gives {kind_text(term)} as {name!r}, not a tensor")
+            raise bad_return(function, f"returns {kind_text(term)} instead of a tensor as {name!r}")
         if term.shape not in ((), (batch,)):
             shape = tuple(term.shape)
             raise bad_return(
                 function,
-                f"gives {name!r} of shape {shape}, not ({batch},), a value an example, or ()",
+                f"returns {name!r} with shape {shape}; it must have shape ({batch},), one value "
+                "per example, or ()",
             )
     return value
 
 
-def sent_and_remembered(work: ClientWork, given: object) -> tuple[Payload, Payload | Keep]:
-    """What ``end`` gave; raises BadReturn for anything but two payloads, the second perhaps
-    ``KEEP``.
+def content_and_state(work: ClientWork, value: object) -> tuple[Payload, Payload | Keep]:
+    """The return value of ``end``. Raises BadReturn unless it consists of two payloads, of which
+    the second may be ``KEEP``.
     """
-    if isinstance(given, tuple) and len(given) == 2:
-        content, client_state = given
+    if isinstance(value, tuple) and len(value) == 2:
+        content, client_state = value
         if isinstance(content, Payload) and isinstance(client_state, (Payload, Keep)):
             return content, client_state
-    kinds = kind_text(given)
-    if isinstance(given, tuple) and given:
-        kinds = f"a tuple of {', '.join(map(kind_text, given))}"
+    kinds = kind_text(value)
+    if isinstance(value, tuple) and value:
+        kinds = f"a tuple of {', '.join(map(kind_text, value))}"
     raise bad_return(
-        work.end, f"gives {kinds}, not two Payloads: what is sent and what is remembered"
+        work.end, f"returns {kinds} instead of two Payloads: the content and the client state"
     )
 
 
 def journal_fields(
     function: Callable[..., object], value: object, reserved: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The return value of ``report`` or of a measure, in a form that a journal can hold: numbers of
-    NumPy and torch become Python's.
+    """The return value of ``report`` or of a measure as fields for a journal. Numbers of NumPy and
+    torch become Python numbers.
 
-    reserved: names of fields that belong to the run. Raises BadReturn for one of them, for anything
-    but a mapping, and for values that a journal cannot hold.
+    reserved: the names of the run's fields. Raises BadReturn for a reserved name, for a value that
+    is not a mapping, and for values that a journal cannot contain.
     """
     if not isinstance(value, Mapping):
         raise bad_return(
-            function, f"gives {kind_text(value)}, not a dict of numbers and words by name"
+            function, f"returns {kind_text(value)} instead of a dict of numbers and texts by name"
         )
     for name in value:
         if not isinstance(name, str):
-            raise bad_return(function, f"gives a field named {name!r:.40}; a name is a text")
+            raise bad_return(
+                function, f"returns a field with the name {name!r:.40}; names must be texts"
+            )
         if name in reserved:
             raise bad_return(
-                function, f"gives {name!r}, which is a field of the run's own; choose another name"
+                function, f"returns {name!r}, which is a field of the run; choose another name"
             )
     return {name: _plain(item, function, name) for name, item in value.items()}
 
 
 def _plain(value: object, function: Callable[..., object], name: str) -> Any:
-    """A value made of Python's numbers, texts, lists and dictionaries."""
+    """A value that consists of Python's numbers, texts, lists and dictionaries."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -367,5 +374,6 @@ def _plain(value: object, function: Callable[..., object], name: str) -> Any:
         return _plain(value.tolist(), function, name)
     raise bad_return(
         function,
-        f"gives {kind_text(value)} as {name!r}, not numbers, words, or lists and tables of them",
+        f"returns {kind_text(value)} as {name!r}; allowed are numbers, texts, and lists and dicts "
+        "of them",
     )

@@ -1,5 +1,5 @@
-"""What clients measure of their own models at the end of a stage and send with their replies: the
-run's measures, and tests on own test sets and held-out examples.
+"""Measurements that clients send with their replies: the run's measures, and tests on own test sets
+and held-out examples.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from fedstill.metrics.score_histograms import HISTOGRAMS, as_histograms, wrong_h
 from fedstill.models.contract import predictor
 
 NOT_A_MEASURES = SERVER_FIELDS | ENGINE.keys()
-"""Fields of a client's event that no measure gives."""
+"""Fields of a client's event that a measure may not return."""
 
 
 @dataclass(frozen=True)
 class AtClient:
-    """A stage that is done, as a measure sees it at one client.
+    """The data of a measure at a client that has finished its work in a stage.
 
-    ``start``, ``end``: the model's parameters before and after the client's work. ``by_epoch``:
-    after each local epoch, where a measure with ``each_epoch`` asks for them and the client trained
-    on its own data. ``test``: the common test set, None on real sites. ``public``: the public set
-    with its labels, which no method may see. ``sent``: the groups of its reply.
+    ``start``, ``end``: the model's parameters before and after the client's work. ``by_epoch``: the
+    parameters after each local epoch, if a measure has ``each_epoch`` and the client trained on its
+    own data. ``test``: the common test set, None at real sites. ``public``: the public set with its
+    labels, which methods do not see. ``sent``: the groups of the client's reply.
     """
 
     stage: Stage
@@ -59,99 +59,96 @@ class AtClient:
 
     @property
     def is_server(self) -> bool:
-        """Whether the client is the server, at work on public data."""
+        """Whether the client is the server, which works on public data."""
         return self.view.client == SERVER
 
     def correct_by_class(self, params: Tensors, examples: Examples) -> list[int]:
-        """How many examples of each class (C,) these parameters of the client's network predict
-        right.
-        """
+        """The number of correct predictions of the client's network by class (C,)."""
         predict = predictor(self.view.model, params)
         counts: list[int] = correct_by_class(predict, examples, self.inputs, self.classes).tolist()
         return counts
 
 
 class ClientMeasure(Protocol):
-    """What a measure that clients take has; ``measures.base.Measure`` is one."""
+    """The interface of measures at clients, which ``measures.base.Measure`` implements."""
 
     @property
     def each_epoch(self) -> bool:
-        """Whether it wants the parameters after each local epoch."""
+        """Whether the measure needs the parameters after each local epoch."""
 
-    def at_client(self, seen: AtClient) -> Mapping[str, Any] | None:
-        """Fields of the client's event, without times; None where there is nothing to measure."""
+    def at_client(self, visit: AtClient) -> Mapping[str, Any] | None:
+        """Fields of the client's event, without times; None if there is nothing to measure."""
 
     @property
     def gives(self) -> Sequence[str]:
-        """The names of the fields that ``at_client`` gives; empty: any."""
+        """The names of the fields that ``at_client`` returns; empty if they are unknown."""
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
-        """Why a client's report cannot have come from ``at_client``; empty if it can."""
+        """The reason why a client's report is invalid; empty if it is valid."""
 
 
 @dataclass(frozen=True)
 class ClientMeasures(ClientHook):
-    """The measures that clients take, by name, and the rounds in which they do; by default none.
+    """The measures at clients, by name, and the measured rounds.
 
-    If there are any rounds, models of the stage ``fit`` are measured in every round.
+    Unless ``rounds`` is empty, models of the stage ``fit`` are measured in every round.
     """
 
     named: Mapping[str, ClientMeasure] = field(default_factory=dict)
     rounds: frozenset[int] = frozenset()
 
     def due(self, stage: Stage) -> bool:
-        """Whether clients measure in this stage."""
+        """Whether clients measure in a stage."""
         if not self.named or stage.name in TEST_STAGES:
             return False
         return stage.round in self.rounds or (stage.name == FIT and bool(self.rounds))
 
     def keeps_epochs(self, stage: Stage) -> bool:
-        """Whether a measure of this stage looks at every epoch."""
+        """Whether a measure of a stage needs the parameters after each epoch."""
         private = stage.view == "private" and SERVER not in stage.clients
         return private and self.due(stage) and any(m.each_epoch for m in self.named.values())
 
     def reads_test_set(self, stage: Stage) -> bool:
-        """Whether a reply of this stage depends on the common test set, which measures read."""
+        """Whether replies of a stage depend on the common test set, through measures."""
         return self.due(stage)
 
     def cache_key(self, stage: Stage) -> str:
-        """The measures that are taken in this stage."""
+        """A text that identifies the measures of a stage."""
         if not self.due(stage):
             return ""
         return repr([(name, class_identity(type(m))) for name, m in self.named.items()])
 
     def measured(self, trained: AtClient) -> dict[str, Any]:
-        """The fields that the measures give, if they are due."""
+        """The fields of the measures, if the stage is measured."""
         if not self.due(trained.stage):
             return {}
         return self.take(trained)
 
-    def take(self, seen: AtClient) -> dict[str, Any]:
-        """All fields that the measures give, with the seconds of each measure; empty if there are
-        none.
+    def take(self, visit: AtClient) -> dict[str, Any]:
+        """The fields of all measures, and the seconds of each measure; empty if there are none.
 
-        Raises FedstillError naming the measure that failed.
+        Raises FedstillError with the name of a measure that failed.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         report: dict[str, Any] = {}
-        models = MutationGuard({"start": seen.start, "end": seen.end, "by_epoch": seen.by_epoch})
+        models = MutationGuard({"start": visit.start, "end": visit.end, "by_epoch": visit.by_epoch})
         for name, measure in self.named.items():
-            measure_began = time.perf_counter()
+            measure_start = time.perf_counter()
             try:
-                fields = _fields_of(measure, seen)
+                fields = _fields_of(measure, visit)
             except Exception as error:
-                raise _measure_failed(name, measure, seen, error) from error
-            models.check(measure.at_client, seen.view.client)
+                raise _measure_failed(name, measure, visit, error) from error
+            models.check(measure.at_client, visit.view.client)
             if fields is not None:
                 report |= fields
-                report[f"seconds_{name}"] = time.perf_counter() - measure_began
+                report[f"seconds_{name}"] = time.perf_counter() - measure_start
         if report:
-            report["seconds_measuring"] = time.perf_counter() - began
+            report["seconds_measuring"] = time.perf_counter() - start
         return report
 
     def refuses(self, metrics: Mapping[str, Any], stage: Stage, classes: int) -> str:
-        """Why a reply's metrics hold what nothing in this run gives in a stage, or are malformed;
-        empty if they do not.
+        """The reason why a reply's metrics are malformed or unexpected in a stage; empty if they
+        are valid.
         """
         due: Mapping[str, ClientMeasure] = {}
         if self.due(stage):
@@ -165,35 +162,35 @@ class ClientMeasures(ClientHook):
         )
 
 
-def _fields_of(measure: ClientMeasure, seen: AtClient) -> dict[str, Any] | None:
-    """The fields that a measure gives; None if there is nothing to measure."""
-    fields = measure.at_client(seen)
+def _fields_of(measure: ClientMeasure, visit: AtClient) -> dict[str, Any] | None:
+    """The fields of a measure; None if there is nothing to measure."""
+    fields = measure.at_client(visit)
     if fields is None:
         return None
     return dict(journal_fields(measure.at_client, fields, NOT_A_MEASURES))
 
 
 def _measure_failed(
-    name: str, measure: ClientMeasure, seen: AtClient, error: Exception
+    name: str, measure: ClientMeasure, visit: AtClient, error: Exception
 ) -> FedstillError:
-    place = f"client {seen.view.client}"
-    if seen.is_server:
+    place = f"client {visit.view.client}"
+    if visit.is_server:
         place = "the server"
     return FedstillError(f"measure {name} failed at {place}: {reason(error, measure)}")
 
 
 def _field_names(measures: Mapping[str, ClientMeasure]) -> set[str]:
-    """The fields that measures declare, and those with their times."""
+    """The fields that measures declare, and the fields with their times."""
     times = {f"seconds_{name}" for name in measures}
     return times.union(*(measure.gives for measure in measures.values()))
 
 
 def _unknown_field(metrics: Mapping[str, Any], due: Mapping[str, ClientMeasure]) -> str:
     if not all(measure.gives for measure in due.values()):
-        return ""  # a measure may give any field
+        return ""  # a measure without declared fields may return any field
     unknown = sorted(metrics.keys() - _field_names(due) - ENGINE.keys() - {METHOD_REPORT})
     if unknown:
-        return f"its report {unknown[0][:40]!r} is none that this run asks for"
+        return f"its report {unknown[0][:40]!r} belongs to no measure of this run"
     return ""
 
 
@@ -208,10 +205,12 @@ def _malformed_measure(
 
 
 def _field_of_measure(metrics: Mapping[str, Any], measures: Mapping[str, ClientMeasure]) -> str:
-    """Whether the method reports a field that belongs to a measure."""
+    """The message about a field of the method's report that belongs to a measure; empty if there is
+    none.
+    """
     clashes = sorted(metrics.get(METHOD_REPORT, {}).keys() & _field_names(measures))
     if clashes:
-        return f"its method's report {clashes[0][:40]!r} is not a method's to give"
+        return f"its method's report {clashes[0][:40]!r} is a field of a measure"
     return ""
 
 
@@ -223,9 +222,11 @@ def _malformed_probe(metrics: Mapping[str, Any], classes: int) -> str:
 
 
 def _malformed_histograms(metrics: Mapping[str, Any], classes: int) -> str:
-    """Whether the histograms that the server joins are none."""
+    """The message about malformed histograms; empty if there are none."""
     for name in HISTOGRAMS:
-        problem = wrong_histograms(metrics[name], classes) if name in metrics else ""
+        if name not in metrics:
+            continue
+        problem = wrong_histograms(metrics[name], classes)
         if problem:
             return f"its report {name!r} is malformed: {problem}"
     return ""
@@ -236,11 +237,11 @@ def _malformed_histograms(metrics: Mapping[str, Any], classes: int) -> str:
 
 @dataclass(frozen=True)
 class OwnTestSets(ClientHook):
-    """Tests a client's model on the client's own test set, or on those of its tasks.
+    """Tests a client's model on its own test set, or on the test sets of its tasks.
 
-    ``metrics``: what is measured beside accuracy. ``histogram_stages``: those after which a real
-    site sends counts and histograms of its scores, in the order of their names; None for a client
-    of a simulation, which sends the metrics after every stage.
+    ``metrics``: the metrics in addition to accuracy. ``histogram_stages``: the stages, in the order
+    of their names, after which a real site sends counts and histograms of its scores; None for a
+    client of a simulation, which sends the metrics after every stage.
     """
 
     metrics: RunMetrics = NO_METRICS
@@ -248,8 +249,8 @@ class OwnTestSets(ClientHook):
 
     def measured(self, trained: AtClient) -> dict[str, Any]:
         """``site_accuracy``, with tasks ``site_by_task``, and ``site_metrics`` or ``site_scores``;
-        nothing without a test set. ``site_test_examples``: the size of a real site's test set, in
-        the stages whose answers count.
+        empty without a test set. ``site_test_examples`` is the size of a real site's test set, in
+        ``histogram_stages``.
         """
         if trained.view.tests:
             return self._tested_by_task(trained)
@@ -268,7 +269,7 @@ class OwnTestSets(ClientHook):
         return {"site_accuracy": right / len(test), **counted, **self._metrics(outputs, labels)}
 
     def _counted(self, stage: Stage, examples: int) -> dict[str, int]:
-        """The size of a test set, if a real site reports it in a stage."""
+        """The size of a test set, if a real site reports it in a stage; otherwise empty."""
         if self.histogram_stages is None or stage.name not in self.histogram_stages:
             return {}
         return {"site_test_examples": examples}
@@ -279,7 +280,7 @@ class OwnTestSets(ClientHook):
         return self.histogram_stages is None or stage.name in self.histogram_stages
 
     def _metrics(self, outputs: Outputs, labels: Tensor) -> dict[str, Any]:
-        """The metrics of some outputs, or the histograms of which the server computes them."""
+        """The metrics of outputs, or the histograms from which the server computes them."""
         predictions = Predictions.of(
             outputs.logits, outputs.predicted, labels, self.metrics.positive
         )
@@ -287,43 +288,43 @@ class OwnTestSets(ClientHook):
             return {"site_scores": as_histograms(predictions)}
         return {"site_metrics": self.metrics.of(predictions)}
 
-    def _tested_by_task(self, seen: AtClient) -> dict[str, Any]:
-        """The accuracy of a real site's model on its own test sets of the tasks so far, among the
-        classes seen by then.
+    def _tested_by_task(self, visit: AtClient) -> dict[str, Any]:
+        """The accuracy of a real site's model on its test sets of the tasks so far, with
+        predictions among the classes so far.
 
-        ``site_by_task``: the accuracy on each task, None if the site has no test examples of it or
-        the task is still to come. ``site_accuracy`` and metrics: on all of them.
+        ``site_by_task``: the accuracy on each task, None if the site has no test examples of it, or
+        for a future task. ``site_accuracy`` and metrics: on all these test sets together.
         """
-        tests = seen.view.tests
-        outputs = _outputs_among_seen(seen)
+        tests = visit.view.tests
+        outputs = _outputs_among_classes_so_far(visit)
         right = {t: int((outputs[t].predicted == tests[t].labels.cpu()).sum()) for t in tests}
-        by_task: list[float | None] = [None] * seen.world.stream.tasks
+        by_task: list[float | None] = [None] * visit.world.stream.tasks
         for task, count in right.items():
             by_task[task] = count / len(tests[task])
         examples = sum(len(test) for test in tests.values())
         fields = {
             "site_accuracy": sum(right.values()) / examples,
             "site_by_task": by_task,
-            **self._counted(seen.stage, examples),
+            **self._counted(visit.stage, examples),
         }
-        if not self._records_metrics(seen.stage):
+        if not self._records_metrics(visit.stage):
             return fields
-        joined = Outputs(
+        all_outputs = Outputs(
             torch.cat([outputs[task].logits for task in tests]),
             torch.cat([outputs[task].predicted for task in tests]),
         )
         labels = torch.cat([test.labels.cpu() for test in tests.values()])
-        return {**fields, **self._metrics(joined, labels)}
+        return {**fields, **self._metrics(all_outputs, labels)}
 
 
 @dataclass(frozen=True)
 class HeldOutTests(ClientHook):
-    """Tests a client's model on the examples that the client holds out.
+    """Tests a client's model on its held-out examples.
 
-    ``stages``: those after which it does, in the order of their names. ``by``: the metric by which
-    rounds are compared. ``positive``: the positive class if there are two. ``as_histograms``:
-    whether the server computes the metric on the examples of all clients, for which it needs counts
-    and histograms of the scores.
+    ``stages``: the stages with a test, in the order of their names. ``by``: the metric that
+    compares rounds. ``positive``: the positive class of two classes. ``as_histograms``: whether the
+    client sends counts and histograms of the scores, from which the server computes the metric on
+    the examples of all clients.
     """
 
     stages: tuple[str, ...]
@@ -332,8 +333,8 @@ class HeldOutTests(ClientHook):
     as_histograms: bool = False
 
     def measured(self, trained: AtClient) -> dict[str, Any]:
-        """``held_out_accuracy``, and ``held_out_examples``, how many they are; with another metric
-        than accuracy ``held_out_score`` or ``held_out_histograms``. Nothing in other stages, and
+        """``held_out_accuracy`` and ``held_out_examples`` (their number); for another metric than
+        accuracy, also ``held_out_score`` or ``held_out_histograms``. Empty in other stages, and
         without held-out examples.
         """
         held_out = trained.view.validation
@@ -356,18 +357,20 @@ class HeldOutTests(ClientHook):
         return {**fields, "held_out_score": METRICS[self.by].value(predictions)}
 
 
-def _outputs_among_seen(seen: AtClient) -> dict[int, Outputs]:
-    """What the client's model gives for its test sets by task, among the classes seen so far."""
-    stream = seen.world.stream
-    classes_seen = torch.zeros(seen.classes, dtype=torch.bool)
-    classes_seen[list(stream.seen(stream.task(seen.stage.round)))] = True
-    predict = predictor(seen.view.model, seen.end)
+def _outputs_among_classes_so_far(visit: AtClient) -> dict[int, Outputs]:
+    """The outputs of the client's model on the test set of each task, restricted to the classes so
+    far.
+    """
+    stream = visit.world.stream
+    classes_so_far = torch.zeros(visit.classes, dtype=torch.bool)
+    classes_so_far[list(stream.seen(stream.task(visit.stage.round)))] = True
+    predict = predictor(visit.view.model, visit.end)
 
-    def logits_of_seen(x: Tensor) -> Tensor:
+    def masked_logits(x: Tensor) -> Tensor:
         logits = predict(x)
-        return logits.where(classes_seen.to(logits.device), RULED_OUT)
+        return logits.where(classes_so_far.to(logits.device), RULED_OUT)
 
     return {
-        task: outputs_by_example(logits_of_seen, test, seen.inputs)
-        for task, test in seen.view.tests.items()
+        task: outputs_by_example(masked_logits, test, visit.inputs)
+        for task, test in visit.view.tests.items()
     }

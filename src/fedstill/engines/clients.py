@@ -1,6 +1,6 @@
-"""The clients of a stage in training: the setup that they share, their examples and batches, and
-what the training loop asks of them. ``LoneClient`` is a client by itself; several clients at
-once are a ``Stack``.
+"""Clients as the training loop sees them: their common setup, examples and batches.
+
+``LoneClient`` is a single client; several clients that are trained together are a ``Stack``.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """How a stage trains, the same for all its clients."""
+    """The setup of training in a stage, the same for all its clients."""
 
     plan: Plan
     stage: Stage
     inputs: Inputs
     seed: int
-    """The run's seed. Every random number is drawn from it by key."""
+    """The run's seed, from which all random numbers are drawn by key."""
     precision: Precision = "fp32"
     by_epoch: bool = False
-    """Whether to keep the parameters after each epoch, so that they can be measured."""
+    """Whether to store the parameters after each epoch for measures."""
     lr_round: int | None = None
-    """The round that the learning rate follows, if it is not the stage's: its number within a
-    task.
+    """The round for the learning-rate schedule, if it restarts with each task; None for the round
+    of the stage.
     """
     rule: GradientRule | None = None
-    """How the gradients of single examples combine; None for the gradient of a batch's mean."""
+    """The rule that combines the gradients of single examples; None for the mean over a batch."""
 
     @property
     def lr(self) -> float:
@@ -65,10 +65,10 @@ class TrainingSetup:
 
 
 def with_network_of(start: TrainingStart, view: View, inputs: Inputs) -> tuple[View, Inputs]:
-    """The view and the inputs for the network that a start brings along, if it brings one.
+    """The view and the inputs, adapted to the network of a start if it has one.
 
-    The view then has no validation examples: scores are for the site's network. Examples for such a
-    network are never augmented.
+    The view then has no validation examples, because scores are for the site's network. Examples of
+    the start are never augmented.
     """
     if start.model is None:
         return view, inputs
@@ -79,7 +79,7 @@ def with_network_of(start: TrainingStart, view: View, inputs: Inputs) -> tuple[V
 
 
 def stage_examples(view: View, stage: Stage) -> Examples:
-    """The examples that a site has for a stage."""
+    """The examples of a site in a stage."""
     if stage.view == "public" and view.public is not None:
         return view.public
     return view.data
@@ -103,8 +103,8 @@ def trained_labels(start: TrainingStart, view: View, stage: Stage) -> Tensor:
 def examples_by_client(
     starts: Sequence[TrainingStart], views: Sequence[View], stage: Stage
 ) -> list[Examples]:
-    """The examples that each client trains on. If these are the same for all clients, they are one
-    object, which a stack then holds once.
+    """The training examples of each client. If all clients have the same examples, they are one
+    object, which a stack stores once.
     """
     available = [
         available_examples(start, view, stage) for start, view in zip(starts, views, strict=True)
@@ -131,25 +131,25 @@ def _selected(examples: Examples, start: TrainingStart) -> Examples:
 
 
 def uses_scores(plan: Plan) -> bool:
-    """Whether a plan needs a client's score after each epoch: to stop early, or to keep the best
+    """Whether a plan needs a score after each epoch, for early stopping or to keep the best
     epoch.
     """
     return plan.keep == "best" or (plan.validation > 0 and plan.patience > 0)
 
 
 def sees_every_example(plan: Plan, examples: Examples) -> bool:
-    """Whether training takes every example at least once."""
+    """Whether training uses every example at least once."""
     return plan.steps == 0 or plan.steps * plan.batch >= len(examples)
 
 
 def stage_generator(client: int, setup: TrainingSetup, purpose: str) -> torch.Generator:
-    """A client's generator for one purpose in a stage."""
+    """A client's generator for a purpose in a stage."""
     stage = setup.stage
     return generator(seed_for(setup.seed, stage.round, stage.index, client, purpose))
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """A value whose tensors are on a device, also those in mappings and tuples."""
+    """A value with its tensors on a device, including tensors in mappings and tuples."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -160,7 +160,7 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 class Progress(NamedTuple):
-    """How far a client's training has come."""
+    """The progress of a client's training."""
 
     steps: int
     epochs: int
@@ -168,44 +168,45 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The examples of one step: (B,) of one client, or (K, B) of K stacked clients, whose short
+    """The examples of a step: (B,) for one client, or (K, B) for K stacked clients, whose short
     batches are padded.
 
-    Tensors are on the device and everything else is on the host, so that no step waits for a copy.
+    Tensors are on the device and all other values are on the host, so that no step waits for a
+    copy.
     """
 
     index: Tensor
     """Positions in a client's examples."""
     rows: Tensor
-    """Positions in the examples of all stacked clients, one client below another. The same as
-    ``index`` for one client.
+    """Positions in the concatenated examples of all stacked clients; equal to ``index`` for one
+    client.
     """
     mask: Tensor | None
     """1 for real examples, 0 for padding; None if nothing is padded."""
     epoch: int | Tensor
-    """The epoch from 0, of K clients (K,)."""
+    """The epoch, counted from 0; (K,) for K clients."""
     sizes: int | Tensor
-    """The number of real examples, of K clients (K,)."""
+    """The number of real examples; (K,) for K clients."""
     begins_epoch: bool | Tensor
-    """Whether the step is the first of an epoch, of K clients (K,)."""
+    """Whether the step is the first one of an epoch; (K,) for K clients."""
     counts: tuple[int, ...]
     """``sizes`` of each client, on the host."""
     progress: tuple[Progress, ...]
-    """How far each client has come, counting this step. In a stack: after its last step."""
+    """The progress of each client, including this step. In a stack: after its last step."""
     ending: tuple[int, ...]
-    """The places in the stack of the clients whose epoch ends with this step."""
+    """The positions in the stack of the clients whose epoch ends with this step."""
     running: Tensor | None = None
-    """Which of K clients are still training, (K,) bool; None if all are."""
+    """Whether each of K clients is still training, (K,) bool; None if all are."""
 
 
 def epoch_batches(
     n: int, plan: Plan, order: torch.Generator, device: torch.device, joined: bool = False
 ) -> Iterator[list[Tensor]]:
-    """Batches of positions among n examples, epoch by epoch; in all ``plan.steps`` batches if that
-    is set. A last, short batch is kept.
+    """Batches of positions among n examples, for each epoch; ``plan.steps`` batches in total if it
+    is set. Short batches at the end of an epoch are kept.
 
-    joined: the last batch of an epoch would have one example, and the batch before it takes that
-    example, too (see ``joins_last_example``).
+    joined: whether the last example of an epoch joins the previous batch instead of being a batch
+    of its own (see ``joins_last_example``).
     """
     remaining_steps = plan.steps
     for positions in epoch_orders(n, plan, order, joined):
@@ -221,7 +222,7 @@ def epoch_batches(
 def epoch_orders(
     n: int, plan: Plan, order: torch.Generator, joined: bool = False
 ) -> Iterator[Tensor]:
-    """The order of n examples in each epoch. Without examples there are no epochs."""
+    """The order of n examples in each epoch; no epochs without examples."""
     if n == 0:
         return
     epochs = plan.epochs
@@ -235,12 +236,12 @@ def epoch_orders(
 
 
 class TrainingClients(Protocol):
-    """One client, or a stack of clients, as the training loop sees them."""
+    """The interface of one client, or of a stack of clients, for the training loop."""
 
     setup: TrainingSetup
     device: torch.device
     view: View
-    """What the client sees; of a stack, what its first client sees."""
+    """The view of the client, or of the first client of a stack."""
     sizes: list[int]
     """The number of examples of each client."""
     params: dict[str, Tensor]
@@ -248,36 +249,38 @@ class TrainingClients(Protocol):
     trace: Tensors
     """Copies of the trace, which a method may replace after each step."""
     teacher_on_batch: TeacherOnBatch | None
-    """Runs a teacher on a batch; None if a step has to do so, under ``vmap``."""
+    """Runs a teacher on a batch; None if teachers run within the step, under ``vmap``."""
 
     def module(self) -> nn.Module:
-        """The module that the parameters run in."""
+        """The module that runs the parameters."""
 
     def batches(self) -> Iterator[Batch]:
         """All batches, in order."""
 
     def step_inputs(self, batch: Batch) -> StepInputs:
-        """The tensors of a batch that an objective sees."""
+        """The tensors of a batch for the objective."""
 
     def teacher_table(self, name: str, kind: str) -> Tensor | None:
         """A teacher's outputs for all examples, computed once; None if inputs vary, or if training
-        takes only some of the examples.
+        only uses some of the examples.
         """
 
     def per_client(self, function: Callable[..., T], *values: Any) -> T:
-        """The result of ``function(start, *values)`` for every client: its start, and its part of
-        the values.
+        """The result of ``function(start, *values)`` for every client, with its start and its part
+        of the values.
         """
 
     def clip(self, leaves: Mapping[str, Tensor], norm: float) -> None:
-        """Scale down each client's gradients if their norm, over all leaves, is above ``norm``."""
+        """Scale each client's gradients down to ``norm`` if their norm over all leaves exceeds
+        it.
+        """
 
     def copies(self, tree: Tensors) -> list[dict[str, Tensor]]:
-        """Each client's tensors, in the CPU's memory and independent of the originals."""
+        """Copies of each client's tensors in the CPU's memory."""
 
 
 class LoneClient(TrainingClients):
-    """A client by itself: its tensors have no client axis."""
+    """A single client, whose tensors have no client axis."""
 
     def __init__(self, start: TrainingStart, view: View, setup: TrainingSetup) -> None:
         self.view = view
@@ -302,7 +305,7 @@ class LoneClient(TrainingClients):
         self.teachers = self._teachers()
         self.teacher_on_batch: TeacherOnBatch | None = self.teachers.on_batch
         if setup.rule is not None:
-            # The gradients of single examples are computed under vmap, and teachers run there, too.
+            # Gradients of single examples are computed under vmap, where teachers run as well.
             build_modules(self.start.teachers, view.model)
             self.teacher_on_batch = None
 
@@ -312,7 +315,7 @@ class LoneClient(TrainingClients):
             fixed_inputs = self.examples.values
         side_by_side = 1
         if len(self.setup.stage.clients) == 1:
-            # In a stage of several clients, the other clients use the cores.
+            # In a stage with several clients, the other clients use the cores.
             side_by_side = workers()
         return Teachers(
             models=frozen_teachers(self.start.teachers, self.view.model),
@@ -345,7 +348,7 @@ class LoneClient(TrainingClients):
                 )
 
     def _epochs(self) -> Iterator[list[Tensor]]:
-        """The positions of each step's examples, epoch by epoch."""
+        """The positions of each step's examples, for each epoch."""
         (n,) = self.sizes
         plan = self.setup.plan
         order = stage_generator(self.view.client, self.setup, "order")
@@ -382,7 +385,7 @@ class LoneClient(TrainingClients):
 
 
 def normalised_once(examples: Examples, inputs: Inputs) -> Examples:
-    """The examples as a network sees them; as they are stored, if every step augments them anew."""
+    """Examples as inputs of a network; unchanged if every step augments them."""
     if inputs.steps:
         return examples
     return Examples(inputs.plain(examples.values), examples.labels)

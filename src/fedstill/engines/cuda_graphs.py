@@ -1,12 +1,13 @@
 """CUDA graphs: the kernels of a training step are recorded once and replayed for each batch.
 
-A step of a small network is about a hundred kernels of a few microseconds. To launch them one by
-one takes longer than to run them, and a replay launches them all at once. A replayed step has the
-same bits: each recording is compared with the step itself before it is used.
+A step of a small network consists of about a hundred kernels of a few microseconds. Launching them
+one by one takes longer than running them, and a replay launches all at once. A replayed step has
+the
+same bits: each recording is compared with the step before it is used.
 
-A replay runs kernels and nothing else. It would leave out what the host does in a step: numbers
-that it reads or draws, and whatever the objective keeps in Python. Steps are therefore watched
-first, and those that involve the host are never recorded.
+A replay only runs kernels. It would skip the work of the host in a step: numbers that it reads or
+draws, and anything that the objective stores in Python. Steps are therefore watched first, and
+steps that involve the host are never recorded.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ from fedstill.engines.step import StepInputs
 log = logging.getLogger("fedstill.engine")
 
 WARM_UP = 3
-"""A client's steps up to the one after which a recording is made. The first step makes what later
-steps find (teachers' outputs, momentum), and the others are watched.
+"""The number of a client's steps before the recording. The first step creates tensors that later
+steps reuse (teachers' outputs, momentum), and the other steps are watched.
 """
 
 MIN_STEPS = 12
-"""The number of steps from which a recording pays."""
+"""The minimum number of steps for which a recording is worthwhile."""
 
 SPARE_BYTES = 2e9
-"""Bytes of a card that may lie unused in this process. Memory of a deleted recording serves nothing
-else, so more than this is returned to the card.
+"""The maximum unused memory of a GPU in this process, in bytes. The memory of deleted recordings
+cannot be reused, so any excess is returned to the GPU.
 """
 
 ANY_EPOCH = -1
-"""Stands for the epoch if the objective does not read it."""
+"""Replaces the epoch if the objective does not read it."""
 
 _card_lock = threading.RLock()
-"""Held while a client trains on a card."""
+"""Held while a client trains on a GPU."""
 
 _refused: set[Hashable] = set()
-"""The kinds of steps that could not be recorded or replayed in this process. They are not tried
+"""The kinds of steps that could not be recorded or replayed in this process, and are not tried
 again.
 """
 
@@ -62,14 +63,14 @@ Terms = dict[str, Tensor]
 
 
 class WholeBatches(NamedTuple):
-    """How many batches of full size a client's training has."""
+    """The number of full batches in a client's training."""
 
     total: int
     per_epoch: int
 
 
 def whole_batches(plan: Plan, examples: int) -> WholeBatches:
-    """Count the batches that no epoch's end cuts short.
+    """The numbers of full batches, in total and per epoch.
 
     >>> whole_batches(Plan(epochs=5, batch=64), 500)
     WholeBatches(total=35, per_epoch=7)
@@ -86,15 +87,13 @@ def whole_batches(plan: Plan, examples: int) -> WholeBatches:
 
 @dataclass
 class Recording:
-    """The kernels of a step, with the tensors that they read their inputs from and write their
-    terms to.
-    """
+    """The kernels of a step, and the tensors with their inputs and terms."""
 
     graph: torch.cuda.CUDAGraph
     inputs: StepInputs
     terms: Terms
     is_verified: bool = False
-    """Whether a replay has been compared with a step, on another batch than the recorded one."""
+    """Whether a replay on another batch than the recorded one has been compared with a step."""
 
     def replay(self, inputs: StepInputs) -> Terms:
         """The step on another batch of the same size."""
@@ -107,22 +106,24 @@ class Recording:
 
 @dataclass(kw_only=True)
 class StepRecorder:
-    """Does the training steps of one client, and records and replays them where that pays."""
+    """Executes the training steps of one client, and records and replays them if it is
+    worthwhile.
+    """
 
     act: Callable[[StepInputs], Terms]
-    """Does one step, and returns its terms."""
+    """Executes one step, and returns its terms."""
     state: Callable[[], Sequence[Tensor]]
     """The tensors that steps change: parameters, and the optimiser's state."""
     reads_epoch: Callable[[], bool]
-    """Whether the objective has read the epoch's number. A recording then holds for one epoch."""
+    """Whether the objective has read the epoch. A recording is then valid for one epoch."""
     batch_size: int
     batches: WholeBatches
     kind: Hashable
-    """What steps have in common that can or cannot be recorded."""
+    """The kind of the steps; all steps of a kind can be recorded, or none."""
     recordings: dict[int, Recording] = field(default_factory=dict, init=False)
     """By epoch."""
     _steps: dict[int, int] = field(default_factory=dict, init=False)
-    """Steps done without a recording, by epoch."""
+    """The number of steps without a recording, by epoch."""
     _latest_watch: StepWatch | None = field(default=None, init=False)
 
     def __call__(self, inputs: StepInputs) -> Terms:
@@ -147,7 +148,7 @@ class StepRecorder:
         return self.batches.total >= MIN_STEPS
 
     def _warm_up(self, inputs: StepInputs, epoch: int) -> Terms:
-        """Do a step before there is a recording; make the recording after the last of them."""
+        """Execute a step before the recording, and record after the last one of them."""
         step = self._steps.get(epoch, 0) + 1
         self._steps[epoch] = step
         if step == 1:
@@ -162,19 +163,19 @@ class StepRecorder:
         self._latest_watch = watch
 
         if watch.cannot_replay:
-            self._refuse("a part of it is left to the host")
+            self._refuse("it involves the host")
         elif step == WARM_UP:
             if previous is not None and previous.operations != watch.operations:
-                self._refuse("it is not the same operations each time")
+                self._refuse("its operations differ from those of the previous step")
             else:
                 self._record(inputs, epoch)
         return terms
 
     def _record(self, inputs: StepInputs, epoch: int) -> None:
-        """Record the kernels of a step. Nothing is computed."""
-        # A recording holds the memory of a step, and an epoch that is over does not come back.
+        """Record the kernels of a step, without computing it."""
+        # A recording uses the memory of a step, and recordings of earlier epochs are not needed.
         self.recordings.clear()
-        # Clones, because an objective may have kept something it computed for the originals.
+        # Clones, because an objective may have cached results for the originals.
         positions = inputs.positions.clone()
         recorded = StepInputs(
             x=inputs.x.clone(),
@@ -202,16 +203,16 @@ class StepRecorder:
 
         for tensor in self.state():
             if id(tensor) not in state_ids:
-                # Momentum that begins in a recording has no value, because nothing was computed.
+                # Momentum that starts in a recording has no value, because nothing was computed.
                 tensor.detach().zero_()
-                self._refuse("momentum begins late")
+                self._refuse("momentum starts late")
 
     def _verify(self, recording: Recording, inputs: StepInputs) -> Terms:
-        """Do a step twice from the same state, by itself and as a replay. The recording is used
-        from now on if no bit differs.
+        """Execute a step twice from the same state: directly and as a replay. The recording is used
+        from then on if all bits are equal.
 
-        The batch is not the recorded one, so this also finds an objective that has kept something
-        of the recorded batch.
+        The batch is not the recorded one, so this also detects an objective that has stored
+        something of the recorded batch.
         """
         state = self.state()
         start = _copies(state)
@@ -220,10 +221,10 @@ class StepRecorder:
         stepped = self.act(inputs)
         terms = {name: value.detach().clone() for name, value in stepped.items()}
         if len(self.state()) != len(state):
-            self._refuse("momentum begins late")
+            self._refuse("momentum starts late")
             return terms
         if terms.keys() != recording.terms.keys():
-            self._refuse("its terms have other names than those of the recorded step")
+            self._refuse("the names of its terms differ from those of the recorded step")
             return terms
         end = _copies(state)
         random_state_at_end = torch.cuda.get_rng_state()
@@ -234,28 +235,28 @@ class StepRecorder:
         replayed_terms = [replayed[name] for name in terms]
         recording.is_verified = all_equal([*state, *replayed_terms], [*end, *terms.values()])
         if not recording.is_verified:
-            self._refuse("replayed it ends at other bits")
+            self._refuse("its replay has other bits")
             put(state, end)
             torch.cuda.set_rng_state(random_state_at_end)
         return terms
 
     def _refuse(self, reason: str) -> None:
-        log.info("a step cannot be recorded, and is launched kernel by kernel: %s", reason)
+        log.info("a step cannot be recorded, so its kernels are launched one by one: %s", reason)
         self.recordings.clear()
         _refused.add(self.kind)
 
 
 def _clean_up(error: RuntimeError, device: torch.device, pool: Any) -> None:
-    """Restore the card after a recording that failed, and raise Ctrl-C again if that was why.
+    """Restore the GPU after a failed recording. Raises KeyboardInterrupt again if it was the cause.
 
-    Torch does this only after a recording that succeeds. Otherwise its memory stays set aside for
-    the recording, and in some versions its generator stays in recording mode.
+    Torch only does this after a successful recording. Otherwise, memory stays reserved for the
+    recording, and in some versions the generator stays in recording mode.
     """
     index = device.index
     if index is None:
         index = torch.cuda.current_device()
     with suppress(RuntimeError, StopIteration):
-        # The second name is that of torch before 2.8.
+        # The second name is for torch before 2.8.
         names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
         end_allocation = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
         # Raises RuntimeError if the recording succeeded and has released its memory itself.
@@ -274,13 +275,13 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def put(state: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy values into tensors, one by one."""
+    """Copy values into the tensors of a state."""
     for tensor, value in zip(state, values, strict=True):
         tensor.copy_(value)
 
 
 def all_equal(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    """Whether tensors are equal one by one, with NaN at the same places. The host waits once."""
+    """Whether all tensors are equal, with NaN at the same positions. The host waits only once."""
     equal = []
     for a, b in zip(tensors, expected, strict=True):
         both_nan = (a != a) & (b != b)
@@ -290,11 +291,10 @@ def all_equal(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 @contextmanager
 def on_own_stream(device: torch.device) -> Iterator[None]:
-    """Train on a CUDA card, in a stream in which steps can be recorded. On the CPU this does
-    nothing.
+    """Train on a GPU, in a stream in which steps can be recorded. This has no effect on the CPU.
 
-    Threads take turns. A recording would contain what another thread does meanwhile, and both would
-    draw from the same generator.
+    Threads take turns. Otherwise, a recording would contain the kernels of another thread, and both
+    would draw from the same generator.
     """
     if device.type != "cuda":
         yield
@@ -318,11 +318,11 @@ def on_own_stream(device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream per process, because cuBLAS keeps a workspace for each."""
+    """One stream per process, because cuBLAS has a workspace for each stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-# Watching a step: whether a replay of its kernels would be the same step.
+# Watching a step, to see whether a replay of its kernels would be the same step.
 
 aten = torch.ops.aten
 
@@ -344,26 +344,26 @@ HOST_OPERATIONS = {
     aten.unique_consecutive,
     aten.unique_dim,
 }
-"""Operations whose result the host needs, or that bring a number from the host. A replay would not
-do them.
+"""Operations whose result the host needs, or that read a number from the host. A replay would skip
+them.
 """
 
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-"""Operations for which the host needs to know how many entries a mask selects."""
+"""Operations for which the host needs the number of entries that a mask selects."""
 
 COPYING = {aten._to_copy, aten.copy_}
 
 NO_MEMORY = 0
-"""The place of a tensor without memory."""
+"""The address of a tensor without memory."""
 
 _passed_on: dict[Any, Any] = {}
-"""The warnings that were passed on, so that each is shown once."""
+"""The warnings that have been passed on, so that each is shown once."""
 
 
 class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes, while a step is done, whether a replay would be the same step.
+    """Records, during a step, whether a replay would be the same step.
 
-    Tensors are known by the place of their memory, which views share.
+    Tensors are identified by the address of their memory, which views share.
     """
 
     supports_higher_order_operators = True
@@ -371,17 +371,17 @@ class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, device: torch.device, state: Iterable[Tensor], made_in_previous: Set[int]
     ) -> None:
-        """state: the tensors that the step changes. made_in_previous: the places of tensors that
-        the step before made. If one is read now, the objective has kept it in Python.
+        """state: the tensors that the step changes. made_in_previous: the addresses of tensors that
+        the previous step created. If one of them is read, the objective has stored it in Python.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.state = _places(state)
         self.made_in_previous = made_in_previous
         self.made = {NO_MEMORY}
-        """The places of the tensors that this step made."""
+        """The addresses of the tensors that this step created."""
         self.operations: list[tuple[Any, ...]] = []
-        """Every operation with its numbers."""
+        """All operations with their numeric arguments."""
         self.cannot_replay = False
 
     def __torch_dispatch__(
@@ -393,10 +393,10 @@ class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
-            # A higher-order operator, for example a loop, hides the operations in it.
+            # A higher-order operator, such as a loop, hides its operations.
             self.cannot_replay = True
             return func(*args, **kwargs)
-        written = _written(func, args, kwargs)
+        outputs = _written_tensors(func, args, kwargs)
         result = func(*args, **kwargs)
 
         if _needs_host(func.overloadpacket, args, kwargs) or self._crosses_devices(
@@ -406,7 +406,7 @@ class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         read_places = _places(_tensors((args, kwargs)))
         writable = self.state | self.made
-        if not _places(written) <= writable:
+        if not _places(outputs) <= writable:
             self.cannot_replay = True
         if (read_places - writable) & self.made_in_previous:
             self.cannot_replay = True
@@ -417,8 +417,8 @@ class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _crosses_devices(self, operation: Any, values: Iterable[Any]) -> bool:
-        """Whether an operation moves a tensor between host and device. A scalar on the host is
-        passed to a kernel as a number, unless it is copied.
+        """Whether an operation moves a tensor between host and device. Kernels take scalars on the
+        host as numbers, unless they are copied.
         """
         away = [v for v in values if isinstance(v, Tensor) and v.device != self.device]
         if operation in COPYING:
@@ -430,14 +430,14 @@ class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def watched(
     inputs: StepInputs, state: Sequence[Tensor], made_in_previous: Set[int]
 ) -> Iterator[StepWatch]:
-    """Watch a step: afterwards ``cannot_replay`` is set.
+    """Watch a step and set ``cannot_replay``.
 
-    In addition to single operations, this notes whether the host waited for the card, and whether
-    anything drew from the generators of Python or NumPy.
+    In addition to single operations, this checks whether the host waited for the GPU, and whether
+    the step drew from the generators of Python or NumPy.
     """
     device = inputs.x.device
     random_state = (random.getstate(), _numpy_state())
-    # Inputs may be in memory where the step before had a tensor.
+    # Inputs may reuse the memory of a tensor of the previous step.
     made_in_previous = made_in_previous - _places([inputs.x, inputs.y, inputs.positions])
     with StepWatch(device, state, made_in_previous) as watch, _sync_warnings(device) as waits:
         yield watch
@@ -482,12 +482,12 @@ def _numpy_state() -> tuple[Any, ...]:
 
 
 def _needs_host(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the host needs a result of an operation to go on."""
+    """Whether the host needs the result of an operation to continue."""
     if operation in HOST_OPERATIONS:
         return True
     if operation in INDEXING:
         return any(_is_mask(index) for index in args[1])
-    # Without an output size, the host has to sum the repeats.
+    # Without an output size, the host must sum the repeats.
     return operation is aten.repeat_interleave and kwargs.get("output_size") is None
 
 
@@ -495,17 +495,17 @@ def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes into, according to its schema."""
-    written = []
+def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operation modifies, according to its schema."""
+    outputs = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         if position < len(args):
-            written.append(args[position])
+            outputs.append(args[position])
         else:
-            written.append(kwargs.get(argument.name))
-    return _tensors(written)
+            outputs.append(kwargs.get(argument.name))
+    return _tensors(outputs)
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -513,7 +513,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _places(tensors: Iterable[Tensor]) -> set[int]:
-    """Where the memory of tensors is. Views of one tensor are at the same place."""
+    """The addresses of the memory of tensors. Views of a tensor have the same address."""
     return {_place(tensor) for tensor in tensors}
 
 

@@ -1,5 +1,5 @@
-"""How a run uses the hardware: cores and threads, memory that the process frees, and the precision
-of its arithmetic.
+"""The hardware of a run: cores and threads, the memory that a process frees, and the precision of
+arithmetic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from fedstill.core.errors import ConfigError
 
 WORKERS = "FEDSTILL_WORKERS"
-"""The environment variable with the number of jobs side by side; by default one per core."""
+"""The environment variable with the number of parallel jobs; by default one per core."""
 
 T = TypeVar("T")
 
@@ -36,21 +36,22 @@ def cores() -> int:
 
 
 def workers() -> int:
-    """The number of jobs to do side by side. Raises ConfigError if the environment variable is not
-    a number from 1.
+    """The number of parallel jobs. Raises ConfigError if the environment variable is not a positive
+    integer.
     """
     value = os.environ.get(WORKERS, "")
     if not value:
         return cores()
     if not value.isdecimal() or int(value) == 0:
-        raise ConfigError(f"{WORKERS} = {value!r} in the environment must be a whole number from 1")
+        raise ConfigError(f"{WORKERS} = {value!r} in the environment must be a positive integer")
     return int(value)
 
 
 @dataclass(frozen=True)
 class ThreadCounts:
-    """The torch threads of a client in a stage of ``several`` clients, and of a client ``alone`` or
-    a stack. The last bit of a sum depends on them, so they are part of a run's definition.
+    """The number of torch threads of each client in a stage with ``several`` clients, and of a
+    client ``alone`` or a stack. The last bit of a sum depends on it, so it is part of a run's
+    config.
     """
 
     several: int = 1
@@ -59,7 +60,7 @@ class ThreadCounts:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Compute with this number of torch threads within the block."""
+    """Set the number of torch threads within the block."""
     previous = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -69,16 +70,17 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
-    """The result of each job, in order. Every job has one torch thread, so the bits do not depend
-    on ``workers``.
+    """The results of parallel jobs, in order. Each job has one torch thread, so that the bits do
+    not depend on ``workers``.
     """
     if min(workers, len(jobs)) < 2:
         with torch_threads(1):
             return [job() for job in jobs]
-    from fedstill.core.process_settings import is_settled, process_settings  # for threads alone
+    # Lazy, because only threads need it.
+    from fedstill.core.process_settings import is_settled, process_settings
 
     if not is_settled():
-        # Whoever leaves the settings ends the threads.
+        # The threads end when the process settings are left.
         with process_settings():
             return side_by_side(jobs, workers)
     futures = [_pool(workers).submit(job) for job in jobs]
@@ -87,8 +89,8 @@ def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
 
 @functools.cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Threads that stay until the run ends, because each builds the modules that its jobs run in.
-    The number of torch threads is a setting of each thread.
+    """Threads that live until the run ends, because each of them builds its own modules. The number
+    of torch threads is set in each thread.
     """
     from fedstill.core.process_settings import at_the_end
 
@@ -103,34 +105,34 @@ def _pool(workers: int) -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):
-    # A child process has none of its parent's threads.
+    # A child process does not inherit its parent's threads.
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 # ---- memory --------------------------------------------------------------------------------------
 
 # A step allocates and frees the activations and gradients of a batch. If the C library returns
-# their pages to the system, the next step waits until they are found, cleared and mapped again.
-# ``python -m benchmarks.allocator`` prints what keeping them is worth.
+# their pages to the system, the next step waits until they are mapped again.
+# ``python -m benchmarks.allocator`` measures the effect.
 
 KEEP_FREED = "FEDSTILL_KEEP_FREED"
-"""The environment variable that, at 0, leaves the C library as it is. The process then holds less
-memory between stages.
+"""The environment variable that disables this if it is 0. The process then uses less memory between
+stages.
 """
 
 # mallopt's names for its parameters.
 _MMAP_THRESHOLD = -3
 _TRIM_THRESHOLD = -1
 _LARGEST_BLOCK = 32 * 2**20
-"""The largest value that glibc takes for ``_MMAP_THRESHOLD``, in bytes."""
+"""The largest value of ``_MMAP_THRESHOLD`` that glibc accepts, in bytes."""
 _NEVER_TRIM = 2**31 - 1
 
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Have this process keep the memory that it frees, for good; return whether it does.
+    """Let this process keep the memory that it frees, permanently; return whether it does.
 
-    Only glibc can be asked to.
+    This only works with glibc.
     """
     if sys.platform != "linux" or os.environ.get(KEEP_FREED) == "0":
         return False

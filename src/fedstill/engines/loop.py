@@ -1,8 +1,9 @@
 """The training loop: it trains one client, or a stack of clients, for one stage.
 
-There is no other loop. ``Training.run`` goes through the batches and ``Training.step`` does one
-step: the terms of the method's objective, their gradient, and the optimiser's update, with the
-method's hooks where it has them.
+All engines use this loop. ``Training.run`` iterates over the batches, and ``Training.step``
+executes
+a step: the terms of the method's objective, their gradient, and the optimiser's update, with the
+functions that the method overrides.
 """
 
 from __future__ import annotations
@@ -48,15 +49,16 @@ Objective = Callable[[Step, TrainingStart], Mapping[str, Tensor]]
 """``ClientWork.terms`` or ``ClientWork.ascent_terms``."""
 
 DETACHED = (
-    "gives terms that do not depend on what is trained, so nothing would be: is a tensor detached, "
-    "made with .item() or NumPy, or under torch.no_grad()?"
+    "returns terms that do not depend on the trained parameters, so nothing would be trained: is a "
+    "tensor detached, created with .item() or NumPy, or under torch.no_grad()?"
 )
-
+"""The message about terms without a gradient."""
 
 UNWEIGHTED = (
-    "reads labels and does not weight their losses by class: call step.weighted(losses), or leave "
-    "class_weights out of the stage's plan"
+    "reads labels but does not weight losses by class: call step.weighted(losses), or remove "
+    "class_weights from the stage's plan"
 )
+"""The message about terms that ignore class weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ class Trained:
 def train(work: ClientWork, start: TrainingStart, view: View, setup: TrainingSetup) -> Trained:
     """Train one client for one stage.
 
-    The outcome depends on the arguments alone: all random numbers are drawn from the run's seed by
+    The outcome only depends on the arguments: all random numbers are drawn from the run's seed by
     key.
     """
     view, inputs = with_network_of(start, view, setup.inputs)
@@ -94,16 +96,18 @@ def train(work: ClientWork, start: TrainingStart, view: View, setup: TrainingSet
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """On a card, a stream of this thread's own."""
+    """A separate CUDA stream; no effect on the CPU."""
     if device.type != "cuda":
         return nullcontext()
-    from fedstill.engines.cuda_graphs import on_own_stream  # only a card has streams
+    from fedstill.engines.cuda_graphs import on_own_stream  # lazy, because only GPUs have streams
 
     return on_own_stream(device)
 
 
 def _dropout_by_key(view: View, setup: TrainingSetup) -> AbstractContextManager[None]:
-    """Layers such as dropout draw from torch's global generator: it is seeded for this client."""
+    """Seed torch's global generator for this client if its network draws from it, as dropout
+    does.
+    """
     if not draws_random_numbers(view.model):
         return nullcontext()
     stage = setup.stage
@@ -111,9 +115,9 @@ def _dropout_by_key(view: View, setup: TrainingSetup) -> AbstractContextManager[
 
 
 class Training:
-    """One training from its start to its end, of one client or of a stack.
+    """The training of one client or of a stack in a stage.
 
-    Hooks that a method leaves as they are would change nothing, and are not called.
+    Functions that a method does not override are not called.
     """
 
     def __init__(self, work: ClientWork, clients: TrainingClients) -> None:
@@ -166,10 +170,11 @@ class Training:
         clients = self.clients
         if not isinstance(clients, LoneClient) or not may_record_steps(clients.device):
             return None
-        # A step by a rule has batches of varying size; after_step makes a new trace in every step.
+        # Batches of a rule vary in size, and after_step creates a new trace in every step.
         if self.setup.rule is not None or self.acts_after_step:
             return None
-        from fedstill.engines.cuda_graphs import StepRecorder, whole_batches  # only for a card
+        # Lazy, because only GPUs need it.
+        from fedstill.engines.cuda_graphs import StepRecorder, whole_batches
 
         return StepRecorder(
             act=self._step,
@@ -181,13 +186,13 @@ class Training:
         )
 
     def close(self) -> None:
-        """Delete the recordings now. Left to the garbage collector, they could be deleted while
-        another thread records, which breaks its recording.
+        """Delete the recordings. The garbage collector could delete them while another thread
+        records, which would break its recording.
         """
         self.recorder = None
 
     def run(self) -> list[Trained]:
-        """Train to the end, and return each client's outcome."""
+        """Train, and return each client's outcome."""
         best = BestEpoch(self.plan.patience)
         batch = None
         for batch in self.clients.batches():
@@ -195,7 +200,7 @@ class Training:
             if not batch.ending:
                 continue
             if self.setup.by_epoch:
-                self._keep_params(batch.ending)
+                self._store_params(batch.ending)
             if uses_scores(self.plan):
                 best.add(self._score(), self.params)
                 if best.is_out_of_patience:
@@ -205,7 +210,7 @@ class Training:
     def _score(self) -> float | None:
         return self.work.validation_score(self.params, self.clients.view)
 
-    def _keep_params(self, ending: Sequence[int]) -> None:
+    def _store_params(self, ending: Sequence[int]) -> None:
         """Copy the parameters of the clients whose epoch ends."""
         params_by_client = self.clients.copies(self.params)
         for place in ending:
@@ -238,7 +243,7 @@ class Training:
     def step(self, batch: Batch) -> None:
         """One step of every client that is still training.
 
-        Nothing here needs a number from the device, so the host runs ahead of a GPU.
+        A step needs no number from the device, so the host runs ahead of a GPU.
         """
         inputs = self.clients.step_inputs(batch)
         if self.setup.rule is not None:
@@ -253,7 +258,7 @@ class Training:
     def _step(self, inputs: StepInputs, running: Tensor | None = None) -> Terms:
         """Update the trained entries by the gradient of the objective; return its terms.
 
-        running: which clients of a stack are still training; None if all are.
+        running: whether each client of a stack is still training; None if all are.
         """
         params = self.params
         leaves = self.leaves
@@ -262,7 +267,7 @@ class Training:
             params = self._params_with(leaves)
         terms = self._terms(self.work.terms, params, inputs)
         has_gradient = backward(terms, leaves)
-        # A method with these hooks may update entries without a gradient.
+        # A method that overrides these functions may update entries without a gradient.
         has_hook = self.adjusts_gradients or self.acts_after_step
         if not has_gradient and self.leaves and not has_hook:
             raise bad_return(self.work.terms, DETACHED)
@@ -277,14 +282,14 @@ class Training:
         return terms
 
     def _step_by_rule(self, inputs: StepInputs, rule: GradientRule) -> Terms:
-        """Update the trained entries by a rule's combination of the examples' gradients; return the
-        mean terms, or none if the step has no examples.
+        """Update the trained entries by a rule that combines the gradients of single examples;
+        return the mean terms, or no terms if the step has no examples.
         """
 
         def example_terms(entries: Tensors, example: StepInputs) -> Terms:
             return self._terms(self.work.terms, {**self.params, **entries}, example)
 
-        from fedstill.engines.stack import example_gradients  # few runs have such a rule
+        from fedstill.engines.stack import example_gradients  # lazy, because few runs need it
 
         by_example: dict[str, Tensor] = {}
         terms: Terms = {}
@@ -310,7 +315,7 @@ class Training:
         return self.clients.per_client(client_terms, params, inputs)
 
     def _perturbed_leaves(self, inputs: StepInputs) -> dict[str, Tensor]:
-        """New leaves: the trained entries at the point where ``perturb`` wants the gradient."""
+        """New leaves: the trained entries at the point that ``perturb`` returns."""
         ascent_terms: Terms = {}
         if self.has_ascent_terms:
             ascent_terms = self._terms(self.work.ascent_terms, self.params, inputs)
@@ -327,10 +332,10 @@ class Training:
         }
 
     def _params_with(self, leaves: Tensors) -> dict[str, Tensor]:
-        """All entries, with ``leaves`` for the trained ones.
+        """All entries, with ``leaves`` as the trained ones.
 
-        After a first pass the others are copies. Batch normalisation has updated its statistics in
-        that pass, and the second pass must not update them again.
+        After a pass for the ascent terms, the other entries are copies, because the second pass
+        must not update the statistics of batch normalisation again.
         """
         params = {**self.params, **leaves}
         if self.has_ascent_terms:
@@ -340,7 +345,7 @@ class Training:
         return params
 
     def _update(self) -> None:
-        """The optimiser's step, and a method's hooks before and after it."""
+        """The optimiser's step, and the method's functions before and after it."""
         if self.adjusts_gradients:
             self._adjust_gradients()
         if self.plan.clip_norm > 0:
@@ -359,7 +364,7 @@ class Training:
             leaf.grad = adjusted[name].to(leaf.dtype)
 
     def _step_with_hook(self) -> None:
-        """The optimiser's step, and what ``after_step`` makes of it."""
+        """The optimiser's step, followed by the method's ``after_step``."""
 
         def after_step(
             start: TrainingStart,
@@ -382,8 +387,8 @@ class Training:
                 leaf.copy_(params[name])
 
     def _update_only(self, running: Tensor) -> None:
-        """Update the clients that are still training. The others take part in the step and are put
-        back afterwards: besides their gradient, momentum and weight decay would move them on.
+        """Update the clients that are still training. The other clients take part in the step and
+        are restored afterwards, because momentum and weight decay would change them.
         """
         before = trees.clone(self.leaves)
         trace = self.trace
@@ -398,27 +403,27 @@ class Training:
 
 
 def _overrides(work: ClientWork, hook: str) -> bool:
-    """Whether a method has its own version of a hook."""
+    """Whether a method overrides a function."""
     return getattr(type(work), hook) is not getattr(ClientWork, hook)
 
 
 def _averaged(term: Tensor, step: Step) -> Tensor:
-    """A term with one value per example, averaged over the real examples; another one as it is."""
+    """The mean of a term over the real examples; a term that is one number does not change."""
     if term.dim() == 0:
         return term
     return step.mean(term)
 
 
 def _where_running(running: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """New values (K, ...) of the clients that are running, and old ones of the others."""
+    """New values (K, ...) of the clients that are training, and old values of the others."""
     ones = [1] * (new.dim() - 1)
     return torch.where(running.view(-1, *ones), new, old)
 
 
 def backward(terms: Mapping[str, Tensor], leaves: Tensors) -> bool:
-    """Compute the gradient of the sum of all terms. A leaf on which no term depends has none.
+    """Compute the gradient of the sum of all terms. Leaves on which no term depends have none.
 
-    False if no term depends on any leaf.
+    Returns False if no term depends on any leaf.
     """
     for leaf in leaves.values():
         leaf.grad = None
@@ -445,7 +450,7 @@ def _at_least_float32(term: Tensor) -> Tensor:
 
 
 def gradients_of(leaves: Tensors) -> dict[str, Tensor]:
-    """Copies of the leaves' gradients; zeros for a leaf without one."""
+    """Copies of the leaves' gradients; zeros for a leaf without a gradient."""
     gradients = {}
     for name, leaf in leaves.items():
         if leaf.grad is None:
@@ -460,14 +465,14 @@ class BestEpoch:
     """The score of each epoch, and the parameters of the best one."""
 
     patience: int
-    """After how many epochs without a better one training stops; 0: never."""
+    """The number of successive epochs without improvement after which training stops; 0: never."""
     scores: list[float] = field(default_factory=list)
     best_score: float = float("-inf")
     params: dict[str, Tensor] = field(default_factory=dict)
     epochs_since_best: int = 0
 
     def add(self, score: float | None, params: Tensors) -> None:
-        """Add an epoch; None is the score of a client without examples to score by."""
+        """Add an epoch. The score is None for a client without validation examples."""
         if score is None:
             return
         self.scores.append(score)
@@ -485,8 +490,8 @@ class BestEpoch:
 
 
 class TermSums:
-    """The sums of the terms over an epoch, by client. They are tensors, so that no step waits for a
-    number.
+    """The sums of the terms over an epoch, by client. They are tensors, so that no step waits for
+    the device.
     """
 
     def __init__(self) -> None:
@@ -494,7 +499,7 @@ class TermSums:
         self.counts: int | Tensor = 0
 
     def add(self, terms: Mapping[str, Tensor], batch: Batch) -> None:
-        """Add the terms of a step. Every epoch starts from zero."""
+        """Add the terms of a step. The sums are reset at the start of every epoch."""
         if isinstance(batch.begins_epoch, Tensor):
             self._reset_where(batch.begins_epoch)
         elif batch.begins_epoch:
@@ -510,7 +515,7 @@ class TermSums:
         self.counts = self.counts + batch.sizes
 
     def _reset_where(self, begins_epoch: Tensor) -> None:
-        """Set the sums of some stacked clients to zero: their epochs begin at different steps."""
+        """Reset the sums of those stacked clients whose epoch begins."""
         zero = torch.zeros((), device=begins_epoch.device)
         for name, value in self.sums.items():
             self.sums[name] = torch.where(begins_epoch, zero.to(value.dtype), value)

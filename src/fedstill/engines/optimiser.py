@@ -1,10 +1,10 @@
 """Optimisers of local training: torch's own update rules, with an empty state for every client and
 stage.
 
-They call torch's fused kernels, which read and write each tensor once per step; unfused ones do so
-about five times. They call them in their functional form, for two reasons: to construct a
-``torch.optim.Optimizer`` imports torch's compiler, which takes seconds in every process, and a
-functional step works on the tensors of one client and of a stack alike.
+They call torch's fused kernels, which read and write each tensor once per step instead of about
+five times. They use the functional form for two reasons: constructing a ``torch.optim.Optimizer``
+imports torch's compiler, which takes seconds in every process, and a functional step works for one
+client and for a stack.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fedstill.core.records import Plan
 
 
 class Optimiser(Protocol):
-    """Updates its leaves in place, by their gradients."""
+    """Updates its leaves in place by their gradients."""
 
     def step(self) -> None:
         """One update. A leaf without gradient stays as it is."""
 
     def state(self) -> list[Tensor]:
-        """The tensors that it keeps from step to step."""
+        """The tensors that persist between steps."""
 
 
 def optimiser(plan: Plan, leaves: Sequence[Tensor], lr: float) -> Optimiser:
@@ -65,7 +65,7 @@ class Sgd:
             else:
                 with_momentum.append(i)
 
-        # A fused call takes leaves that all have momentum, or that all have none yet.
+        # A fused call needs leaves that all have momentum, or all have no momentum yet.
         self._update(with_momentum)
         self._update(without_momentum)
 
@@ -86,7 +86,7 @@ class Sgd:
             nesterov=False,
             maximize=False,
         )
-        # Where there was no momentum, the call has put new tensors into the list.
+        # For leaves without momentum, the call has put new tensors into the list.
         for i, updated in zip(places, momentum, strict=True):
             self.momentum[i] = updated
 

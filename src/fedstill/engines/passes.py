@@ -1,7 +1,7 @@
 """Passes over data without training: logits, features and gradients at fixed parameters, counts of
-right predictions, and what a pass costs.
+correct predictions, and the cost of passes.
 
-Examples are passed in shards of a fixed size, so that the bits depend on nothing else.
+Shards have a fixed size, so that the bits do not depend on the number of examples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedstill.core.trees import on_cpu
 from fedstill.data.inputs import Inputs
 from fedstill.engines.hardware import Precision, lowered, side_by_side
 from fedstill.models import contract
-from fedstill.models.ensemble import Joined
+from fedstill.models.ensemble import CombinedPredictor
 from fedstill.models.functional import SHARD, channels_last
 
 LONG_SHARD = 0.002
@@ -189,7 +189,7 @@ def _may_use_threads(predict: Predict, examples: Examples, workers: int) -> bool
     # The library's predictors run in a module of each thread's own; nothing is known of others.
     inner = inspect.unwrap(predict)
     predictors: Sequence[Any] = [inner]
-    if isinstance(inner, Joined):
+    if isinstance(inner, CombinedPredictor):
         predictors = inner.predictors
     return all(isinstance(p, contract.Predictor) for p in predictors)
 
@@ -279,10 +279,10 @@ def without_cudnn() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def forward_flops(model: ModelSpec) -> float:
-    """Floating-point operations of one example's forward pass. Like torch's counter, it counts
-    products only.
+    """The floating-point operations of one example's forward pass. Like torch's counter, this only
+    counts matrix products and convolutions.
     """
-    # On the device meta, torch would import its compiler to know the shape of a ReLU's result.
+    # On the meta device, torch would import its compiler for the shape of a ReLU's result.
     counter = _ProductCounter()
     _forward_under(counter, model, "cpu")
     return float(counter.count)
@@ -290,8 +290,8 @@ def forward_flops(model: ModelSpec) -> float:
 
 @lru_cache(maxsize=64)
 def embedding_size(model: ModelSpec) -> int:
-    """The number of entries of a network's embeddings. A pass looks up a few of them, but a step
-    has a gradient for all.
+    """The number of entries of a network's embeddings. A pass reads a few of them, but a step has a
+    gradient for all of them.
     """
     embeddings = [m for m in contract.module(model).modules() if isinstance(m, nn.Embedding)]
     return sum(embedding.weight.numel() for embedding in embeddings)
@@ -299,13 +299,11 @@ def embedding_size(model: ModelSpec) -> int:
 
 @lru_cache(maxsize=64)
 def activations(model: ModelSpec) -> int:
-    """The numbers that a network's layers give for one example in a forward pass. Views are not
-    counted again.
-    """
+    """The number of activations of a network in one example's forward pass, without views."""
     counter = _ActivationCounter()
     try:
         _forward_under(counter, model, "meta")
-    # Torch raises these for an operation that meta lacks, and if the network looks at numbers.
+    # Torch raises these for operations that the meta device lacks, and if the network reads values.
     except (NotImplementedError, RuntimeError):
         counter = _ActivationCounter()
         _forward_under(counter, model, "cpu")
@@ -313,15 +311,15 @@ def activations(model: ModelSpec) -> int:
 
 
 def step_flops(model: ModelSpec, batch: float) -> float:
-    """Floating-point operations of a training step. A backward pass takes two forward passes, and
-    embeddings have no products but a gradient and an update.
+    """The floating-point operations of a training step. A backward pass counts as two forward
+    passes. Embeddings have no products, but a gradient and an update.
     """
     return 3 * forward_flops(model) * batch + 2 * embedding_size(model)
 
 
 def _forward_under(counter: _Counter, model: ModelSpec, device: Literal["meta", "cpu"]) -> None:
-    """Run one example's forward pass on a device under a counter; tensors on meta have shapes but
-    no numbers.
+    """Run one example's forward pass on a device under a counter. Tensors on the meta device have
+    no values.
     """
     module = contract.module(model, "frozen").eval()
     entries = {
@@ -334,7 +332,7 @@ def _forward_under(counter: _Counter, model: ModelSpec, device: Literal["meta", 
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up a number for each operation of a pass."""
+    """Sums a number over the operations of a pass."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -342,8 +340,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch would import its compiler, in about a second, to exclude the mode from compiling.
-        Nothing is compiled under a counter.
+        """False, because nothing is compiled under a counter. Otherwise torch would import its
+        compiler, which takes about a second.
         """
         return False
 
@@ -359,10 +357,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _ProductCounter(_Counter):  # type: ignore[no-untyped-call]
-    """Counts floating-point operations of products, by the formulas of torch's own counter."""
+    """Counts the floating-point operations of products, with the formulas of torch's counter."""
 
     def counted(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """The operations of a product; 0 of anything else."""
+        """The number of operations of a product; 0 for other operations."""
         formula = flop_registry.get(func.overloadpacket)
         if formula is None:
             return 0
@@ -370,13 +368,15 @@ class _ProductCounter(_Counter):  # type: ignore[no-untyped-call]
 
 
 class _ActivationCounter(_Counter):  # type: ignore[no-untyped-call]
-    """Counts the floating-point numbers that operations give, except those that give a view."""
+    """Counts the floating-point numbers that operations return, without views."""
 
     def counted(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """The numbers that an operation gives; 0 of a view."""
+        """The number of floating-point numbers in the result of an operation; 0 for a view."""
         if any(returned.alias_info for returned in func._schema.returns):
             return 0
-        values = result if isinstance(result, (tuple, list)) else (result,)
+        values = result
+        if not isinstance(result, (tuple, list)):
+            values = (result,)
         return sum(
             value.numel()
             for value in values

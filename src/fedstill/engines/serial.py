@@ -1,4 +1,6 @@
-"""The serial engine, the reference: one client after another, in this process."""
+"""The serial engine, which defines the results of all engines: one client after another, in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from torch import Tensor
 from fedstill.core.checks import (
     MutationGuard,
     checked_return,
+    content_and_state,
     journal_fields,
     place,
-    sent_and_remembered,
 )
 from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
 from fedstill.core.extensions import ClientHook, Fields, GradientRule
@@ -54,29 +56,29 @@ CARD_FAILED = (
     torch.cuda.OutOfMemoryError,
     getattr(torch, "AcceleratorError", torch.cuda.OutOfMemoryError),
 )
-"""Errors of the card itself. Whether one occurs depends on the card's load, not on the client."""
+"""Errors of the GPU itself, which depend on its load and not on the client."""
 
 
 class Sites(Protocol):
-    """Where the data are: one view for each client and stage."""
+    """The source of the clients' views."""
 
     @property
     def inputs(self) -> Inputs: ...
 
     @property
     def public(self) -> Examples | None:
-        """The public set with its labels, which only measures may look at."""
+        """The public set with its labels, which only measures may read."""
 
     @property
     def common_test(self) -> Examples | None:
-        """The test set on which, in a simulation, local models are measured."""
+        """The test set for local models in a simulation."""
 
     def view(self, client: int, stage: Stage) -> View:
-        """What a client sees in a stage."""
+        """The view of a client in a stage."""
 
     def size(self, client: int) -> int:
-        """About how many examples a client has: only the order in which clients begin depends on
-        it.
+        """The approximate number of a client's examples. It only determines the order in which
+        clients start.
         """
 
 
@@ -85,25 +87,25 @@ class ReplyCache(Protocol):
 
     @property
     def stages(self) -> frozenset[str]:
-        """The stages whose replies may serve again."""
+        """The stages whose replies may be reused."""
 
     def key(self, engine: SerialEngine, job: ClientJob) -> str:
-        """The key of the reply to a job: it identifies everything that the reply depends on."""
+        """The key of the reply to a job, which covers everything that the reply depends on."""
 
     def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
-        """The cached reply of a key, or a new one that is cached from now on."""
+        """The cached reply of a key, or a new reply, which is then cached."""
 
 
 Version = tuple[str, str]
-"""A client's memory of a stage: the name of its file, and that file's SHA-256."""
+"""The version of a client state: the name of its file and the file's SHA-256."""
 
 
 class Memory:
-    """The memories of all clients, in this process. What a stage changes takes effect when it is
+    """The states of all clients, in this process. Changes by a stage take effect when the stage is
     committed.
 
-    remembered: what some clients remember already. ``index``: the version that counts of each
-    client whose memory is a file; none here (``running.checkpoint``).
+    remembered: initial client states. ``index``: the valid version of each client state that is in
+    a file; empty here (see ``running.checkpoint``).
     """
 
     def __init__(self, remembered: Mapping[int, Payload] | None = None) -> None:
@@ -113,29 +115,27 @@ class Memory:
         self._pending: dict[int, Payload] = {}
 
     def in_process(self) -> Memory:
-        """The same in this process, to go on from without changing this one."""
+        """A copy in this process, whose changes do not affect this memory."""
         return Memory(self._committed)
 
     def load(self, client: int) -> Payload:
-        """What a client remembers; nothing at first."""
+        """The state of a client; initially empty."""
         return self._committed.get(client, NOTHING)
 
     def hold(self, client: int, client_state: Payload | Keep) -> None:
-        """Take a client's state after a stage that is not committed yet; ``KEEP``: the one before
-        the stage.
+        """Store a client's state after a stage that is not committed yet. ``KEEP`` stands for the
+        state before the stage.
         """
         if client_state is KEEP:
             client_state = self.load(client)
         self._pending[client] = client_state
 
     def held(self, client: int) -> Payload:
-        """What a client remembers of a stage that is not committed yet; nothing, if it remembers
-        nothing.
-        """
+        """A client's state after a stage that is not committed yet; may be empty."""
         return self._pending.get(client, NOTHING)
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """Keep what these clients remember of a stage, and drop what the others do."""
+        """Make the states of these clients after a stage valid, and discard those of others."""
         for client in clients:
             self.forget(client)
         states = {client: self.held(client) for client in clients}
@@ -143,15 +143,15 @@ class Memory:
         self._pending.clear()
 
     def forget(self, client: int) -> None:
-        """Drop what a client remembers."""
+        """Delete the state of a client."""
         self._committed.pop(client, None)
 
     def write(self, stage: Stage, states: Mapping[int, Payload]) -> None:
-        """Keep the states of clients after a stage, none of which is empty."""
+        """Store non-empty states of clients after a stage."""
         self._committed.update(states)
 
     def prune(self, names: Collection[str]) -> None:
-        """Take note of the files that checkpoints name; a memory in files deletes all others."""
+        """Set the files that checkpoints refer to. A memory in files deletes all other files."""
         self.named = frozenset(names)
 
 
@@ -169,20 +169,20 @@ class ClientJob:
 
 @dataclass(frozen=True)
 class StartedClient:
-    """A client that has begun its work in a stage."""
+    """A client that has started its work in a stage."""
 
     job: ClientJob
     view: View
     start: TrainingStart
     seconds: float
-    """How long it took to begin."""
+    """The seconds that the start took."""
     guard: MutationGuard
     """Detects changes of the payload."""
 
 
 @dataclass(frozen=True)
 class TimedTraining:
-    """The outcome of a client's training, and the seconds that it took."""
+    """The outcome of a client's training, and its duration in seconds."""
 
     trained: Trained | None = None
     """None if the stage trains nothing."""
@@ -193,8 +193,7 @@ class TimedTraining:
 class SerialEngine:
     """Runs the clients of a stage in the order of the schedule.
 
-    ``dataclasses.replace`` gives an engine that differs in some of its fields and shares the
-    memory.
+    ``dataclasses.replace`` returns an engine with other values of some fields and the same memory.
     """
 
     world: World
@@ -203,40 +202,40 @@ class SerialEngine:
     threads: ThreadCounts = field(default_factory=ThreadCounts)
     precision: Precision = "fp32"
     hooks: tuple[ClientHook, ...] = ()
-    """What extends the clients' work, in order."""
+    """The hooks that extend the clients' work, in order."""
     reply_cache: ReplyCache | None = None
     """Replies of other runs, for the stages that allow them."""
     stops_on_failure: bool = False
-    """Whether the first client that fails ends the run: with ClientFailed, chained to the client's
-    own exception.
+    """Whether the first failing client ends the run, with a ClientFailed that is chained to the
+    client's exception.
     """
 
     def run(
         self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
-        """The replies of the clients that were sent something; an exception in a client becomes its
-        reply's failure.
+        """The replies of the clients with a payload. An exception in a client becomes the failure
+        of its reply.
 
-        Raises CorruptFile for a damaged memory: to go on without that client would give other bits
-        than before.
+        Raises CorruptFile for a damaged client state, because continuing without the client would
+        change the bits.
         """
         replies = []
         with self._set_up(stage):
             for client in stage.clients:
                 if client not in payloads:
                     continue
-                # What its work draws from torch's global generators is drawn by key.
+                # torch's global generators are seeded by key, in case the work draws from them.
                 with drawing_from(seed_for(seed, stage.round, stage.index, client, "work")):
                     job = ClientJob(work, stage, client, payloads[client], seed)
                     replies.append(self._reply(job))
         return replies
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """Keep what these clients remember of a stage."""
+        """Make the states of these clients after a stage valid."""
         self.memory.commit(stage, clients)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Close the engine; no effect here."""
 
     @contextmanager
     def _set_up(self, stage: Stage) -> Iterator[None]:
@@ -261,24 +260,24 @@ class SerialEngine:
     def _failed(
         self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception
     ) -> list[Reply]:
-        """The replies of a client that failed, or of several that failed together in a stack.
+        """The replies of a failing client, or of several clients that failed together in a stack.
 
-        Raises CorruptFile, ChangedInPlace and KeyboardInterrupt again, because going on would give
-        other bits. Raises ClientFailed if the run stops on failures, or if the card failed.
+        Raises CorruptFile, ChangedInPlace and KeyboardInterrupt again, because continuing would
+        change the bits. Raises ClientFailed if the run stops on failures, or if the GPU failed.
         """
         if isinstance(error, (CorruptFile, ChangedInPlace)):
             raise error
-        # torch.func, interrupted, fails at its own clearing up
+        # After Ctrl-C, torch.func fails in its clean-up with another error.
         if isinstance(error.__context__, KeyboardInterrupt):
             raise error.__context__
-        from fedstill.core.user_code import reason  # for errors alone
+        from fedstill.core.user_code import reason  # lazy, because only errors need it
 
-        why = reason(error, work)
+        failure = reason(error, work)
         if self.stops_on_failure or isinstance(error, CARD_FAILED):
-            raise ClientFailed(place(stage), clients, why) from error
+            raise ClientFailed(place(stage), clients, failure) from error
         log.debug("clients %s failed", clients, exc_info=error)
         return [
-            Reply(client, NOTHING, 0, {}, stage.round, stage.index, failure=why)
+            Reply(client, NOTHING, 0, {}, stage.round, stage.index, failure=failure)
             for client in clients
         ]
 
@@ -299,8 +298,8 @@ class SerialEngine:
             view = replace(view, head=head)
 
         begin = job.work.begin
-        begun = begin(payload, self.memory.load(job.client), view, self.world)
-        start = checked_return(begun, TrainingStart, begin, "a TrainingStart")
+        result = begin(payload, self.memory.load(job.client), view, self.world)
+        start = checked_return(result, TrainingStart, begin, "a TrainingStart")
         guard.check(begin, job.client)
         if head is not None:
             start = replace(start, head=head)
@@ -308,11 +307,11 @@ class SerialEngine:
         return StartedClient(job, view, start, time.perf_counter() - began, guard)
 
     def _with_class_weights(self, start: TrainingStart, view: View, stage: Stage) -> TrainingStart:
-        """The start with the weights of the classes in training, if its plan has some."""
+        """The start with class weights, if the plan has class weights."""
         plan = self.world.plans.get(stage.name)
         if plan is None or plan.class_weights == "none" or not start.params:
             return start
-        from fedstill.core.label_counts import class_weights  # few plans have class weights
+        from fedstill.core.label_counts import class_weights  # lazy, because few plans need it
 
         weights = class_weights(plan, trained_labels(start, view, stage), view)
         if weights is None:
@@ -320,8 +319,8 @@ class SerialEngine:
         return replace(start, class_weights=weights.to(dtype_of(start.params)))
 
     def head(self, stage: Stage, client: int) -> Tensor | None:
-        """Which outputs take part in a client's training on its own data, (C,) bool; None where all
-        do.
+        """Whether each output takes part in a client's training on its own data, (C,) bool; None if
+        all do.
         """
         if client == SERVER or stage.view == "public":
             return None
@@ -351,7 +350,7 @@ class SerialEngine:
         return any(hook.keeps_epochs(stage) for hook in self.hooks)
 
     def _gradient_rule(self, view: View, stage: Stage) -> GradientRule | None:
-        """How single examples' gradients combine, if a hook has a rule."""
+        """The rule that combines the gradients of single examples, if a hook has one."""
         rules = (hook.gradient_rule(view, stage) for hook in self.hooks)
         return next((rule for rule in rules if rule is not None), None)
 
@@ -368,7 +367,7 @@ class SerialEngine:
             params = training.trained.params
             result = training.trained.result
 
-        content, client_state = sent_and_remembered(
+        content, client_state = content_and_state(
             work, work.end(params, start, result, view, self.world)
         )
         for hook in self.hooks:
@@ -387,7 +386,7 @@ class SerialEngine:
         return Reply(view.client, content, len(view.data), metrics, stage.round, stage.index)
 
     def _report(self, started: StartedClient, params: Tensors) -> Fields:
-        """What the work and the hooks report of a client whose training ended with ``params``."""
+        """The reports of the work and the hooks about a client with the trained ``params``."""
         work = started.job.work
         view = started.view
         report = work.report(params, started.start, view, self.world)
@@ -403,19 +402,23 @@ class SerialEngine:
         params: Tensors,
         sent: frozenset[str],
     ) -> Fields:
-        """What the hooks measure of a client whose training ended with ``params``; nothing if the
+        """The measurements of the hooks for a client with the trained ``params``; empty if the
         client has no model, or trains another network than its own.
 
         sent: the groups of the client's reply.
         """
         if not self.hooks or not params or started.start.model is not None:
             return {}
-        from fedstill.engines.client_measures import AtClient  # not every run measures
+        from fedstill.engines.client_measures import (
+            AtClient,  # lazy, because some runs need no hooks
+        )
 
         view = started.view
         before = self._answering(started, started.start.params)
-        by_epoch = trained.by_epoch if trained else ()
-        seen = AtClient(
+        by_epoch: Sequence[Tensors] = ()
+        if trained:
+            by_epoch = trained.by_epoch
+        visit = AtClient(
             stage=started.job.stage,
             view=replace(view, model=before.spec),
             start=before.params,
@@ -429,17 +432,17 @@ class SerialEngine:
         )
         measured: Fields = {}
         for hook in self.hooks:
-            measured |= hook.measured(seen)
+            measured |= hook.measured(visit)
         return measured
 
     def _answering(self, started: StartedClient, params: Tensors) -> FrozenModel:
-        """The model with which a client answers, if these are its network's parameters."""
+        """The client's answer, if its network has the parameters ``params``."""
         spec = started.view.model
         return frozen(started.job.work.answer(params, spec), spec)
 
 
 def _training_metrics(start: TrainingStart, trained: Trained | None) -> Fields:
-    """What training itself reports."""
+    """The numbers that training reports."""
     if trained is None:
         return {}
     metrics: Fields = {

@@ -1,5 +1,5 @@
-"""A stack: clients of one structure that are trained as one. Every tensor has a leading client
-axis, and an objective runs under ``vmap``.
+"""A stack: clients with the same structure that are trained together. Every tensor has a leading
+client axis, and objectives run under ``vmap``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedstill.engines.clients import (
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.step import FrozenModel, StepInputs, build_modules, frozen
 from fedstill.models import contract
-from fedstill.models.network import MaxPool2d, Network, OnCircle
+from fedstill.models.network import MaxPool2d, Network, UnitVectors
 
 # The layers of a network that runs for a stack of clients.
 #
@@ -45,7 +45,7 @@ from fedstill.models.network import MaxPool2d, Network, OnCircle
 STACKABLE_LAYERS = (
     nn.Sequential,
     Network,
-    OnCircle,
+    UnitVectors,
     nn.Conv2d,
     nn.MaxPool2d,
     MaxPool2d,
@@ -213,7 +213,7 @@ class Structures:
         self._by_id: dict[int, tuple[Mapping[Any, Any], Any]] = {}
 
     def of(self, start: TrainingStart, view: View) -> Any:
-        """The structure of one client, to be compared with those of others."""
+        """The structure of a client, for comparison with other clients."""
         fields = [self._structure(value) for value in step_fields(start).values()]
         return view.model, *fields, self._structure(start.only)
 

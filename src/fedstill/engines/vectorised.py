@@ -1,5 +1,5 @@
-"""The vectorised engine: clients of a stage are stacked and trained as one. Up to rounding, it
-gives the numbers of the serial engine.
+"""The vectorised engine: it stacks the clients of a stage and trains them together. Up to rounding,
+its results are those of the serial engine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fedstill.models.contract import (
 )
 
 MAX_STACK = 100
-"""The most clients in a stack."""
+"""The maximum number of clients in a stack."""
 
 STACK_BYTES = 1_000_000_000
 """About the bytes that the tensors of a stack may take. The number of clients in a stack follows
@@ -49,27 +49,27 @@ from it, and with that number the last bits.
 """
 
 WITHOUT_VMAP = (nn.EmbeddingBag, nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""Layers that ``torch.func.vmap`` would run for one client after another, or not at all."""
+"""Layers that ``torch.func.vmap`` runs for one client after another, or not at all."""
 
 
 @dataclass
 class VectorisedEngine(PooledEngine):
-    """Stacks clients of similar size and equal structure, and trains one stack after another. It is
-    fast for many small models.
+    """Stacks clients of similar size and equal structure, and trains one stack after another. This
+    is fast for many small models.
 
-    A stack has as many torch threads as a lone client (the second number of ``threads``). Stacks in
-    threads would wait for the interpreter's lock. A stage of one client, and a client that fits on
-    no other, train as in the serial engine.
+    A stack has as many torch threads as a single client (the second number of ``threads``). Stacks
+    in parallel threads would wait for the interpreter's lock. A single client in a stage, and a
+    client whose structure differs from all others, train as in the serial engine.
     """
 
     max_clients: int = field(default_factory=lambda: MAX_STACK)
-    """The most clients in a stack."""
+    """The maximum number of clients in a stack."""
     stack_bytes: float = STACK_BYTES
 
     def run(
         self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
-        """The replies of the clients that got a payload, in the order of the schedule."""
+        """The replies of the clients with a payload, in the order of the schedule."""
         clients = [client for client in stage.clients if client in payloads]
         plan = self.world.plans.get(stage.name)
         if plan is None or not self._can_stack(clients, plan):
@@ -135,7 +135,7 @@ class VectorisedEngine(PooledEngine):
         return not any(stacking_obstacle(model, plan) for model in models)
 
     def _cohorts(self, clients: Sequence[int], plan: Plan) -> list[list[int]]:
-        """Clients of similar size together, the largest first: a stack trains as long as its
+        """Groups of clients of similar size, the largest first. A stack trains as long as its
         largest client.
         """
         cohort_count = -(-len(clients) // self.max_clients)
@@ -152,21 +152,21 @@ class VectorisedEngine(PooledEngine):
         return cohorts
 
     def _bytes(self, client: int, plan: Plan) -> float:
-        """About the bytes that a client takes in a stack: for copies of its model, its examples,
-        and the numbers of a step.
+        """The approximate memory of a client in a stack, in bytes: copies of its model, its
+        examples and the tensors of a step.
         """
         model = self.world.model(client)
         example = math.prod(model.input_shape)
         step = 3 * activations(model)
         if len(model.input_shape) == 3:
-            # Images keep an older estimate: the number of clients in a stack decides the last bits,
-            # and those of old runs must not change.
+            # Images use an older estimate. The last bits depend on the number of clients in a
+            # stack, and those of old runs must not change.
             step = 40 * example
         examples = 2 * example * self.sites.size(client)
         return 4.0 * (8 * contract.size(model) + examples + step * plan.batch)
 
     def _cohort_replies(self, setup: TrainingSetup, jobs: Sequence[ClientJob]) -> dict[int, Reply]:
-        """The replies of clients that are stacked as far as they fit on each other."""
+        """The replies of clients, which are stacked if they have the same structure."""
         replies: dict[int, Reply] = {}
         groups: dict[object, list[StartedClient]] = {}
         structures = Structures()
@@ -176,7 +176,7 @@ class VectorisedEngine(PooledEngine):
             except Exception as error:
                 (replies[job.client],) = self._failed(job.work, job.stage, [job.client], error)
                 continue
-            # A client that cannot be stacked is a group by itself.
+            # A client that cannot be stacked is a group of its own.
             structure: object = job.client
             if _is_stackable(started, setup):
                 structure = structures.of(started.start, started.view)
@@ -189,7 +189,7 @@ class VectorisedEngine(PooledEngine):
     def _group_replies(
         self, setup: TrainingSetup, group: Sequence[StartedClient]
     ) -> dict[int, Reply]:
-        """The replies of clients of one structure."""
+        """The replies of clients with the same structure."""
         clients = [started.job.client for started in group]
         work = group[0].job.work
         try:
@@ -211,7 +211,7 @@ class VectorisedEngine(PooledEngine):
     def _train_group(
         self, setup: TrainingSetup, group: Sequence[StartedClient]
     ) -> list[TimedTraining]:
-        """Each client's training: as a stack, or of a single client as in the serial engine."""
+        """Train clients as a stack, or a single client as in the serial engine."""
         if len(group) == 1:
             return [self._train(group[0])]
         began = time.perf_counter()
@@ -224,8 +224,8 @@ class VectorisedEngine(PooledEngine):
 
 
 def _is_stackable(started: StartedClient, setup: TrainingSetup) -> bool:
-    """Whether a client trains the site's network on the site's examples, in batches as a
-    ``Timetable`` has them.
+    """Whether a client trains its own network on its own examples, in batches that a ``Timetable``
+    supports.
     """
     start = started.start
     if start.model is not None or not start.params:
@@ -238,20 +238,20 @@ def _is_stackable(started: StartedClient, setup: TrainingSetup) -> bool:
 
 
 def _is_draw_under_vmap(error: Exception) -> bool:
-    """Whether torch refused an objective that draws random numbers for a stack of clients."""
+    """Whether torch raised the error because an objective draws random numbers under ``vmap``."""
     return isinstance(error, RuntimeError) and "random operation" in str(error)
 
 
 def stacking_obstacle(model: ModelSpec, plan: Plan) -> str:
-    """Why clients with this model and plan cannot be stacked; empty if they can."""
+    """The reason why clients with this model and plan cannot be stacked; empty if they can."""
     if draws_random_numbers(model):
         return f"model {model.label} draws random numbers (dropout)"
     if model.held:
-        return "train_only keeps entries of the network as they are"
+        return "train_only freezes entries of the network"
     if uses_scores(plan):
         return (
-            "plan.patience or plan.keep is set: each client would stop, or choose its best epoch, "
-            "by itself"
+            "plan.patience or plan.keep is set, so clients stop, or choose their best epoch, "
+            "separately"
         )
     module = contract.module(model)
     for layer in module.modules():
@@ -266,22 +266,23 @@ def stacking_obstacle(model: ModelSpec, plan: Plan) -> str:
 
 
 def _layer_obstacle(layer: nn.Module, model: ModelSpec, plan: Plan) -> str:
-    """Why a network with this layer cannot be stacked; empty if it can."""
+    """The reason why a network with this layer cannot be stacked; empty if it can."""
     kind = type(layer).__name__
     if isinstance(layer, WITHOUT_VMAP):
-        return f"model {model.label} has layers for which torch knows no stack ({kind})"
+        return f"model {model.label} has layers that torch.func.vmap does not support ({kind})"
     if isinstance(layer, contract.NORMS):
         uses_stored_statistics = plan.norm == "frozen" and layer.track_running_stats
         if not uses_stored_statistics:
-            return f"model {model.label} normalises by statistics of the batch ({kind})"
+            return f"model {model.label} normalises by batch statistics ({kind})"
     return ""
 
 
 @functools.lru_cache(maxsize=64)
 def _vmap_warning(model: ModelSpec) -> str:
-    """Why a module of another library cannot be stacked; empty if it can. It is tried with the
-    gradients of two clients. A warning counts as well: ``vmap`` gives one for an operation that it
-    runs for one client after another.
+    """The reason why a module of another library cannot be stacked; empty if it can.
+
+    This function tries the gradients of two clients. A warning counts as well, because ``vmap``
+    warns about operations that it runs for one client after another.
     """
     module = contract.module(model, "frozen")
     x = contract.example(model, 2)
@@ -296,16 +297,17 @@ def _vmap_warning(model: ModelSpec) -> str:
             outputs.sum().backward()  # type: ignore[no-untyped-call]
     except Exception as error:
         return (
-            f"model {model.label} runs client after client under torch.func.vmap, or not at all: "
-            f"{on_one_line(error)}"
+            f"model {model.label} runs for one client after another under torch.func.vmap, or not "
+            f"at all: {on_one_line(error)}"
         )
     return ""
 
 
 @functools.lru_cache(maxsize=64)
 def _vmap_failure(model: ModelSpec) -> str:
-    """Why a user's network cannot be stacked; empty if it can. It is tried with a step of two
-    clients, each on its own examples.
+    """The reason why a user's network cannot be stacked; empty if it can.
+
+    This function tries a step of two clients with their own examples.
     """
     module = contract.module(model, "frozen").train()
     freeze_norms(module)
@@ -335,8 +337,8 @@ def train_stack(
     views: Sequence[View],
     setup: TrainingSetup,
 ) -> list[Trained]:
-    """Train several clients of one structure (``Structures``) at once. Up to rounding, the outcome
-    is that of ``train`` for each client.
+    """Train several clients with the same structure (``Structures``) together. Up to rounding, the
+    outcomes are those of ``train``.
     """
     device = stage_examples(views[0], setup.stage).labels.device
     with products(setup.precision, device):

@@ -28,7 +28,7 @@ from fedstill.engines.step import frozen
 from fedstill.export.trained_model import TrainedModel, network_of
 from fedstill.methods.fit import Queries, fitted_models, student_models
 from fedstill.models.contract import Predictor, predictor
-from fedstill.models.ensemble import Joined
+from fedstill.models.ensemble import CombinedPredictor
 from fedstill.models.model_file import FINAL, read_final
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints, StoredMemory
@@ -462,7 +462,7 @@ def _network_names(predict: Predict) -> str:
     members: Sequence[Any] = []
     if isinstance(predict, Predictor):
         members = [predict]
-    elif isinstance(predict, Joined):
+    elif isinstance(predict, CombinedPredictor):
         members = predict.predictors
     counts = Counter(str(member.spec) for member in members)
     if len(members) == 1:

@@ -25,7 +25,7 @@ from fedstill.export.programs import as_code, furthest
 from fedstill.export.trained_model import TrainedModel
 from fedstill.metrics.accuracy import forgetting_by_class
 from fedstill.models.functional import channels_last
-from fedstill.models.network import of_the_batch
+from fedstill.models.network import depends_on_batch
 from fedstill.running.journal import Event, read_journal
 
 # ---- the model card ------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def _results(model: TrainedModel, measured: Measured | None) -> list[str]:
 
 def _limits(model: TrainedModel) -> list[str]:
     limits = ["The model predicts one of these classes for any input."]
-    if of_the_batch(model.network):
+    if depends_on_batch(model.network):
         limits.append(
             "The network normalises with the statistics of a batch; the accuracy above is for "
             "batches of 100."

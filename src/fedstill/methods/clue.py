@@ -68,7 +68,7 @@ from fedstill.methods.local_only import LocalOnly
 from fedstill.methods.naive_kd import TRANSFER, own_and_peers
 from fedstill.methods.qkt import highest
 from fedstill.models.contract import Predictor, predictor
-from fedstill.models.ensemble import Joined, WeightedVote
+from fedstill.models.ensemble import CombinedPredictor, WeightedVote
 
 
 @method("clue")
@@ -140,9 +140,9 @@ class CLUE(LocalOnly):
         return predictors
 
 
-def vote(models: Sequence[Predictor], weights: Tensor) -> Joined:
+def vote(models: Sequence[Predictor], weights: Tensor) -> CombinedPredictor:
     """x -> log of the weighted mean (B, C) of the models' probabilities."""
-    return Joined(models, WeightedVote((weights / weights.sum()).tolist()))
+    return CombinedPredictor(models, WeightedVote((weights / weights.sum()).tolist()))
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from fedstill.core.trees import dtype_of
 from fedstill.losses import adjusted_cross_entropy, cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
-from fedstill.models.building import ADDED, own_logits, with_both_heads
+from fedstill.models.building import ADDED, personal_logits, with_both_heads
 
 
 @method("fedrod")
@@ -106,7 +106,7 @@ class BothHeads(KeepsItsOwn):
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         h = step.features()  # (B, D)
         z = step.logits()  # (B, C)
-        personal = z.detach() + own_logits(step.params, h.detach())  # (B, C)
+        personal = z.detach() + personal_logits(step.params, h.detach())  # (B, C)
         balanced = adjusted_cross_entropy(z, step.y, shift=start["shift"])
         return {
             "balanced": step.weighted(balanced),

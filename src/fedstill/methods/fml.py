@@ -39,7 +39,7 @@ from fedstill.core.registry import method
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
-from fedstill.models.ensemble import own_of
+from fedstill.models.ensemble import personal_network
 from fedstill.models.functional import run_part
 
 
@@ -101,4 +101,4 @@ class Mutual(KeepsItsOwn):
         }
 
     def answer(self, params: Tensors, model: ModelSpec) -> Teacher:
-        return own_of(model, params)
+        return personal_network(model, params)

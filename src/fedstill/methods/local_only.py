@@ -33,7 +33,7 @@ from fedstill.core.registry import method
 from fedstill.methods.fedavg import Suspected
 from fedstill.methods.fit import FIT, FITTING, GOES_ON, Fit, fitted_models, student_models
 from fedstill.models.contract import predictor
-from fedstill.models.ensemble import Joined, MeanOfProbabilities
+from fedstill.models.ensemble import CombinedPredictor, MeanOfProbabilities
 
 
 @method("local_only")
@@ -136,10 +136,10 @@ class Ensemble(LocalOnly):
         return predictors
 
 
-def mixture(models: Mapping[int, Tensors], world: World) -> Joined:
+def mixture(models: Mapping[int, Tensors], world: World) -> CombinedPredictor:
     """x -> log of the mean probabilities (B, C) of some clients' models."""
     predictors = [predictor(world.model(client), params) for client, params in models.items()]
-    return Joined(predictors, MeanOfProbabilities())
+    return CombinedPredictor(predictors, MeanOfProbabilities())
 
 
 def asked_peers(client: int, participants: int, world: World) -> list[int]:

@@ -1,5 +1,6 @@
-"""Networks by name: ``(input_shape, classes, ...)`` in, a body and a head out.
+"""Networks by name. A constructor takes ``(input_shape, classes, ...)`` and returns a network with
+a body and a head.
 
-See ``contract`` for what a method may ask of one. None has running statistics unless asked for;
-only ``simple_cnn`` draws random numbers (dropout).
+``contract`` lists what a method may require of a network. By default, no network has running
+statistics, and only ``simple_cnn`` draws random numbers (dropout).
 """

@@ -1,6 +1,6 @@
-"""Networks made from another network: ``etf`` with a fixed simplex as its last layer, ``lifted``
-with a wide random layer under its head, ``low_rank`` with low-rank changes beside its linear layers
-(LoRA), and ``wrapped``, which makes a body and a head of any module.
+"""Networks that change another network: ``etf`` makes its last layer a fixed simplex, ``lifted``
+inserts a wide random layer before its head, ``low_rank`` adds low-rank updates to its linear layers
+(LoRA), and ``wrapped`` adds a head to any module.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from fedstill.models.network import InputShape, Network, masked_mean
 
 @functools.lru_cache(maxsize=64)
 def simplex(width: int, classes: int) -> Tensor:
-    """C >= 2 unit vectors (D, C) float64 with mutual cosines -1/(C-1), which sum to 0: always the
-    same; D >= C.
+    """The vertices of a simplex: C >= 2 unit vectors (D, C) float64 with mutual cosines -1/(C-1)
+    and sum 0.
+
+    They are the same in every call. D >= C.
     """
     q, r = torch.linalg.qr(torch.rand(width, classes, generator=generator(0), dtype=torch.float64))
-    # one of the factorisations of a matrix, whoever's routine it is
+    # Linear algebra libraries choose different signs. A positive diagonal of r makes q unique.
     corners = q * r.diagonal().sign()
     vertices: Tensor = (classes / (classes - 1)) ** 0.5 * (corners - corners.mean(1, keepdim=True))
     return vertices
 
 
 class SimplexHead(nn.Module):
-    """Logits (B, C) of features (B, D): scale times the cosine to each class's vertex; only the
-    scale is trained.
+    """A head whose logits (B, C) are the cosines of features (B, D) and the classes' vertices,
+    times a scale. Only the scale is trained.
     """
 
     simplex = True
-    """By this ``models.contract.capabilities`` knows it."""
+    """``models.contract.capabilities`` recognises the head by this attribute."""
 
     def __init__(self, features: int, classes: int, scale: float) -> None:
         super().__init__()
@@ -51,7 +53,7 @@ class SimplexHead(nn.Module):
         self.scale = nn.Parameter(torch.tensor(scale))
 
     def forward(self, h: Tensor) -> Tensor:
-        """Logits that do not change where features are doubled."""
+        """Logits (B, C), which do not depend on the norms of the features."""
         return self.scale * (normalize(h, dim=1) @ self.vertices.to(h.device, h.dtype))
 
 
@@ -68,34 +70,33 @@ def etf(
 ) -> nn.Module:
     """A network with a fixed simplex as its last layer (FedETF).
 
-    of: The network's name, or an import path; it has a body and a head, which is replaced.
-    arguments: Its fields.
-    projection: The width of a linear layer under the simplex; 0 for none.
-    scale: What the cosines are multiplied by at first; it is trained. FedETF's ResNets begin
-    with 1.
+    of: The name or import path of a network with a body and a head; the simplex replaces the head.
+    arguments: The fields of that network.
+    projection: The width of a linear layer before the simplex; 0 for none.
+    scale: The initial factor of the cosines; it is trained. FedETF's ResNets start with 1.
 
     Raises ConfigError for a network without body and head, and for fewer features than classes.
 
     Source: Li et al., "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning
     with Synthetic and Fixed Classifier" (FedETF, 2023), section 3, and its code.
-    Reading: the code draws the simplex anew in every run; here it is the same in all, and no entry
-    of the model.
-    Reading: its old linear head stays in the model, unused and decayed; here there is none.
+    Reading: the code draws a new simplex in every run; here all runs have the same simplex, which
+    is not an entry of the model.
+    Reading: in the code, the unused linear head stays in the model and its weights decay; here it
+    is removed.
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
     network = building.construct(of, spec, building.from_pairs(arguments or {}))
     body = getattr(network, "body", None)
     head = getattr(network, "head", None)
     if not isinstance(body, nn.Module) or not isinstance(head, nn.Module):
-        raise ConfigError(f"model.of = {of!r} has no body and head; choose a network that has")
+        raise ConfigError(f"model.of = {of!r} has no body and head; choose a network with both")
     with torch.no_grad():
         features = body.eval()(contract.example(spec, 2)).shape[1]
     width = projection or features
     if width < max(2, classes):
         raise ConfigError(
-            f"model.of = {of!r} has {width} features under the simplex, and {classes} classes need "
-            "as many; "
-            f"set model.projection to {max(2, classes)} or more"
+            f"model.of = {of!r} has {width} features before the simplex, too few for {classes} "
+            f"classes; set model.projection to {max(2, classes)} or more"
         )
     if projection:
         network.body = nn.Sequential(body, nn.Linear(features, projection))
@@ -105,19 +106,19 @@ def etf(
 
 @functools.lru_cache(maxsize=16)
 def random_directions(features: int, width: int) -> Tensor:
-    """Fixed random weights (D, M), of mean 0 and spread 1: always the same."""
+    """Random weights (D, M) with mean 0 and standard deviation 1, the same in every call."""
     return torch.randn(features, width, generator=generator(0))
 
 
 class Lift(nn.Module):
-    """ReLU of features (B, D) times fixed random weights: (B, M)."""
+    """ReLU of the product of features (B, D) and fixed random weights: (B, M)."""
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
         self.directions = random_directions(features, width)
 
     def forward(self, h: Tensor) -> Tensor:
-        """Features of the wider space, none below 0."""
+        """Non-negative features (B, M)."""
         return torch.relu(h @ self.directions.to(h.device, h.dtype))
 
 
@@ -133,16 +134,16 @@ def lifted(
 ) -> nn.Module:
     """A network with a wide layer of fixed random weights and a ReLU before its head.
 
-    of: The network's name, or an import path; it has a body and a linear head, which is replaced.
-    arguments: Its fields.
-    width: How many numbers the head sees (M).
+    of: The name or import path of a network with a body and a linear head; a new head replaces it.
+    arguments: The fields of that network.
+    width: The number of the head's inputs (M).
 
     Raises ConfigError for a network without body and head.
 
     Source: McDonnell et al., "RanPAC: Random Projections and Pre-trained Models for Continual
     Learning" (2023), section 4.
-    Reading: the weights are the same in all runs, and no entry of the model: they are neither
-    trained nor sent.
+    Reading: the weights are the same in all runs. They are not entries of the model, so they are
+    neither trained nor sent.
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
     network = building.construct(of, spec, building.from_pairs(arguments or {}))
@@ -150,7 +151,7 @@ def lifted(
     head = getattr(network, "head", None)
     if not isinstance(body, nn.Module) or not isinstance(head, nn.Linear):
         raise ConfigError(
-            f"model.of = {of!r} has no body and linear head; choose a network that has"
+            f"model.of = {of!r} has no body and linear head; choose a network with both"
         )
     network.body = nn.Sequential(body, Lift(head.in_features, width))
     network.head = nn.Linear(width, classes, head.bias is not None)
@@ -158,7 +159,7 @@ def lifted(
 
 
 def lifted_spec(spec: ModelSpec, width: int) -> ModelSpec:
-    """The same network with a wide random layer under its head; as it is for a width of 0."""
+    """The network with a wide random layer before its head; unchanged for a width of 0."""
     if not width:
         return spec
     fields = {"of": spec.name, "arguments": building.from_pairs(spec.fields), "width": width}
@@ -168,8 +169,8 @@ def lifted_spec(spec: ModelSpec, width: int) -> ModelSpec:
 
 
 def lifted_body(params: Tensors, width: int) -> dict[str, Tensor]:
-    """The entries of a network's body as they are named in the lifted one; as they are for a width
-    of 0.
+    """The entries of a network's body under their names in the lifted network; unchanged for a
+    width of 0.
     """
     body = {name: value for name, value in params.items() if name.startswith("body.")}
     if not width:
@@ -178,8 +179,10 @@ def lifted_body(params: Tensors, width: int) -> dict[str, Tensor]:
 
 
 class LowRankLinear(nn.Linear):
-    """A linear layer W x + (alpha / rank) B A x with entries ``lora_a`` (rank, in) and ``lora_b``
-    (out, rank) beside its own, whose names stay.
+    """A linear layer W x + (alpha / rank) B A x.
+
+    It has the entries ``lora_a`` (rank, in) and ``lora_b`` (out, rank) in addition to those of the
+    linear layer, which keep their names.
     """
 
     lora_a: nn.Parameter
@@ -187,7 +190,7 @@ class LowRankLinear(nn.Linear):
     scale: float
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output, and that of the low-rank change."""
+        """The output of the linear layer plus the low-rank update."""
         return super().forward(x) + self.scale * ((x @ self.lora_a.T) @ self.lora_b.T)
 
 
@@ -203,22 +206,24 @@ def low_rank(
     layers: tuple[str, ...] = ("body.",),
     vocabulary: int = 0,
 ) -> nn.Module:
-    """A network with trainable low-rank changes of its linear layers (LoRA).
+    """A network with trainable low-rank updates of its linear layers (LoRA).
 
-    of: The network's name, or an import path.
-    arguments: Its fields.
-    rank: The rank of a change.
-    alpha: What the change is multiplied by, times 1 / rank.
-    layers: Which linear layers have one: names, beginnings with a point, or patterns with * and ?.
+    of: The name or import path of a network.
+    arguments: The fields of that network.
+    rank: The rank of an update.
+    alpha: The update is multiplied by alpha / rank.
+    layers: The linear layers with an update: names, prefixes that end with a dot, or patterns with
+    * and ?.
 
-    With start_from, start_from_partial = true and train_only = ["head.", "*.lora_*"], the network's
-    own weights stay as the file has them, and only the changes and the head are trained and sent.
-    Raises ConfigError if no layer is named.
+    With start_from, start_from_partial = true and train_only = ["head.", "*.lora_*"], the
+    pretrained weights from the file are frozen, and only the updates and the head are trained and
+    sent. Raises ConfigError if layers matches no linear layer.
 
-    Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2022), section 4.1: A
-    is drawn, B is 0, so that the network starts as it is.
-    Reading: the mean over clients of B and of A is not that of B A. With ``train_only = ["head.",
-    "*.lora_b"]`` A stays as it was drawn, the same for all, and the mean is exact.
+    Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2022), section 4.1. A
+    is random and B is 0, so the initial outputs are those of the network without updates.
+    Reading: the product of the means of B and A over clients is not the mean of the products B A.
+    With ``train_only = ["head.", "*.lora_b"]``, all clients share the initial A, and the mean is
+    exact.
     """
     spec = ModelSpec(of, input_shape, classes, vocabulary=vocabulary)
     fields: Mapping[str, Any] = building.from_pairs(arguments or {})
@@ -227,7 +232,7 @@ def low_rank(
     chosen = [layer for name, layer in linear.items() if matches(f"{name}.", layers)]
     if not chosen:
         raise ConfigError(
-            f"model.layers = {list(layers)} names none of {of}'s linear layers: "
+            f"model.layers = {list(layers)} matches none of the linear layers of {of}: "
             f"{', '.join(linear) or 'none'}"
         )
     for layer in chosen:
@@ -241,7 +246,7 @@ def low_rank(
 
 
 MASKS = ("attention_mask", "padding_mask", "mask")
-"""What a module's parameter may be called that says which tokens are there."""
+"""Names that a module's parameter for the attention mask may have."""
 
 
 @register("model", "wrapped")
@@ -256,22 +261,22 @@ def wrapped(
     mask: bool = False,
     vocabulary: int = 0,
 ) -> Network:
-    """Any module by import path, with its last layer replaced by one for the run's classes; the
-    remainder is the body.
+    """Any module by import path. A new linear layer for the run's classes replaces its last layer;
+    the other layers are the body.
 
-    Its weights are new: it is built as ``of`` says, and nothing is downloaded.
+    fedstill calls the constructor ``of`` and downloads nothing, so the initial weights are new.
 
-    of: A module's constructor: an import path, "torchvision.models:resnet18", or a file,
-    "nets.py:Net".
-    arguments: What it is called with. A table with a key ``of`` becomes the object that this names,
-    a config say.
-    head: The name of the linear layer that is replaced, "fc" or "classifier.6"; empty: one is put
-    behind the module.
-    output: Of a module that returns a record: its field with the features; "mean": the mean over
-    its tokens.
-    mask: Pass on which token ids are no padding.
+    of: The constructor of a module: an import path such as "torchvision.models:resnet18", or a file
+    such as "nets.py:Net".
+    arguments: The keyword arguments of the constructor. A table with a key ``of`` becomes the
+    object that this constructor returns, for example a configuration.
+    head: The name of the linear layer to replace, such as "fc" or "classifier.6". If empty, a new
+    layer is added after the module.
+    output: For a module that returns a record: the name of the field with the features, or "mean"
+    for the mean over tokens.
+    mask: Whether to pass the module an attention mask, which excludes padding.
 
-    Raises ConfigError for a module that cannot be built so, has no such layer, or gives no features
+    Raises ConfigError if the module cannot be built, has no such layer, or does not return features
     (B, D).
     """
     spec = ModelSpec("wrapped", input_shape, classes, vocabulary=vocabulary)
@@ -280,7 +285,7 @@ def wrapped(
     if mask:
         if not vocabulary:
             raise ConfigError(
-                "model.mask = true is for texts: other examples have no padding; leave it out"
+                "model.mask = true needs texts, because other examples have no padding; remove it"
             )
         mask_name = _mask_name(network)
     body = Wrapped(network, output, mask_name)
@@ -290,15 +295,15 @@ def wrapped(
     features = _features(body, contract.example(spec, 2), of)
     if head_width and head_width != features:
         raise ConfigError(
-            f"model.head = {head!r} takes {head_width} features, and {short_name(of)} gives "
-            f"{features} without it"
+            f"model.head = {head!r} takes {head_width} features, but {short_name(of)} without it "
+            f"returns {features}; name its last layer"
         )
     return Network(body, features, classes)
 
 
 class Wrapped(nn.Module):
-    """A module whose output is features (B, D): as it is, a field of a record, or the mean over
-    tokens.
+    """A module that returns features (B, D): the output of ``inner``, a field of it, or the mean
+    over its tokens.
     """
 
     def __init__(self, inner: nn.Module, output: str, mask: str) -> None:
@@ -308,7 +313,7 @@ class Wrapped(nn.Module):
         self.mask = mask
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features of inputs, numbers or token ids."""
+        """The features (B, D) of numbers or token ids."""
         mask = None
         arguments = {}
         if not x.is_floating_point():
@@ -327,8 +332,8 @@ def _construct(of: str, arguments: Mapping[str, Any], spec: ModelSpec) -> nn.Mod
     fields = {key: _object(value) for key, value in arguments.items()}
     if ":" not in of and not of.endswith(".py"):
         raise ConfigError(
-            f"model.of = {of!r} must be an import path, 'package.module:Name', or a file, "
-            "'nets.py:Name'"
+            f"model.of = {of!r} must be an import path such as 'package.module:Name', or a file "
+            "such as 'nets.py:Name'"
         )
     return building.construct(of, spec, fields)
 
@@ -345,7 +350,7 @@ def _object(value: Any) -> Any:
         return target(**arguments)
     except Exception as error:
         raise ConfigError(
-            f"model.arguments: {value['of']} cannot be made: {on_one_line(error)}"
+            f"model.arguments: {value['of']} cannot be built: {on_one_line(error)}"
         ) from error
 
 
@@ -354,8 +359,8 @@ def _without_head(network: nn.Module, head: str) -> int:
     linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     if head not in linear:
         raise ConfigError(
-            f"model.head = {head!r} is no linear layer of the module; the last ones are "
-            f"{linear[-3:]}"
+            f"model.head = {head!r} is not a linear layer of the module; its last linear layers "
+            f"are {linear[-3:]}"
         )
     width = int(network.get_submodule(head).in_features)  # type: ignore[arg-type]
     network.set_submodule(head, nn.Identity())
@@ -363,7 +368,7 @@ def _without_head(network: nn.Module, head: str) -> int:
 
 
 def _features(body: Wrapped, x: Tensor, of: str) -> int:
-    """How many features a body gives."""
+    """The number of features that a body returns; raises ConfigError if it returns none."""
     try:
         with torch.no_grad():
             out = body.eval()(x)
@@ -382,13 +387,13 @@ def _features(body: Wrapped, x: Tensor, of: str) -> int:
             fields = list(out)
         public = [name for name in fields if not str(name).startswith("_")]
         raise ConfigError(
-            f"{short_name(of)} gives a {type(out).__name__}: set model.output to one of "
+            f"{short_name(of)} returns a {type(out).__name__}: set model.output to one of "
             f"{public[:6]}"
         )
     if out.dim() != 2:
         raise ConfigError(
-            f"{short_name(of)} gives {tuple(out.shape)}, not features (B, D): set model.head or "
-            "model.output = 'mean'"
+            f"{short_name(of)} returns {tuple(out.shape)} instead of features (B, D): set "
+            "model.head or model.output = 'mean'"
         )
     return out.shape[1]
 
@@ -401,12 +406,12 @@ def _field(out: Any, name: str) -> Any:
         value = getattr(out, name, None)
         content = type(out).__name__
     if value is None:
-        raise ConfigError(f"model.output = {name!r} is not in the module's output: {content}")
+        raise ConfigError(f"the module's output has no field model.output = {name!r}: {content}")
     return value
 
 
 def _tokens(out: Any) -> Tensor:
-    """The features of all tokens (B, L, D) in what a module gives."""
+    """The features of all tokens (B, L, D) in the output of a module."""
     if isinstance(out, Tensor):
         tokens: Any = out
     elif isinstance(out, tuple):
@@ -424,6 +429,6 @@ def _mask_name(network: nn.Module) -> str:
         if name in parameters:
             return name
     raise ConfigError(
-        f"model.mask = true: {type(network).__name__} has no parameter {', '.join(MASKS[:-1])} or "
-        "mask"
+        f"model.mask = true: {type(network).__name__} has no parameter called "
+        f"{', '.join(MASKS[:-1])} or {MASKS[-1]}"
     )

@@ -1,5 +1,5 @@
-"""Builds networks from their specs: looks up the constructor, gives it what follows from the data,
-and adds the entries that a method adds or that stay as a file has them.
+"""Builds networks from their specs: looks up the constructor, passes it the arguments that follow
+from the data, and inserts additions of a method and held entries.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fedstill.core.records import ModelSpec, matches
 from fedstill.core.registry import short_name
 from fedstill.models.network import ImageShape, RowShape, SeriesShape
 
-# What a method adds to a network, zeros at first, so that the network gives what it gave and draws
-# what it drew.
+# Parameters that a method adds to a network. They are 0 at first, so that the initial outputs of
+# the network, and its random draws, do not change.
 #
-# ``own_head``: a second last layer, ``own``, beside the head and in no forward pass; a method reads
-# its logits off the features. ``shift``: a vector ``body.shift`` that is added to the features.
+# ``own_head``: a second head ``own``, which the forward pass does not use; the method computes its
+# logits from the features. ``shift``: a vector ``body.shift`` that is added to the features.
 
 
 ADDED: Mapping[str, str] = {"own_head": "own.", "shift": "body.shift"}
-"""How the names of an addition's entries begin."""
+"""The prefix of an addition's entries."""
 
 
 def is_added(spec: ModelSpec, name: str) -> bool:
@@ -41,15 +41,15 @@ def is_added(spec: ModelSpec, name: str) -> bool:
 
 
 def with_additions(network: nn.Module, spec: ModelSpec) -> nn.Module:
-    """The module with the additions of its spec. Raises ConfigError if it has no body and linear
-    head.
+    """Add the additions of a spec to a network. Raises ConfigError if the network has no body and
+    linear head.
     """
     body = getattr(network, "body", None)
     head = getattr(network, "head", None)
     if not isinstance(head, nn.Linear) or not isinstance(body, nn.Module):
         raise ConfigError(
-            f"what the method adds to {spec.label} needs submodules body and head, a linear layer; "
-            "choose another model"
+            f"the method adds parameters to {spec.label}, which must have submodules body and head "
+            "(a linear layer); choose another model"
         )
     if "own_head" in spec.adds:
         own_head = nn.Linear(
@@ -64,14 +64,14 @@ def with_additions(network: nn.Module, spec: ModelSpec) -> nn.Module:
     return network
 
 
-def own_logits(params: Tensors, features: Tensor) -> Tensor:
-    """Logits (B, C) of features (B, D) under the second last layer."""
+def personal_logits(params: Tensors, features: Tensor) -> Tensor:
+    """Logits (B, C) of the second head from features (B, D)."""
     return nn.functional.linear(features, params["own.weight"], params.get("own.bias"))
 
 
 def with_both_heads(params: Tensors) -> dict[str, Tensor]:
-    """The network whose head gives the sum of both heads' logits: two linear layers on one input
-    add up to one.
+    """The parameters of a network whose head is the sum of both heads, so that its logits are the
+    sum of theirs.
     """
     sums = {
         f"head.{k}": params[f"head.{k}"] + params[f"own.{k}"]
@@ -82,21 +82,21 @@ def with_both_heads(params: Tensors) -> dict[str, Tensor]:
 
 
 def _shifted(body: nn.Module, _: Any, features: Tensor) -> Tensor:
-    shift: Any = body.shift  # a tensor of whose parameters it is run with
+    shift: Any = body.shift  # the tensor of the parameters with which the body is run
     return features + shift  # type: ignore[no-any-return]
 
 
-# Entries of a network that stay as a file has them: they are in its module, are not trained, and
-# are never sent.
+# Held entries of a network: frozen parameters from a file. They are part of its module, and are
+# neither trained nor sent.
 
 
 _held: dict[str, Tensors] = {}
-"""Held entries by their SHA-256: all modules of this process share them."""
+"""Held entries by their SHA-256. All modules of this process share them."""
 
 
 def hold(entries: Tensors) -> str:
-    """Keep entries for the modules of this process; the SHA-256 by which a ``ModelSpec`` names
-    them.
+    """Store held entries for the modules of this process, and return their SHA-256, which a
+    ``ModelSpec`` contains.
     """
     sha256 = sha256_of(entries)
     _held[sha256] = {name: value.detach() for name, value in entries.items()}
@@ -104,7 +104,7 @@ def hold(entries: Tensors) -> str:
 
 
 def sha256_of(entries: Tensors) -> str:
-    """The SHA-256 of entries with their names, shapes and types."""
+    """The SHA-256 of entries, including their names, shapes and types."""
     sha256 = hashlib.sha256()
     for name, value in sorted(entries.items()):
         sha256.update(f"{name} {tuple(value.shape)} {value.dtype}\0".encode())
@@ -113,19 +113,20 @@ def sha256_of(entries: Tensors) -> str:
 
 
 def held_entries(spec: ModelSpec) -> Tensors:
-    """The entries that a network holds; raises ConfigError where this process lacks them."""
+    """The held entries of a network; raises ConfigError if this process does not have them."""
     if not spec.held:
         return {}
     if spec.held not in _held:
         raise ConfigError(
-            f"the entries that {spec.label} holds are not here; name their file in start_from"
+            f"the frozen weights of {spec.label} are not loaded; name their file in start_from"
         )
     return _held[spec.held]
 
 
-def put_in(network: nn.Module, spec: ModelSpec) -> nn.Module:
-    """The module with its held entries, which need no gradient; raises ConfigError where this
-    process lacks them.
+def insert_held_entries(network: nn.Module, spec: ModelSpec) -> nn.Module:
+    """Load the held entries of a spec into its module, where they need no gradient.
+
+    Raises ConfigError if this process does not have them.
     """
     if not spec.held:
         return network
@@ -138,7 +139,7 @@ def put_in(network: nn.Module, spec: ModelSpec) -> nn.Module:
 
 
 def build(spec: ModelSpec) -> nn.Module:
-    """A new module of a spec, on the CPU; its initial weights come from torch's process-wide
+    """A new module of a spec, on the CPU. Its initial weights are drawn from torch's global
     generator.
 
     Raises ConfigError if the model cannot be built for this input shape and class count.
@@ -146,26 +147,26 @@ def build(spec: ModelSpec) -> nn.Module:
     _check_inputs(registry.lookup("model", spec.name).target, spec)
     network = construct(spec.name, spec, dict(spec.fields))
     if spec.widths:
-        from fedstill.models.layer_chain import with_widths  # few networks have other widths
+        from fedstill.models.layer_chain import with_widths  # lazy, because few networks need it
 
         network = with_widths(network, spec.widths)
     if spec.adds:
         network = with_additions(network, spec)
-    whole: nn.Module = put_in(network, spec)
-    return whole.cpu()
+    network = insert_held_entries(network, spec)
+    return network.cpu()
 
 
 def construct(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Module:
-    """A module of a registered name, a file or an import path, from its fields and from what a spec
-    knows of the data.
+    """A module of a registered name, a file or an import path, built from its fields and from the
+    data's properties in a spec.
 
     Raises ConfigError if the constructor fails, or does not return a module.
     """
     entry = registry.lookup("model", name)
     if isinstance(entry.target, nn.Module):
         raise ConfigError(
-            f"model {short_name(name)!r} is a network, not what makes one: name its class, or a "
-            "function that gives it; from Python, Experiment(model=NETWORK) takes one"
+            f"model {short_name(name)!r} is a network, not a constructor: name its class, or a "
+            "function that returns it; in Python, you can pass a network: Experiment(model=NETWORK)"
         )
     data = _constructor_arguments(entry.target, spec)
     try:
@@ -173,25 +174,28 @@ def construct(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Modul
     except FedstillError:
         raise
     except Exception as error:
-        from fedstill.core.user_code import reason  # for errors alone
+        from fedstill.core.user_code import reason  # lazy, because only errors need it
 
         advice = ""
         if isinstance(error, TypeError):
             advice = f"; {_CONSTRUCTOR_HELP}"
         raise ConfigError(
-            f"model {name!r} cannot be made: {reason(error, entry.target)}{advice}"
+            f"model {name!r} cannot be built: {reason(error, entry.target)}{advice}"
         ) from error
     if not isinstance(network, nn.Module):
-        raise ConfigError(f"model {name!r} made a {type(network).__name__}, not a torch.nn.Module")
+        raise ConfigError(
+            f"model {name!r} returned a {type(network).__name__} instead of a torch.nn.Module"
+        )
     if any(is_lazy(value) for value in (*network.parameters(), *network.buffers())):
         raise ConfigError(
-            f"model {name!r} has lazy layers, whose sizes only a first batch tells; write them"
+            f"model {name!r} has lazy layers, whose sizes are unknown before the first batch; use "
+            "layers with fixed sizes"
         )
     return network
 
 
 def is_of_library(spec: ModelSpec) -> bool:
-    """Whether a network is one that the library has, and not a user's, nor made of one."""
+    """Whether a network consists of fedstill's networks only, without a user's code."""
     names = (spec.name, *(str(v) for k, v in spec.fields if k in ("of", "own", "shared")))
     return all(
         str(registry.lookup("model", name).target.__module__).startswith("fedstill.models.")
@@ -201,26 +205,23 @@ def is_of_library(spec: ModelSpec) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def built_size(spec: ModelSpec) -> int:
-    """How many parameters a network of the library has. Only shapes are computed, so no memory is
-    taken for them.
-    """
+    """The number of parameters of a network of fedstill. No memory is allocated for them."""
     with restoring_global_state(), torch.device("meta"):
         network = construct(spec.name, spec, dict(spec.fields))
         return sum(value.numel() for value in network.parameters())
 
 
 _CONSTRUCTOR_HELP = (
-    "a model's parameters named input_shape, in_channels (of images and series), vocabulary (of "
-    "texts), classes or "
-    "num_classes are given what the data have; one with **kwargs gets num_classes; the others are "
-    "fields of [model]"
+    "fedstill passes a model's constructor the arguments input_shape, in_channels (images and "
+    "series), vocabulary (texts), classes and num_classes, if it has parameters of these names, or "
+    "num_classes if it has **kwargs; its other parameters are fields of [model]"
 )
-"""How a user's model gets the number of classes and channels."""
+"""Explains how a user's model gets the number of classes and channels."""
 
 
 @dataclass(frozen=True)
 class _InputKind:
-    """A kind of examples: how people call them, and how many axes one of them has."""
+    """A kind of examples: its name in messages, and the number of axes of one example."""
 
     name: str
     axes: int
@@ -231,10 +232,10 @@ _INPUT_KINDS: Mapping[Any, _InputKind] = {
     SeriesShape: _InputKind("series", axes=2),
     RowShape: _InputKind("rows of numbers", axes=1),
 }
-"""The annotations of ``input_shape`` by which a network takes one kind of numbers only."""
+"""The annotations of ``input_shape`` that restrict a network to one kind of examples."""
 
 _SUITABLE_MODELS = {1: "mlp", 2: "series_cnn", 3: "cnn"}
-"""A model for examples of so many axes."""
+"""A suitable model by the number of an example's axes."""
 
 
 def _constructor_arguments(target: Callable[..., Any], spec: ModelSpec) -> dict[str, Any]:
@@ -262,23 +263,23 @@ def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def _check_inputs(target: Callable[..., Any], spec: ModelSpec) -> None:
-    """Raise ConfigError for a network of images, of numbers or of token ids if the examples are of
-    another kind.
-    """
+    """Raise ConfigError if the examples are of a kind that the network does not take."""
     accepted = _other_kind(target, spec)
     if accepted:
         raise ConfigError(
-            f"model {short_name(spec.name)!r} takes {accepted}, and these examples are "
+            f"model {short_name(spec.name)!r} takes {accepted}, but the examples are "
             f"{_described(spec)}; set model.name = {_suitable_model(spec)!r}"
         )
 
 
 def _other_kind(target: Callable[..., Any], spec: ModelSpec) -> str:
-    """The kind of examples that a network takes, if it does not take those of a spec."""
+    """The kind of examples that a network takes; empty if it takes those of a spec."""
     parameters = inspect.signature(target).parameters
     if spec.vocabulary:
         takes_tokens = "vocabulary" in parameters or _takes_any(parameters)
-        return "" if takes_tokens else "numbers"
+        if takes_tokens:
+            return ""
+        return "numbers"
     if "vocabulary" in parameters and parameters["vocabulary"].default is inspect.Parameter.empty:
         return "the token ids of texts"
     kind = _INPUT_KINDS.get(_hints(target).get("input_shape"))
@@ -288,7 +289,7 @@ def _other_kind(target: Callable[..., Any], spec: ModelSpec) -> str:
 
 
 def _described(spec: ModelSpec) -> str:
-    """The kind and shape of a spec's examples, as people read them."""
+    """The kind and shape of a spec's examples for messages."""
     if spec.vocabulary:
         return "texts, as token ids"
     names = {kind.axes: kind.name for kind in _INPUT_KINDS.values()}
@@ -297,7 +298,7 @@ def _described(spec: ModelSpec) -> str:
 
 
 def _suitable_model(spec: ModelSpec) -> str:
-    """A model of the library for the examples of a spec."""
+    """A model of fedstill that takes the examples of a spec."""
     if spec.vocabulary:
         return "bag"
     return _SUITABLE_MODELS.get(len(spec.input_shape), "mlp")
@@ -310,12 +311,12 @@ def _hints(target: Callable[..., Any]) -> Mapping[str, Any]:
         function = target.__init__
     try:
         return typing.get_type_hints(function)
-    except (NameError, TypeError, AttributeError):  # names that are there for type checkers only
+    except (NameError, TypeError, AttributeError):  # names that only exist for type checkers
         return {}
 
 
 def from_pairs(value: Any) -> Any:
-    """The reverse of ``as_pairs``: pairs of a text and a value become a table.
+    """The inverse of ``as_pairs``: pairs of a text and a value become a table.
 
     >>> from_pairs((('a', (('c', 3),)), ('b', (1, 2))))
     {'a': {'c': 3}, 'b': (1, 2)}

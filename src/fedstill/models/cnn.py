@@ -1,4 +1,4 @@
-"""Convolutional networks: LeNet-5, AlexNet, the papers' small networks, and one for series."""
+"""Convolutional networks: LeNet-5, AlexNet, small networks of papers, and a network for series."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fedstill.models.network import (
     MaxPool2d,
     Network,
     Norm,
-    OnCircle,
     SeriesShape,
+    UnitVectors,
     flat_size,
     norm_layer,
     projected,
@@ -26,11 +26,11 @@ from fedstill.models.network import (
 
 @register("model", "lenet5")
 def lenet5(input_shape: ImageShape, classes: int) -> Network:
-    """LeNet-5: two 5 x 5 convolutions (6, 16) without padding, 120 and 84 hidden; 44,426 parameters
-    on 28 x 28.
+    """LeNet-5: two 5 x 5 convolutions (6, 16 channels) without padding, 120 and 84 hidden units;
+    44,426 parameters on 28 x 28 images.
 
-    Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", in the form of
-    FedSeq's code.
+    Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", as in FedSeq's
+    code.
     """
     layers: list[nn.Module] = [
         nn.Conv2d(input_shape[0], 6, 5),
@@ -50,15 +50,15 @@ def lenet5(input_shape: ImageShape, classes: int) -> Network:
 
 @register("model", "alexnet")
 def alexnet(input_shape: ImageShape, classes: int, relu: bool = True) -> Network:
-    """AlexNet-8: five 3 x 3 convolutions (32 to 256), 1024 and 512 hidden; 3,868,746 parameters on
-    CIFAR-10.
+    """AlexNet-8: five 3 x 3 convolutions (32 to 256 channels), 1024 and 512 hidden units; 3,868,746
+    parameters on CIFAR-10.
 
-    relu: Whether ReLU follows every layer; without it there is none after the third and fourth
-    convolution, nor after the hidden layers, which are then one linear map in two steps.
+    relu: Whether ReLU follows every layer. With false, there is no ReLU after the third and fourth
+    convolution, nor after the hidden layers, which are then a single linear map.
 
     Source: SFedKD, sec. 4.1 ("8-layer AlexNet").
-    Reading: the paper gives no sizes and its code base has no AlexNet; this is the one of
-    split-learning code, which has ``relu = false``. We put ReLU everywhere.
+    Reading: the paper gives no sizes, and its code base has no AlexNet. This is the AlexNet of
+    split-learning code, which has ``relu = false``; our default applies ReLU everywhere.
     """
 
     def optional_relu() -> list[nn.Module]:
@@ -82,20 +82,20 @@ def alexnet(input_shape: ImageShape, classes: int, relu: bool = True) -> Network
     return Network(nn.Sequential(*layers, *dense), 512, classes)
 
 
-# Small convolutional networks: those of the papers, and one for 8 x 8 digits.
+# Small convolutional networks of papers, and networks for 8 x 8 digits.
 #
-# All pool before ReLU: both are monotone, so the result is the same, and ReLU sees a quarter of the
-# numbers.
+# Max-pooling comes before ReLU. Both are monotone, so the result is the same, and ReLU has a
+# quarter of the work.
 
 
 @register("model", "cnn")
 def cnn(input_shape: ImageShape, classes: int, projection: CountOrZero = 0) -> Network:
-    """FedNTD's CNN: two 5 x 5 convolutions (32, 64), one hidden layer of 512; 2,156,490 parameters
-    on CIFAR-10.
+    """FedNTD's CNN: two 5 x 5 convolutions (32, 64 channels), 512 hidden units; 2,156,490
+    parameters on CIFAR-10.
 
-    projection: The width of a projection under the head, as MOON has it (256 there); 0 for none.
+    projection: The width of a projection before the head, as in MOON (256 there); 0 for none.
 
-    Source: FedNTD, appendix B.1; FedAvg's CNN of McMahan et al. with padding.
+    Source: FedNTD, appendix B.1; the CNN of McMahan et al. (FedAvg), with padding.
     """
     blocks = [_block(input_shape[0], 32, 5, 2), _block(32, 64, 5, 2)]
     return _build("cnn", input_shape, classes, blocks, [512], projection=projection)
@@ -103,10 +103,10 @@ def cnn(input_shape: ImageShape, classes: int, projection: CountOrZero = 0) -> N
 
 @register("model", "simple_cnn")
 def simple_cnn(input_shape: ImageShape, classes: int, dropout: Share = 0.25) -> Network:
-    """HiPer-FedKD's SimpleCNN: three 3 x 3 convolutions (32, 64, 128), 512 hidden, dropout;
-    1,147,466 parameters.
+    """HiPer-FedKD's SimpleCNN: three 3 x 3 convolutions (32, 64, 128 channels), 512 hidden units,
+    dropout; 1,147,466 parameters on CIFAR-10.
 
-    dropout: The share of hidden units left out in training, 0 for none.
+    dropout: The probability of dropout before the head; 0 for none.
 
     Source: HiPer-FedKD, sec. 2.1.4.
     """
@@ -116,12 +116,12 @@ def simple_cnn(input_shape: ImageShape, classes: int, dropout: Share = 0.25) -> 
 
 @register("model", "fedseq_cnn")
 def fedseq_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """FedSeq's CNN: two 5 x 5 convolutions (64, 64) unpadded, 384 and 192 hidden; 797,962
-    parameters on CIFAR-10.
+    """FedSeq's CNN: two 5 x 5 convolutions (64, 64 channels) without padding, 384 and 192 hidden
+    units; 797,962 parameters on CIFAR-10.
 
     Source: Li & Lyu, "Convergence Analysis of Sequential Federated Learning" (its `cnncifar`).
-    Reading: SFedKD's "simple CNN" is not described; it builds on this code base, so we take this
-    one.
+    Reading: SFedKD does not describe its "simple CNN". Its code builds on this code base, so we
+    assume this network.
     """
     return _build(
         "fedseq_cnn",
@@ -134,12 +134,12 @@ def fedseq_cnn(input_shape: ImageShape, classes: int) -> Network:
 
 @register("model", "qkt_cnn")
 def qkt_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """QKT's small CNN: two 5 x 5 convolutions (32, 64) and the head, no hidden layer; 94,666
-    parameters on CIFAR-10.
+    """QKT's small CNN: two 5 x 5 convolutions (32, 64 channels), no hidden layer; 94,666 parameters
+    on CIFAR-10.
 
     Source: QKT, appendix A.6.3.
     Reading: the paper says "two convolutional layers followed by a fully connected layer" without
-    sizes; these are FedNTD's.
+    sizes; we use FedNTD's sizes.
     """
     return _build(
         "qkt_cnn",
@@ -154,15 +154,15 @@ def qkt_cnn(input_shape: ImageShape, classes: int) -> Network:
 def qkt_cnn_pooled(
     input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0
 ) -> Network:
-    """QKT's small CNN with pooling: three normalised 3 x 3 convolutions (32 to 128), average
-    pooling; 94,762 parameters on CIFAR-10.
+    """QKT's small CNN with normalisation and average pooling: three 3 x 3 convolutions (32 to 128
+    channels); 94,762 parameters on CIFAR-10.
 
-    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with
-    ("batch") running statistics, as in QKT's ResNet-18.
-    projection: The width of a projection under the head, as MOON has it; 0 for none.
+    norm: The normalisation after each convolution: GroupNorm ("group"), or BatchNorm without
+    ("batch_stats") or with ("batch") running statistics, as in QKT's ResNet-18.
+    projection: The width of a projection before the head, as in MOON; 0 for none.
 
-    Source: ours. It has what QKT's ResNet-18 has and ``qkt_cnn`` lacks: normalisation, and 128
-    features that are means over places. It is about as large as ``qkt_cnn``.
+    Source: ours. Like QKT's ResNet-18, and unlike ``qkt_cnn``, it has normalisation, and its 128
+    features are means over positions. It is about as large as ``qkt_cnn``.
     """
     layers: list[nn.Module] = []
     for inside, out in pairwise([input_shape[0], 32, 64, 128]):
@@ -172,7 +172,7 @@ def qkt_cnn_pooled(
             MaxPool2d(2),
             nn.ReLU(),
         ]
-    flat_size("qkt_cnn_pooled", layers, input_shape)  # refuses images that are too small
+    flat_size("qkt_cnn_pooled", layers, input_shape)  # raises ConfigError for small images
     projection_layers, width = projected(128, projection)
     body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *projection_layers)
     return Network(body, width, classes)
@@ -180,8 +180,8 @@ def qkt_cnn_pooled(
 
 @register("model", "cwc_cnn")
 def cwc_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """CWC's CNN: four 3 x 3 convolutions (64 to 512), 512 and 256 hidden; 2,733,962 parameters on
-    CIFAR-10.
+    """CWC's CNN: four 3 x 3 convolutions (64 to 512 channels), 512 and 256 hidden units; 2,733,962
+    parameters on CIFAR-10.
 
     Source: the code of CWC (cyclical weight consolidation).
     """
@@ -192,8 +192,8 @@ def cwc_cnn(input_shape: ImageShape, classes: int) -> Network:
 
 @register("model", "digits_cnn")
 def digits_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """A small CNN for 8 x 8 images: two 3 x 3 convolutions (16, 32), 64 hidden; 13,706 parameters
-    on ten digits.
+    """A small CNN for 8 x 8 images: two 3 x 3 convolutions (16, 32 channels), 64 hidden units;
+    13,706 parameters on 8 x 8 digits.
     """
     return _build(
         "digits_cnn",
@@ -206,8 +206,8 @@ def digits_cnn(input_shape: ImageShape, classes: int) -> Network:
 
 @register("model", "tiny_cnn")
 def tiny_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """A tiny CNN for many clients with few images: two 3 x 3 convolutions (8, 16); 1,898 parameters
-    on ten digits.
+    """A tiny CNN for many clients with few images: two 3 x 3 convolutions (8, 16 channels); 1,898
+    parameters on 8 x 8 digits.
     """
     return _build(
         "tiny_cnn", input_shape, classes, [_block(input_shape[0], 8, 3, 1), _block(8, 16, 3, 1)], []
@@ -216,12 +216,12 @@ def tiny_cnn(input_shape: ImageShape, classes: int) -> Network:
 
 @register("model", "sphere_cnn")
 def sphere_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """FedNTD's CNN with features on a circle: 512 hidden, two features of norm 1, and a head
-    without bias.
+    """FedNTD's CNN with features on the unit circle: 512 hidden units, two features of norm 1, and
+    a head without bias.
 
     Source: FedNTD, appendix N, figure 18.
-    Reading: the paper does not say how its two-dimensional features are made; here a linear layer
-    follows the 512.
+    Reading: the paper does not say how it obtains two-dimensional features; here a linear layer
+    follows the 512 units.
     """
     blocks = [_block(input_shape[0], 32, 5, 2), _block(32, 64, 5, 2)]
     return _build("sphere_cnn", input_shape, classes, blocks, [512], circle=True)
@@ -229,7 +229,7 @@ def sphere_cnn(input_shape: ImageShape, classes: int) -> Network:
 
 @register("model", "sphere_digits_cnn")
 def sphere_digits_cnn(input_shape: ImageShape, classes: int) -> Network:
-    """The small CNN for 8 x 8 images with features on a circle, as in sphere_cnn."""
+    """The CNN digits_cnn with features on the unit circle, as in sphere_cnn."""
     blocks = [_block(input_shape[0], 16, 3, 1), _block(16, 32, 3, 1)]
     return _build("sphere_digits_cnn", input_shape, classes, blocks, [64], circle=True)
 
@@ -258,13 +258,13 @@ def _build(
     if dropout > 0:
         layers.append(nn.Dropout(dropout))
     if circle:
-        body = nn.Sequential(*layers, nn.Linear(width, 2), OnCircle())
+        body = nn.Sequential(*layers, nn.Linear(width, 2), UnitVectors())
         return Network(body, 2, classes, bias=False)
     projection_layers, width = projected(width, projection)
     return Network(nn.Sequential(*layers, *projection_layers), width, classes)
 
 
-# A convolutional network for series: rows of measurements that were taken one after another.
+# A convolutional network for series: channels of measurements over time.
 
 
 CHANNELS = (32, 64, 64)
@@ -273,13 +273,13 @@ KERNEL = 5
 
 @register("model", "series_cnn")
 def series_cnn(input_shape: SeriesShape, classes: int, hidden: Count = 128) -> Network:
-    """Three convolutions over time (kernel 5; 32, 64, 64 channels), each with max-pooling by 2, and
-    one hidden layer.
+    """A CNN for series: three convolutions over time (kernel 5; 32, 64, 64 channels), each followed
+    by max-pooling by 2, and one hidden layer.
 
-    A series (channels, L) needs L >= 8. Its convolutions are those of images one row high, which
-    torch computes faster than one-dimensional ones. Raises ConfigError for a shorter one.
+    A series (channels, L) needs L >= 8; a shorter one raises ConfigError. The convolutions treat a
+    series as an image with one row, which is faster in torch than one-dimensional convolutions.
 
-    hidden: The units of the hidden layer.
+    hidden: The number of units of the hidden layer.
 
     Source: ours, after Zeng et al., "Convolutional Neural Networks for Human Activity Recognition
     using Mobile Sensors" (2014).
@@ -288,8 +288,8 @@ def series_cnn(input_shape: SeriesShape, classes: int, hidden: Count = 128) -> N
     least = 2 ** len(CHANNELS)
     if steps < least:
         raise ConfigError(
-            f"model 'series_cnn' needs series of at least {least} steps, these have {steps}; set "
-            "model.name = 'mlp'"
+            f"model 'series_cnn' needs series of at least {least} steps, but the data have "
+            f"{steps}; set model.name = 'mlp'"
         )
     layers: list[nn.Module] = [nn.Unflatten(1, (channels, 1))]
     for inside, out in pairwise([channels, *CHANNELS]):

@@ -1,4 +1,4 @@
-"""What a method may ask of a model: build it, start it, run it, and what it can do.
+"""The interface of models: building, initial weights, forward passes, and capabilities.
 
 A model with two submodules ``body`` and ``head`` and ``forward(x) = head(body(x))`` has *features*
 (the output of its body) and a *head* (its last layer). Any other ``nn.Module`` has logits only.
@@ -56,27 +56,27 @@ _modules = threading.local()
 
 
 def build(spec: ModelSpec) -> nn.Module:
-    """A new module of a spec, on the CPU; its initial weights come from torch's process-wide
+    """A new module of a spec, on the CPU. Its initial weights are drawn from torch's global
     generator.
 
     Raises ConfigError if the model cannot be built for this input shape and class count.
     """
-    from fedstill.models import building  # a thread builds a network once
+    from fedstill.models import building  # lazy, because modules are built rarely
 
     return building.build(spec)
 
 
 def example(spec: ModelSpec, count: int, device: str = "cpu") -> Tensor:
-    """Inputs without content, (count, *input_shape): zeros, or padding where a network takes token
-    ids (int64).
+    """A batch of zeros (count, *input_shape): float32, or int64 (padding) for a network that takes
+    token ids.
     """
     kind = torch.int64 if spec.vocabulary else torch.float32
     return torch.zeros(count, *spec.input_shape, dtype=kind, device=device)
 
 
 def module(spec: ModelSpec, role: str = "student") -> nn.Module:
-    """This thread's module of a spec and role: a module to run parameters in; its own weights are
-    not used.
+    """The module of this thread for a spec and role. It runs other parameters; its weights are not
+    used.
     """
     cache: dict[tuple[ModelSpec, str], nn.Module] = _modules.__dict__.setdefault("cache", {})
     if (spec, role) not in cache:
@@ -88,7 +88,7 @@ def module(spec: ModelSpec, role: str = "student") -> nn.Module:
 def initial(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """Initial parameters and buffers of a spec, a pure function of the seed."""
     with restoring_global_state(cuda=True):
-        seed_global(seed)  # a network of a user's own may be made on a card
+        seed_global(seed)  # all generators, since a user's network may be initialised on a GPU
         network = build(spec)
     return {k: v.detach().clone() for k, v in entries(spec, network).items()}
 
@@ -101,30 +101,31 @@ def entries(spec: ModelSpec, network: nn.Module) -> dict[str, Tensor]:
 
 @functools.lru_cache(maxsize=1024)
 def size(spec: ModelSpec) -> int:
-    """How many numbers of a model of a spec are trained and sent, buffers included."""
+    """The number of values that a client sends for a model of a spec, buffers included."""
     return sum(v.numel() for v in entries(spec, module(spec)).values())
 
 
 @functools.lru_cache(maxsize=1024)
 def width(spec: ModelSpec) -> int:
-    """D: how many features a model's body gives, which are its head's inputs.
+    """D, the number of features of a model: the outputs of its body, which are its head's inputs.
 
-    Raises IncompatibleMethod for a model whose body does not give (B, D), AttributeError for one
-    without body.
+    Raises IncompatibleMethod if the body does not return (B, D), AttributeError if there is no
+    body.
     """
     params = {k: v.detach() for k, v in entries(spec, module(spec, "frozen").eval()).items()}
     with torch.no_grad():
         z = features(module(spec, "frozen"), params, example(spec, 2))
     if z.dim() != 2:
         raise IncompatibleMethod(
-            f"the body of {spec} gives {tuple(z.shape)}, not features (B, D): end it with Flatten"
+            f"the body of {spec} returns {tuple(z.shape)} instead of features (B, D): end it with "
+            "Flatten"
         )
     return z.shape[1]
 
 
 def trainable_names(spec: ModelSpec) -> set[str]:
-    """The names of parameters that are trained; the other entries of a state are buffers, or left
-    without gradient.
+    """The names of the parameters that are trained. The other entries of a state are buffers or
+    frozen parameters.
     """
     parameters = module(spec).named_parameters()
     return {name for name, value in parameters if value.requires_grad and spec.sends(name)}
@@ -178,9 +179,9 @@ class Predictor:
             return forward(m, self._here[x.device], x)
 
     def as_module(self) -> nn.Module:
-        """A module of its own that holds a copy of the parameters, in evaluation mode.
+        """A new module with a copy of the parameters, in evaluation mode.
 
-        Raises CorruptFile where they are not those of the architecture.
+        Raises CorruptFile if the parameters do not fit the architecture.
         """
         with restoring_global_state(cuda=True):
             network = build(self.spec)
@@ -191,13 +192,13 @@ class Predictor:
             network.load_state_dict(state)
         except RuntimeError as error:
             raise CorruptFile(
-                f"the weights are not those of a {self.spec}: {on_one_line(error)}"
+                f"the weights do not fit {self.spec}: {on_one_line(error)}"
             ) from error
         return network.eval()
 
 
 def predictor(spec: ModelSpec, params: Tensors) -> Predictor:
-    """x -> logits of frozen parameters in evaluation mode."""
+    """A function from inputs to the logits of frozen parameters, in evaluation mode."""
     return Predictor(spec, params)
 
 
@@ -208,22 +209,21 @@ def spec_for(
     fields: Mapping[str, Any] | None = None,
     vocabulary: int = 0,
 ) -> ModelSpec:
-    """The spec of a registered or imported model; fields are sorted, so that equal settings are
-    equal specs.
+    """The spec of a registered or imported model. Its fields are sorted, so that equal settings
+    give equal specs.
     """
     return ModelSpec(name, input_shape, classes, as_pairs(fields or {}), vocabulary=vocabulary)
 
 
-# What a pass of two examples tells of a network before it is trained.
+# Properties of a network that trial passes on one or two examples show.
 
 
 @functools.lru_cache(maxsize=1024)
 def draws_random_numbers(spec: ModelSpec, training: bool = True) -> bool:
     """Whether a forward pass draws from torch's global generator, as dropout and noise do.
 
-    training: whether the network is in training mode. Dropout layers are recognised. For other
-    layers, a trial pass on two examples without content decides. A network that fails on these is
-    taken not to draw.
+    training: whether the network is in training mode. A network with dropout layers draws. For
+    other networks, a trial pass on two examples of zeros decides; if it fails, the result is False.
     """
     m = module(spec, "frozen")
     if training and any(
@@ -233,7 +233,7 @@ def draws_random_numbers(spec: ModelSpec, training: bool = True) -> bool:
     try:
         return _draws_in_forward(m.train(training), example(spec, 2))
     except Exception:
-        # The examples of the run will show whether the network can take any.
+        # If the network fails on real examples as well, the run reports the error.
         return False
     finally:
         m.eval()
@@ -241,26 +241,26 @@ def draws_random_numbers(spec: ModelSpec, training: bool = True) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def needs_two_examples(spec: ModelSpec, norm: str = "batch") -> bool:
-    """Whether a network in training mode takes two examples and fails on one, as batch
-    normalisation of features does.
+    """Whether a network in training mode takes batches of two examples but not of one, like batch
+    normalisation of features.
 
-    norm: as in a ``Plan``. A left-over example then joins the batch before it
-    (``Plan.leaves_one_over``). The trial has examples without content, so that a server and its
-    sites get the same answer.
+    If so, a last batch of one example joins the previous batch (``Plan.leaves_one_over``). norm: as
+    in a ``Plan``. The trial uses constant examples, so that a server and its sites get the same
+    result.
     """
     return not _trains_on(spec, 1, norm) and _trains_on(spec, 2, norm)
 
 
 def joins_last_example(spec: ModelSpec, plan: Plan, examples: int) -> bool:
-    """Whether the last example of an epoch joins the batch before it, because the network cannot be
-    trained on one example alone.
+    """Whether the last example of an epoch joins the previous batch, because the network cannot be
+    trained on a single example.
     """
     return plan.leaves_one_over(examples) and needs_two_examples(spec, plan.norm)
 
 
 def freeze_norms(m: nn.Module) -> None:
-    """Put the normalisation layers of a network into evaluation mode, as ``norm = "frozen"`` of a
-    plan has it.
+    """Put the normalisation layers of a network into evaluation mode (``norm = "frozen"`` in a
+    plan).
     """
     for layer in m.modules():
         if isinstance(layer, NORMS):
@@ -268,8 +268,8 @@ def freeze_norms(m: nn.Module) -> None:
 
 
 def _trains_on(spec: ModelSpec, count: int, norm: str) -> bool:
-    """Whether a network in training mode takes so many examples at once; the module keeps its
-    statistics.
+    """Whether a network in training mode takes a batch of ``count`` examples. Its statistics do not
+    change.
     """
     m = module(spec, "frozen").train()
     if norm == "frozen":
@@ -277,11 +277,11 @@ def _trains_on(spec: ModelSpec, count: int, norm: str) -> bool:
     entries = {
         name: value.detach().clone() for name, value in (*m.named_parameters(), *m.named_buffers())
     }
-    x = torch.ones_like(example(spec, count))  # of token ids, zeros would be padding alone
+    x = torch.ones_like(example(spec, count))  # not zeros, because token id 0 is padding
     try:
         with restoring_global_state(cuda=True), torch.no_grad():
             forward(m, entries, x)
-    except Exception:  # whatever a network raises, it would raise in training
+    except Exception:  # a user's network may raise anything
         return False
     finally:
         m.eval()
@@ -289,7 +289,7 @@ def _trains_on(spec: ModelSpec, count: int, norm: str) -> bool:
 
 
 def _draws_in_forward(m: nn.Module, x: Tensor) -> bool:
-    """Whether a pass draws from the generator. The module's statistics are not changed."""
+    """Whether a forward pass draws from torch's generator. Statistics do not change."""
     freeze_norms(m)
     with restoring_global_state(cuda=True), torch.no_grad():
         state = torch.get_rng_state()

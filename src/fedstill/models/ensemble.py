@@ -1,5 +1,5 @@
-"""Several networks as one: what an ensemble answers, a model that votes with another one, and a
-pair of which a client keeps one, of whatever architecture, and all share the other.
+"""Several networks as one: ensembles, weighted votes, and pairs of a personal and a shared
+network.
 """
 
 from __future__ import annotations
@@ -20,60 +20,60 @@ from fedstill.models.network import InputShape
 
 
 class MeanOfProbabilities(nn.Module):
-    """Logits (B, C) of several models -> log of the mean (B, C) of their probabilities."""
+    """The logarithm of the mean of several models' probabilities."""
 
     def forward(self, *logits: Tensor) -> Tensor:
-        """Log-probabilities, which are logits too."""
+        """Log-probabilities (B, C) from the logits (B, C) of each model."""
         return torch.stack([z.softmax(1) for z in logits]).mean(0).log()
 
 
 class WeightedVote(nn.Module):
-    """Logits (B, C) of several models -> log of the weighted mean (B, C) of their probabilities."""
+    """The logarithm of the weighted mean of several models' probabilities."""
 
     def __init__(self, shares: Sequence[float]) -> None:
-        """shares: One for each model, summing to 1."""
+        """shares: the weight of each model; they sum to 1."""
         super().__init__()
         self.shares = tuple(shares)
 
     def forward(self, *logits: Tensor) -> Tensor:
-        """Log-probabilities, which are logits too."""
+        """Log-probabilities (B, C) from the logits (B, C) of each model."""
         first, *following = (
             share * z.softmax(1) for share, z in zip(self.shares, logits, strict=True)
         )
         return sum(following, first).log()
 
 
-class SideBySide(nn.Module):
-    """Networks that see the same inputs, and what makes one answer of theirs."""
+class CombinedNetwork(nn.Module):
+    """Networks with the same input, whose logits a module ``combine`` combines."""
 
-    def __init__(self, networks: Sequence[nn.Module], join: nn.Module) -> None:
+    def __init__(self, networks: Sequence[nn.Module], combine: nn.Module) -> None:
         super().__init__()
         self.networks = nn.ModuleList(networks)
-        self.join = join
+        self.combine = combine
 
     def forward(self, x: Tensor) -> Tensor:
-        """The joined answer (B, C) to inputs (B, channels, H, W)."""
-        return self.join(*(network(x) for network in self.networks))  # type: ignore[no-any-return]
+        """The combined logits (B, C) of inputs (B, channels, H, W)."""
+        return self.combine(*(network(x) for network in self.networks))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
-class Joined:
-    """Predictors that answer together: called with inputs (B, channels, H, W), it gives ``join`` of
-    their logits.
+class CombinedPredictor:
+    """Several predictors whose logits a module ``combine`` combines. Called with inputs (B,
+    channels, H, W), it returns logits (B, C).
     """
 
     predictors: Sequence[Predictor]
-    join: nn.Module
+    combine: nn.Module
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The joined answer (B, C), without gradients."""
+        """The combined logits (B, C), without gradients."""
         with torch.inference_mode():
-            return self.join(*(predict(x) for predict in self.predictors))  # type: ignore[no-any-return]
+            return self.combine(*(predict(x) for predict in self.predictors))  # type: ignore[no-any-return]
 
     def as_module(self) -> nn.Module:
         """All networks in one module, each with a copy of its parameters, in evaluation mode."""
         networks = [predict.as_module() for predict in self.predictors]
-        return SideBySide(networks, self.join).eval()
+        return CombinedNetwork(networks, self.combine).eval()
 
 
 def module_of(predict: Callable[[Tensor], Tensor]) -> nn.Module | None:
@@ -91,7 +91,9 @@ def module_of(predict: Callable[[Tensor], Tensor]) -> nn.Module | None:
 
 
 class Pair(nn.Module):
-    """Networks ``own`` and ``shared``; what the pair gives is what the shared one does."""
+    """A personal network ``own`` and a network ``shared``. The pair's output is that of
+    ``shared``.
+    """
 
     def __init__(self, own: nn.Module, shared: nn.Module) -> None:
         super().__init__()
@@ -114,14 +116,14 @@ def pair(
     shared_arguments: dict[str, Any] | None = None,
     vocabulary: int = 0,
 ) -> nn.Module:
-    """Two networks in one: a personal one at each client, and a shared one, which is the server's
-    model.
+    """Two networks in one: a personal network for each client, and a shared network, which is the
+    server's model.
 
-    own: The name of the client's own network, or an import path; clients.models can give each
-    client another pair.
-    shared: The name of the network that all share.
-    own_arguments: Fields of the client's own network.
-    shared_arguments: Fields of the network that all share.
+    own: The name or import path of the personal network; clients.models can give clients different
+    pairs.
+    shared: The name or import path of the shared network.
+    own_arguments: The fields of the personal network.
+    shared_arguments: The fields of the shared network.
 
     Source: Shen et al., "Federated Mutual Learning" (2020).
     """
@@ -131,12 +133,12 @@ def pair(
     return Pair(own_network, shared_network)
 
 
-def own_of(spec: ModelSpec, params: Tensors) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """The client's own network of a pair, with its parameters."""
+def personal_network(spec: ModelSpec, params: Tensors) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """The spec and the parameters of a pair's personal network."""
     fields = dict(spec.fields)
     table = building.from_pairs(fields.get("own_arguments") or {})
-    own_spec = ModelSpec(
+    personal_spec = ModelSpec(
         fields["own"], spec.input_shape, spec.classes, as_pairs(table), vocabulary=spec.vocabulary
     )
-    own_params = {k.removeprefix("own."): v for k, v in params.items() if k.startswith("own.")}
-    return own_spec, own_params
+    personal_params = {k.removeprefix("own."): v for k, v in params.items() if k.startswith("own.")}
+    return personal_spec, personal_params

@@ -1,6 +1,6 @@
-"""Functions of a network, its parameters and inputs; ``Step.run`` takes such functions.
+"""Functions of a network, its parameters and inputs, such as ``Step.run`` takes.
 
-``run_with`` runs a module with tensors that are not its own.
+``run_with`` runs a module with other tensors than its own.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch.func import functional_call
 from fedstill.core.payload import Tensors
 
 SHARD = 100
-"""Examples in one evaluation pass; fixed, because results in float32 depend on it in the last bit.
-With many more, the outputs of a convolution no longer fit into a core's cache.
+"""The batch size of evaluation. It is fixed, because the last bit of float32 results depends on it.
+In much larger batches, the outputs of a convolution do not fit into a core's cache.
 """
 
 _Place = tuple[dict[str, Any], str]
 """The dictionary of a module that holds a tensor, and its key there."""
 _Part = tuple[dict[str, Any], str, "ref[nn.Module]"]
-"""The dictionary of a module that holds a part of it, its key there, and the part."""
+"""The dictionary that holds a submodule, its key there, and the submodule."""
 
-_found = threading.local()
+_caches = threading.local()
 
 
 def run_with(m: nn.Module, tensors: Mapping[str, Tensor], *x: Any) -> Any:
-    """What a module gives with other parameters and buffers, by name; those that are not named are
-    its own.
+    """The output of a module with other parameters and buffers, by name. It uses its own tensors
+    for missing names.
 
-    The same as ``torch.func.functional_call``, which looks for all names at each call: here that is
-    done once, and again where a part of the module has become another. A module whose names share
-    tensors, and one that lacks a name, are torch's to run or to refuse.
+    The same as ``torch.func.functional_call``, which looks up all names in every call. This
+    function looks them up once, and again after a submodule has been replaced. If two names share a
+    tensor, or if the module lacks a name, it calls torch's function.
     """
     places = _places(m)
     if not places.keys() >= tensors.keys():
@@ -53,9 +53,9 @@ def run_with(m: nn.Module, tensors: Mapping[str, Tensor], *x: Any) -> Any:
 
 
 def _places(m: nn.Module) -> dict[str, _Place]:
-    """By name, where a module's tensors are; nothing if names share tensors."""
+    """The places of a module's tensors by name; empty if two names share a tensor."""
     cache: WeakKeyDictionary[nn.Module, tuple[list[_Part], dict[str, _Place]]]
-    cache = _found.__dict__.setdefault("cache", WeakKeyDictionary())
+    cache = _caches.__dict__.setdefault("cache", WeakKeyDictionary())
     parts, places = cache.get(m, (None, {}))
     if parts is None or not all(holder.get(key) is part() for holder, key, part in parts):
         tensors = dict[str, Tensor](m.named_parameters(remove_duplicate=False))
@@ -76,7 +76,9 @@ def _places(m: nn.Module) -> dict[str, _Place]:
 def _place(m: nn.Module, name: str) -> _Place:
     path, _, key = name.rpartition(".")
     owner = m.get_submodule(path)
-    return (owner._parameters if key in owner._parameters else owner._buffers), key
+    if key in owner._parameters:
+        return owner._parameters, key
+    return owner._buffers, key
 
 
 # Functions of a network, its parameters and inputs, as ``Step.run`` takes them.
@@ -85,7 +87,7 @@ def _place(m: nn.Module, name: str) -> _Place:
 def run_part(m: nn.Module, params: Tensors, x: Tensor, name: str, *arguments: float) -> Tensor:
     """The output of a named part of a network for the part's inputs and further arguments.
 
-    params: those of the whole network. Raises AttributeError for a network without that part.
+    params: the parameters of the whole network. Raises AttributeError if it has no such part.
     """
     part = m.get_submodule(name)
     prefix = name + "."
@@ -94,7 +96,7 @@ def run_part(m: nn.Module, params: Tensors, x: Tensor, name: str, *arguments: fl
 
 
 def forward(m: nn.Module, params: Tensors, x: Tensor) -> Tensor:
-    """Logits (B, C) of parameters run in a module of their architecture."""
+    """The logits (B, C) of a network with the given parameters."""
     return run_with(m, params, x)  # type: ignore[no-any-return]
 
 
@@ -109,10 +111,10 @@ def head(m: nn.Module, params: Tensors, z: Tensor) -> Tensor:
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """A four-dimensional tensor in channels-last order, which the CPU's convolutions prefer; others
-    as they are.
+    """A four-dimensional tensor in channels-last memory format, in which convolutions on CPUs are
+    faster; other tensors are returned unchanged.
 
-    On a CUDA card channels come first: small networks train faster so in float32
+    On CUDA devices, the format is channels-first, in which small networks train faster in float32
     (``python -m benchmarks.layout``).
     """
     if tensor.dim() != 4:

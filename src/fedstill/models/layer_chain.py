@@ -1,10 +1,8 @@
-"""Networks as chains of layers with weights: what they consist of, and the same chain with other
-numbers of units.
+"""Networks that are chains of layers: their layers, and the same chain with other layer widths.
 
-A *plain chain* is a body of convolutions, linear layers, ReLU, pooling, dropout and one flattening,
-and a linear head: its hidden units can be put in any order, and there can be more of them. Before
-its first layer, inputs may be given another shape (``nn.Unflatten``): series become images of one
-row.
+A *plain chain* has a linear head and a body of convolutions, linear layers, ReLU, pooling, dropout
+and one flattening. Its hidden units can be permuted, and their number can change. Its first layer
+may be an ``nn.Unflatten``, which turns series into images with one row.
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ WITHOUT_WEIGHTS = (nn.ReLU, nn.MaxPool2d, nn.AvgPool2d, nn.Dropout, nn.Flatten, 
 
 
 def plain_chain(m: nn.Module) -> list[str] | None:
-    """The names of a plain chain's layers from first to head, each with weight and bias; None for
-    any other network.
+    """The names of a plain chain's layers with weight and bias, from the first one to the head;
+    None for other networks.
 
-    An input of a linear layer after the flattening is one place of a channel: the channels' places
-    follow each other.
+    The inputs of the linear layer after the flattening are the positions of the first channel,
+    then those of the second channel, and so on.
     """
     body = getattr(m, "body", None)
     if not isinstance(body, nn.Sequential) or not _biased(getattr(m, "head", None)):
@@ -39,15 +37,13 @@ def plain_chain(m: nn.Module) -> list[str] | None:
         elif not isinstance(layer, WITHOUT_WEIGHTS):
             return None
         elif names and isinstance(layer, nn.Unflatten):
-            return None  # it would make channels of units
+            return None  # an Unflatten here would turn units into channels
     return [*names, "head"]
 
 
 def last_block(m: nn.Module) -> list[tuple[str, list[str]]] | None:
-    """The convolutions of a residual network's last block, each with the layers after it that act
-    on its channels.
-
-    None for a network without residual blocks.
+    """The convolutions of a residual network's last block, each with the layers that follow it
+    before the next convolution; None for a network without residual blocks.
     """
     blocks = [(name, part) for name, part in m.named_modules() if isinstance(part, Residual)]
     if not blocks:
@@ -62,18 +58,18 @@ def last_block(m: nn.Module) -> list[tuple[str, list[str]]] | None:
 
 
 def levels(m: nn.Module) -> list[str]:
-    """Where a body that is a chain of layers can be cut: its parts after which the rest of another
-    one can go on.
+    """The names of the layers after which a sequential body can be cut. The remaining layers of
+    another network can continue from there.
 
-    After each ReLU or block of layers, and after the whole body if layers with weights follow the
-    last of these.
+    These are all ReLU layers and blocks of layers, and the last layer if layers with weights follow
+    the last ReLU or block. Empty if the body is not an ``nn.Sequential``.
     """
     body = getattr(m, "body", None)
     if not isinstance(body, nn.Sequential) or not len(body):
         return []
     children = list(body.named_children())
     cuts: list[str] = []
-    has_weights_after = True  # a body without a cut is cut at its end
+    has_weights_after = True  # a body without ReLU and blocks is cut at its end
     for name, layer in children:
         if isinstance(layer, (nn.ReLU, nn.Sequential)):
             cuts.append(name)
@@ -86,14 +82,14 @@ def levels(m: nn.Module) -> list[str]:
 
 
 class LevelPass(NamedTuple):
-    """One pass of a network: its activations at each level by name, and its features (B, D)."""
+    """The activations of a forward pass at each level, by name, and its features (B, D)."""
 
     activations: dict[str, Tensor]
     features: Tensor
 
 
 def run_to_levels(m: nn.Module, params: Tensors, x: Tensor) -> LevelPass:
-    """A pass of the body that keeps the activations at its levels."""
+    """The activations at all levels, and the features, of a forward pass of the body."""
     activations = {}
     cuts = set(levels(m))
     for name, _ in m.get_submodule("body").named_children():
@@ -104,7 +100,7 @@ def run_to_levels(m: nn.Module, params: Tensors, x: Tensor) -> LevelPass:
 
 
 def run_from_level(m: nn.Module, params: Tensors, x: Tensor, level: str) -> Tensor:
-    """Logits (B, C) of activations at a level."""
+    """The logits (B, C) of a network that continues from activations at a level."""
     names = [name for name, _ in m.get_submodule("body").named_children()]
     for name in names[names.index(level) + 1 :]:
         x = run_part(m, params, x, f"body.{name}")
@@ -112,15 +108,16 @@ def run_from_level(m: nn.Module, params: Tensors, x: Tensor, level: str) -> Tens
 
 
 def with_widths(m: nn.Module, widths: Sequence[int]) -> nn.Module:
-    """A plain chain whose hidden layers have other numbers of units; its weights are new. Changes
-    the module.
+    """Change the numbers of units of a plain chain's hidden layers, in place. The new layers have
+    new weights.
 
-    Raises ConfigError for another network, or another number of hidden layers.
+    Raises ConfigError for other networks, and for another number of hidden layers.
     """
     names = plain_chain(m)
     if names is None or len(names) - 1 != len(widths):
         raise ConfigError(
-            f"{type(m).__name__} has no {len(widths)} hidden layers whose widths could be set"
+            f"{type(m).__name__} is not a plain chain with {len(widths)} hidden layers, whose "
+            "widths could be set"
         )
     layers = [m.get_submodule(name) for name in names]
     units = [_units(layer) for layer in layers]

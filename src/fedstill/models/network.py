@@ -1,4 +1,4 @@
-"""A network in two parts, a body and a linear head, and layers that several networks share:
+"""The class of all networks with a body and a linear head, and layers that several networks use:
 pooling, normalisation and attention.
 """
 
@@ -13,23 +13,23 @@ from torch.nn.functional import normalize
 from fedstill.core.errors import ConfigError
 
 ImageShape = tuple[int, int, int]
-"""(channels, height, width). A network whose ``input_shape`` is annotated so takes images only."""
+"""(channels, height, width). Annotates the ``input_shape`` of networks that only take images."""
 
 SeriesShape = tuple[int, int]
-"""(channels, steps). A network whose ``input_shape`` is annotated so takes series only."""
+"""(channels, steps). Annotates the ``input_shape`` of networks that only take series."""
 
 RowShape = tuple[int]
-"""(columns,). A network whose ``input_shape`` is annotated so takes rows of numbers only."""
+"""(columns,). Annotates the ``input_shape`` of networks that only take rows of numbers."""
 
 InputShape = tuple[int, ...]
-"""The shape of one example of any kind, as ``ModelSpec`` says it."""
+"""The shape of one example of any kind, as in ``ModelSpec``."""
 
 
 class Network(nn.Module):
-    """``forward(x) = head(body(x))``: body gives the (B, D) penultimate features, head is the last
-    linear layer.
+    """``forward(x) = head(body(x))``: the body returns the penultimate features (B, D), and the
+    head is the last linear layer.
 
-    x: (B, *input_shape), float or token ids. Gives (B, C) logits.
+    Inputs are (B, *input_shape), float or token ids; outputs are logits (B, C).
     """
 
     def __init__(self, body: nn.Module, features: int, classes: int, bias: bool = True) -> None:
@@ -43,19 +43,19 @@ class Network(nn.Module):
 
 
 def projected(width: int, projection: int) -> tuple[list[nn.Module], int]:
-    """The layers of a projection on ``width`` features, and the width after them: none, if
+    """The layers of a projection of ``width`` features, and their output width. There are none if
     ``projection`` is 0.
 
-    Source: MOON's network, whose head sits on top of a linear layer of the same width, ReLU, and a
-    narrower one.
+    Source: MOON's network, which has a linear layer of the same width, ReLU and a narrower linear
+    layer before its head.
     """
     if not projection:
         return [], width
     return [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, projection)], projection
 
 
-class OnCircle(nn.Module):
-    """(B, 2) vectors divided by their Euclidean norm; the zero vector stays."""
+class UnitVectors(nn.Module):
+    """Divides vectors (B, D) by their Euclidean norm; the zero vector does not change."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Vectors of norm 1."""
@@ -63,32 +63,32 @@ class OnCircle(nn.Module):
 
 
 def flat_size(name: str, layers: list[nn.Module], input_shape: ImageShape) -> int:
-    """How many numbers an image becomes after convolutions and max-pools with square kernels.
+    """The number of values of an image after convolutions and max-pooling with square kernels.
 
-    Raises ConfigError, in the name of the model, if the image is too small for them.
+    Raises ConfigError if the image is too small; ``name`` is the model's name in the message.
     """
     channels, *sides = input_shape
-    reached = [_side_after(layers, side) for side in sides]
-    if min(reached) < 1:
-        least = next(side for side in range(1, 10_000) if _side_after(layers, side) >= 1)
-        raise ConfigError(too_small(name, input_shape, least))
+    output_sides = [_side_after(layers, side) for side in sides]
+    if min(output_sides) < 1:
+        min_side = next(side for side in range(1, 10_000) if _side_after(layers, side) >= 1)
+        raise ConfigError(too_small(name, input_shape, min_side))
     for layer in layers:
         if isinstance(layer, nn.Conv2d):
             channels = layer.out_channels
-    return channels * reached[0] * reached[1]
+    return channels * output_sides[0] * output_sides[1]
 
 
-def too_small(name: str, input_shape: ImageShape, least: int) -> str:
-    """The line that refuses an image: what the model needs and what it was given."""
+def too_small(name: str, input_shape: ImageShape, min_side: int) -> str:
+    """The error message about images that are too small for a model."""
     _, height, width = input_shape
     return (
-        f"model {name!r} needs images of at least {least} x {least}, these are {height} x {width}; "
-        "use another model"
+        f"model {name!r} needs images of at least {min_side} x {min_side}, but the data have "
+        f"{height} x {width}; use another model"
     )
 
 
 def _side_after(layers: list[nn.Module], side: int) -> int:
-    """The side of an image after layers with square kernels; below 1 if it is too small."""
+    """The side of an image after layers with square kernels; below 1 if the image is too small."""
     for layer in layers:
         if side >= 1 and isinstance(layer, (nn.Conv2d, nn.MaxPool2d)):
             kernel = _first(layer.kernel_size)
@@ -109,37 +109,37 @@ def _first(number: Any) -> int:
 
 
 class MaxPool2d(nn.MaxPool2d):
-    """``torch.nn.MaxPool2d`` on images whose channels are next to each other in memory, whatever
-    order they came in.
+    """``torch.nn.MaxPool2d`` that converts its input to channels-last memory format.
 
-    The maxima are the same. torch's kernel for the CPU is several times as fast in this order, and
-    a stack of clients (``torch.func.vmap``) would leave it.
+    The maxima are the same. torch's CPU kernel is several times as fast in this format, which
+    stacked clients (``torch.func.vmap``) would not preserve.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pool images (n, C, H, W); nothing is copied if they are already."""
+        """Pool images (n, C, H, W). Images in channels-last format are not copied."""
         pooled: Tensor = super().forward(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2))
         return pooled
 
 
-# What may follow a convolution to normalise its channels: the models' field ``norm``.
+# The normalisation after a convolution: the field ``norm`` of models.
 #
-# - ``"group"`` (default): GroupNorm, each example by itself. No running statistics, nothing depends
-#   on the batch.
-# - ``"batch_stats"``: BatchNorm without running statistics, in evaluation too: predictions depend
-# on
-#   the batch. FedNTD's.
-# - ``"batch"``: BatchNorm with running statistics, which are buffers, travel and are averaged.
-# QKT's.
+# - ``"group"`` (default): GroupNorm, which has no running statistics and does not depend on the
+#   other examples of the batch.
+# - ``"batch_stats"``: BatchNorm without running statistics, as in FedNTD. Predictions depend on the
+#   batch, in evaluation too.
+# - ``"batch"``: BatchNorm with running statistics, as in QKT. They are buffers, which are sent and
+#   averaged.
 #
-# Parameters are as many in all three.
+# All three have the same number of parameters.
 
 
 Norm = Literal["group", "batch_stats", "batch"]
 
 
 def norm_layer(norm: Norm, channels: int) -> nn.Module:
-    """The layer for images (B, channels, H, W); raises ConfigError for another ``norm``."""
+    """The normalisation layer for images (B, channels, H, W); raises ConfigError for an unknown
+    ``norm``.
+    """
     if norm == "group":
         return nn.GroupNorm(min(32, channels // 4), channels)
     if norm in ("batch", "batch_stats"):
@@ -147,30 +147,29 @@ def norm_layer(norm: Norm, channels: int) -> nn.Module:
     raise ConfigError(f"norm = {norm!r} must be group, batch_stats or batch")
 
 
-def of_the_batch(m: nn.Module) -> bool:
-    """Whether a network's answers depend on the other images of a batch, in evaluation mode too."""
+def depends_on_batch(m: nn.Module) -> bool:
+    """Whether predictions depend on the other images of the batch, in evaluation mode too."""
     return any(
         isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None
         for part in m.modules()
     )
 
 
-# Attention between the parts of an example, in products that can be stacked and derived twice; and
-# masked means.
+# Self-attention and masked means.
 #
-# torch's own attention (``scaled_dot_product_attention``) has no rule under ``torch.func.vmap``
-# and, on the CPU, no second derivative: so this is plain matrix products and a softmax.
+# Attention consists of plain matrix products and a softmax, because torch's own function
+# (``scaled_dot_product_attention``) does not support ``torch.func.vmap`` and has no second
+# derivative on CPUs.
 
 
-FAR = -1e9
-"""What stands in place of a score that does not count; finite, so that a text of padding alone
-gives numbers.
+MASKED_SCORE = -1e9
+"""The attention score of padding. It is finite, so that a text of padding only has finite features.
 """
 
 
 def masked_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The mean (B, D) of the parts (B, L, D) with a mask (B, L) bool, of all without one; 0 if no
-    part is in the mask.
+    """The mean (B, D) of tokens (B, L, D): of those in the mask (B, L) bool, or of all without a
+    mask. It is 0 for an empty mask.
     """
     if mask is None:
         return x.mean(1)
@@ -179,8 +178,7 @@ def masked_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Self-attention with several heads: (B, L, D) in and out; parts that are not there are not
-    looked at.
+    """Multi-head self-attention, (B, L, D) in and out; padding gets no attention.
 
     Source: Vaswani et al., "Attention Is All You Need" (2017), sec. 3.2.
     """
@@ -196,25 +194,23 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Each part's weighted mean of the values of all parts; parts outside the mask have weight
-        0.
-        """
+        """Tokens (B, L, D) after attention; tokens outside the mask (B, L) have weight 0."""
         queries = self.asked(x).unflatten(2, (self.heads, -1))  # (B, L, heads, D / heads)
         keys = self.keys(x).unflatten(2, (self.heads, -1))
         values = self.values(x).unflatten(2, (self.heads, -1))
         products = queries.transpose(1, 2) @ keys.permute(0, 2, 3, 1)  # (B, heads, L, L)
         scores = products / math.sqrt(queries.shape[3])
         if mask is not None:
-            scores = scores.masked_fill(~mask[:, None, None, :], FAR)
+            scores = scores.masked_fill(~mask[:, None, None, :], MASKED_SCORE)
         mixed = scores.softmax(3) @ values.transpose(1, 2)
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class AttentionBlock(nn.Module):
-    """x + attention(norm(x)), and then x + two linear layers of norm(x): (B, L, D) in and out.
+    """A transformer block: x + attention(norm(x)), then x + dense(norm(x)); (B, L, D) in and out.
 
-    Source: Xiong et al., "On Layer Normalization in the Transformer Architecture" (2020): norms
-    come first.
+    Source: Xiong et al., "On Layer Normalization in the Transformer Architecture" (2020), the
+    variant with layer normalisation first.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -226,6 +222,6 @@ class AttentionBlock(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The parts after attention and the linear layers."""
+        """Tokens (B, L, D) after attention and the dense layers."""
         x = x + self.attention(self.norm(x), mask)
         return x + self.dense(x)  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
-"""Residual networks for small images: a 3 x 3 stem without pooling, stages of blocks, the mean over
-places, a head.
+"""Residual networks for small images: a 3 x 3 stem without pooling, stages of residual blocks,
+global average pooling, and a head.
 
-``norm`` is what follows each convolution (``models/network.py``). The last stage is slimmable: it
-can run at a share of its width (FedAlign).
+``norm`` is the normalisation after each convolution (``models/network.py``). The last stage is
+slimmable: it can run at a share of its width (FedAlign).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Block = Callable[[int, int, int, Norm], "Residual"]
 
 @dataclass(frozen=True)
 class ResNetShape:
-    """A residual network: its name, the kind of its blocks, how many blocks each stage has, and the
-    width of the first stage, which doubles with each further one.
+    """The architecture of a residual network: its name, the kind of its blocks, the number of
+    blocks of each stage, and the width of the first stage, which doubles with each further stage.
     """
 
     name: str
@@ -44,9 +44,9 @@ def resnet10(
 ) -> Network:
     """ResNet-10: basic blocks [1, 1, 1, 1], widths 64 to 512; 4,903,242 parameters on CIFAR-10.
 
-    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with
-    ("batch") running statistics.
-    projection: The width of a projection under the head, as MOON has it; 0 for none.
+    norm: The normalisation after each convolution: GroupNorm ("group"), or BatchNorm without
+    ("batch_stats") or with ("batch") running statistics.
+    projection: The width of a projection before the head, as in MOON; 0 for none.
 
     Source: FedNTD, appendix G.3 (with ``norm = "batch_stats"``).
     """
@@ -60,15 +60,15 @@ def resnet18(
 ) -> Network:
     """ResNet-18: basic blocks [2, 2, 2, 2], widths 64 to 512; 11,173,962 parameters on CIFAR-10.
 
-    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with
-    ("batch") running statistics.
-    projection: The width of a projection under the head, as MOON has it; 0 for none.
+    norm: The normalisation after each convolution: GroupNorm ("group"), or BatchNorm without
+    ("batch_stats") or with ("batch") running statistics.
+    projection: The width of a projection before the head, as in MOON; 0 for none.
 
     Source: He et al., "Deep Residual Learning for Image Recognition"; QKT, sec. 4.1 (with
     ``norm = "batch"``).
-    Reading: QKT does not name the stem; on 28 to 32 pixels it is the small one. Weights are drawn
-    as layers of torch draw them; torchvision's networks of this name draw those of convolutions
-    from a normal distribution.
+    Reading: QKT does not describe the stem; for images of 28 to 32 pixels we use the small stem.
+    Initial weights are torch's defaults for each layer; torchvision's ResNets initialise
+    convolutions from a normal distribution.
     """
     shape = ResNetShape("resnet18", basic, depths=[2, 2, 2, 2], width=64)
     return _resnet(shape, input_shape, classes, norm, projection)
@@ -78,12 +78,12 @@ def resnet18(
 def resnet50(
     input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0
 ) -> Network:
-    """ResNet-50: bottleneck blocks [3, 4, 6, 3], widths 64 to 512, times 4; 23,520,842 parameters
-    on CIFAR-10.
+    """ResNet-50: bottleneck blocks [3, 4, 6, 3] of widths 64 to 512 with expansion 4; 23,520,842
+    parameters on CIFAR-10.
 
-    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with
-    ("batch") running statistics.
-    projection: The width of a projection under the head, as MOON has it; 0 for none.
+    norm: The normalisation after each convolution: GroupNorm ("group"), or BatchNorm without
+    ("batch_stats") or with ("batch") running statistics.
+    projection: The width of a projection before the head, as in MOON; 0 for none.
 
     Source: He et al., "Deep Residual Learning for Image Recognition".
     """
@@ -95,12 +95,12 @@ def resnet50(
 def resnet56(
     input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0
 ) -> Network:
-    """ResNet-56: bottleneck blocks [6, 6, 6], widths 16 to 64, times 4; 591,322 parameters on
-    CIFAR-10.
+    """ResNet-56: bottleneck blocks [6, 6, 6] of widths 16 to 64 with expansion 4; 591,322
+    parameters on CIFAR-10.
 
-    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with
-    ("batch") running statistics.
-    projection: The width of a projection under the head, as MOON has it; 0 for none.
+    norm: The normalisation after each convolution: GroupNorm ("group"), or BatchNorm without
+    ("batch_stats") or with ("batch") running statistics.
+    projection: The width of a projection before the head, as in MOON; 0 for none.
 
     Source: Mendieta et al., "Local Learning Matters" (FedAlign), with ``norm = "batch"``; FedNTD,
     table 13.
@@ -110,7 +110,9 @@ def resnet56(
 
 
 class Residual(nn.Module):
-    """``relu(path(x) + shortcut(x))``, the shortcut a 1 x 1 convolution where the shape changes."""
+    """A residual block, ``relu(path(x) + shortcut(x))``. The shortcut is a 1 x 1 convolution if the
+    shape changes.
+    """
 
     def __init__(self, path: nn.Sequential, inside: int, out: int, stride: int, norm: Norm) -> None:
         super().__init__()
@@ -121,11 +123,11 @@ class Residual(nn.Module):
         self.out = out
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, inside, H, W) into (B, out, H / stride, W / stride)."""
+        """Maps (B, inside, H, W) to (B, out, H / stride, W / stride)."""
         return torch.relu(self.path(x) + self.shortcut(x))
 
     def slim(self, x: Tensor, share: float) -> Tensor:
-        """The same with the first channels of every layer alone."""
+        """The forward pass with only the first channels of every layer, a share of them."""
         out = x
         for layer in self.path:
             out = _slim(layer, out, share)
@@ -136,21 +138,21 @@ class Residual(nn.Module):
 
 
 class SlimStage(nn.Sequential):
-    """Blocks that can also run at a share of their width, on the first channels of their input.
+    """A stage that can also run at a share of its width, on the first channels of its input.
 
     Source: Mendieta et al., "Local Learning Matters" (FedAlign), whose code rounds widths to
     multiples of 8.
-    Reading: at less than full width BatchNorm takes the batch's statistics and keeps none, as in
-    that code; GroupNorm keeps the groups' sizes, so that a channel is normalised with the same
-    others.
+    Reading: at reduced width, BatchNorm uses the statistics of the batch and does not update its
+    running statistics, as in that code. GroupNorm has fewer groups of the same size, so that the
+    groups of the used channels do not change.
     """
 
     def slim_width(self, channels: int, share: float) -> int:
-        """How many of a layer's channels are used."""
+        """The number of channels of a layer that are used."""
         return slim_width(channels, share)
 
     def forward(self, x: Tensor, share: float = 1.0) -> Tensor:
-        """(B, D, H, W) into (B, E, h, w): all channels, or ``slim_width`` of them in and out."""
+        """Maps (B, D, H, W) to (B, E, h, w); with a share below 1, D and E are slim widths."""
         if share == 1:
             return super().forward(x)  # type: ignore[no-any-return,no-untyped-call]
         for block in self.children():
@@ -159,7 +161,7 @@ class SlimStage(nn.Sequential):
 
 
 def slim_width(channels: int, share: float) -> int:
-    """A share of channels, to the nearest multiple of 8, at least 8 and not over a tenth too few.
+    """A share of channels, rounded to a multiple of 8: at least 8, and at least 90 % of the share.
 
     >>> slim_width(256, 0.25), slim_width(16, 0.25), slim_width(36, 0.5)
     (64, 8, 24)
@@ -171,15 +173,15 @@ def slim_width(channels: int, share: float) -> int:
 
 
 class StageEnds(NamedTuple):
-    """The input (B, D, H, W) and the output (B, E, h, w) of a network's stage."""
+    """The input (B, D, H, W) and the output (B, E, h, w) of a stage."""
 
     input: Tensor
     output: Tensor
 
 
 class SlimPass(NamedTuple):
-    """Logits (B, C) of a whole network, and the ends of its slimmable stage at full width and
-    slim.
+    """The logits (B, C) of a network at full width, and input and output of its slimmable stage at
+    full and at reduced width.
     """
 
     logits: Tensor
@@ -188,10 +190,10 @@ class SlimPass(NamedTuple):
 
 
 def slim_stage(m: nn.Module) -> str:
-    """The name of the part of a body that can run slim; empty if there is none.
+    """The name of the slimmable stage of a body; empty if there is none.
 
-    It is a child of an ``nn.Sequential`` that has ``slim_width(channels, share)`` and takes
-    ``(x, share)``.
+    The stage is a child of an ``nn.Sequential``. It has ``slim_width(channels, share)``, and its
+    forward pass takes ``(x, share)``.
     """
     body = getattr(m, "body", None)
     if not isinstance(body, nn.Sequential):
@@ -203,11 +205,10 @@ def slim_stage(m: nn.Module) -> str:
 
 
 def run_slim(m: nn.Module, params: Tensors, x: Tensor, share: float) -> SlimPass:
-    """One pass at full width, and one of the slimmable stage at a share of it, on the first
-    channels of its input.
+    """A pass at full width, and a pass of the slimmable stage at a share of its width.
 
-    share: in (0, 1). The slim pass has no gradient to the layers below it. Raises
-    IncompatibleMethod if no stage is slimmable.
+    share: in (0, 1). The second pass takes the first channels of the stage's input, and its
+    gradient does not reach earlier layers. Raises IncompatibleMethod if no stage is slimmable.
     """
     slimmable = slim_stage(m)
     if not slimmable:
@@ -261,7 +262,9 @@ def basic(inside: int, width: int, stride: int, norm: Norm) -> Residual:
 
 
 def bottleneck(inside: int, width: int, stride: int, norm: Norm) -> Residual:
-    """A 1 x 1, a 3 x 3 (which strides) and a 1 x 1 convolution to four times the width."""
+    """A 1 x 1 convolution, a 3 x 3 convolution with the stride, and a 1 x 1 convolution to four
+    times the width.
+    """
     down = _conv(inside, width, 1, 1, norm)
     across = _conv(width, width, 3, stride, norm)
     up = _conv(width, 4 * width, 1, 1, norm)
@@ -275,11 +278,11 @@ def _resnet(
 ) -> Network:
     stages = len(shape.depths)
     if norm != "group":
-        # Batch normalisation cannot take one example with one place: torch refuses it in
-        # mid-training.
-        least = 2 ** (stages - 1) + 1
-        if min(input_shape[1:]) < least:
-            raise ConfigError(too_small(shape.name, input_shape, least) + ", or norm = 'group'")
+        # BatchNorm cannot normalise one value per channel, and a last batch of one example at one
+        # position would fail in the middle of training.
+        min_side = 2 ** (stages - 1) + 1
+        if min(input_shape[1:]) < min_side:
+            raise ConfigError(too_small(shape.name, input_shape, min_side) + ", or norm = 'group'")
 
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     stem = _conv(input_shape[0], shape.width, 3, 1, norm)

@@ -1,5 +1,5 @@
-"""Networks on vectors of numbers: fully connected networks, the linear model without a hidden
-layer, and networks for the rows of a table.
+"""Networks for vectors and rows of tables: fully connected networks, logistic regression, residual
+networks and transformers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fedstill.models.network import (
     AttentionBlock,
     InputShape,
     Network,
-    OnCircle,
     RowShape,
+    UnitVectors,
     masked_mean,
     projected,
 )
@@ -26,7 +26,7 @@ from fedstill.models.network import (
 @register(
     "model",
     "logistic",
-    about="Multinomial logistic regression: one linear layer on all numbers of an example.",
+    about="Multinomial logistic regression: one linear layer on the flattened example.",
     hidden=(),
 )
 def mlp(
@@ -35,11 +35,10 @@ def mlp(
     hidden: tuple[Count, ...] = (200, 200),
     projection: CountOrZero = 0,
 ) -> Network:
-    """A fully connected network with ReLU on all numbers of an example; the defaults are those of
-    FedAvg's 2NN.
+    """A fully connected network with ReLU on the flattened example; the defaults are FedAvg's 2NN.
 
-    hidden: The sizes of the hidden layers; CWC's MLP is ``(1024,)``.
-    projection: The width of a projection under the head, as MOON has it; 0 for none.
+    hidden: The widths of the hidden layers; CWC's MLP has ``(1024,)``.
+    projection: The width of a projection before the head, as in MOON; 0 for none.
 
     Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
     Data", sec. 3.
@@ -53,18 +52,20 @@ def mlp(
 def sphere_mlp(
     input_shape: InputShape, classes: int, hidden: tuple[Count, ...] = (200, 200)
 ) -> Network:
-    """A fully connected network with features on a circle, as in sphere_cnn.
+    """A fully connected network with features on the unit circle, as in sphere_cnn.
 
-    hidden: The sizes of the hidden layers.
+    hidden: The widths of the hidden layers.
 
-    Source: ours; FedNTD, appendix N, has such features of a convolutional network.
+    Source: ours; FedNTD, appendix N, has a convolutional network with such features.
     """
     layers, width = _hidden_layers(input_shape, hidden)
-    return Network(nn.Sequential(*layers, nn.Linear(width, 2), OnCircle()), 2, classes, bias=False)
+    return Network(
+        nn.Sequential(*layers, nn.Linear(width, 2), UnitVectors()), 2, classes, bias=False
+    )
 
 
 def _hidden_layers(input_shape: InputShape, hidden: tuple[int, ...]) -> tuple[list[nn.Module], int]:
-    """Flattened inputs, linear layers with ReLU, and the width that they reach."""
+    """The layers of a fully connected network, and the width of the last one."""
     width = math.prod(input_shape)
     layers: list[nn.Module] = [nn.Flatten()]
     for size in hidden:
@@ -74,7 +75,7 @@ def _hidden_layers(input_shape: InputShape, hidden: tuple[int, ...]) -> tuple[li
 
 
 class DenseResidual(nn.Module):
-    """x + two linear layers of norm(x): (B, D) in and out."""
+    """A residual block x + path(norm(x)) with two linear layers; (B, D) in and out."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class DenseResidual(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The features, a little further."""
+        """Features (B, D)."""
         return x + self.path(x)  # type: ignore[no-any-return]
 
 
@@ -91,13 +92,13 @@ class DenseResidual(nn.Module):
 def table_resnet(
     input_shape: InputShape, classes: int, width: Count = 128, blocks: Count = 2
 ) -> Network:
-    """A residual network of linear layers on all numbers of an example.
+    """A residual network of linear layers on the flattened example.
 
     width: The number of features.
-    blocks: How many residual blocks of two linear layers there are.
+    blocks: The number of residual blocks, each with two linear layers.
 
     Source: Gorishniy et al., "Revisiting Deep Learning Models for Tabular Data" (2021), sec. 3.2.
-    Reading: LayerNorm stands for the paper's BatchNorm, whose statistics differ between clients;
+    Reading: LayerNorm replaces the paper's BatchNorm, whose statistics differ between clients;
     there is no dropout.
     """
     layers: list[nn.Module] = [nn.Flatten(), nn.Linear(math.prod(input_shape), width)]
@@ -106,8 +107,8 @@ def table_resnet(
 
 
 class ColumnAttention(nn.Module):
-    """Blocks of attention between the columns of a row, each a token x_j w_j + b_j, and their mean
-    (B, D).
+    """Transformer blocks on the columns of a row, each a token x_j w_j + b_j, and the mean of the
+    tokens (B, D).
     """
 
     def __init__(self, columns: int, width: int, heads: int, blocks: int) -> None:
@@ -132,13 +133,13 @@ def ft_transformer(
 ) -> Network:
     """A transformer on the columns of a row (FT-Transformer): each column is a token.
 
-    width: The numbers of a token, a multiple of ``heads``.
-    heads: How many heads the attention of a block has.
-    blocks: How many blocks there are.
+    width: The width of a token, a multiple of ``heads``.
+    heads: The number of attention heads.
+    blocks: The number of transformer blocks.
 
     Source: Gorishniy et al., "Revisiting Deep Learning Models for Tabular Data" (2021), sec. 3.3,
     FT-Transformer.
-    Reading: the features are the mean of the tokens, where the paper has a token of its own for the
-    class; there is no dropout. One-hot columns are numbers like others.
+    Reading: the features are the mean of the tokens; the paper uses a class token. There is no
+    dropout. One-hot columns are treated as numeric columns.
     """
     return Network(ColumnAttention(input_shape[0], width, heads, blocks), width, classes)

@@ -1,7 +1,8 @@
-"""Networks for texts: token ids (B, L) in, of which 0 is padding. Padding changes no logit, however
-much there is.
+"""Networks for texts. Inputs are token ids (B, L), where 0 is padding; the amount of padding does
+not change the logits.
 
-A text of padding alone has features of 0. None has an ``nn.EmbeddingBag``, which cannot be stacked.
+A text that only consists of padding has features of 0. The networks do not use
+``nn.EmbeddingBag``, which does not support stacked clients.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ def bag(
 ) -> Network:
     """A bag of words: the mean of the embeddings of a text's tokens, independent of their order.
 
-    width: The numbers of an embedding.
-    hidden: The sizes of hidden layers after the mean, with ReLU between.
+    width: The width of the embeddings.
+    hidden: The widths of hidden layers with ReLU after the mean.
 
-    Source: Joulin et al., "Bag of Tricks for Efficient Text Classification" (2017), its fastText
+    Source: Joulin et al., "Bag of Tricks for Efficient Text Classification" (2017): fastText
     without n-grams.
     """
     layers: list[nn.Module] = [TokenMean(vocabulary, width)]
@@ -49,9 +50,7 @@ def bag(
 
 
 class TokenConvolutions(nn.Module):
-    """Convolutions over the embeddings of a text, and of each channel the largest number: (B,
-    D).
-    """
+    """Convolutions over the embeddings of a text, and the maximum of each channel: (B, D)."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -65,10 +64,10 @@ class TokenConvolutions(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Features of token ids (B, L)."""
         mask = (ids != 0)[:, None, None, :].to(self.tokens.weight.dtype)
-        # an image of one row: (B, D, 1, L)
+        # an image with one row: (B, D, 1, L)
         x = self.tokens(ids).transpose(1, 2).unsqueeze(2) * mask
         for layer in self.layers:
-            # Padding is 0 again after each layer, like the border: so its length has no effect.
+            # The mask sets padding to 0 after each layer, so that its length has no effect.
             x = self.pool(torch.relu(layer(x)) * mask)
             mask = self.pool(mask)
         largest: Tensor = x.amax((2, 3))
@@ -77,12 +76,12 @@ class TokenConvolutions(nn.Module):
 
 @register("model", "text_cnn")
 def text_cnn(vocabulary: int, classes: int, width: Count = 64) -> Network:
-    """Two convolutions over token embeddings (kernel 5), each with max-pooling by 2, then max-
-    pooling over all positions.
+    """A CNN for texts: two convolutions over token embeddings (kernel 5), each followed by
+    max-pooling by 2, then max-pooling over all positions.
 
-    For bytes, or tokens whose order counts.
+    It suits bytes, and tokens whose order matters.
 
-    width: The numbers of an embedding, and the channels of the convolutions.
+    width: The width of the embeddings, and the number of channels of the convolutions.
 
     Source: ours, after Kim, "Convolutional Neural Networks for Sentence Classification" (2014),
     sec. 2.
@@ -91,7 +90,7 @@ def text_cnn(vocabulary: int, classes: int, width: Count = 64) -> Network:
 
 
 class TokenAttention(nn.Module):
-    """Blocks of attention between a text's tokens, each with its place, and their mean (B, D)."""
+    """Transformer blocks on tokens with position embeddings, and the mean of the tokens (B, D)."""
 
     def __init__(self, vocabulary: int, length: int, width: int, heads: int, blocks: int) -> None:
         super().__init__()
@@ -101,7 +100,7 @@ class TokenAttention(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Features of token ids (B, L), L at most as long as there are places."""
+        """Features of token ids (B, L), where L is at most the number of position embeddings."""
         mask = ids != 0
         x = self.tokens(ids) + self.places[: ids.shape[1]]
         for block in self.blocks:
@@ -122,14 +121,14 @@ def tiny_transformer(
     """A small transformer: embeddings of tokens and positions, attention blocks, and the mean over
     tokens.
 
-    No dropout, so it can be stacked and draws nothing.
+    There is no dropout, so clients can be stacked.
 
-    width: The numbers of an embedding, a multiple of ``heads``.
-    heads: How many heads the attention of a block has.
-    blocks: How many blocks there are.
+    width: The width of the embeddings, a multiple of ``heads``.
+    heads: The number of attention heads.
+    blocks: The number of transformer blocks.
 
-    Source: Vaswani et al., "Attention Is All You Need" (2017), sec. 3, its encoder, with norms
-    first.
+    Source: Vaswani et al., "Attention Is All You Need" (2017), sec. 3: the encoder, with layer
+    normalisation first.
     """
     return Network(
         TokenAttention(vocabulary, input_shape[-1], width, heads, blocks), width, classes
