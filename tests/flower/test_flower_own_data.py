@@ -29,7 +29,7 @@ from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.measures.base import Measure
 from fedstill.metrics.classification import METRICS, Predictions, RunMetrics
-from fedstill.metrics.score_histograms import as_histograms, auc_error, joined
+from fedstill.metrics.score_histograms import as_histograms, auc_error, concatenated
 from fedstill.privacy import site_guards
 from fedstill.running.client_evaluation import SiteTests
 from fedstill.running.journal import read_journal
@@ -436,7 +436,7 @@ def test_metrics_of_the_server_model_are_on_the_examples_of_all_sites() -> None:
         tests.on_event(event)
     nothing = RoundResult(1, (), {"accuracy": None})
     first = tests.round_fields(nothing, {"accuracy": None})
-    exact = joined(site_predictions())
+    exact = concatenated(site_predictions())
     assert first["recall"] == METRICS["recall"].value(exact)
     assert abs(first["auc"] - METRICS["auc"].formula(exact)) <= (auc_error(exact) or 0) + 0.01
     tests.on_event({"event": "round", "round": 1})

@@ -390,20 +390,20 @@ def test_in_a_chain_each_link_is_looked_at(tmp_path: Path) -> None:
     [
         (
             {"measure": ["alignment"], "method": "toy_logits", "data": {"public": toys.PUBLIC}},
-            "measure alignment: clients of method toy_logits send no models",
+            "measure alignment: clients of method toy_logits",
         ),
         (
             {"measure": ["sphere"]},
-            r"measure sphere: model mlp\(.*\) has 8 features and not 2; .*sphere_cnn",
+            r"measure sphere: model mlp\(.*\) .*sphere_cnn",
         ),
         (
             {"measure": ["tsne"], "method": "toy_peers", "topology": {"clients": 6}, **MIXED},
-            "measure tsne: models must be one architecture",
+            "measure tsne: .*clients.models",
         ),
-        ({"measure": ["local", "local"]}, "names the same measure twice"),
+        ({"measure": ["local", "local"]}, "'local'"),
         (
             {"measure": ["epochs"], "plan": {"epochs": 0}},
-            r"measure epochs: no client trains .*; set plan\.epochs above 0",
+            r"measure epochs: .*plan\.epochs",
         ),
     ],
 )

@@ -167,11 +167,7 @@ def test_there_is_nothing_to_compare_with_where_the_server_has_no_model(
     case: str, name: str
 ) -> None:
     method = case.split(",")[0]
-    says = (
-        f"measure {name}: (the server of method {method} has no model of its own|clients of method "
-        f"{method} send no)"
-    )
-    with pytest.raises(IncompatibleMethod, match=rf"{says}.*, or leave it out of measure"):
+    with pytest.raises(IncompatibleMethod, match=rf"measure {name}: .* method {method} "):
         prepare(settle(toy(case, name)), small())
 
 
@@ -180,8 +176,8 @@ def test_there_is_nothing_to_compare_with_where_the_server_has_no_model(
 )
 def test_gradients_of_one_client_do_not_differ(topology: Mapping[str, Any]) -> None:
     says = (
-        r"measure diversity: no two clients send models in one stage; set topology\.kind = "
-        r"'parallel' and .*sampled"
+        r"measure diversity: it needs two clients .*; set topology\.kind = 'parallel' and "
+        r".*sampled"
     )
     with pytest.raises(IncompatibleMethod, match=says):
         prepare(settle(toy("fedavg", "diversity", topology=topology)), small())
@@ -240,9 +236,7 @@ def test_a_plane_is_of_the_body_whatever_the_head_is() -> None:
     """The head of fedetf's network is a simplex, without weights to tell the number of features
     by.
     """
-    with pytest.raises(
-        IncompatibleMethod, match=r"measure sphere: model etf\(.*\) has 8 features and not 2"
-    ):
+    with pytest.raises(IncompatibleMethod, match=r"measure sphere: model etf\(.*\) has 8 features"):
         prepare(settle(toys.toy("fedetf", model=toys.on_simplex(), measure=("sphere",))), small())
 
 

@@ -59,10 +59,10 @@ def test_numbers_of_numpy_and_torch_are_numbers_of_the_journal(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("def look(self, seen, context):\n    return 3.5", "Mine.look gives a float, not a dict"),
+        ("def look(self, seen, context):\n    return 3.5", "Mine.look returns a float"),
         (
             "def look(self, seen, context):\n    return {'round': 9}",
-            "Mine.look gives 'round', which is a field of the run",
+            "Mine.look returns 'round', which is a field of the run",
         ),
         (
             "def look(self, seen, context):\n    return {'client': [1, 2]}",
@@ -70,30 +70,30 @@ def test_numbers_of_numpy_and_torch_are_numbers_of_the_journal(tmp_path: Path) -
         ),
         (
             "def look(self, seen, context):\n    return {'a': {1, 2}}",
-            "Mine.look gives a set as 'a'",
+            "Mine.look returns a set as 'a'",
         ),
         (
             "def look(self, seen, context):\n    return {3: 1}",
-            "Mine.look gives a field named 3; a name is a text",
+            "Mine.look returns a field with the name 3",
         ),
         (
             "def at_client(self, seen):\n    return {'loss': 1.0}",
-            "Mine.at_client gives 'loss', which is a field of the",
+            "Mine.at_client returns 'loss', which is a field of the",
         ),
         (
             "def at_client(self, seen):\n    return {'a': object()}",
-            "Mine.at_client gives an object as 'a'",
+            "Mine.at_client returns an object as 'a'",
         ),
-        ("def at_client(self, seen):\n    return [1]", "Mine.at_client gives a list, not a dict"),
+        ("def at_client(self, seen):\n    return [1]", "Mine.at_client returns a list"),
         (
             "def at_client(self, seen):\n    return {}\n\ndef of_round(self, seen):\n    return "
             "{'accuracy': 1.0}",
-            "Mine.of_round gives 'accuracy', which is a field of the run",
+            "Mine.of_round returns 'accuracy', which is a field of the run",
         ),
         (
             "def at_client(self, seen):\n    return {}\n\ndef of_round(self, seen):\n    return "
             "None",
-            "Mine.of_round gives None, not a dict",
+            "Mine.of_round returns None",
         ),
     ],
 )

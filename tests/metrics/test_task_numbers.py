@@ -66,7 +66,7 @@ def test_forward_transfer_takes_the_untrained_accuracy_of_the_same_column():
     assert over.forward_transfer(
         [[10, 70, 30], [12, 80, 60]], [50, 0, 10], [2, 0, 1]
     ) == pytest.approx(20)
-    with pytest.raises(ConfigError, match="disagree"):
+    with pytest.raises(ConfigError, match="classes"):
         over.forward_transfer(C, [10, 10])
 
 
@@ -154,7 +154,7 @@ def test_wrong_tasks_of_columns_are_refused(own):
 
 
 def test_an_empty_matrix_is_refused():
-    with pytest.raises(ConfigError, match="a row and a column"):
+    with pytest.raises(ConfigError, match="row"):
         over.final_accuracy(np.zeros((0, 3)))
 
 

@@ -1,9 +1,8 @@
-"""Losses: pure functions of logits that give one value per example, never a mean; the engine
-reduces.
+"""Losses: pure functions of logits that return one value per example. The engine takes the mean.
 
-Prediction (student) first, target (teacher) second, as in ``torch.nn.functional``. All of them stay
-in log space, run under ``torch.func.vmap``, keep the student's dtype, and leave it to the caller to
-keep gradients out of teachers.
+The prediction (student) is the first argument and the target (teacher) the second, as in
+``torch.nn.functional``. All losses compute in log space, support ``torch.func.vmap`` and return the
+student's dtype. The caller detaches the teacher's logits.
 """
 
 from fedstill.losses.distillation import (

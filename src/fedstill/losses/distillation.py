@@ -1,16 +1,15 @@
-"""Distillation: how far a student's logits are from one teacher's, or several teachers'.
+"""Distillation losses: divergences between a student's logits and those of one or several teachers.
 
-Several teachers give one divergence for each teacher and example, and weights to add them by. They
-stand along a leading axis: K teachers' logits are (K, B, C), a divergence or weight of each is
-(K, B).
+Functions for several teachers return a divergence, or a weight, for each teacher and example.
+Teachers are the leading axis: the logits of K teachers are (K, B, C), their divergences (K, B).
 
-Decoupled losses take the divergence apart into what a teacher says of the true class, and what it
-says of the other classes among themselves. With p, q the softmax of teacher and student at one
+Decoupled losses split the divergence into a term for the true class and a term for the
+distribution among the other classes. Let p and q be the softmax of teacher and student at the same
 temperature, y the label, and p~, q~ the softmax over the C-1 other classes:
 ``KL(p || q) = KL((p_y, 1 - p_y) || (q_y, 1 - q_y)) + (1 - p_y) KL(p~ || q~)``, that is
 ``kd = tckd + (1 - p_y) nckd``; also ``kd = target_kl + nckd_slice``.
 
-Source: of the decoupled losses, Zhao et al., "Decoupled Knowledge Distillation" (DKD).
+Source of the decoupled losses: Zhao et al., "Decoupled Knowledge Distillation" (DKD).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def other_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """The logits of the C-1 classes other than the label, in class order: logits (B, C), labels
     (B,), gives (B, C-1).
 
-    The label's logit is taken out, not masked, so that nothing can flow back to it.
+    The label's logit is removed, not masked, so that it gets no gradient.
 
     >>> other_logits(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([1]))
     tensor([[1., 3.]])
@@ -42,11 +41,11 @@ def other_logits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def label_margin(logits: Tensor, labels: Tensor) -> Tensor:
-    """The log odds of the label against all others, ``log p_y - log(1 - p_y)``: logits (B, C),
-    labels (B,), gives (B,).
+    """The log-odds of the label, ``log p_y - log(1 - p_y)``: logits (B, C), labels (B,), gives
+    (B,).
 
-    Its log-sigmoids are ``log p_y`` and, of its negative, ``log(1 - p_y)``, exact where the
-    probabilities are 0 or 1.
+    Its log-sigmoid is ``log p_y``, and the log-sigmoid of its negative is ``log(1 - p_y)``. Both
+    are exact for probabilities that round to 0 or 1.
     """
     return label_logit(logits, labels) - other_logits(logits, labels).logsumexp(-1)
 
@@ -58,12 +57,12 @@ def tckd(
     all others).
 
     student, teacher: (B, C) float logits, C >= 2; labels: (B,) int64 in [0, C); temperature tau
-    > 0. Gives (B,) of the student's dtype, in nats, >= 0 up to rounding. It holds the student's
-    confidence near the teacher's.
+    > 0. Gives (B,) of the student's dtype, in nats, >= 0 up to rounding. The loss pulls the
+    student's confidence towards the teacher's.
 
     Source: SFedKD, eq. 4; DKD.
-    Reading: SFedKD names no temperature and prints no tau²; as in DKD's code the term is multiplied
-    by it.
+    Reading: SFedKD has neither a temperature nor a factor tau²; we multiply by tau², as DKD's code
+    does.
 
     >>> tckd(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([0]))
     tensor([0.])
@@ -78,17 +77,17 @@ def tckd(
 def target_kl(
     student: Tensor, teacher: Tensor, labels: Tensor, temperature: float | Tensor = 1.0
 ) -> Tensor:
-    """The true class's own entry of the KL, one value per example:
+    """The term of the true class in the KL divergence, one value per example:
     ``tau² p_y (log p_y - log q_y)``.
 
     student, teacher: (B, C) float logits, C >= 2; labels: (B,) int64 in [0, C); temperature tau
-    > 0. Gives (B,) of the student's dtype, in nats; negative where the student is surer of the
-    label than the teacher. Its gradient is that of cross-entropy weighted by the
-    teacher's confidence: it always pushes q_y up.
+    > 0. Gives (B,) of the student's dtype, in nats; negative if the student's probability of the
+    label is higher than the teacher's. Its gradient is that of cross-entropy, weighted by the
+    teacher's confidence: it always increases q_y.
 
     Source: FedADKD, eq. 3.
-    Reading: the equation sums over classes a quantity that exists for the label only; we take that
-    one entry. No temperature is named (tau = 1); another one multiplies by tau².
+    Reading: the equation sums over classes, but its term only exists for the label; we take this
+    one term. The paper has no temperature (tau = 1); for others, we multiply by tau².
 
     >>> target_kl(torch.tensor([[5.0, 0.0]]), torch.zeros(1, 2), torch.tensor([0])) < 0
     tensor([True])
@@ -101,16 +100,16 @@ def target_kl(
 def nckd(
     student: Tensor, teacher: Tensor, labels: Tensor, temperature: float | Tensor = 1.0
 ) -> Tensor:
-    """Not-true-class distillation, one value per example: tau² times the KL over the C-1 classes,
-    the label removed.
+    """Not-true-class distillation, one value per example: tau² times the KL over the C-1 classes
+    other than the label.
 
     student, teacher: (B, C) float logits, C >= 2; labels: (B,) int64 in [0, C); temperature tau
     > 0. Gives (B,) of the student's dtype, in nats, >= 0 up to rounding. The label's logit has
-    exactly no influence and no gradient.
+    neither influence nor gradient.
 
     Source: FedNTD, eq. 10 and 11; FedADKD eq. 4; SFedKD eq. 3; DKD's NCKD.
-    Reading: FedNTD's eq. 10 has no tau², its code does; we keep it. DKD's code subtracts 1000 from
-    the label's logit, which is the same number.
+    Reading: FedNTD's eq. 10 has no tau², but its code has; we follow the code. DKD's code subtracts
+    1000 from the label's logit, which gives the same value.
 
     >>> sure, unsure = torch.tensor([[9.0, 1.0, 2.0]]), torch.tensor([[-9.0, 1.0, 2.0]])
     >>> nckd(sure, unsure, torch.tensor([0]))
@@ -124,15 +123,15 @@ def nckd(
 def nckd_zero(
     student: Tensor, teacher: Tensor, labels: Tensor, temperature: float | Tensor = 1.0
 ) -> Tensor:
-    """``nckd`` with the label's place kept at logit 0 instead of removed: a stand-in for FedDKD's
+    """``nckd`` with the label's logit set to 0 instead of removed: our version of FedDKD's
     "original" form.
 
-    Shapes and ranges as in ``nckd``. The place keeps a share of ``exp(0)`` in the softmax, so the
-    term also depends on how large the other logits are, which ``nckd`` does not.
+    Shapes and ranges as in ``nckd``. The label contributes ``exp(0)`` to the softmax, so the term
+    also depends on the size of the other logits, unlike ``nckd``.
 
     Source: FedADKD, sec. II.B, "original" against "dimension-removed".
-    Reading: the paper does not define "original", and DKD's own formula cannot differ from removal;
-    this one does.
+    Reading: the paper does not define "original". DKD's formula equals removal of the dimension;
+    this formula does not.
     """
     q = torch.log_softmax(_zero_label(student, labels) / temperature, dim=-1)
     p = torch.log_softmax(_zero_label(teacher.to(student.dtype), labels) / temperature, dim=-1)
@@ -142,10 +141,10 @@ def nckd_zero(
 def nckd_slice(
     student: Tensor, teacher: Tensor, labels: Tensor, temperature: float | Tensor = 1.0
 ) -> Tensor:
-    """The other classes' own entries of the full KL, one value per example.
+    """The terms of the other classes in the KL divergence, one value per example.
 
-    ``tau² sum_{c != y} p_c (log p_c - log q_c)``, not renormalised, so it may be negative; with
-    ``target_kl`` it adds up to ``kd``. Shapes and ranges as in ``nckd``.
+    ``tau² sum_{c != y} p_c (log p_c - log q_c)``, not renormalised, so it may be negative. The sum
+    with ``target_kl`` is ``kd``. Shapes and ranges as in ``nckd``.
 
     Source: FedADKD, sec. II.B: a second reading of the "original" form.
     """
@@ -161,21 +160,21 @@ def minority_kd(
     majority: Tensor,
     temperature: float | Tensor = 1.0,
 ) -> Tensor:
-    """Distillation of the classes that a client has little of, one value per example: tau² times a
-    KL.
+    """Distillation of the minority classes of a client, one value per example: tau² times a KL.
 
-    The teacher's part is its softmax over the classes that are neither the label nor of the
-    majority; the student's is its softmax over all C-1 classes other than the label. So the student
-    is pushed down on majority classes too. student, teacher: (B, C) float logits, C >= 2; labels:
-    (B,) int64 in [0, C); majority: (C,) or (B, C) bool; temperature tau > 0. Gives (B,) of the
-    student's dtype, in nats, >= 0 up to rounding; 0 where no class is left for the teacher. Without
-    a majority it is ``nckd``. The label's logit has exactly no influence and no gradient. Equal
-    logits of the teacher are a uniform target.
+    The target is the teacher's softmax over the minority classes other than the label. The
+    student's distribution is its softmax over all C-1 classes other than the label, so the loss
+    also lowers the student's logits of majority classes. student, teacher: (B, C) float logits, C
+    >= 2;
+    labels: (B,) int64 in [0, C); majority: (C,) or (B, C) bool; temperature tau > 0. Gives (B,) of
+    the student's dtype, in nats, >= 0 up to rounding; 0 if there is no minority class other than
+    the label. Without majority classes it equals ``nckd``. The label's logit has neither influence
+    nor gradient. A teacher with equal logits is a uniform target.
 
     Source: Lu et al., "Federated Learning with Label-Masking Distillation" (FedLMD).
-    Reading: the code subtracts 1000 from masked logits, which is removal, unless the label is the
-    only minority class: then every class is masked and the loss is about 1000 times the teacher's
-    probability of the label. Here it is 0.
+    Reading: the code subtracts 1000 from masked logits. This equals removal, unless the label is
+    the only minority class: then all classes are masked, and the loss is about 1000 times the
+    teacher's probability of the label. Here it is 0.
 
     >>> minority_kd(
     ...     torch.zeros(1, 3),
@@ -186,7 +185,7 @@ def minority_kd(
     tensor([0.6931])
     """
     minority = other_logits((~majority).expand(student.shape), labels)  # (B, C-1) bool
-    # Without a minority class nothing is masked: a softmax over no class is NaN.
+    # Without a minority class nothing is masked, because a softmax over no class is NaN.
     masked = ~minority & minority.any(-1, keepdim=True)
     q = torch.log_softmax(other_logits(student, labels) / temperature, dim=-1)
     t = other_logits(teacher.to(student.dtype), labels) / temperature
@@ -205,12 +204,13 @@ def kd(student: Tensor, teacher: Tensor, temperature: float | Tensor = 1.0) -> T
     ``tau² KL(softmax(teacher / tau) || softmax(student / tau))``.
 
     student, teacher: (B, C) float logits; temperature tau > 0. Gives (B,) of the student's dtype,
-    in nats, >= 0 up to rounding. The factor tau² keeps the gradient's size when tau changes.
+    in nats, >= 0 up to rounding. With the factor tau², the size of the gradient hardly depends on
+    tau.
 
     Source: Hinton et al., "Distilling the Knowledge in a Neural Network"; FedNTD eq. 3, HiPer-FedKD
     Algorithm 1.
-    Reading: HiPer-FedKD's Algorithm 1 and SFedKD print no tau²; the code of the first has it, so we
-    keep it everywhere.
+    Reading: HiPer-FedKD's Algorithm 1 and SFedKD have no factor tau². HiPer-FedKD's code has it, so
+    we always use it.
 
     >>> # A certain teacher costs an undecided student log 2.
     >>> kd(torch.zeros(1, 2), torch.tensor([[1e4, 0.0]]))
@@ -224,18 +224,18 @@ def kd(student: Tensor, teacher: Tensor, temperature: float | Tensor = 1.0) -> T
 def masked_kl(
     student: Tensor, teacher: Tensor, mask: Tensor, temperature: float | Tensor = 1.0
 ) -> Tensor:
-    """Distillation of chosen classes, one value per example:
+    """Distillation of selected classes, one value per example:
     ``tau² sum_c mask_c p_c (log p_c - log q_c)``.
 
     student, teacher: (B, C) float logits, p and q their softmax over all C classes, not
     renormalised over the mask; mask: (C,) or (B, C), any dtype, >= 0; temperature tau > 0. Gives
-    (B,) of the student's dtype, in nats. It may be negative: only the whole sum is a divergence. A
-    mask of ones gives ``kd``.
+    (B,) of the student's dtype, in nats. It may be negative, because only the sum over all classes
+    is a divergence. With a mask of ones it equals ``kd``.
 
     Source: QKT, eq. 4.
-    Reading: the paper prints ``p log q`` as its element, which falls when the student is worse; the
-    sign is ours. The part ``p log p`` does not depend on the student, so the gradient is that of a
-    masked cross-entropy.
+    Reading: the paper prints ``p log q``, which decreases for a worse student; we change the sign.
+    The part ``p log p`` does not depend on the student, so the gradient is that of a masked
+    cross-entropy.
 
     >>> two_of_three = torch.tensor([1.0, 0.0, 1.0])
     >>> masked_kl(torch.zeros(1, 3), torch.zeros(1, 3), two_of_three)
@@ -249,11 +249,11 @@ def masked_kl(
 def masked_ce(
     student: Tensor, teacher: Tensor, mask: Tensor, temperature: float | Tensor = 1.0
 ) -> Tensor:
-    """``masked_kl`` without what the student cannot change, one value per example:
+    """``masked_kl`` without the part that does not depend on the student, one value per example:
     ``-tau² sum_c mask_c p_c log q_c``.
 
-    As ``masked_kl``, whose gradient to the student it has; but >= 0. A teacher with leading axes
-    gives them back.
+    Arguments, and the gradient to the student, are those of ``masked_kl``; but the loss is >= 0. If
+    the teacher's logits have leading axes, so has the result.
 
     Source: QKT, eq. 4, with the sign that makes it a loss.
 
@@ -269,7 +269,7 @@ def soft_cross_entropy(student: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy with soft labels, one value per example: ``-sum_c p_c log softmax(student)_c``.
 
     student: (B, C) float logits; target: (B, C) probabilities p. Gives (B,) of the student's dtype,
-    in nats, >= 0. Its gradient is that of the divergence from p, which differs by p's own entropy.
+    in nats, >= 0. It is the KL divergence plus the entropy of p, and has the same gradient.
 
     Source: DS-FL, its distillation step.
 
@@ -284,7 +284,7 @@ def logit_error(student: Tensor, teacher: Tensor) -> Tensor:
 
     student, teacher: (B, C) float logits. Gives (B,) of the student's dtype, >= 0.
 
-    Source: FedMD's code, which digests the consensus by it.
+    Source: FedMD's code, where it is the loss of the digest phase.
 
     >>> logit_error(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 0.0]]))
     tensor([1.5000])
@@ -307,7 +307,8 @@ def standardize(logits: Tensor, eps: float = 1e-6) -> Tensor:
     """
     centred = logits - logits.mean(-1, keepdim=True)
     variance = centred.square().sum(-1, keepdim=True) / (logits.shape[-1] - 1)
-    # The root's slope at 0 is infinite: it is taken of 1 there, and the outer choice puts 0 back.
+    # The gradient of the square root is infinite at 0, so the root is taken of 1 there. The outer
+    # torch.where restores the 0.
     spread = variance > 0
     std = torch.where(
         spread, torch.where(spread, variance, torch.ones_like(variance)).sqrt(), variance
@@ -321,11 +322,10 @@ def other_mse(
     """Squared error of the logits of the C-1 classes other than the label, one value per example.
 
     student, teacher: (B, C) float logits, C >= 2; labels: (B,) int64 in [0, C); reduction over the
-    C-1 classes. Gives (B,) of the student's dtype, >= 0. The label's logit gets exactly no
-    gradient.
+    C-1 classes. Gives (B,) of the student's dtype, >= 0. The label's logit gets no gradient.
 
     Source: FedNTD, appendix L, "FedNTD (MSE)".
-    Reading: the reduction is not documented. The paper's weights (0.005 already helps, 0.3 diverges
+    Reading: the paper does not state the reduction. Its weights (0.005 already helps, 0.3 diverges
     at a learning rate of 0.01) fit a sum over classes, not a mean.
 
     >>> other_mse(
@@ -362,7 +362,7 @@ def multi_nckd(
 
     Source: SFedKD, eq. 3, before its sum over teachers.
     """
-    return _each(nckd, student, teachers, labels, temperature)
+    return _by_teacher(nckd, student, teachers, labels, temperature)
 
 
 def multi_tckd(
@@ -373,20 +373,17 @@ def multi_tckd(
 
     Source: SFedKD, eq. 4, before its sum over teachers.
     """
-    return _each(tckd, student, teachers, labels, temperature)
+    return _by_teacher(tckd, student, teachers, labels, temperature)
 
 
 def entropy_weights(teachers: Tensor) -> Tensor:
-    """EBKD's weights: the surer a teacher is of an example, the more it counts:
-    ``1 - H_k / sum_j H_j``.
+    """EBKD's weights ``1 - H_k / sum_j H_j``: teachers with a lower entropy have a higher weight.
 
-    teachers: (K, B, C) logits, H their entropy at temperature 1. Gives (K, B) >= 0 that sum to K -
-    1 over teachers. One teacher alone gets 1; where all are certain (every H is 0), each gets
-    ``1 - 1/K``.
+    teachers: (K, B, C) logits, H their entropy at temperature 1. Gives (K, B) >= 0, with sum K - 1
+    over teachers. A single teacher has weight 1. If every H is 0, each weight is ``1 - 1/K``.
 
-    Source: Kwon et al., "Adaptive Knowledge Distillation Based on Entropy", in the form of CA-MKD's
-    code.
-    Reading: the code has no guard for one teacher, whose weight would be 0; there it is plain
+    Source: Kwon et al., "Adaptive Knowledge Distillation Based on Entropy", as in CA-MKD's code.
+    Reading: in the code, the weight of a single teacher would be 0; here it is 1, which is plain
     distillation.
 
     >>> sure, unsure = torch.tensor([[1e4, 0.0]]), torch.zeros(1, 2)
@@ -405,14 +402,15 @@ def entropy_weights(teachers: Tensor) -> Tensor:
 
 
 def confidence_weights(teachers: Tensor, labels: Tensor) -> Tensor:
-    """CA-MKD's weights: the better a teacher knows an example's label, the more it counts.
+    """CA-MKD's weights: teachers with a lower cross-entropy have a higher weight.
 
-    teachers: (K, B, C) logits; labels: (B,) int64. With l their cross-entropy,
-    ``(1 - softmax_k(l)_k) / (K - 1)``. Gives (K, B) >= 0 that sum to 1 over teachers; one teacher
-    alone gets 1.
+    teachers: (K, B, C) logits; labels: (B,) int64. With the cross-entropy l, the weights are ``(1 -
+    softmax_k(l)_k) / (K - 1)``. Gives (K, B) >= 0, with sum 1 over teachers. A single teacher has
+    weight 1.
 
     Source: Zhang et al., "Confidence-Aware Multi-Teacher Knowledge Distillation", eq. 3.
-    Reading: the code divides 0 by 0 for one teacher; there it is plain distillation.
+    Reading: the code divides 0 by 0 for a single teacher; here its weight is 1, which is plain
+    distillation.
 
     >>> right, wrong = torch.tensor([[1e4, 0.0]]), torch.tensor([[0.0, 1e4]])
     >>> confidence_weights(torch.stack([right, wrong]), torch.tensor([0])).flatten()
@@ -426,7 +424,7 @@ def confidence_weights(teachers: Tensor, labels: Tensor) -> Tensor:
     return (1 - torch.softmax(cost, dim=0)) / (k - 1)
 
 
-def _each(
+def _by_teacher(
     loss: Divergence, student: Tensor, teachers: Tensor, labels: Tensor, temperature: float
 ) -> Tensor:
     expanded = labels.expand(teachers.shape[:-1])

@@ -1,5 +1,5 @@
-"""Losses of training without a teacher: cross-entropies with labels, penalties on parameters that
-leave an anchor, and contrast of features.
+"""Losses without a teacher: cross-entropies with labels, penalties on the distance of parameters
+from an anchor, and contrastive losses of features.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def cross_entropy(
     ``-log(softmax(logits / temperature)[label] + floor)``.
 
     logits: (B, C) float; labels: (B,) int64 in [0, C); temperature > 0, a number or a () tensor;
-    floor >= 0. Gives (B,) of the logits' dtype, in nats. There is no factor for the temperature: a
-    small one sharpens and multiplies the gradient. A floor bounds the loss by -log(floor), and
-    where the probability is far below it, there is no gradient.
+    floor >= 0. Gives (B,) of the logits' dtype, in nats. The loss has no factor for the
+    temperature, so a low temperature increases the gradient. A floor bounds the loss by
+    -log(floor); for probabilities far below the floor, the gradient vanishes.
 
     Source: Malik and Nafees, "Adaptive Curriculum Learning for Bidirectional Federated
     Knowledge Distillation" (HiPer-FedKD), sec. 3.1.2: local training at the client's own
     temperature.
-    Reading: the paper's formula has no floor, its code 1e-8. Without one we stay in log space,
-    which keeps the gradient where a probability underflows.
+    Reading: the paper's formula has no floor, but its code has 1e-8. Without a floor we compute in
+    log space, so that the gradient does not vanish if a probability underflows.
 
     >>> cross_entropy(torch.tensor([[0.0, 0.0], [1e4, 0.0]]), torch.tensor([0, 1]))
     tensor([6.9315e-01, 1.0000e+04])
@@ -45,11 +45,11 @@ def cross_entropy(
 def adjusted_cross_entropy(
     logits: Tensor, labels: Tensor, scale: Tensor | float = 1.0, shift: Tensor | float = 0.0
 ) -> Tensor:
-    """Cross-entropy of logits scaled and shifted class by class, one value per example.
+    """Cross-entropy of logits with a scale and a shift for each class, one value per example.
 
     logits: (B, C) float; labels: (B,) int64 in [0, C); scale, shift: (C,), or numbers. Gives (B,)
-    of the logits' dtype, in nats, >= 0: the cross-entropy of ``scale * logits + shift``. A shift by
-    log counts is balanced softmax.
+    of the logits' dtype, in nats, >= 0: the cross-entropy of ``scale * logits + shift``. With the
+    logarithms of class counts as shift, it is balanced softmax.
 
     Source: Li & Zhan, "FedRS" (scale); Zhang et al., "Federated Learning with Label Distribution
     Skew via Logits Calibration" (shift).
@@ -72,12 +72,11 @@ def adjusted_cross_entropy(
 def proximal(
     params: Mapping[str, Tensor], anchor: Mapping[str, Tensor], mu: float | Tensor
 ) -> Tensor:
-    """The proximal term, one number for the model: ``(mu / 2) ||params - anchor||²`` over all named
-    tensors.
+    """The proximal term, one number for the model: ``(mu / 2) ||params - anchor||²`` over all
+    parameters.
 
-    params: {name: tensor}, the entries in training and no buffers; anchor: at least the same names,
-    equal shapes; mu >= 0. Gives a () tensor, >= 0. Its gradient is ``mu (params - anchor)``, 0 at
-    the anchor.
+    params: {name: tensor}, the trained parameters without buffers; anchor: at least the same names,
+    with equal shapes; mu >= 0. Gives a () tensor, >= 0. Its gradient is ``mu (params - anchor)``.
 
     Source: Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx).
 
@@ -96,11 +95,12 @@ def quadratic(
     importance: Mapping[str, Tensor],
     weight: float | Tensor,
 ) -> Tensor:
-    """A pull back to an anchor, each entry as firmly as it mattered:
+    """A quadratic penalty on the distance from an anchor, with an importance for each parameter:
     ``weight sum_i Omega_i (w_i - a_i)²``.
 
-    importance: {name: Omega}, the entries that count; params, anchor: at least the same names,
-    equal shapes; weight >= 0. Gives a () tensor, 0 at the anchor, and negative only if an Omega is.
+    importance: {name: Omega}, the penalised entries; params, anchor: at least the same names, with
+    equal shapes; weight >= 0. Gives a () tensor, 0 at the anchor; negative only if an Omega is
+    negative.
 
     Source: Zenke et al., "Continual Learning Through Synaptic Intelligence", eq. 4; CWC.
 
@@ -126,8 +126,7 @@ def model_contrast(
     example.
 
     features, near, far: (B, D) float; temperature T > 0. Gives (B,) of the features' dtype, in
-    nats, > 0; log 2 where near and far are the same. Features of length 0 have cosine 0 with
-    everything.
+    nats, > 0; log 2 if near and far are equal. Features of norm 0 have cosine 0.
 
     Source: Li et al., "Model-Contrastive Federated Learning" (MOON), eq. 3.
 

@@ -1,6 +1,5 @@
-"""Measures of a run: what each looks at after a stage, and the plain numbers that it gives the
-journal.
+"""Measures: numbers that a run records in its journal in addition to accuracy and forgetting.
 
-``base`` says what a measure is, ``context`` what it may use, ``choice`` which ones a run has. Each
-other module is a measure, or several of one kind.
+``base`` defines the interface of a measure, ``context`` the objects that it may use, and ``choice``
+the selection of a run's measures. Each other module has one measure, or several of one kind.
 """

@@ -1,5 +1,5 @@
-"""What a measure is: a hook after each stage, what it may use (``EvaluationContext``), what it
-needs, and what it costs.
+"""The interface of measures: their functions, needs and costs, and the objects that they may use
+(``EvaluationContext``).
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from fedstill.models import contract
 T = TypeVar("T")
 
 MEASURES_FOLDER = "measures"
-"""The folder in a run's directory for what measures keep beside the journal."""
+"""The folder in a run's directory for large results of measures."""
 
-# Models that measures run: whole ones. A module fills in what a model lacks, with random weights of
-# its own.
+# Measures only run complete models. Otherwise, the module would use its random initial weights for
+# missing entries.
 
 
 def lacking(spec: ModelSpec, params: Tensors, part: str = "") -> list[str]:
-    """The entries of an architecture, below a part of it, that a model is without."""
+    """The entries of an architecture, or of a part of it, that a model lacks."""
     entries = contract.entries(spec, contract.module(spec, "frozen"))
     return [name for name in entries if name.startswith(part) and name not in params]
 
 
 def whole(spec: ModelSpec, params: Tensors, part: str = "") -> Tensors:
-    """A model that has all entries of an architecture, or of a part of it. Raises FedstillError for
-    another.
+    """The model, if it has all entries of an architecture, or of a part of it; raises FedstillError
+    if it lacks one.
     """
     missing = lacking(spec, params, part)
     if not missing:
@@ -72,8 +72,8 @@ def whole(spec: ModelSpec, params: Tensors, part: str = "") -> Tensors:
 
 @dataclass(frozen=True)
 class WholePasses(ModelPasses):
-    """Passes of whole models. Raises FedstillError for one that lacks an entry: of features, one of
-    the body.
+    """Passes of complete models. Raises FedstillError if a model lacks an entry; features only need
+    the entries of the body.
     """
 
     def gradients(
@@ -97,19 +97,16 @@ class WholePasses(ModelPasses):
         return super().run(function, entries, examples, model)
 
 
-# What a measure may use.
-
-
 @dataclass(frozen=True)
 class EvaluationContext:
-    """What a measure may use: the world, the common test set, and, in a simulation only, the
-    clients' own data.
+    """The objects that a measure may use: the world, the common test set and, only in a simulation,
+    the clients' data.
 
-    ``folder``: the run's directory, for what is too large for the journal.
-    ``schedule``: the run's. ``tables``: the tables of outer packages in its config.
-    ``remembered``: what a client remembers after the stage; None where clients are reached over
-    Flower. ``previous``: in a chain, the client whose model was handed over, None for the very
-    first; ``previous_round``: in which round it acted.
+    ``folder``: the run's directory, for results that are too large for the journal. ``schedule``:
+    the run's schedule. ``tables``: the config tables of outer packages. ``remembered``: a function
+    that returns a client's state after the stage; None for clients over Flower. ``previous``: in a
+    chain, the previous client, None for the first one of the run; ``previous_round``: the round in
+    which it acted.
     """
 
     world: World
@@ -129,8 +126,8 @@ class EvaluationContext:
         return self.schedule.method
 
     def keep(self, name: str, tensors: Tensors) -> str:
-        """Write tensors to a file under ``measures/`` and return its name for the journal; empty
-        without a folder.
+        """Write tensors to a file in ``measures/``, and return the file's name for the journal;
+        empty without a folder.
         """
         if self.folder is None:
             return ""
@@ -141,8 +138,8 @@ class EvaluationContext:
         return file_name
 
     def view(self, client: int, stage: Stage) -> View:
-        """What a client sees in a stage: its data, its held-out examples and its own test set, each
-        None where there is none. In a simulation only.
+        """A client's view in a stage: its data, held-out examples and own test set, each None if
+        there is none. Only in a simulation.
         """
         return self.sites.view(client, stage)
 
@@ -152,27 +149,27 @@ class EvaluationContext:
         return self.world.model(SERVER)
 
     def passes(self) -> ModelPasses:
-        """Passes of that architecture over examples. They refuse a model that lacks an entry."""
+        """Passes of global models over examples; they raise FedstillError for an incomplete
+        model.
+        """
         return WholePasses(self.spec, self.inputs)
 
     def predictor(self, params: Tensors, client: int = SERVER) -> contract.Predictor:
-        """What a model answers, of a client's architecture. Raises FedstillError for one that lacks
-        an entry.
+        """The predictor of a model with a client's architecture; raises FedstillError for an
+        incomplete model.
         """
         spec = self.world.model(client)
         return contract.predictor(spec, whole(spec, params))
 
     def some(self, size: int) -> Examples:
-        """``size`` test examples, the same in every round and run, with the classes' shares
-        kept.
-        """
+        """A stratified sample of ``size`` test examples, the same in every round and run."""
         if size >= len(self.test):
             return self.test
         return self.test.take(stratified_positions(self.test.labels, size, seed=0))
 
     def accuracy_by_class(self, params: Tensors, data: Examples, client: int = SERVER) -> Values:
-        """Accuracy of a model of a client's architecture on the examples of each class (C,); NaN
-        for a class without any.
+        """The class accuracies (C,) of a model with a client's architecture; NaN for a class
+        without examples.
         """
         classes = self.world.classes
         totals = torch.bincount(data.labels.cpu(), minlength=classes)
@@ -180,21 +177,19 @@ class EvaluationContext:
         return class_accuracy(correct, totals)
 
     def draw(self, purpose: str) -> torch.Generator:
-        """Random numbers for a purpose: the same in every round, so that rounds and models can be
-        compared.
+        """A generator for a purpose. It is the same in every round, so that rounds and models can
+        be compared.
         """
         return generator(seed_for(self.world.seed, 0, 0, SERVER, purpose))
 
 
-# Local models beside the global one that clients received, and the one that was made of them.
+# Local models, the received global model, and the aggregated global model of a stage.
 
 
 def comparable(result: StageResult, context: EvaluationContext) -> dict[int, Tensors]:
-    """Each client's trained model, if the server had a global model of the same network before;
-    else none.
+    """The local models by client; empty if they cannot be compared with a global model.
 
-    Without such a model, because the server has none or aggregation has changed the network, there
-    is nothing to compare local models with.
+    This is so if the server has no global model, or if aggregation has changed its network.
     """
     if not is_global(result.before, context):
         return {}
@@ -202,17 +197,15 @@ def comparable(result: StageResult, context: EvaluationContext) -> dict[int, Ten
 
 
 def is_global(state: State, context: EvaluationContext) -> bool:
-    """Whether a state holds a global model of the network that a run began with."""
+    """Whether a state has a global model of the run's initial network."""
     return bool(state.params) and state.model in (None, context.spec)
 
 
 def named_models(
     result: StageResult, context: EvaluationContext, most: int
 ) -> Iterator[tuple[str, Tensors]]:
-    """The model that was received, at most ``most`` local ones (lowest ids first), and the new
-    global one.
-
-    The new one only where it is of the same network.
+    """The received global model, at most ``most`` local models (lowest client ids first), and the
+    aggregated global model, if its network is the same; each with a name.
     """
     yield "received", result.before.params
     for client, params in sorted(comparable(result, context).items())[:most]:
@@ -222,8 +215,8 @@ def named_models(
 
 
 def layers(context: EvaluationContext, params: Tensors, images: Examples) -> dict[str, Tensor]:
-    """Outputs of the last hidden layer, "features" (n, D), and of the classifier, "classifier" (n,
-    C).
+    """The outputs of the last hidden layer, "features" (n, D), and of the head, "classifier"
+    (n, C).
     """
     passes = context.passes()
     features = passes.features(whole(context.spec, params), images)
@@ -235,20 +228,20 @@ def layers(context: EvaluationContext, params: Tensors, images: Examples) -> dic
 
 
 LOGITS = "logits"
-"""The group of an upload that holds logits on public examples."""
+"""The group of a reply's content with logits on public examples."""
 
 Numbers = Mapping[str, Any]
-"""What a journal holds: numbers, strings, None, and lists and mappings of them."""
+"""Values for the journal: numbers, strings, None, and lists and mappings of them."""
 
 _FORMER_NAMES = {
     "Room": "fedstill.measures.base.EvaluationContext",
     "Reports": "fedstill.measures.base.RoundReports",
 }
-"""Names that this module had, and their new ones."""
+"""The new names of objects that this module contained."""
 
 
 def __getattr__(name: str) -> Any:
-    """Raises ImportError for a former name, so that an import of it says the new one."""
+    """Raises ImportError for a former name; its message contains the new name."""
     if name in _FORMER_NAMES:
         raise ImportError(f"{__name__}.{name} is now {_FORMER_NAMES[name]}: import that")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -256,12 +249,11 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True)
 class RoundReports:
-    """What clients reported in a round, for a measure to sum up.
+    """The clients' reports in a round, which a measure summarises.
 
-    ``clients``: their events in the journal, in order, those of refused and idle clients among
-    them. ``received``,
-    ``aggregated``: class accuracies (C,) of the global model before and after the round, None for a
-    class without test images. ``test_counts``: test examples by class (C,).
+    ``clients``: the events of clients in the journal, in order, including refused and idle clients.
+    ``received``, ``aggregated``: class accuracies (C,) of the global model before and after the
+    round, None for a class without test examples. ``test_counts``: test examples by class (C,).
     """
 
     clients: Sequence[Mapping[str, Any]]
@@ -272,36 +264,36 @@ class RoundReports:
 
 @runtime_checkable
 class SaysLogits(Protocol):
-    """A method whose clients send ``logits`` on public images, and remember their own model as
-    ``params``.
+    """A method whose clients send ``logits`` on public examples, and store their model as
+    ``params`` in their client state.
     """
 
     def sent_logits(self, logits: Tensor) -> Tensor:
-        """What a client sends of its model's logits (n, C): (n, C)."""
+        """The logits (n, C) that a client sends if its model has the logits (n, C)."""
 
 
 class Measure:
-    """A measure of one of two kinds, or both; what it gives is written to the journal.
+    """The base class of measures, whose numbers are written to the journal.
 
-    On the server ``look`` is called after each stage of a measured round. At clients ``at_client``
-    is called when their work is done, where a common server would not see their models; its fields
-    are in the clients' events, and ``of_round`` sums them up in the event of the round.
+    A measure overrides ``look``, ``at_client`` or both. The server calls ``look`` after each stage
+    of a measured round. Clients call ``at_client`` after their work, for measures of models that a
+    server does not see; the returned fields become part of the client's event, and ``of_round``
+    summarises them in the event of the round.
 
-    ``needs``: "chain" (clients one after another), "side_by_side" (two or more in a stage, which
-    send models), "test" (a common test set), "global_model" (a server that has one from the start),
-    "no_client_predictors" (a server without several models), "local_models" (replies that hold
-    models of one architecture), "features" (a model with a body), "plane" (features of two
-    numbers), "queries" (clients that ask), "client_data" (only a simulation has them),
-    "test_at_clients" (so that clients can measure), "epochs" (clients that train on their data),
-    "held_out" (examples that clients hold out, or public ones with labels), "uploads" (replies with
-    models, or with logits of models that clients keep in this process).
-    ``each_epoch``: it looks once before and once after every local epoch.
-    ``only_last``: it looks once, because it is a picture or takes long: after the run's last stage,
-    or with "local_models" after the last one in which clients send models.
-    ``at_sites``: real sites take it too, on data of their own; what ``at_client`` gives then leaves
-    the site.
-    ``gives``: the names of the fields that ``at_client`` gives. A server takes no others over a
-    network; from a run with a measure that does not name its own, any.
+    ``needs``: requirements on the run. "chain": clients act one after another. "side_by_side": two
+    or more clients of a stage send models. "test": a common test set. "global_model": a server with
+    a model from the start. "no_client_predictors": a server without different models for clients.
+    "local_models": replies with models of one architecture. "features": a model with a body.
+    "plane": two-dimensional features. "queries": querying clients. "client_data": access to
+    clients' data, as in a simulation. "test_at_clients": clients that have the common test set.
+    "epochs": clients that train on their data. "held_out": held-out examples of clients, or public
+    examples with labels. "uploads": replies with models, or with logits of models whose client
+    state is in this process. ``each_epoch``: whether the measure also evaluates the model after
+    every local epoch. ``only_last``: whether it is computed only once, because it is a picture or
+    takes long: after the last stage of the run or, with "local_models", after the last stage in
+    which clients send models. ``at_sites``: whether real sites compute it on their own data, and
+    send the result of ``at_client``. ``gives``: the names of the fields that ``at_client`` returns.
+    A server rejects other fields from a network, unless a measure of the run names none.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -311,9 +303,9 @@ class Measure:
     each_epoch: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        """Raises ConfigError for a name that resembles a hook's or a declaration's.
+        """Raises ConfigError for names that resemble those of functions or attributes of a measure.
 
-        ``images``, as ``examples`` was called before, is taken for one version more.
+        ``images``, the former name of ``examples``, is accepted for one more version.
         """
         super().__init_subclass__()
         reject_misspelt_hooks(cls)
@@ -323,35 +315,33 @@ class Measure:
             cls.examples = vars(cls)["images"]  # type: ignore[method-assign]
 
     def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
-        """Numbers for the journal, without times; None where there is nothing to see in this
+        """Numbers for the journal, without times; None if there is nothing to measure in this
         stage.
         """
         return None
 
     def at_client(self, visit: AtClient) -> Numbers | None:
-        """Fields of the client's event, without times; None where there is nothing to measure at
-        this client.
-        """
+        """Fields of the client's event, without times; None if there is nothing to measure."""
         return None
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
-        """Why a client's report, its event's fields, cannot have come from ``at_client``; empty if
-        it can.
+        """The reason why a client's report (the fields of its event) is invalid; empty if it is
+        valid.
 
-        Called for reports that came over a network, before they are used.
+        The server calls this function for reports from a network before it uses them.
         """
         return ""
 
     def of_round(self, reports: RoundReports) -> Numbers:
-        """Fields of the round's event, made of what clients reported."""
+        """Fields of the round's event, computed from the clients' reports."""
         return {}
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """About how many examples it runs through a network in one look, a gradient counted as
-        three.
+        """The approximate number of examples in the forward passes of one measurement; the gradient
+        of an example counts as three.
 
-        test: examples in the test set; clients: how many act in the stage; own: their training
-        examples in all.
+        test: examples in the test set; clients: clients of the stage; client_examples: the sum of
+        their training examples.
         """
         return 0
 
@@ -359,7 +349,7 @@ class Measure:
 def at_clients(
     measures: Mapping[str, Measure], rounds: frozenset[int], real_site: bool = False
 ) -> ClientMeasures:
-    """Those of a run's measures that clients take, in these rounds; a real site only those with
+    """The measures that clients compute in some rounds; for a real site, those with
     ``at_sites``.
     """
     client_measures = {
@@ -373,8 +363,9 @@ def at_clients(
 
 
 def are_counts(report: Mapping[str, Any], fields: Sequence[str], classes: int) -> str:
-    """Returns what is wrong with a report's fields of counts, or an empty string. A field that is
-    present must have a whole number from 0 for each class.
+    """The reason why a report's fields of counts are invalid; empty if they are valid.
+
+    A field may be missing. Otherwise, it must be a list with a non-negative integer for each class.
     """
     for name in fields:
         value = report.get(name, [0] * classes)
@@ -388,10 +379,9 @@ def are_counts(report: Mapping[str, Any], fields: Sequence[str], classes: int) -
 def seconds_at_clients(
     events: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> dict[str, float]:
-    """Seconds that each of these measures took at clients; measures that took no time are left
-    out.
+    """The seconds that measures took at clients, without measures that took no time.
 
-    events: those of clients.
+    events: the clients' events.
     """
     seconds = {name: sum(e.get(f"seconds_{name}") or 0.0 for e in events) for name in names}
     return {name: value for name, value in seconds.items() if value > 0}
@@ -410,7 +400,7 @@ def rounded_lists(numbers: Tensor, digits: int) -> list[Any]:
 
 
 def none_for_nan(numbers: Values) -> list[float | None]:
-    """Numbers (n,) for a journal, which has None in place of NaN."""
+    """Numbers (n,) as a list for a journal, with None instead of NaN."""
     finite: list[float | None] = []
     for number in numbers.tolist():
         if math.isnan(number):

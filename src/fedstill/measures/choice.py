@@ -1,5 +1,5 @@
-"""The measures of a run: building them by name, the rounds in which they look, and whether the run
-has what they need.
+"""The selection of a run's measures: their construction by name, the measured rounds, and the check
+of their needs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fedstill.models import contract
 
 
 def measures(names: Sequence[str]) -> dict[str, Measure]:
-    """The measures of these names; one from a user's file is called by the file's name.
+    """The measures with the given names. A measure from a user's file has the file's name.
 
-    Raises ConfigError for something that is not a measure, or that is named twice.
+    Raises ConfigError for objects that are not measures, and for duplicates.
     """
     by_name: dict[str, Measure] = {}
     for name in names:
@@ -29,7 +29,7 @@ def measures(names: Sequence[str]) -> dict[str, Measure]:
         if not isinstance(measure, Measure):
             raise ConfigError(f"measure {name!r} is a {type(measure).__name__}, not a Measure")
         short = PurePath(name).name
-        # A string is a set of letters, each of which would be an unknown need.
+        # A string would be a set of letters, each of them an unknown need.
         if isinstance(measure.needs, str):
             raise ConfigError(
                 f"measure {short}: needs = {measure.needs!r} must be a frozenset of names"
@@ -37,15 +37,15 @@ def measures(names: Sequence[str]) -> dict[str, Measure]:
         for need in sorted({*measure.needs} - NEEDS):
             raise UnknownName("name", need, NEEDS, f"measure {short}, needs")
         if type(measure).look is Measure.look and type(measure).at_client is Measure.at_client:
-            raise ConfigError(f"measure {short} measures nothing: give it look or at_client")
+            raise ConfigError(f"measure {short} measures nothing: define look or at_client")
         if short in by_name:
-            raise ConfigError(f"measure = [..., {short!r}] names the same measure twice")
+            raise ConfigError(f"measure = [..., {short!r}] contains the same measure twice")
         by_name[short] = measure
     return by_name
 
 
 def measured_rounds(rounds: int, every: int) -> frozenset[int]:
-    """The rounds in which measures look: every so many, and the last.
+    """The measured rounds: every ``every``-th round, and the last one.
 
     >>> sorted(measured_rounds(7, 3))
     [3, 6, 7]
@@ -55,11 +55,11 @@ def measured_rounds(rounds: int, every: int) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run offers to its measures.
+    """The properties of a run that measures may need.
 
-    name: the method, for messages. stages: those of the rounds that are checked, the last round's
-    at the end. simulated: whether clients' data are in this process. tested: whether there is a
-    common test set. remembered: whether the clients' states are in this process. labelled: whether
+    name: the method, for messages. stages: the stages of the checked rounds, those of the last
+    round at the end. simulated: whether clients' data are in this process. tested: whether there is
+    a common test set. remembered: whether the client states are in this process. labelled: whether
     there are public data with labels.
     """
 
@@ -74,19 +74,19 @@ class MeasuredRun:
 
 
 def unsuited_measures(chosen: Mapping[str, Measure], setting: MeasuredRun) -> str:
-    """Returns which measure cannot be used with the method, model or setting, and what to do; an
-    empty string if all can.
+    """The reason why a measure cannot be used in a run, and what to do; empty if all can be
+    used.
     """
     for name, measure in chosen.items():
-        problem = _unmet_need(measure, setting) or _never_looks(measure, setting)
+        problem = _unmet_need(measure, setting) or _never_measured(measure, setting)
         if problem:
-            return f"measure {name}: {problem}, or leave it out of measure"
+            return f"measure {name}: {problem}, or remove it from measure"
     return ""
 
 
 def _unmet_need(measure: Measure, setting: MeasuredRun) -> str:
-    """Returns what the first unmet need lacks, or an empty string; later needs may presuppose
-    it.
+    """The message about the first unmet need; empty if all needs are met. The checks of later needs
+    may assume that earlier ones are met.
     """
     for need in sorted(measure.needs):
         problem = _CHECKS[need](setting)
@@ -95,7 +95,7 @@ def _unmet_need(measure: Measure, setting: MeasuredRun) -> str:
     return ""
 
 
-def _never_looks(measure: Measure, setting: MeasuredRun) -> str:
+def _never_measured(measure: Measure, setting: MeasuredRun) -> str:
     if not measure.only_last:
         return ""
     last_round = setting.stages[-1].round
@@ -103,18 +103,19 @@ def _never_looks(measure: Measure, setting: MeasuredRun) -> str:
     if looks_last(measure, last_stages, setting.schedule, setting.world) is not None:
         return ""
     return (
-        f"it looks in the last round, where clients of method {setting.name} send no models; "
-        "choose a method whose clients do"
+        f"it needs local models in the last round, but clients of method {setting.name} send none; "
+        "choose a method whose clients send models"
     )
 
 
 def looks_last(
     measure: Measure, stages: Sequence[Stage], schedule: Schedule, world: World
 ) -> int | None:
-    """The index of the stage at which a measure with ``only_last`` looks; None if there is none.
+    """The index of the stage after which a measure with ``only_last`` is computed; None if there is
+    none.
 
-    stages: those of the last round. It is the last stage; with the need "local_models", the last
-    stage in which clients send models.
+    stages: the stages of the last round. It is the last stage or, with the need "local_models", the
+    last stage in which clients send models.
     """
     for stage in reversed(stages):
         if "local_models" not in measure.needs or "params" in _sent(stage, schedule, world):
@@ -146,14 +147,14 @@ def _trains(stage: Stage, world: World) -> bool:
 
 # ---- the needs of measures -----------------------------------------------------------------------
 
-# A check of a need returns an empty string if the run meets it; otherwise, what the run lacks, and
-# what to do.
+# The check of a need returns an empty string if the run meets it, and otherwise a message that says
+# what is missing and what to do.
 
 
 def _lacks_chain(setting: MeasuredRun) -> str:
     if any(stage.sequential for stage in setting.stages):
         return ""
-    return "it looks at clients one after another; set topology.kind = 'sequential'"
+    return "it needs a chain of clients; set topology.kind = 'sequential'"
 
 
 def _lacks_models_side_by_side(setting: MeasuredRun) -> str:
@@ -161,24 +162,27 @@ def _lacks_models_side_by_side(setting: MeasuredRun) -> str:
     if any(_sends_models(stage, setting) for stage in parallel):
         return ""
     return (
-        "no two clients send models in one stage; set topology.kind = 'parallel' and "
-        "topology.sampled above 1"
+        "it needs two clients that send models in one stage; set topology.kind = 'parallel' and "
+        "topology.sampled to 2 or more"
     )
 
 
 def _lacks_local_models(setting: MeasuredRun) -> str:
-    """Clients must send models, and of one architecture, so that these can be compared."""
+    """Clients must send models of one architecture, which can be compared."""
     if not any(_sends_models(stage, setting) for stage in setting.stages):
-        return f"clients of method {setting.name} send no models; choose a method whose clients do"
+        return (
+            f"clients of method {setting.name} send no models; choose a method whose clients send "
+            "models"
+        )
     world = setting.world
     spec = world.model(SERVER)
     if any(world.model(client) != spec for client in range(world.clients)):
-        return "models must be one architecture to be compared; leave clients.models out"
+        return "it compares models, which must have the same architecture; remove clients.models"
     return ""
 
 
 def _lacks_uploads(setting: MeasuredRun) -> str:
-    """Clients must send models, or logits of models that are known in this process."""
+    """Clients must send models, or logits of models whose client state is in this process."""
     groups: set[str] = set()
     for stage in setting.stages:
         groups |= _sent(stage, setting.schedule, setting.world)
@@ -190,15 +194,18 @@ def _lacks_uploads(setting: MeasuredRun) -> str:
             alternatives = f" but {', '.join(sorted(groups))}"
         return (
             f"clients of method {setting.name} send neither models nor logits{alternatives}; "
-            "choose a method whose clients do"
+            "choose a method whose clients send models or logits"
         )
     if not isinstance(setting.schedule.method, SaysLogits):
         return (
-            f"method {setting.name} does not define how clients turn logits into what they send; "
-            "give it sent_logits(logits)"
+            f"method {setting.name} does not define which logits clients send; define "
+            "sent_logits(logits)"
         )
     if not setting.remembered:
-        return "with engine = 'flower' it does not see models behind logits; choose another"
+        return (
+            "with engine = 'flower' the server has no access to the models behind logits; choose "
+            "another engine"
+        )
     return ""
 
 
@@ -206,7 +213,7 @@ def _lacks_single_model(setting: MeasuredRun) -> str:
     if not setting.schedule.method.has_client_predictors:
         return ""
     return (
-        f"it looks at one global model, and the server of method {setting.name} has several; "
+        f"it needs a single global model, but the server of method {setting.name} has several; "
         "choose a method with one"
     )
 
@@ -217,49 +224,46 @@ def _lacks_global_model(setting: MeasuredRun) -> str:
         return several_models
     if setting.schedule.method.initial_state(setting.world).params:
         return ""
-    return (
-        f"the server of method {setting.name} has no model of its own; choose a method whose "
-        "server has one"
-    )
+    return f"the server of method {setting.name} has no model; choose a method whose server has one"
 
 
 def _lacks_features(setting: MeasuredRun) -> str:
     spec = setting.world.model(SERVER)
     if Need.FEATURES in contract.capabilities(spec):
         return ""
-    return f"model {spec.label} has no features; give it submodules body and head"
+    return f"model {spec.label} has no features; it needs submodules body and head"
 
 
 def _lacks_plane(setting: MeasuredRun) -> str:
-    """Features must be points on a plane, which can be drawn."""
+    """Features must be two-dimensional, so that they can be drawn."""
     spec = setting.world.model(SERVER)
     width = contract.width(spec)
     if width == 2:
         return ""
-    return f"model {spec.label} has {width} features and not 2; set model.name = 'sphere_cnn'"
+    return f"model {spec.label} has {width} features instead of 2; set model.name = 'sphere_cnn'"
 
 
 def _lacks_queries(setting: MeasuredRun) -> str:
     if anyone_asks(setting.world):
         return ""
     return (
-        "it looks at a client that asked; set query.draw = 'single', 'multi' or 'all', or "
-        "write [query.classes]"
+        "it needs querying clients; set query.draw = 'single', 'multi' or 'all', or add a table "
+        "[query.classes]"
     )
 
 
 def _lacks_test(setting: MeasuredRun) -> str:
     if setting.tested:
         return ""
-    return "it needs a common test set, and there is none; give the server one with data.name"
+    return "it needs a common test set; set data.name, so that the server has one"
 
 
 def _lacks_test_at_clients(setting: MeasuredRun) -> str:
     if setting.simulated:
         return ""
     return (
-        "clients measure it on the common test set, which real sites lack; leave flower.data = "
-        "'sites' out"
+        "clients compute it on the common test set, which real sites do not have; remove "
+        "flower.data = 'sites'"
     )
 
 
@@ -267,24 +271,24 @@ def _lacks_client_data(setting: MeasuredRun) -> str:
     if setting.simulated:
         return ""
     return (
-        "it looks at clients' data, which a server sees in a simulation only; leave "
-        "flower.data = 'sites' out"
+        "it needs the clients' data, to which a server only has access in a simulation; remove "
+        "flower.data = 'sites'"
     )
 
 
 def _lacks_epochs(setting: MeasuredRun) -> str:
     if any(_trains(stage, setting.world) for stage in setting.stages):
         return ""
-    return "no client trains on its own data here; set plan.epochs above 0"
+    return "it needs clients that train on their own data; set plan.epochs to 1 or more"
 
 
 def _lacks_held_out(setting: MeasuredRun) -> str:
-    """There must be examples with labels on which nobody trains."""
+    """There must be labelled examples on which no client trains."""
     if setting.labelled or any(_holds_out(stage, setting.world) for stage in setting.stages):
         return ""
     return (
-        "clients hold no examples out, and no public examples have labels, so it would say "
-        "nothing; set plan.validation = 0.2, or data.public_labels = true with public data"
+        "it needs held-out examples or labelled public examples; set plan.validation = 0.2, or "
+        "data.public_labels = true with public data"
     )
 
 
@@ -306,4 +310,4 @@ _CHECKS: Mapping[str, Callable[[MeasuredRun], str]] = {
 }
 
 NEEDS = frozenset(_CHECKS)
-"""What a measure may need."""
+"""The names that ``Measure.needs`` may contain."""

@@ -1,6 +1,4 @@
-"""The measure ``contributions``: what a round did to each class, by local training and averaging,
-and by client.
-"""
+"""The measure ``contributions``: the causes of a round's changes in class accuracy."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ from fedstill.measures.base import EvaluationContext, Measure, Numbers, are_coun
 from fedstill.methods.fit import fitted_models, student_models
 from fedstill.metrics.shapley import (
     MOST_EXACT,
-    Divided,
+    ContributionTable,
     along_path,
     by_local_training_and_averaging,
     exact,
@@ -50,15 +48,14 @@ from fedstill.metrics.shapley import (
 from fedstill.models import contract
 from fedstill.models.contract import Predictor
 
-# Networks run so that running means and variances have gradients, as weights do.
+# Forward passes in which running means and variances have gradients, like weights.
 
 
 class ThroughNorms(TorchFunctionMode):
-    """Within it, normalisation by running statistics is a formula with gradients to them; all else
-    is torch's own.
+    """A context in which normalisation by running statistics is differentiable with respect to the
+    statistics.
 
-    torch's own kernels refuse to be derived by the statistics. The formula is theirs; only rounding
-    differs.
+    torch's kernels do not support this derivative. The formula is the same; only rounding differs.
     """
 
     def __torch_function__(
@@ -68,8 +65,8 @@ class ThroughNorms(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """A function of torch's, or what stands in its place."""
-        return _OWN.get(func, func)(*args, **(kwargs or {}))
+        """Call a function of torch, or its replacement."""
+        return _REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
 
 
 def _batch_norm(  # noqa: PLR0917 - torch calls it by the signature of its own function
@@ -107,8 +104,8 @@ def _instance_norm(  # noqa: PLR0917 - torch calls it by the signature of its ow
 def _by_statistics(
     x: Tensor, mean: Tensor, var: Tensor, *, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias by channel: x is (B, channels, …), all else
-    (channels,).
+    """(x - mean) / sqrt(var + eps) * weight + bias for each channel. x is (B, channels, …), and the
+    other tensors are (channels,).
     """
     shape = (1, -1, *[1] * (x.dim() - 2))
     normalised = (x - mean.view(shape)) / (var.view(shape) + eps).sqrt()
@@ -119,28 +116,34 @@ def _by_statistics(
     return normalised
 
 
-_OWN: dict[Any, Callable[..., Tensor]] = {batch_norm: _batch_norm, instance_norm: _instance_norm}
+_REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {
+    batch_norm: _batch_norm,
+    instance_norm: _instance_norm,
+}
 
 
-# A round's stage as a game: the state if only some of its clients had acted.
+# A stage as a game: the server's state if only some of its clients had acted.
 
 
 Game = Literal["idle", "absent"]
-"""Whether clients outside a coalition change nothing (idle), or do not reply at all (absent)."""
+"""The behaviour of clients outside a coalition: "idle", they reply without a change; "absent", they
+do not reply.
+"""
 
 AFFINE = 1e-4
-"""The largest error of the sum of the clients' own changes, relative to the whole change, with
-which an aggregation counts as affine.
+"""The tolerance for an affine aggregation: the error of the sum of the clients' separate changes,
+relative to the whole change.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class StageGame:
-    """The players are the clients whose replies were accepted; their coalitions are aggregated by
-    the method.
+    """A game whose players are the clients with accepted replies. The method aggregates the replies
+    of a coalition.
 
-    idle: a client outside a coalition replies as if it had changed nothing; its number of examples
-    counts. absent: it does not reply. ``before``: the state in which the replies were aggregated.
+    With "idle", a client outside the coalition replies as if it had changed nothing, and its number
+    of examples counts. With "absent", it does not reply. ``before``: the server's state before
+    aggregation.
     """
 
     actor: StageActor
@@ -173,7 +176,7 @@ class StageGame:
         return self._idle is not None
 
     def state(self, coalition: Sequence[int]) -> State:
-        """The state after aggregation, if only the players in these positions had acted."""
+        """The state after aggregation if only the players at these positions had acted."""
         acting = set(coalition)
         if self.game == "absent":
             replies = [reply for i, reply in enumerate(self.replies) if i in acting]
@@ -190,7 +193,7 @@ class StageGame:
         return self.actor.aggregate(self.before, replies, self.stage, self.world)
 
     def _change(self, start: Tensors, coalition: Sequence[int]) -> Tensors | None:
-        """A coalition's change of the parameters from a start; None if it makes another network."""
+        """The change of the parameters by a coalition; None if aggregation changes the network."""
         end = floats(self.state(coalition).params)
         if start.keys() != end.keys():
             return None
@@ -200,8 +203,8 @@ class StageGame:
 
     @cached_property
     def changes(self) -> Sequence[Tensors] | None:
-        """Each player's change of the parameters when it acts alone; None if the whole change is
-        not their sum, or if aggregation makes another network.
+        """The change of the parameters by each player alone; None if their sum is not the whole
+        change, or if aggregation changes the network.
         """
         if self.game != "idle" or not self.can_idle():
             return None
@@ -227,17 +230,17 @@ class StageGame:
 
 @dataclass(frozen=True, eq=False)
 class SoftAccuracy:
-    """Test examples by class, and the soft accuracy of models on them at a temperature.
+    """The soft accuracy of models on test examples, at a temperature.
 
-    ``examples``: {class: its examples}, of the classes whose change is divided.
+    ``examples``: the test examples of each class whose change is divided.
     """
 
     examples: Mapping[int, Examples]
     inputs: Inputs
     temperature: float
 
-    def worth(self, predict: Callable[[Tensor], Tensor], classes: Sequence[int]) -> Tensor:
-        """Soft accuracy (c,) float64 of these classes, without gradients."""
+    def values(self, predict: Callable[[Tensor], Tensor], classes: Sequence[int]) -> Tensor:
+        """The soft accuracies (c,) float64 of some classes, without gradients."""
         with torch.no_grad():
             values = [self._of(predict, self.examples[c]).double().cpu() for c in classes]
             return torch.stack(values)
@@ -249,9 +252,7 @@ class SoftAccuracy:
     def gradient(
         self, predict: Callable[[Tensor], Tensor], label: int, leaves: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The gradient of the soft accuracy of a class; shard by shard, so that memory stays
-        small.
-        """
+        """The gradient of the soft accuracy of a class, accumulated over shards to save memory."""
         examples = self.examples[label]
         total = [torch.zeros_like(leaf) for leaf in leaves]
         start = 0
@@ -268,10 +269,10 @@ class SoftAccuracy:
 
 @dataclass(frozen=True, eq=False)
 class ModelLine:
-    """Soft accuracy along the line from a start to start + the sum of the players' changes
-    (``shapley.Line``).
+    """The soft accuracy along the line from start to start + the sum of the players' changes
+    (a ``shapley.Line``).
 
-    Running means and variances of normalisation lie on the line as weights do; whole numbers stay.
+    Running means and variances change along the line like weights; integers do not change.
     """
 
     spec: ModelSpec
@@ -292,13 +293,13 @@ class ModelLine:
         return {name: value.to(device) for name, value in params.items()}
 
     def values(self, s: float, classes: Sequence[int]) -> Tensor:
-        """Soft accuracy (c,) at a point of the line."""
+        """The soft accuracies (c,) at a point of the line."""
         network = contract.module(self.spec, "frozen").eval()
         params = self._params_at(s)
-        return self.soft_accuracy.worth(lambda x: contract.forward(network, params, x), classes)
+        return self.soft_accuracy.values(lambda x: contract.forward(network, params, x), classes)
 
     def slopes(self, s: float, classes: Sequence[int]) -> Tensor:
-        """Its derivative there along each player's change: (m, c)."""
+        """The derivatives (m, c) at a point, in the direction of each player's change."""
         network = contract.module(self.spec, "frozen").eval()
         params = self._params_at(s)
         leaves = {name: params[name].detach().requires_grad_() for name in self._total_change}
@@ -317,12 +318,12 @@ class ModelLine:
 
 
 def _inner_product(gradient: Tensors, change: Tensors) -> float:
-    """The inner product over the entries of a gradient, summed in float64."""
+    """The inner product of a gradient and a change, summed in float64."""
     return sum(float((g * change[name]).sum(dtype=torch.float64)) for name, g in gradient.items())
 
 
 def global_model(method: Method, state: State, world: World) -> Callable[[Tensor], Tensor] | None:
-    """The server's predictor for all clients; None if it has predictors of single clients only."""
+    """The server's predictor for all clients; None if all its predictors are for some clients."""
     for name, predict in method.predictors(state, world).items():
         if not of_some_clients(name):
             return predict
@@ -330,38 +331,38 @@ def global_model(method: Method, state: State, world: World) -> Callable[[Tensor
 
 
 def is_plain(predict: Callable[[Tensor], Tensor] | None, state: State) -> bool:
-    """Whether a predictor is the network with the state's parameters, and nothing else."""
+    """Whether a predictor is simply the network with the parameters of a state."""
     return isinstance(predict, Predictor) and predict.params is state.params
 
 
 MOST_EXAMPLES = 100
-"""The most test examples of a class that are used."""
+"""The maximum number of test examples of a class."""
 
 LEAST_CHANGE = 0.05
-"""The least change of a class's accuracy that is divided among the clients."""
+"""The smallest change of a class accuracy that is divided among the clients."""
 
 MOST_CLASSES = 10
-"""The most classes whose change is divided."""
+"""The maximum number of classes whose change is divided."""
 
 TEMPERATURE = 0.25
-"""The temperature at which soft accuracy follows accuracy best."""
+"""The temperature at which soft accuracy is closest to accuracy."""
 
 DIGITS = 6
 
 
 @register("measure", "contributions")
 class Contributions(Measure):
-    """Causes of forgetting: the change of each class in a round by local training, by averaging,
-    and by client.
+    """Causes of forgetting: the change of each class accuracy in a round, divided into local
+    training, averaging, and the clients' contributions.
 
-    With clients side by side, the changes by local training and by averaging add up to the whole
-    change. For classes that changed by 5 points or more, each client has a contribution: an
-    Aumann–Shapley value of the method's aggregation (``metrics/shapley.py``), in soft accuracy at
-    temperature 0.25. The contributions and the server's own change (``nobody``: momentum, training
-    at the server) add up to the whole change. In a chain, there is the change by link. If clients
-    have models of their own, there is their mean change by stage. All on at most 100 test examples
-    of each class. A contribution is a share of one round's change. It is no forecast, and not the
-    effect of leaving the client out.
+    In a parallel stage, the changes by local training and by averaging sum to the whole change. For
+    classes that changed by at least 5 points, each client has a contribution: its Aumann–Shapley
+    value in the method's aggregation (``metrics/shapley.py``), in soft accuracy at temperature
+    0.25. The contributions and the server's own change (``nobody``: momentum, training at the
+    server) sum to the whole change. In a chain, the measure records the change by each client. If
+    clients have personal models, it records their mean change by stage. It uses at most 100 test
+    examples of each class. A contribution is a share of one round's change. It does not predict the
+    effect of excluding the client.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"test", "no_client_predictors"})
@@ -370,18 +371,18 @@ class Contributions(Measure):
     def __init__(
         self, game: Game | None = None, exactly: bool = False, classes: Sequence[int] = ()
     ) -> None:
-        """game: The behaviour of clients outside a coalition; unset: idle if the method defines the
-        reply of an idle client, else absent.
-        exactly: Evaluate all coalitions.
-        classes: Divide the changes of these classes, however small.
+        """game: The behaviour of clients outside a coalition; by default "idle" if the method
+        defines the reply of an idle client, otherwise "absent".
+        exactly: Whether to evaluate all coalitions.
+        classes: The classes whose changes are divided, even if they are small.
         """
         self.game = game
         self.exactly = exactly
         self.classes = tuple(classes)
 
     def at_client(self, visit: AtClient) -> Numbers | None:
-        """Right answers by class (C,) before and after the client's work, where its reply holds no
-        model.
+        """Correct predictions by class (C,) before and after the client's work; None if its reply
+        contains the model.
         """
         if visit.test is None or visit.is_server or "params" in visit.sent:
             return None
@@ -392,12 +393,12 @@ class Contributions(Measure):
         }
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
-        """Counts must be whole numbers, one a class."""
+        """Counts must be lists with an integer for each class."""
         return are_counts(report, self.gives, classes)
 
     def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
-        """Whose model it is, its accuracies before and after the stage, the parts of the change,
-        and contributions.
+        """The model ("global" or "own"), its class accuracies before and after the stage, the parts
+        of the change, and the clients' contributions.
         """
         if not result.accepted:
             return None
@@ -405,7 +406,7 @@ class Contributions(Measure):
         received = global_model(context.method, result.before, context.world)
         aggregated = global_model(context.method, result.after, context.world)
         if received is None or aggregated is None or not _is_moved(result):
-            return _of_own_models(result, context, data)
+            return _of_personal_models(result, context, data)
 
         initial = accuracies_of(received, data, context)
         final = accuracies_of(aggregated, data, context)
@@ -444,7 +445,7 @@ class Contributions(Measure):
     def _contributions(
         self, result: StageResult, context: EvaluationContext, data: Examples, classes: list[int]
     ) -> dict[str, Any]:
-        """The journal's fields on each client's contribution to the change of these classes."""
+        """The journal's fields about the clients' contributions to the changes of some classes."""
         game = StageGame(
             actor=context.schedule.actor(result.stage),
             before=result.before,
@@ -459,17 +460,17 @@ class Contributions(Measure):
 
         by_class = {c: data.take((data.labels == c).nonzero().flatten()) for c in classes}
         accuracy = SoftAccuracy(by_class, context.inputs, TEMPERATURE)
-        rule, divided = self._divided(game, accuracy, context, classes)
-        start = _worth(accuracy, result.before, context, classes)
-        nobody = _worth(accuracy, game.state(()), context, classes)
+        rule, contributions = self._contribution_table(game, accuracy, context, classes)
+        start = _soft_accuracies(accuracy, result.before, context, classes)
+        without_clients = _soft_accuracies(accuracy, game.state(()), context, classes)
         return {
             "game": game.game,
             "rule": rule,
             "temperature": TEMPERATURE,
             "classes": classes,
-            "values": rounded_lists(divided.values.T, DIGITS),
-            "gap": rounded_lists(divided.gap, DIGITS),
-            "nobody": rounded_lists(nobody - start, DIGITS),
+            "values": rounded_lists(contributions.values.T, DIGITS),
+            "gap": rounded_lists(contributions.gap, DIGITS),
+            "nobody": rounded_lists(without_clients - start, DIGITS),
         }
 
     def _chosen_game(self, game: StageGame) -> Game:
@@ -479,18 +480,18 @@ class Contributions(Measure):
             return "idle"
         return "absent"
 
-    def _divided(
+    def _contribution_table(
         self,
         game: StageGame,
         accuracy: SoftAccuracy,
         context: EvaluationContext,
         classes: Sequence[int],
-    ) -> tuple[str, Divided]:
-        """The name of the rule, and the contributions by it."""
+    ) -> tuple[str, ContributionTable]:
+        """The name of the rule, and the clients' contributions."""
         players = len(game.players)
 
         def value(coalition: tuple[int, ...]) -> Tensor:
-            return _worth(accuracy, game.state(coalition), context, classes)
+            return _soft_accuracies(accuracy, game.state(coalition), context, classes)
 
         if self.exactly and players <= MOST_EXACT:
             return "exact", exact(value, players)
@@ -502,13 +503,13 @@ class Contributions(Measure):
         return "two ends", two_ends(value, players)
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """The test examples once a local model, and with gradients at three places of the path."""
+        """A pass of each local model, and gradients at three points of the path."""
         return min(test, MOST_EXAMPLES * MOST_CLASSES) * (clients + 2 + 3 * 3)
 
 
 def at_most(test: Examples, most: int, classes: int) -> Examples:
-    """At most so many test examples of each class, drawn by key: the same in every round and run,
-    in order.
+    """At most ``most`` test examples of each class in their original order. They are drawn by key,
+    and are the same in every round and run.
     """
     draw = generator(seed_for(0, 0, 0, SERVER, "contributions"))
     shuffled = torch.randperm(len(test), generator=draw)
@@ -518,18 +519,18 @@ def at_most(test: Examples, most: int, classes: int) -> Examples:
 
 
 def accuracies_of(predict: Any, data: Examples, context: EvaluationContext) -> Tensor:
-    """Class accuracies (C,) float64 of an answer; NaN for a class without test examples."""
+    """The class accuracies (C,) float64 of a predictor; NaN for a class without test examples."""
     classes = context.world.classes
     correct = correct_by_class(predict, data, context.inputs, classes).double().cpu()
     return correct / torch.bincount(data.labels.cpu(), minlength=classes)
 
 
-def _worth(
+def _soft_accuracies(
     accuracy: SoftAccuracy, state: State, context: EvaluationContext, classes: Sequence[int]
 ) -> Tensor:
     predict = global_model(context.method, state, context.world)
     assert predict is not None
-    return accuracy.worth(predict, classes)
+    return accuracy.values(predict, classes)
 
 
 def _by_class(context: EvaluationContext, client: int, params: Tensors, data: Examples) -> Tensor:
@@ -537,7 +538,7 @@ def _by_class(context: EvaluationContext, client: int, params: Tensors, data: Ex
 
 
 def _weights(result: StageResult) -> Tensor:
-    """Shares of examples (m,) of the clients with local models."""
+    """The shares (m,) of examples of the clients with local models."""
     sizes = torch.tensor(
         [float(r.examples) for r in result.accepted if r.client in result.local_models],
         dtype=torch.float64,
@@ -548,7 +549,7 @@ def _weights(result: StageResult) -> Tensor:
 
 
 def _is_moved(result: StageResult) -> bool:
-    """Whether the stage's aggregation made another global model."""
+    """Whether the stage changed the global model."""
     old = result.before.params
     new = result.after.params
     if not old:
@@ -565,10 +566,10 @@ def _name(result: StageResult) -> str:
     return f"client {client}"
 
 
-def _of_own_models(
+def _of_personal_models(
     result: StageResult, context: EvaluationContext, data: Examples
 ) -> Numbers | None:
-    """The clients' mean change by class in a stage, if each client has a model of its own."""
+    """The mean change of personal models by class in a stage; None if there are none."""
     changes = {}
     for reply in result.accepted:
         change = _personal_change(reply, result, context, data)
@@ -589,7 +590,7 @@ def _of_own_models(
 
 @dataclass(frozen=True)
 class _PersonalChange:
-    """Class accuracies (C,) of a client's own model before and after a stage."""
+    """The class accuracies (C,) of a personal model before and after a stage."""
 
     initial: Tensor
     final: Tensor
@@ -598,8 +599,8 @@ class _PersonalChange:
 def _personal_change(
     reply: Reply, result: StageResult, context: EvaluationContext, data: Examples
 ) -> _PersonalChange | None:
-    """The change of a client's own model in a stage; None if neither the client nor the server has
-    measured it.
+    """The change of a client's model in a stage; None if neither the client nor the server can
+    measure it.
     """
     client = reply.client
     if "correct_before" in reply.metrics:
@@ -618,11 +619,11 @@ def _personal_change(
 
 
 def _shares_of_data(result: StageResult, context: EvaluationContext) -> dict[str, Any]:
-    """``drawn``: each class's share of the acting clients' data in the round, divided by its share
-    of all clients' data. In a simulation only.
+    """``drawn``: for each class, its share in the data of the stage's clients divided by its share
+    in the data of all clients. Only in a simulation.
 
-    With several tasks also ``tasks``, the task of each client, from 1, and ``had``, its label
-    counts in the task (m, C).
+    With several tasks also ``tasks``, the task of each client, counted from 1, and ``had``, the
+    clients' label counts (m, C) in the task.
     """
     sites = context.sites
     if not isinstance(sites, SiteViews):
@@ -645,7 +646,7 @@ def _shares_of_data(result: StageResult, context: EvaluationContext) -> dict[str
 
 
 def _listed(values: Tensor) -> list[float | None]:
-    """Rounded numbers for a journal, with None in place of numbers that are not finite."""
+    """Rounded numbers for a journal, with None instead of numbers that are not finite."""
     rounded: list[float | None] = []
     for value in values.tolist():
         if math.isfinite(value):

@@ -1,5 +1,6 @@
-"""Measures of how far local models are from the global model: ``divergence`` of weights and labels,
-``diversity`` of gradients and updates, ``alignment`` of units, and the classes of ``units``.
+"""Measures of the distance of local models from the global model: ``divergence`` of weights and
+labels, ``diversity`` of gradients and updates, ``alignment`` of units, and the classes of
+``units``.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from fedstill.models.functional import SHARD
 
 @register("measure", "divergence")
 class Divergence(Measure):
-    """Distance of local weights from the received ones (L1 and L2), and of a client's labels from
-    the model's predictions.
+    """Distance of local weights from the received weights (L1 and L2), and of a client's label
+    distribution from the received model's class accuracies.
 
     Source: FedNTD, section 5.2 and figure 8.
-    Reading: w in ``||w - w_k||`` and A_G are the global model that the client received, not the
-    mean after it.
+    Reading: w in ``||w - w_k||`` and A_G refer to the global model that the client received, not to
+    the aggregated model.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset(
@@ -68,18 +69,18 @@ class Divergence(Measure):
         return {"clients": list(locals_), **by_client, **means}
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """The test set once."""
+        """One pass over the test set."""
         return test
 
 
 @register("measure", "diversity")
 class Diversity(Measure):
-    """Gradient diversity of the clients at the received model, and diversity of the updates that
-    they sent.
+    """Gradient diversity of the clients at the received model, and diversity of their updates.
 
-    "gradients": of the mean cross-entropy on each client's own training data, in evaluation mode,
-    without augmentation; the method has no part in it. "updates": of local weights minus received
-    ones, which show what the method did to it. Source: FedNTD, eq. 8.
+    "gradients": the diversity of the gradients of the mean cross-entropy on each client's training
+    data, in evaluation mode and without augmentation, independent of the method. "updates": the
+    diversity of the differences between local and received weights, which depend on the method.
+    Source: FedNTD, eq. 8.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset(
@@ -87,12 +88,12 @@ class Diversity(Measure):
     )
 
     def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
-        """Both diversities over the clients of the stage; None for a stage of one client."""
+        """Both diversities over the clients of the stage; None for a single client."""
         locals_ = comparable(result, context)
         if len(locals_) < 2:
             return None
         start = result.before.params
-        # sums in one order: a set's differs by process
+        # Sorted, because the order of a set, and so of the sum, differs between processes.
         names = sorted(contract.trainable_names(context.spec))
         gradients = [
             _gradient(context, start, context.sites.view(c, result.stage).data) for c in locals_
@@ -107,14 +108,12 @@ class Diversity(Measure):
         }
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """A gradient on each client's own data."""
+        """A gradient on each client's training data."""
         return 3 * client_examples
 
 
 def _gradient(context: EvaluationContext, params: Tensors, data: Examples) -> Tensors:
-    """The gradient of the mean loss over all examples, from those of batches weighted by their
-    sizes.
-    """
+    """The gradient of the mean loss over all examples, as a weighted mean over batches."""
     sizes = [len(part) for part in torch.split(torch.arange(len(data)), SHARD)]
     total: dict[str, torch.Tensor] = {}
     batches = context.passes().gradients(params, data, cross_entropy, SHARD)
@@ -126,13 +125,13 @@ def _gradient(context: EvaluationContext, params: Tensors, data: Examples) -> Te
 
 @register("measure", "alignment")
 class Alignment(Measure):
-    """Share of hidden units that keep the preferred class of the received global model, in local
-    models and in the new global model.
+    """Share of hidden units with the same preferred class as in the received global model, in local
+    models and in the aggregated global model.
 
-    By layer: "features", the last hidden one, and "classifier". Source: FedNTD, section 5.1 and
-    table 2.
-    Reading: the paper lists layers of 512 and 128 units; its network has the one of 512 only, which
-    is "features".
+    The layers are "features", the last hidden layer, and "classifier". Source: FedNTD, section 5.1
+    and table 2.
+    Reading: the paper lists layers of 512 and 128 units, but its network only has the layer of 512
+    units ("features").
     """
 
     needs: ClassVar[frozenset[str]] = frozenset(
@@ -140,10 +139,10 @@ class Alignment(Measure):
     )
 
     def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
-        """Alignment of each layer between the received global model and each local one, and with
-        the new global one.
+        """The alignment of each layer of the received global model with each local model and with
+        the aggregated model.
 
-        ``global`` is None where the new one is another network.
+        ``global`` is None if the aggregated model is another network.
         """
         locals_ = comparable(result, context)
         if not locals_:
@@ -177,7 +176,7 @@ class Alignment(Measure):
         return {"clients": list(locals_), "layers": by_layer}
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """The test set at each local model, and at the global one before and after."""
+        """A pass of each local model, and of the global model before and after the stage."""
         return test * (clients + 2)
 
 
@@ -186,10 +185,10 @@ MODELS = 10
 
 @register("measure", "units")
 class Units(Measure):
-    """The preferred class of each unit of the last hidden layer, in the received, local and new
-    global models.
+    """The preferred class of each unit of the last hidden layer, in the received, local and
+    aggregated models.
 
-    At most ten local models, at the end of the run. Source: FedNTD, figure 17.
+    At the end of the run, for at most ten local models. Source: FedNTD, figure 17.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset(
@@ -198,7 +197,7 @@ class Units(Measure):
     only_last: ClassVar[bool] = True
 
     def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
-        """(models, U) class ids."""
+        """The names of the models, and class ids (models, U)."""
         if not comparable(result, context):
             return None
         labels = context.test.labels
@@ -209,5 +208,5 @@ class Units(Measure):
         return {"models": list(preferred), "classes": [v.tolist() for v in preferred.values()]}
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """The test set at each model."""
+        """A pass of each model over the test set."""
         return test * (min(clients, MODELS) + 2)

@@ -1,5 +1,5 @@
-"""Measures that show where classes lie in the features of models: ``sphere`` as directions on a
-circle, ``tsne`` as points on a plane, and ``boundaries`` with the lines between classes.
+"""Measures of the classes' positions in feature space: ``sphere`` (directions on a circle),
+``tsne`` (points on a plane), and ``boundaries`` (a plane with the predicted classes).
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ from fedstill.measures.base import (
 from fedstill.methods.fit import queries_of
 from fedstill.models import contract
 
-# The number of local models whose spheres are measured.
 SPHERES = 3
+"""The maximum number of local models whose directions are measured."""
 
 BINS = 72
 
 
 @register("measure", "sphere")
 class Sphere(Measure):
-    """Directions of test features by class, for the received model, three local models and the new
-    global model.
+    """Directions of test features by class, for the received model, three local models and the
+    aggregated model.
 
-    Needs features of two numbers, as ``sphere_cnn`` has them. At the end of the run; counts in 72
-    steps of 5 degrees.
-    Source: FedNTD, appendix N, figure 18.
+    It needs two-dimensional features, such as those of ``sphere_cnn``. At the end of the run, it
+    counts directions in 72 bins of 5 degrees. Source: FedNTD, appendix N, figure 18.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset(
@@ -53,7 +52,7 @@ class Sphere(Measure):
     only_last: ClassVar[bool] = True
 
     def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
-        """(models, C, bins) counts of test examples; bin 0 begins at -180 degrees."""
+        """Counts (models, C, bins) of test examples; bin 0 starts at -180 degrees."""
         if not comparable(result, context):
             return None
         labels = context.test.labels.cpu()
@@ -65,12 +64,12 @@ class Sphere(Measure):
         return {"models": list(counts), "counts": [v.tolist() for v in counts.values()]}
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """The test set at each model."""
+        """A pass of each model over the test set."""
         return test * (min(clients, SPHERES) + 2)
 
 
 def directions(features: Tensor, labels: Tensor, classes: int, bins: int = BINS) -> Tensor:
-    """How many features (n, 2) of each class point into each of ``bins`` equal parts of the circle:
+    """The number of features (n, 2) of each class in each of ``bins`` equal sectors of the circle:
     (C, bins) int64.
 
     >>> directions(torch.tensor([[0.0, -1.0], [0.1, 1.0]]), torch.tensor([0, 1]), 2, bins=4)
@@ -83,22 +82,22 @@ def directions(features: Tensor, labels: Tensor, classes: int, bins: int = BINS)
 
 
 IMAGES = 200
-"""Test images that are shown at most."""
+"""The maximum number of test examples in a figure."""
 MODELS = 10
-"""Local models that are shown at most."""
+"""The maximum number of local models in a figure."""
 TSNE_DIGITS = 1
 PERPLEXITY = 30.0
 
 
 @register("measure", "tsne")
 class JointTSNE(Measure):
-    """One joint t-SNE of the features of 200 test examples under the received, the new and at most
-    ten local models.
+    """One joint t-SNE of the features of 200 test examples in the received model, the aggregated
+    model and at most ten local models.
 
-    At the end of the run; scikit-learn's, seeded, on one thread: its result depends on their
-    number. The features are kept beside the journal, so that runs which started from one model can
-    be embedded together.
-    Source: FedNTD, appendix O, figures 19 to 21.
+    It is computed at the end of the run by scikit-learn, with a fixed seed and one thread, because
+    its result depends on the number of threads. The features are stored in a file, so that runs
+    from the same initial model can be embedded together. Source: FedNTD, appendix O, figures 19 to
+    21.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset(
@@ -107,8 +106,8 @@ class JointTSNE(Measure):
     only_last: ClassVar[bool] = True
 
     def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
-        """Labels (n,) of the images, names of the models, and coordinates (models, n) of each image
-        under each.
+        """The labels (n,) of the examples, the names of the models, and the coordinates (models, n)
+        of each example in each model.
         """
         if not comparable(result, context):
             return None
@@ -129,12 +128,12 @@ class JointTSNE(Measure):
         }
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """A few hundred at each model; the embedding itself takes longer than that."""
+        """A pass of each model over 200 examples. The embedding itself takes longer."""
         return min(test, IMAGES) * (min(clients, MODELS) + 2)
 
 
 def embedded(features: torch.Tensor, seed: int) -> torch.Tensor:
-    """(n, D) features as (n, 2) places, near ones near each other; the same for equal seeds."""
+    """The t-SNE embedding (n, 2) of features (n, D); deterministic for a seed."""
     from sklearn.manifold import TSNE
 
     perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
@@ -146,37 +145,37 @@ def embedded(features: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 STEPS = 48
-"""Places along each axis of the plane."""
+"""The number of grid points along each axis of the plane."""
 PLANE_DIGITS = 3
 MARGIN = 0.05
-"""How far the plane reaches beyond the images, as a share of their extent."""
+"""The margin of the plane around the examples, as a share of their extent."""
 FLAT = 0.2
-"""The least extent that counts there: along an axis all features may be alike, as where units have
-died.
+"""The smallest extent for the margin. The extent along an axis may be 0, for example for dead
+units.
 """
 
 
 @register("measure", "boundaries")
 class Boundaries(Measure):
-    """Features of the first client that queries, on two principal axes, and the predicted class at
+    """Features of the first querying client on their two principal axes, and the predicted class at
     each point of this plane.
 
-    After each stage in which it trained: images of the classes that it asked for or has, at most
-    200 of the test set.
+    It is computed after each stage in which the client trains, for at most 200 test examples of its
+    queried and local classes.
     Source: QKT, section 3.2, figure 2.
-    Reading: the background is what the head says of the features that the inverse of the projection
-    gives; each model has axes of its own.
+    Reading: the background is the head's prediction for the features that the inverse of the
+    projection returns; each model has its own axes.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"test", "features", "queries", "client_data"})
 
     def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
-        """The client, its classes, places x, y and labels (n,) of images, and the classes (48, 48)
-        of the plane.
+        """The client, its classes, the coordinates x, y and labels (n,) of examples, and the
+        predicted classes (48, 48) of the plane.
 
-        ``x_range``, ``y_range``: the plane's ends; row i, column j of ``plane`` is the j-th place
-        along x and the i-th along y. ``accuracy``: (C,) on the whole test set, None for a class
-        without images.
+        ``x_range``, ``y_range``: the ends of the plane. Row i, column j of ``plane`` is the j-th
+        grid point along x and the i-th along y. ``accuracy``: (C,) on the whole test set, None for
+        a class without test examples.
         """
         queries = queries_of(context.world)
         if not queries:
@@ -212,12 +211,12 @@ class Boundaries(Measure):
         }
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """The test set once at one client, and a few hundred images more."""
+        """A pass over the test set for one client, and one over at most 200 examples."""
         return test + min(test, IMAGES)
 
 
 def _images_of_classes(test: Examples, classes: Sequence[int]) -> Examples:
-    """The test images of some classes; of more than 200, as many at equal distances."""
+    """At most 200 test examples of some classes, at equal distances."""
     chosen = torch.isin(test.labels.cpu(), torch.tensor(classes))
     images = test.take(chosen.nonzero().flatten().to(test.labels.device))
     if len(images) <= IMAGES:
@@ -229,8 +228,8 @@ def _images_of_classes(test: Examples, classes: Sequence[int]) -> Examples:
 class Plane:
     """The plane of the two principal axes of features.
 
-    ``places``: the places (n, 2) of the features; ``ends``: the plane's ends (axis, end), (2, 2);
-    ``points``: the features (48 * 48, D) of the plane's grid.
+    ``places``: the coordinates (n, 2) of the features; ``ends``: the ends (2, 2) of the plane, by
+    axis; ``points``: the features (48 * 48, D) of the grid points.
     """
 
     places: Tensor
@@ -239,7 +238,7 @@ class Plane:
 
 
 def principal_plane(features: Tensor) -> Plane:
-    """The plane of features (n, D), a little larger than their extent."""
+    """The principal plane of features (n, D), with a margin around them."""
     from sklearn.decomposition import PCA
 
     with threadpool_limits(1):

@@ -1,6 +1,7 @@
-"""The measure ``landscape``: how the loss rises around the global model and around a local one.
+"""The measure ``landscape``: the loss around the global model and around a local model.
 
-The first half has the mathematics: directions in which to look, and the loss along them.
+The first half of the module has the mathematics: directions in weight space, and the loss along
+them.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from fedstill.measures.base import EvaluationContext, Measure, Numbers, whole
 from fedstill.models import contract
 
 LossOfWeights = Callable[[Tensors], Tensor]
-"""The mean loss () of parameters on some fixed examples."""
+"""A function from parameters to their mean loss () on fixed examples."""
 
 
 def filter_normalised(
     params: Tensors, trained: Iterable[str], draw: torch.Generator
 ) -> dict[str, Tensor]:
-    """A random direction of which each filter (each row, in a linear layer) has the norm of the
-    model's own.
+    """A random direction whose filters (rows in linear layers) have the same norms as the model's
+    filters.
 
-    params: a model's entries; trained: the names of those that move. Entries of one axis, such as
-    biases, stay.
+    params: the entries of a model; trained: the names of the entries in the direction. Entries with
+    fewer than two axes, such as biases, are 0.
 
     Source: Li et al., "Visualizing the Loss Landscape of Neural Nets" (2018), sec. 4.
     """
@@ -49,7 +50,7 @@ def filter_normalised(
 
 
 def gaussian(params: Tensors, trained: Iterable[str], draw: torch.Generator) -> dict[str, Tensor]:
-    """Standard normal noise in the shape of the entries that move."""
+    """Standard normal noise with the shapes of the trained entries."""
     return {
         k: torch.randn(params[k].shape, generator=draw, dtype=params[k].dtype)
         for k in sorted(trained)
@@ -57,7 +58,7 @@ def gaussian(params: Tensors, trained: Iterable[str], draw: torch.Generator) -> 
 
 
 def moved(params: Tensors, steps: Sequence[tuple[float, Tensors]]) -> dict[str, Tensor]:
-    """params + sum of size * direction; entries that no direction has stay as they are."""
+    """params + the sum of size * direction; entries without a direction do not change."""
     out = dict(params)
     for size, direction in steps:
         out |= {k: out[k] + size * v.to(out[k].device) for k, v in direction.items()}
@@ -67,7 +68,7 @@ def moved(params: Tensors, steps: Sequence[tuple[float, Tensors]]) -> dict[str, 
 def plane(
     loss: LossOfWeights, params: Tensors, a: Tensors, b: Tensors, axis: Sequence[float]
 ) -> list[list[float]]:
-    """The loss at params + x a + y b: one row for each y of the axis, one value for each x."""
+    """The loss at params + x a + y b: a row for each y of the axis, with a value for each x."""
     with torch.no_grad():
         return [[float(loss(moved(params, [(x, a), (y, b)]))) for x in axis] for y in axis]
 
@@ -75,7 +76,7 @@ def plane(
 def under_noise(
     loss: LossOfWeights, params: Tensors, noises: Sequence[Tensors], scales: Sequence[float]
 ) -> list[float]:
-    """The loss under noise of each scale, mean over the draws: (scales,).
+    """The mean loss over noise samples, for each scale of the noise: (scales,).
 
     Source: FedNTD, figure 14.
     """
@@ -96,12 +97,13 @@ def curvature(
     top: int = 2,
     most: int = 30,
 ) -> list[tuple[float, dict[str, Tensor]]]:
-    """The Hessian's eigenvalues of largest size, with their eigenvectors of norm 1, by power
-    iteration.
+    """The eigenvalues of the Hessian with the largest absolute values, and their unit eigenvectors,
+    by power iteration.
 
-    params: the point; trained: the names of the entries to derive by; top: how many eigenvalues.
-    Each takes ``most`` Hessian-vector products, fewer once the eigenvalue changes by less than a
-    thousandth. Largest first in size, as the paper's tool (PyHessian) finds them.
+    params: the point; trained: the names of the entries of the Hessian; top: the number of
+    eigenvalues. Each takes at most ``most`` Hessian-vector products; the iteration stops when the
+    eigenvalue changes by less than a thousandth. The order is that of the paper's tool (PyHessian),
+    largest absolute value first.
 
     Source: Yao et al., "PyHessian" (2020); FedNTD, figure 14.
     """
@@ -144,9 +146,7 @@ def curvature(
 def _unit(
     vector: Sequence[Tensor], pairs: Sequence[tuple[float, Sequence[Tensor]]]
 ) -> list[Tensor]:
-    """The part of a vector that is orthogonal to the eigenvectors found so far, at norm 1; empty if
-    it is 0.
-    """
+    """The component of a vector orthogonal to known eigenvectors, normalised; empty if it is 0."""
     remainder = [v.detach().clone() for v in vector]
     for _, eigenvector in pairs:
         along = _dot(remainder, eigenvector)
@@ -162,7 +162,7 @@ def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 
 IMAGES = 200
-"""Test examples on which the loss is taken."""
+"""The number of test examples for the loss."""
 
 STEPS = 11
 AXIS = tuple(round(-1 + 2 * i / (STEPS - 1), 3) for i in range(STEPS))
@@ -172,23 +172,23 @@ SCALES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1)
 """The standard deviations of the noise."""
 
 DRAWS = 3
-"""Draws of noise at each scale."""
+"""The number of noise samples."""
 
 PRODUCTS = 30
-"""The most Hessian-vector products for an eigenvalue."""
+"""The maximum number of Hessian-vector products for an eigenvalue."""
 
 DIGITS = 5
 
 
 @register("measure", "landscape")
 class Landscape(Measure):
-    """Test loss in two planes and under noise on the weights, around the new global model and one
-    local model.
+    """Test loss in two planes and under noise on the weights, around the aggregated global model
+    and one local model.
 
-    At the end of the run, on 200 test examples, in evaluation mode. "random": two random
-    directions, normalised filter by filter, from -1 to 1. "hessian": the two directions in which
-    the loss is most curved, as vectors of norm 1, from -1 to 1. "noise": Gaussian, of growing
-    standard deviation, on all weights, mean of three draws.
+    It is computed at the end of the run on 200 test examples, in evaluation mode. "random": the
+    plane of two random directions with filter normalisation, from -1 to 1. "hessian": the plane of
+    the two unit eigenvectors with the largest curvature, from -1 to 1. "noise": Gaussian noise of
+    increasing standard deviation on all weights, mean of three samples.
     Source: FedNTD, figure 14, after PyHessian; Li et al., "Visualizing the Loss Landscape of Neural
     Nets" (2018).
     """
@@ -197,7 +197,7 @@ class Landscape(Measure):
     only_last: ClassVar[bool] = True
 
     def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
-        """For each of the two models: losses (11, 11) in each plane, and (scales,) under noise."""
+        """For both models, the losses (11, 11) in each plane and (scales,) under noise."""
         locals_ = result.local_models
         if not locals_ or not result.after.params:
             return None
@@ -221,8 +221,8 @@ class Landscape(Measure):
 def mean_loss(
     context: EvaluationContext, images: Examples, spec: ModelSpec | None = None
 ) -> Callable[[Tensors], Tensor]:
-    """parameters of a network, the server's if none is named -> mean cross-entropy () on images,
-    derivable twice.
+    """A function from a network's parameters to the mean cross-entropy () on images. It can be
+    differentiated twice. The default network is the server's.
     """
     network = contract.module(spec or context.spec, "frozen").eval()
     parts = list(shards(images.values, context.inputs))

@@ -38,19 +38,19 @@ from fedstill.metrics.local_models import (
 
 @register("measure", "local")
 class Local(Measure):
-    """In-local and out-local accuracy of local models; each client evaluates its model on the
+    """In-local and out-local accuracy of local models. Each client evaluates its model on the
     common test set.
 
-    The numbers come with the clients' replies, so that they exist where no server sees a local
-    model; the formulas are in ``metrics/local_models.py``, and the means stand in the event of the
-    round.
+    Clients report counts with their replies, so the server needs no access to local models. The
+    formulas are in ``metrics/local_models.py``. The means over clients are fields of the round's
+    event.
     """
 
     gives: ClassVar[tuple[str, ...]] = ("label_counts", "correct_by_class")
 
     def at_client(self, visit: AtClient) -> Numbers | None:
-        """``label_counts`` (C,) of the client, and ``correct_by_class`` (C,) of its model on the
-        common test set.
+        """``label_counts`` (C,) of the client, and ``correct_by_class`` (C,), the correct
+        predictions of its model on the common test set.
         """
         if visit.test is None or visit.is_server:
             return None
@@ -58,37 +58,39 @@ class Local(Measure):
         return {"label_counts": visit.view.counts.tolist(), "correct_by_class": right}
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
-        """Counts must be whole numbers, one a class; right answers come with label counts."""
+        """Counts must be lists with an integer for each class; ``correct_by_class`` requires
+        ``label_counts``.
+        """
         if "correct_by_class" in report and "label_counts" not in report:
-            return "correct_by_class is without label_counts"
+            return "correct_by_class comes without label_counts"
         return are_counts(report, self.gives, classes)
 
     def of_round(self, reports: RoundReports) -> Numbers:
-        """Means and spreads over clients, and the global models' accuracy on the clients' mean
-        label shares.
+        """Means and standard deviations over clients, and the global models' accuracy on the mean
+        label distribution of the clients.
         """
         return local_accuracies(
             reports.clients, reports.received, reports.aggregated, reports.test_counts
         )
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """The test set at each client."""
+        """A pass over the test set for each client."""
         return test * clients
 
 
 @register("measure", "personal")
 class Personal(Measure):
-    """Accuracy of local models on their client's training data, and on test examples in its class
-    proportions.
+    """Accuracy of local models on their client's training data, and on test examples in the
+    client's class proportions.
 
-    It is measured after every stage on a client's own data. Each client sends its counts with its
-    reply, so no server needs to see a local model. The means over clients are fields of the round's
-    event: ``local_train_accuracy`` and ``personalised_accuracy``. The latter is not
-    ``personal_accuracy`` (measure ``local``), which is that of the model that answers for the
-    client at the end of the round.
+    It is computed after every stage on clients' own data. Clients report counts with their replies,
+    so the server needs no access to local models. The means over clients are fields of the round's
+    event: ``local_train_accuracy`` and ``personalised_accuracy``. The latter differs from
+    ``personal_accuracy`` (measure ``local``), the accuracy of the client's answer at the end of the
+    round.
 
     Source: FedNTD, appendices H and I, figures 11 and 12 ("local train", "personalised").
-    Reading: the code measures training data as augmented for training; here they are as they are.
+    Reading: the code evaluates on augmented training data; we evaluate without augmentation.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"test_at_clients"})
@@ -100,8 +102,8 @@ class Personal(Measure):
     )
 
     def at_client(self, visit: AtClient) -> Numbers | None:
-        """``trained_counts`` (C,) of the images it trained on, ``trained_right`` and
-        ``tested_right`` of its model.
+        """``label_counts`` (C,) of the client, ``trained_counts`` (C,) of its training examples,
+        and the correct predictions of its model, ``trained_right`` and ``tested_right`` (C,).
         """
         if visit.test is None or visit.is_server or visit.stage.view == "public":
             return None
@@ -114,8 +116,8 @@ class Personal(Measure):
         }
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
-        """Counts must be whole numbers, one a class, and all of them are there or none; nothing is
-        right twice.
+        """Counts must be lists with an integer for each class, and complete; no class may have more
+        correct predictions than examples.
         """
         names = [name for name in self.gives if name in report]
         if names not in ([], ["label_counts"], list(self.gives)):
@@ -130,7 +132,7 @@ class Personal(Measure):
         return ""
 
     def of_round(self, reports: RoundReports) -> Numbers:
-        """Both accuracies, their mean and spread over clients."""
+        """Mean and standard deviation over clients of both accuracies."""
         events = [e for e in reports.clients if "trained_right" in e and sum(e["trained_counts"])]
         tested = {
             i: class_accuracy(e["tested_right"], reports.test_counts) for i, e in enumerate(events)
@@ -147,19 +149,19 @@ class Personal(Measure):
         return numbers
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """The test set and its own data at each client."""
+        """A pass over the test set and the training data of each client."""
         return test * clients + client_examples
 
 
 @register("measure", "private_public")
 class PrivatePublic(Measure):
-    """Accuracy of each client's own model on its held-out examples and on public images, and of the
-    server's model on public images.
+    """Accuracy of each client's model on its held-out examples and on public examples, and of the
+    server's model on public examples.
 
-    *Private* are the examples that the client holds out (``plan.validation``), which only the
-    client has. It is measured before and after every stage on public data, and after every other
-    stage. Clients send counts with their replies; the formulas are in ``metrics/local_models.py``.
-    The accuracies by client are fields of the round's event.
+    *Private* examples are the held-out examples of a client (``plan.validation``), which only this
+    client has. The accuracies are computed before and after every stage on public data, and after
+    every other stage. Clients report counts with their replies; the formulas are in
+    ``metrics/local_models.py``. The accuracies by client are fields of the round's event.
 
     Source: HiPer-FedKD, table 1 and its notebooks.
     """
@@ -168,8 +170,8 @@ class PrivatePublic(Measure):
     gives: ClassVar[tuple[str, ...]] = ("private", "public")
 
     def at_client(self, visit: AtClient) -> Numbers | None:
-        """``private`` and ``public``: ``counts`` (C,) of labels, and right ones (C,) ``before`` and
-        ``after``.
+        """``private`` and ``public``: ``counts`` (C,) of labels, and correct predictions (C,)
+        ``before`` and ``after`` the client's work.
         """
         models = {"after": visit.end}
         if visit.stage.view == "public":
@@ -183,8 +185,8 @@ class PrivatePublic(Measure):
         return report
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
-        """Counts must be whole numbers, one a class; ``after`` is there where counts are, and is
-        not above them.
+        """Counts must be lists with an integer for each class. ``counts`` and ``after`` are
+        required, and correct predictions may not exceed the counts.
         """
         for name in self.gives:
             table = report.get(name, {})
@@ -195,11 +197,11 @@ class PrivatePublic(Measure):
         return ""
 
     def of_round(self, reports: RoundReports) -> Numbers:
-        """Accuracies by client, their means, and the server's."""
+        """The accuracies by client, their means, and the accuracy of the server's model."""
         return private_public(reports.clients)
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """Public and held-out images are taken to be as many as the test set's, at each client."""
+        """A pass over as many examples as the test set has, for each client."""
         return test * clients
 
 
@@ -208,12 +210,12 @@ class Epochs(Measure):
     """In-local and out-local accuracy of the received model and of local models after every local
     epoch.
 
-    Each client copies its model when an epoch ends and evaluates the copies on the common test set
-    when it has trained, in the stages in which it trains on its own data; training is the same to
-    the bit. The numbers come with the clients' replies; the formulas are in
-    ``metrics/local_models.py``, and the means stand in the event of the round.
-    Source: FedNTD, figure 6. Reading: a client's visit is shown from the model it receives
-    (epoch 0) to what it sends.
+    In stages on its own data, each client copies its model at the end of every epoch, and evaluates
+    the copies on the common test set after training. Training stays identical to the bit. Clients
+    report counts with their replies; the formulas are in ``metrics/local_models.py``. The means
+    over clients are fields of the round's event.
+    Source: FedNTD, figure 6. Reading: the curve of a client starts with the model that it receives
+    (epoch 0) and ends with the model that it sends.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"test_at_clients", "epochs"})
@@ -221,8 +223,8 @@ class Epochs(Measure):
     gives: ClassVar[tuple[str, ...]] = ("label_counts", "correct_by_epoch")
 
     def at_client(self, visit: AtClient) -> Numbers | None:
-        """``label_counts`` (C,) of the client, and ``correct_by_epoch`` (epochs + 1, C) on the
-        common test set.
+        """``label_counts`` (C,) of the client, and ``correct_by_epoch`` (epochs + 1, C), the
+        correct predictions on the common test set.
         """
         if visit.test is None or not visit.by_epoch:
             return None
@@ -231,48 +233,48 @@ class Epochs(Measure):
         return {"label_counts": visit.view.counts.tolist(), "correct_by_epoch": correct}
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
-        """Counts must be whole numbers, one a class, for the start and each epoch; they come with
-        label counts.
+        """Counts must be lists with an integer for each class, for the start and each epoch;
+        ``correct_by_epoch`` requires ``label_counts``.
         """
         if "correct_by_epoch" not in report:
             return are_counts(report, ("label_counts",), classes)
         rows = report["correct_by_epoch"]
         if not isinstance(rows, list) or not rows:
-            return "correct_by_epoch is not a list of an epoch's counts"
+            return "correct_by_epoch is not a list with the counts of each epoch"
         by_epoch_number = {f"correct_by_epoch[{i}]": row for i, row in enumerate(rows)}
         fields = ("label_counts", *by_epoch_number)
         problem = are_counts({**report, **by_epoch_number}, fields, classes)
         if problem:
             return problem
         if "label_counts" not in report:
-            return "correct_by_epoch is without label_counts"
+            return "correct_by_epoch comes without label_counts"
         if len(rows) > report.get("epochs", 0) + 1:
             return f"correct_by_epoch has {len(rows)} epochs"
         return ""
 
     def of_round(self, reports: RoundReports) -> Numbers:
-        """``by_epoch``: for each stage, lists over epochs of means and spreads over clients."""
+        """``by_epoch``: for each stage, lists over epochs of means and standard deviations over
+        clients.
+        """
         return by_epoch(reports.clients, reports.test_counts)
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """The test set at each client: one look, of which there is one before and one after every
-        epoch.
-        """
+        """A pass over the test set for each client, before training and after each epoch."""
         return test * clients
 
 
 @register("measure", "chain")
 class Chain(Measure):
-    """Accuracy by class after every client of a chain, and the accuracy of its model on the
-    previous client's data.
+    """Accuracy by class after every client of a chain, and accuracy on the previous client's data
+    before and after the client's training.
 
-    Of a client that goes on from another's model: the accuracy on that other client's training data
-    of the model it left (``handed_over``) and of the model after this one (``kept``), of the task
-    that it was in; None for a client without examples. Nothing to see where clients act side by
-    side.
+    For a client that continues with the previous client's model, the measure evaluates both models
+    on the training data that the previous client had in its task: the model that the client
+    received (``handed_over``) and its trained model (``kept``). They are None if there are no such
+    data. Parallel stages are not measured.
 
-    Source: SFedKD, figure 1 (a) to (d). Reading: the first client of a round goes on from the last
-    of the round before.
+    Source: SFedKD, figure 1 (a) to (d). Reading: the previous client of the first client of a round
+    is the last client of the previous round.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset(
@@ -280,8 +282,8 @@ class Chain(Measure):
     )
 
     def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
-        """Class accuracies of the model that the client left, and the two accuracies on the
-        previous client's data.
+        """The class accuracies of the client's trained model, and both accuracies on the previous
+        client's data.
         """
         if not result.stage.sequential or not result.local_models:
             return None
@@ -301,12 +303,14 @@ class Chain(Measure):
         return fields
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """The test set once a client, and the previous client's data twice."""
+        """A pass over the test set for each client, and two passes over the previous client's
+        data.
+        """
         return test * clients + 2 * client_examples
 
 
 def _accuracy(params: Tensors, data: Examples, context: EvaluationContext) -> float | None:
-    """The accuracy of a model on some examples; None without any."""
+    """The accuracy of a model on some examples; None without examples."""
     if not len(data):
         return None
     predict = context.predictor(params)
@@ -315,14 +319,14 @@ def _accuracy(params: Tensors, data: Examples, context: EvaluationContext) -> fl
 
 
 def wrong_table(label: str, table: Any, classes: int) -> str:
-    """Why a table of right answers is invalid; empty if it is valid.
+    """The reason why a table of correct predictions is invalid; empty if it is valid.
 
-    The table has ``counts`` of examples by class (C,), and the right answers among them ``before``
+    The table has ``counts`` of examples by class (C,), and the correct predictions ``before``
     (optional) and ``after``. label: the table's name, for the message. classes: C; 0 if unknown.
     """
     required = {"counts", "after"}
     if not isinstance(table, Mapping) or not required <= table.keys() <= {*required, "before"}:
-        return f"{label} is not a table of counts and after"
+        return f"{label} is not a table with counts and after"
     for name, value in table.items():
         if not are_all_counts(value):
             return f"{label}: {name} is not a list of counts"
@@ -330,5 +334,5 @@ def wrong_table(label: str, table: Any, classes: int) -> str:
             return f"{label}: {name} has {len(value)} numbers for {classes} classes"
     for name in ("before", "after"):
         if any(right > n for right, n in zip(table.get(name, ()), table["counts"], strict=False)):
-            return f"{label}: {name} has more right answers than there are examples"
+            return f"{label}: {name} has more correct predictions than examples"
     return ""

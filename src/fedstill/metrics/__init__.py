@@ -1,8 +1,7 @@
-"""Metrics: formulas that give numbers from class-wise counts and accuracies, taken from tensors,
-arrays or lists.
+"""Metrics: functions of counts and accuracies by class, as tensors, arrays or lists.
 
-Accuracies and shares are in [0, 1]. A class without a test example has accuracy NaN (or ``None``,
-as a journal writes it): metrics leave it out, and give NaN where nothing is left.
+Accuracies and shares are in [0, 1]. The accuracy of a class without test examples is NaN (``None``
+in a journal). Metrics ignore such classes, and return NaN if there are no others.
 """
 
 from fedstill.metrics.accuracy import (

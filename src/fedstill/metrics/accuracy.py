@@ -1,7 +1,8 @@
-"""Accuracy: over a test set, by class, and weighted by the classes that a client holds or asks for.
-And the forgetting of classes: how much accuracy they lose from round to round.
+"""Accuracy over a test set, by class, and weighted by a client's label distribution and query; and
+the forgetting of classes over rounds.
 
-Accuracies are in [0, 1]; a class without a test example is NaN and is left out (see ``values``).
+Accuracies are in [0, 1]. The accuracy of a class without test examples is NaN; such classes are
+ignored (see ``values``).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from fedstill.metrics.values import Values, mean_over_classes, same_classes, val
 
 
 def top1(correct: TensorLike, total: TensorLike) -> float:
-    """The share of all examples whose most likely class is their label, from counts per class.
+    """The accuracy on all examples, from counts by class.
 
-    correct, total: (C,) counts, 0 <= correct <= total. NaN without examples.
+    correct, total: (C,) counts, 0 <= correct <= total. Returns NaN without examples.
 
     >>> top1([3, 0], [4, 1])
     0.6
@@ -34,8 +35,7 @@ def top1(correct: TensorLike, total: TensorLike) -> float:
 
 
 def class_accuracy(correct: TensorLike, total: TensorLike) -> Values:
-    """Accuracy of each class from counts per class: (C,) counts, gives a (C,) array, NaN where
-    total is 0.
+    """The accuracy of each class (C,), from counts (C,) by class; NaN where total is 0.
 
     >>> class_accuracy([3, 0], [4, 0])
     array([0.75,  nan])
@@ -50,10 +50,9 @@ def class_accuracy(correct: TensorLike, total: TensorLike) -> Values:
 def in_local_accuracy(
     class_accuracy: TensorLike, proportions: TensorLike, unweighted: bool = False
 ) -> float:
-    """Accuracy on a test set whose labels are distributed as the client's own: ``sum_c p_c A_c``.
+    """The accuracy on test examples with the client's label distribution: ``sum_c p_c A_c``.
 
-    class_accuracy, proportions: (C,). With ``unweighted``, the plain mean over the classes that the
-    client has.
+    class_accuracy, proportions: (C,). With ``unweighted``, the mean over the classes of the client.
 
     Source: FedNTD, sec. 2.2; ``unweighted`` is FedADKD's description of its fig. 6.
 
@@ -70,10 +69,10 @@ def in_local_accuracy(
 def out_local_accuracy(
     class_accuracy: TensorLike, proportions: TensorLike, unweighted: bool = False
 ) -> float:
-    """Accuracy outside of the client's label distribution: ``sum_c p~_c A_c`` with
+    """The accuracy outside of the client's label distribution: ``sum_c p~_c A_c`` with
     ``p~_c = (1 - p_c) / (C - 1)``.
 
-    class_accuracy, proportions: (C,). With ``unweighted``, the plain mean over the classes that the
+    class_accuracy, proportions: (C,). With ``unweighted``, the mean over the classes that the
     client does not have.
 
     Source: FedNTD, sec. 2.2; ``unweighted`` is FedADKD's description of its fig. 6.
@@ -91,16 +90,16 @@ def out_local_accuracy(
 def average_accuracy(
     class_accuracy: TensorLike, proportions: TensorLike, query: Iterable[int]
 ) -> float:
-    """Accuracy over a client's local and queried classes: a local class weighs its share, a queried
-    one weighs 1.
+    """The weighted mean accuracy on a client's local and queried classes. The weight of a local
+    class is its share, and that of a queried class is 1.
 
     class_accuracy, proportions: (C,); query: class ids. Without a query this is
     ``in_local_accuracy``. Raises ConfigError for a class id outside [0, C).
 
     Source: QKT, sec. 4.1 and appendix A.2 (Average Accuracy).
-    Reading: a class both local and queried is counted once, with weight 1.
+    Reading: a class that is both local and queried counts once, with weight 1.
 
-    >>> # Perfect at home, nothing learned.
+    >>> # All local classes are right, the queried class is wrong.
     >>> average_accuracy([1.0, 1.0, 0.0], [0.5, 0.5, 0.0], query=[2])
     0.5
     """
@@ -112,7 +111,7 @@ def average_accuracy(
 def uniform_accuracy(
     class_accuracy: TensorLike, proportions: TensorLike, query: Iterable[int]
 ) -> float:
-    """The plain mean accuracy over a client's local and queried classes.
+    """The unweighted mean accuracy on a client's local and queried classes.
 
     class_accuracy, proportions: (C,); query: class ids. Raises ConfigError for a class id outside
     [0, C).
@@ -128,11 +127,11 @@ def uniform_accuracy(
 
 
 def best_and_recent(accuracies: Sequence[float | None]) -> dict[str, float | None]:
-    """The best round's accuracy, and the mean accuracy of the last ten rounds, which some papers
-    report in place of the last round's.
+    """The accuracy of the best round and the mean of the last ten rounds, which some papers report
+    instead of the accuracy of the last round.
 
-    accuracies: one for each round, in order; rounds without accuracy (None) are left out. Gives
-    None where no round is left.
+    accuracies: by round, in order; None is ignored. The values are None if no round has an
+    accuracy.
 
     >>> best_and_recent([0.5, None, 0.7, 0.6])["best_accuracy"]
     0.7
@@ -162,21 +161,21 @@ def _is_queried(query: Iterable[int], classes: int) -> np.ndarray[tuple[int], np
     return np.isin(np.arange(classes), ids)
 
 
-# Forgetting: how much each class has lost of its best accuracy.
+# Forgetting: the difference between the best and the last accuracy of each class.
 
 
 def forgetting(class_accuracy: TensorLike) -> float:
     """Forgetting F: the mean over classes of (best accuracy of an earlier round - accuracy of the
     last round).
 
-    class_accuracy: (rounds, C) in [0, 1], oldest round first. Gives a number in [-1, 1], lower is
-    better; a class counts negatively only if its last round is strictly its best. 0 for one round
-    or none. Classes without accuracy in the last round, or in all earlier ones, are left out; NaN
-    if none is left.
+    class_accuracy: (rounds, C) in [0, 1], oldest round first. Returns a number in [-1, 1], lower is
+    better. The term of a class is negative only if its last round is better than all earlier ones.
+    0 for fewer than two rounds. Classes without accuracy in the last round, or in all earlier ones,
+    are ignored; NaN if there are no others.
 
     Source: FedNTD, eq. 5.
 
-    >>> forgetting([[0.75, 0.25], [0.25, 0.5]])    # half a class lost, a quarter of one won
+    >>> forgetting([[0.75, 0.25], [0.25, 0.5]])    # the mean of 0.5 and -0.25
     0.125
     """
     running = running_forgetting(class_accuracy)
@@ -186,8 +185,8 @@ def forgetting(class_accuracy: TensorLike) -> float:
 
 
 def forgetting_by_class(class_accuracy: TensorLike) -> Values:
-    """What each class lost: best accuracy of an earlier round - accuracy of the last round, (C,);
-    their mean is F.
+    """The forgetting of each class (C,): best accuracy of an earlier round - accuracy of the last
+    round. The mean over classes is F.
 
     class_accuracy: (rounds, C) in [0, 1], oldest round first. Zeros for one round; NaN for a class
     without accuracy in the last round, or in all earlier ones.
@@ -206,7 +205,7 @@ def forgetting_by_class(class_accuracy: TensorLike) -> Values:
 
 
 def running_forgetting(class_accuracy: TensorLike) -> list[float]:
-    """Forgetting after each round, each taken as the last: one value a round, 0 for the first.
+    """The forgetting after each round, as if it were the last one; 0 for the first round.
 
     class_accuracy: (rounds, C), oldest round first.
 
@@ -222,15 +221,15 @@ def running_forgetting(class_accuracy: TensorLike) -> list[float]:
     return [0.0] * min(len(accuracy), 1) + [mean_over_classes(drop, weights) for drop in drops]
 
 
-# Prediction consistency: whether a model is still good at the same classes as one before it.
+# Prediction consistency: the similarity of the class accuracies of consecutive models.
 
 
 def consistency(previous: TensorLike, current: TensorLike) -> float:
-    """The cosine of two models' class accuracies: 1 for equal profiles, 0 for models with no class
-    in common.
+    """The cosine similarity of two models' class accuracies: 1 for proportional accuracies, 0 if no
+    class has a positive accuracy in both.
 
-    previous, current: (C,) in [0, 1]. Classes without accuracy in either are left out; NaN for a
-    model that is right nowhere.
+    previous, current: (C,) in [0, 1]. Classes without accuracy in one of them are ignored; NaN if
+    all accuracies of a model are 0.
 
     Source: FedNTD, fig. 2(b) (consecutive rounds); SFedKD, fig. 1(b) (consecutive clients).
 
@@ -250,7 +249,7 @@ def consistency(previous: TensorLike, current: TensorLike) -> float:
 
 
 def running_consistency(class_accuracy: TensorLike) -> list[float]:
-    """The consistency of each round with the one before: one value a round, NaN for the first.
+    """The consistency of each round with the previous one; NaN for the first round.
 
     class_accuracy: (rounds, C), oldest round first.
 

@@ -1,12 +1,12 @@
-"""Metrics of classification beside accuracy, from a confusion matrix and from scores.
+"""Metrics of classification other than accuracy, from a confusion matrix and from scores.
 
-``METRICS`` is the table of all of them. A class without a test example is left out, as everywhere
-in fedstill. A metric is None where nothing is left, where it needs two classes and the test set has
-one, and where it needs scores and a score is not finite.
+``METRICS`` is the table of all metrics. Classes without test examples are ignored. A metric is None
+if there are no other classes, if it needs two classes and the test set has only one, and if it
+needs scores and a score is not finite.
 
 With two classes, precision, recall, specificity, ROC AUC, average precision and Brier score are
-those of the positive class, as scikit-learn has them. With more, they are means over the classes,
-each against the rest; the Brier score is the sum.
+those of the positive class, as in scikit-learn. With more classes, they are means of one-vs-rest
+values; the Brier score is the sum.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from fedstill.core.errors import suggestion
 from fedstill.metrics.values import Values
 
 CALIBRATION_BINS = 15
-"""Bins of equal width of the confidence, for the expected calibration error."""
+"""The number of bins of the expected calibration error, of equal width in confidence."""
 
 LEAST_PROBABILITY = float(np.finfo(np.float64).eps)
-"""The log loss takes lower probabilities as this one, as scikit-learn does."""
+"""The log loss replaces lower probabilities by this one, as in scikit-learn."""
 
 ACCURACY = "accuracy"
 """The metric that every run has; it is not in ``METRICS``."""
 
 CONFUSION = "confusion"
-"""The name under which a run records its confusion matrix. It is no number, so it ranks nothing."""
+"""The name of the confusion matrix in a run's records. It is not a number, so runs cannot be ranked
+by it.
+"""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of examples of which some are positive, (m,) each.
+    """Scores of positive and negative examples, (m,) each.
 
-    ``weights``: how many examples each entry stands for.
+    ``weights``: the number of examples that each entry represents.
     """
 
     is_positive: NDArray[np.bool_]
@@ -57,13 +59,13 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """What a model predicts on a test set.
+    """A model's predictions on a test set.
 
-    ``confusion``: (C, C) counts of examples, rows are labels, columns are predicted classes.
-    ``positive``: the positive class if there are two. ``by_class``: the probability of each class,
-    where the examples of the class are positive, (C,). ``confidence``: the probability of the
-    predicted class, where right predictions are positive. Without scores, the last two are empty
-    and None.
+    ``confusion``: (C, C) counts of examples; rows are labels, columns are predicted classes.
+    ``positive``: the positive class of two classes. ``by_class``: for each class, the scores are
+    its probabilities, and its examples are positive. ``confidence``: the scores are the
+    probabilities of the predicted classes, and right predictions are positive. Without scores,
+    ``by_class`` is empty and ``confidence`` is None.
     """
 
     confusion: NDArray[np.int64]
@@ -73,7 +75,7 @@ class Predictions:
 
     @staticmethod
     def of(logits: Tensor, predicted: Tensor, labels: Tensor, positive: int) -> Predictions:
-        """The predictions in logits (n, C) and predicted classes (n,) for labels (n,), on the CPU.
+        """Predictions from logits (n, C), predicted classes (n,) and labels (n,), on the CPU.
 
         Probabilities are the softmax of the logits in float64; there are no scores if a logit is
         not finite.
@@ -109,8 +111,8 @@ class Predictions:
 
     @property
     def averaged(self) -> list[int]:
-        """The classes over which a metric of single classes is averaged: those with a test example,
-        or of two classes the positive one.
+        """The classes over which metrics by class are averaged: those with test examples, or only
+        the positive class of two classes.
         """
         if self.classes == 2:
             return [c for c in self.present if c == self.positive]
@@ -121,32 +123,36 @@ class Predictions:
 
 
 def balanced_accuracy(predictions: Predictions) -> float:
-    """The mean over classes of their accuracy."""
+    """The mean of the class accuracies."""
     return _mean_of_classes("recall_score", predictions, predictions.present)
 
 
 def f1(predictions: Predictions) -> float:
-    """The mean over classes of the harmonic mean of precision and recall, also for two classes."""
+    """The mean over classes of F1, the harmonic mean of precision and recall; also for two
+    classes.
+    """
     return _mean_of_classes("f1_score", predictions, predictions.present)
 
 
 def f1_weighted(predictions: Predictions) -> float:
-    """The same mean, with the classes weighted by their test examples."""
+    """The mean over classes of F1, weighted by their numbers of test examples."""
     return _mean_of_classes("f1_score", predictions, predictions.present, "weighted")
 
 
 def precision(predictions: Predictions) -> float:
-    """The share of right answers among the predictions of a class; 0 if it is never predicted."""
+    """The share of correct predictions among all predictions of a class; 0 if it is never
+    predicted.
+    """
     return _mean_of_classes("precision_score", predictions, predictions.averaged)
 
 
 def recall(predictions: Predictions) -> float:
-    """The share of a class's examples that are predicted right: its sensitivity."""
+    """The share of a class's examples that are predicted correctly (sensitivity)."""
     return _mean_of_classes("recall_score", predictions, predictions.averaged)
 
 
 def specificity(predictions: Predictions) -> float:
-    """The share of the examples of all other classes that are not predicted as the class."""
+    """The share of the other classes' examples that are not predicted as the class."""
     counts = predictions.confusion
     negatives = counts.sum() - counts.sum(1)
     false_positives = counts.sum(0) - counts.diagonal()
@@ -160,7 +166,7 @@ def specificity(predictions: Predictions) -> float:
 def _mean_of_classes(
     score: str, predictions: Predictions, classes: Sequence[int], average: str = "macro"
 ) -> float:
-    """A score of scikit-learn's, averaged over some classes."""
+    """A score of scikit-learn, averaged over some classes."""
     from sklearn import metrics
 
     if not classes:
@@ -191,14 +197,14 @@ def auc(predictions: Predictions) -> float:
 
 
 def average_precision(predictions: Predictions) -> float:
-    """The mean of the precision at each threshold, weighted by the growth of the recall."""
+    """The mean of the precisions at all thresholds, weighted by the increase in recall."""
     from sklearn.metrics import average_precision_score
 
     return _mean_of_rankings(average_precision_score, predictions)
 
 
 def log_loss(predictions: Predictions) -> float:
-    """The mean over examples of -log of their own class's probability."""
+    """The mean over examples of the negative log probability of their label."""
     total = 0.0
     for scores in predictions.by_class:
         probabilities = scores.scores[scores.is_positive]
@@ -208,8 +214,8 @@ def log_loss(predictions: Predictions) -> float:
 
 
 def brier(predictions: Predictions) -> float:
-    """The mean over examples of the squared error of the probabilities, summed over the classes; of
-    two classes, that of the positive one.
+    """The mean over examples of the squared error of the probabilities, summed over the classes.
+    For two classes, the squared error of the positive class.
     """
     chosen = list(predictions.by_class)
     if predictions.classes == 2:
@@ -239,8 +245,8 @@ def ece(predictions: Predictions) -> float:
 
 
 def _mean_of_rankings(score: Callable[..., float], predictions: Predictions) -> float:
-    """A score of scikit-learn's on the scores of each class against the rest; the mean over the
-    classes that have positive and negative examples.
+    """The mean over classes of a one-vs-rest score of scikit-learn. Classes without positive or
+    without negative examples are ignored.
     """
     values = []
     for label in predictions.averaged:
@@ -267,8 +273,8 @@ def _divided(total: float, count: float) -> float:
 class Metric:
     """A metric: its name in a config and a journal, its title in tables, and its formula.
 
-    ``needs_scores``: whether it needs probabilities, and not only predicted classes. ``unit``: in
-    tables; a share in [0, 1] is shown in percent.
+    ``needs_scores``: whether it needs probabilities in addition to predicted classes. ``unit``: the
+    unit in tables, which show shares in [0, 1] in percent.
     """
 
     name: str
@@ -287,13 +293,13 @@ class Metric:
 
     @property
     def digits(self) -> int:
-        """The decimals that tables show."""
+        """The number of decimals in tables."""
         if self.unit == "%":
             return 2
         return 4
 
     def text(self, value: float) -> str:
-        """A value as people read it.
+        """A value with its unit, for tables and messages.
 
         >>> METRICS["auc"].text(0.875), METRICS["log_loss"].text(0.5)
         ('87.50 %', '0.5000 nat')
@@ -302,12 +308,12 @@ class Metric:
 
     @property
     def description(self) -> str:
-        """What it is, in one line."""
+        """The first paragraph of the formula's docstring, without the full stop."""
         first = (self.formula.__doc__ or "").split("\n\n")[0]
         return " ".join(first.split()).removesuffix(".")
 
     def value(self, predictions: Predictions) -> float | None:
-        """The metric of some predictions; None where it is not defined."""
+        """The value of the metric; None if it is undefined."""
         if self.needs_scores and not predictions.by_class:
             return None
         value = self.formula(predictions)
@@ -356,19 +362,19 @@ _ALL = (
 )
 
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _ALL}
-"""All metrics beside accuracy, by name."""
+"""All metrics except accuracy, by name."""
 
 RECORDED = (*METRICS, CONFUSION)
-"""The names that the key ``metrics`` takes."""
+"""The allowed values of the key ``metrics``."""
 
 RANKING = (ACCURACY, *METRICS)
-"""The names that the key ``rank_by`` takes."""
+"""The allowed values of the key ``rank_by``."""
 
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """The metrics that a run records. ``names``: of ``RECORDED``. ``positive``: the positive class
-    if there are two.
+    """The metrics that a run records. ``names``: some of ``RECORDED``. ``positive``: the positive
+    class of two classes.
     """
 
     names: Sequence[str] = ()
@@ -380,11 +386,11 @@ class RunMetrics:
         return [name for name in self.names if name != CONFUSION]
 
     def of_logits(self, logits: Tensor, predicted: Tensor, labels: Tensor) -> dict[str, Any]:
-        """The metrics of ``Predictions.of``."""
+        """The metrics by name, from the arguments of ``Predictions.of``."""
         return self.of(Predictions.of(logits, predicted, labels, self.positive))
 
     def of(self, predictions: Predictions) -> dict[str, Any]:
-        """The metrics by name, as a journal has them: numbers, None where one is not defined, and
+        """The metrics by name in the form of a journal: numbers, None for undefined metrics, and
         the confusion matrix as lists.
         """
         values: dict[str, Any] = {}
@@ -397,26 +403,26 @@ class RunMetrics:
 
 
 NO_METRICS = RunMetrics()
-"""Those of a run that records accuracy only."""
+"""The metrics of a run that only records accuracy."""
 
 
 def unknown_metric(name: str, allowed: Sequence[str]) -> str:
-    """Returns advice if a name is not allowed, or an empty string."""
+    """Advice for a name that is not allowed; empty for an allowed name."""
     if name in allowed:
         return ""
     if name == ACCURACY:
-        return "leave it out: every run has accuracy"
+        return "remove it: every run records accuracy"
     return suggestion(name, allowed)
 
 
 def larger_is_better(metric: str) -> bool:
-    """Whether a larger value of a metric is better; so it is of accuracy."""
+    """Whether larger values of a metric are better, as for accuracy."""
     return metric not in METRICS or METRICS[metric].larger_is_better
 
 
 def better(metric: str, new: float | None, old: float | None) -> bool:
-    """Whether a new value of a metric is better than an old one. A value that is None or NaN is
-    never better, and any number is better than it.
+    """Whether a new value of a metric is better than an old one. Any number is better than None and
+    NaN.
 
     >>> better("auc", 0.9, 0.8), better("log_loss", 0.9, 0.8), better("auc", 0.5, None)
     (True, False, True)
@@ -431,7 +437,8 @@ def better(metric: str, new: float | None, old: float | None) -> bool:
 
 
 def best_round(metric: str, values: Mapping[int, float | None]) -> int | None:
-    """The round with the best value of a metric, the first of equal ones; None without any value.
+    """The round with the best value of a metric; None if there is no value. Among equal values, the
+    first round is the best.
 
     values: by round, in order.
 

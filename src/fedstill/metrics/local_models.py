@@ -1,5 +1,5 @@
-"""Clients' models: their accuracy on their own classes, on other classes, on public data and on the
-classes that they asked their peers for; and their distances to the global model and to each other.
+"""Clients' models: their accuracy on their own classes, on other classes, on public data and on
+queried classes, and their distances from the global model and from each other.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fedstill.metrics.accuracy import (
 )
 from fedstill.metrics.values import mean_over_classes, same_classes, values
 
-# What local models know of their own clients' classes and of the others': knowledge outside of
-# local data (KOLD).
+# The accuracy of local models on their client's classes and on other classes: knowledge outside of
+# the local distribution (KOLD).
 
 
 def local_accuracies(
@@ -37,12 +37,13 @@ def local_accuracies(
     """In- and out-local accuracy of local models, and of the global model before and after the
     round.
 
-    clients: events with ``correct_by_class`` and ``label_counts`` (C,), others are passed over;
-    received, aggregated: class accuracies (C,) of the global models; totals: test examples by class
-    (C,). Gives means over clients, plain and weighted by size, the spread (population) over
-    clients, and the global models' accuracy on the mean of the clients' label distributions. Keys
-    with ``_seen`` are the plain means over classes that a client has, or does not have; a client
-    that has them all has no such out-local accuracy. Empty if no client was measured.
+    clients: events with ``correct_by_class`` and ``label_counts`` (C,); other events are ignored.
+    received, aggregated: class accuracies (C,) of the global model before and after the round.
+    totals: test examples by class (C,). Returns means over clients, unweighted and weighted by
+    size, population standard deviations over clients, and the global models' accuracy on the mean
+    of the clients' label distributions. Keys with ``_seen`` are unweighted means over the classes
+    that a client has, or does not have; a client with all classes has no such out-local accuracy.
+    Empty if no client was measured.
 
     Source: FedNTD, section 2.2 and figure 4; the form ``_seen``: FedADKD, figure 6.
     """
@@ -69,13 +70,13 @@ def local_accuracies(
 def by_epoch(
     clients: Sequence[Mapping[str, Any]], totals: Sequence[int]
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """In- and out-local accuracy of models in training: as received, and after each local epoch.
+    """In- and out-local accuracy of local models before training and after each local epoch.
 
-    clients: events with their stage's ``name``, ``correct_by_epoch`` (epochs + 1, C) and
-    ``label_counts`` (C,), others are passed over; totals: test examples by class (C,). Gives
-    ``{"by_epoch": {stage: {...}}}`` with lists over epochs of the means over clients, plain and
-    weighted by size, and of the spread (population); a client that stopped earlier is left out from
-    there on. Empty if no client was measured. Source: FedNTD, figure 6.
+    clients: events with the stage's ``name``, ``correct_by_epoch`` (epochs + 1, C) and
+    ``label_counts`` (C,); other events are ignored. totals: test examples by class (C,). Returns
+    ``{"by_epoch": {stage: {...}}}`` with lists over epochs of means over clients, unweighted and
+    weighted by size, and of population standard deviations. Each epoch only includes the clients
+    that trained so long. Empty if no client was measured. Source: FedNTD, figure 6.
     """
     stages: dict[str, list[Mapping[str, Any]]] = {}
     for event in clients:
@@ -102,11 +103,11 @@ def _epochs(events: Sequence[Mapping[str, Any]], totals: Sequence[int]) -> dict[
 
 
 def over_clients(by_client: Sequence[float], sizes: TensorLike) -> dict[str, float]:
-    """Mean and population spread over clients, plain (keys "" and "_std") and weighted by size
-    ("_weighted", ...).
+    """Mean and population standard deviation over clients, unweighted (keys "" and "_std") and
+    weighted by size ("_weighted" and "_weighted_std").
 
-    by_client: a number for each client; NaN, where it has none, is left out; sizes: as many
-    weights. NaN if nothing is left.
+    by_client: a number for each client; NaN is ignored. sizes: the weight of each client. NaN if
+    there are no numbers.
 
     >>> over_clients([0.0, 1.0], [1, 3])["_weighted"]
     0.75
@@ -128,16 +129,16 @@ SERVER_ID = -1
 
 
 def private_public(clients: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Accuracy of every client's model on its held-out data and on the public images, and the
-    server's on the latter.
+    """The accuracy of every client's model on its held-out data and on the public images, and the
+    accuracy of the server's model on the public images.
 
-    clients: events of one round in order, with ``private`` and ``public`` as
-    ``{"counts", "before", "after"}`` by class (``before`` only in stages on public data); others
-    are passed over. Gives ``private_by_client`` and ``public_by_client`` (client id to accuracy at
-    the end of the round), ``private_before_by_client`` and ``public_before_by_client`` (before the
-    last stage on public data), means over clients ``private_accuracy`` and ``public_accuracy``, and
-    ``server_public_accuracy``. What was not measured is left out: data without labels, clients
-    without held-out data. Source: HiPer-FedKD, table 1 and its notebooks.
+    clients: events of one round in order, with ``private`` and ``public`` as ``{"counts", "before",
+    "after"}`` by class (``before`` only in stages on public data); other events are ignored.
+    Returns ``private_by_client`` and ``public_by_client`` (client id to accuracy at the end of the
+    round), ``private_before_by_client`` and ``public_before_by_client`` (before the last stage on
+    public data), means over clients ``private_accuracy`` and ``public_accuracy``, and
+    ``server_public_accuracy``. Without labels or held-out data, the corresponding numbers are
+    missing. Source: HiPer-FedKD, table 1 and its notebooks.
     """
     out: dict[str, Any] = {}
     for kind in ("private", "public"):
@@ -174,17 +175,16 @@ def _counts(event: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     return counts
 
 
-# Accuracy of clients' own models, for methods that leave each client a model of its own.
+# Accuracy of personal models, for methods that end with a model for each client.
 
 
 def personal_accuracies(
     class_accuracy: Mapping[int, TensorLike], label_counts: Sequence[Sequence[int]]
 ) -> dict[int, float]:
-    """{client: accuracy of its model on test examples whose classes are distributed as its own
-    data}.
+    """The accuracy of each client's model on test examples with the client's label distribution.
 
-    class_accuracy: (C,) by client; label_counts: (clients, C). A client without data, or none of
-    whose classes has a test image, is left out.
+    class_accuracy: (C,) by client; label_counts: (clients, C). Clients without data, and clients
+    whose classes have no test examples, are missing in the result.
 
     >>> personal_accuracies({0: [1.0, 0.5], 1: [0.0, 0.0]}, [[3, 1], [0, 0]])
     {0: 0.875}
@@ -205,17 +205,15 @@ def personal_answers(
     best: Mapping[int, TensorLike],
     label_counts: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """Accuracy and forgetting of the clients' own models, over the clients whose models were
-    measured.
+    """Accuracy and forgetting of personal models, over the clients whose models were measured.
 
-    class_accuracy: (C,) by client, of its own model; best: by client, the best of its earlier looks
-    for each class;
-    label_counts: (clients, C). Gives ``personal_accuracy`` (``personal_accuracies``, the mean over
-    clients) and its population spread ``personal_accuracy_std``, ``personal_by_client``,
-    ``personal_class_accuracy`` (C,), the mean over clients, ``personal_clients``, how many they
-    are, and ``personal_forgetting``: how far a client's own classes are below its best earlier
-    look, the mean over these classes and then over clients; 0 before the second look. Empty if no
-    client was measured.
+    class_accuracy: class accuracies (C,) by client; best: the best class accuracies (C,) in earlier
+    rounds, by client; label_counts: (clients, C). Returns ``personal_by_client``
+    (``personal_accuracies``), its mean ``personal_accuracy`` and population standard deviation
+    ``personal_accuracy_std``, ``personal_class_accuracy`` (C,), the mean over clients,
+    ``personal_clients``, the number of clients, and ``personal_forgetting``: the forgetting of a
+    client's classes, averaged over these classes and then over clients; 0 without earlier rounds.
+    Empty if no client was measured.
 
     >>> personal_answers({0: [0.5, 0.0]}, {0: [0.75, 0.25]}, [[4, 0]])["personal_forgetting"]
     0.25
@@ -247,21 +245,21 @@ def personal_answers(
 
 
 def _lost(current: TensorLike, best: TensorLike, counts: Sequence[int]) -> float:
-    """The forgetting of a client's own classes."""
+    """The mean forgetting of a client's classes."""
     classes = [c for c, count in enumerate(counts) if count > 0]
     best_accuracy = values(best, 1, "class accuracies").take(classes)
     accuracy = values(current, 1, "class accuracies").take(classes)
     return forgetting(np.stack([best_accuracy, accuracy]))
 
 
-# Gain of a querying client on the queried classes, and forgetting of its own classes.
+# The gain of a querying client on the queried classes, and the forgetting of its local classes.
 
 
 def query_accuracy_gain(local: TensorLike, final: TensorLike, query: Iterable[int]) -> float:
     """The mean gain in accuracy over the queried classes.
 
     local, final: (C,) class accuracies in [0, 1] of the local model and of the model after the
-    query; query: class ids. Gives a number in [-1, 1], higher is better; NaN for an empty query.
+    query; query: class ids. Returns a number in [-1, 1], higher is better; NaN for an empty query.
     Raises ConfigError for a class id outside [0, C).
 
     Source: QKT, sec. 4.1 and appendix A.2 (Query Accuracy Gain).
@@ -281,14 +279,15 @@ def query_accuracy_gain(local: TensorLike, final: TensorLike, query: Iterable[in
 
 
 def query_forgetting(local: TensorLike, final: TensorLike, proportions: TensorLike) -> float:
-    """The mean loss of accuracy over the client's own classes; gains do not make up for losses.
+    """The mean loss of accuracy over the client's local classes; gains do not offset losses.
 
-    local, final: (C,) class accuracies in [0, 1]; proportions: (C,), own classes are those
-    above 0. Gives ``mean min(0, final - local)`` in [-1, 0], higher is better; NaN for a client
-    without classes.
+    local, final: (C,) class accuracies in [0, 1]; proportions: (C,), above 0 for local classes.
+    Returns ``mean min(0, final - local)`` in [-1, 0], higher is better; NaN for a client without
+    classes.
 
     Source: QKT, sec. 4.1 and appendix A.2 (Forgetting).
-    Reading: some printed values are positive, which this definition rules out; they are misprints.
+    Reading: some values in the paper are positive, which this definition excludes; we assume
+    misprints.
 
     >>> query_forgetting([0.75, 0.5, 0.0], [0.5, 1.0, 0.5], proportions=[0.5, 0.5, 0.0])
     -0.125
@@ -300,8 +299,7 @@ def query_forgetting(local: TensorLike, final: TensorLike, proportions: TensorLi
     return mean_over_classes(np.minimum(0.0, new - old), (shares > 0).astype(np.float64))
 
 
-# Gains and losses of clients by their queries: per client and over clients, from the events of a
-# journal.
+# Gains and losses of querying clients, from the events of a journal.
 
 
 EventFields = Mapping[str, Any]
@@ -316,35 +314,36 @@ QUERY_MEASURES = (
 """The numbers of a querying client; the journal has their means over clients as ``query_NAME``."""
 
 UNTAUGHT = "query_untaught"
-"""How many of the querying clients had no teacher at all (QKT's T_Q is empty); they learned nothing
-from their peers.
+"""The number of querying clients without a teacher (QKT's T_Q is empty), who learned nothing from
+their peers.
 """
 
 
 def answers(
     queries: Mapping[int, Sequence[int]],
     label_counts: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
-    alone: Mapping[int, EventFields],
-    acted: Sequence[EventFields],
+    fit_events: Mapping[int, EventFields],
+    client_events: Sequence[EventFields],
     *,
     server: EventFields,
     totals: Sequence[int],
     personal: Collection[str],
 ) -> dict[str, Any]:
-    """The accuracy of each querying client after its query and alone, and the means over these
+    """The accuracy of each querying client before and after its query, and means over these
     clients.
 
-    queries: class ids by client; label_counts: (C,) by client; alone: each client's event of the
-    stage ``fit``, with ``correct_by_class``; acted: this round's client events, in order; server:
-    the round's ``class_accuracy`` and ``others``; totals: (C,) test examples; personal: the stages
-    after which a client's own model is its answer. Gives ``answers``, one mapping a client, and for
-    each of ``QUERY_MEASURES`` its mean ``query_…`` and population spread; a number that cannot be
-    had (gain without a fit) is None. ``teachers`` is how many taught a client, and
-    ``query_untaught`` how many clients nobody taught, where the method says it. Clients that nobody
-    taught count in all means. Empty without queries. Source: QKT, appendix A.2.
+    queries: class ids by client; label_counts: (C,) by client; fit_events: each client's event of
+    the stage ``fit``, with ``correct_by_class``; client_events: the client events of this round, in
+    order; server: ``class_accuracy`` and ``others`` of the round; totals: (C,) test examples;
+    personal: the stages after which a client's answer is its personal model. Returns ``answers``, a
+    mapping for each client, and for each of ``QUERY_MEASURES`` its mean ``query_…`` and population
+    standard deviation; undefined numbers (such as the gain without a fit) are None. If the method
+    reports teachers, ``teachers`` is a client's number of teachers, and ``query_untaught`` the
+    number of clients without a teacher. Means include these clients. Empty without queries. Source:
+    QKT, appendix A.2.
     """
     personal_events = {
-        e["client"]: e for e in acted if e["name"] in personal and "correct_by_class" in e
+        e["client"]: e for e in client_events if e["name"] in personal and "correct_by_class" in e
     }
     by_client = []
     for client, query in sorted(queries.items()):
@@ -355,7 +354,7 @@ def answers(
             final = others.get(f"client {client}", server)["class_accuracy"]
         counts = label_counts[client]
         shares = np.asarray(counts, dtype=np.float64) / max(sum(counts), 1)
-        local = _measured_accuracy(alone.get(client), totals)
+        local = _measured_accuracy(fit_events.get(client), totals)
         by_client.append(
             {
                 "client": client,
@@ -390,7 +389,9 @@ def _query_numbers(
 
 
 def _means_over_queries(by_client: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means and spreads over querying clients, and how many of them had no teacher."""
+    """Means and standard deviations over querying clients, and the number of those without a
+    teacher.
+    """
     means: dict[str, Any] = {}
     for name in QUERY_MEASURES:
         numbers = [fields[name] for fields in by_client if fields[name] is not None]
@@ -406,7 +407,7 @@ def _means_over_queries(by_client: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def _teacher_count(event: EventFields | None) -> int | None:
-    """How many teachers a client had, if its method reports them."""
+    """A client's number of teachers; None if the method does not report teachers."""
     if not event or "teachers" not in event:
         return None
     return len(event["teachers"])
@@ -425,8 +426,7 @@ def _or_none(value: float) -> float | None:
     return value
 
 
-# Divergence: how far local weights, labels and gradients are from the global ones and from each
-# other.
+# Divergence of local weights, labels and gradients from the global ones and among clients.
 
 
 def weight_divergence(a: Tensors, b: Tensors) -> tuple[float, float]:
@@ -437,7 +437,7 @@ def weight_divergence(a: Tensors, b: Tensors) -> tuple[float, float]:
     shape.
 
     Source: FedNTD, sec. 5.2 and figure 8.
-    Reading: table 3 of the paper is an L1 norm, section 5.2 does not say which; both are given.
+    Reading: table 3 of the paper uses the L1 norm, and section 5.2 names no norm; we return both.
 
     >>> weight_divergence({"w": torch.tensor([3.0, 0.0])}, {"w": torch.tensor([0.0, 4.0])})
     (7.0, 5.0)
@@ -447,7 +447,7 @@ def weight_divergence(a: Tensors, b: Tensors) -> tuple[float, float]:
     for name, value in a.items():
         if name not in b or b[name].shape != value.shape:
             raise ConfigError(
-                f"entry {name!r} is not in both models with one shape: they cannot be compared"
+                f"the models cannot be compared: entry {name!r} is missing or has another shape"
             )
         difference = value.detach().double() - b[name].detach().double()
         total += float(difference.abs().sum())
@@ -459,12 +459,12 @@ def distribution_distance(class_accuracy: TensorLike, proportions: TensorLike) -
     """``sum_c |A_c / sum A - p_c|``: the distance between a client's label distribution and a
     model's distribution of class accuracies; in [0, 2].
 
-    class_accuracy, proportions: (C,). Classes without accuracy are left out of both; NaN for a
-    model right nowhere.
+    class_accuracy, proportions: (C,). Classes without accuracy are ignored; NaN if all accuracies
+    are 0.
 
     Source: FedNTD, sec. 5.2 and figure 8.
-    Reading: the paper divides accuracies by their mean, which would sum to C; to compare with
-    proportions they must sum to 1, so we divide by their sum.
+    Reading: the paper divides accuracies by their mean, so they sum to C. Since proportions sum to
+    1, we divide by the sum instead.
 
     >>> distribution_distance([0.5, 0.5], [1.0, 0.0])
     1.0
@@ -483,15 +483,15 @@ def distribution_distance(class_accuracy: TensorLike, proportions: TensorLike) -
 
 
 def gradient_diversity(gradients: list[Tensors]) -> float:
-    """``mean_k ||g_k||^2 / ||mean_k g_k||^2``: 1 for clients that agree, more the more they pull
-    apart; at least 1.
+    """``mean_k ||g_k||^2 / ||mean_k g_k||^2``, at least 1: 1 for equal gradients, and larger the
+    more they differ.
 
-    gradients: one a client, named tensors of equal shapes, summed in float64. NaN without any, or
-    if their mean is 0.
+    gradients: for each client, named tensors of equal shapes, summed in float64. NaN if there are
+    none, or if their mean is 0.
 
     Source: FedNTD, eq. 8.
-    Reading: eq. 20 leaves out 1/K under the sum in the denominator, and would be this over K^2; we
-    follow eq. 8.
+    Reading: eq. 20 lacks the factor 1/K in the denominator, which would divide the result by K^2;
+    we follow eq. 8.
 
     >>> gradient_diversity([{"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 1.0])}])
     2.0
@@ -510,26 +510,26 @@ def gradient_diversity(gradients: list[Tensors]) -> float:
     return mean_of_squares / square_of_mean
 
 
-# Weight alignment: whether the same units of two models still stand for the same classes.
+# Weight alignment: whether the same units of two models respond to the same classes.
 
 
 def preferred_classes(activations: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """The class at which each unit of a layer is most active on average: (U,) int64.
+    """The class with the highest mean activation of each unit of a layer: (U,) int64.
 
-    activations: (n, U) outputs of a layer; labels: (n,) int64 in [0, C). No unit prefers a class
-    without examples; of equal classes the first counts, so a silent unit prefers class 0. Raises
-    ConfigError without an example.
+    activations: (n, U) outputs of a layer; labels: (n,) int64 in [0, C). Classes without examples
+    are ignored. Among equal classes the first is taken, so a unit that is always 0 prefers class 0.
+    Raises ConfigError without examples.
 
     Source: FedNTD, sec. 5.1.
-    Reading: the text takes the mean over a class's examples, the definition their sum; on a test
-    set with equally many examples of each class, both give the same classes. We take the mean,
-    which unequal numbers of examples do not distort.
+    Reading: the text uses the mean over a class's examples, the definition their sum. For a
+    balanced test set both give the same classes. We use the mean, which does not depend on the
+    balance.
 
     >>> preferred_classes(torch.tensor([[1.0, 0.0], [0.0, 3.0]]), torch.tensor([0, 1]), 2)
     tensor([0, 1])
     """
     if not len(labels):
-        raise ConfigError("the class of a unit needs at least one example")
+        raise ConfigError("the preferred classes of units need at least one example")
     labels = labels.cpu()
     outputs = activations.detach().cpu().double()
     zeros = torch.zeros(classes, outputs.shape[1], dtype=torch.float64)
@@ -542,8 +542,8 @@ def preferred_classes(activations: Tensor, labels: Tensor, classes: int) -> Tens
 def alignment(a: Tensor, b: Tensor) -> float:
     """The share of units that prefer the same class in two models, in [0, 1].
 
-    a, b: (U,) as ``preferred_classes`` gives them. Raises ConfigError for layers of different
-    widths, or of none.
+    a, b: (U,), from ``preferred_classes``. Raises ConfigError for layers of different widths or
+    without units.
 
     Source: FedNTD, sec. 5.1 and table 2.
 

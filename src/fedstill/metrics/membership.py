@@ -1,16 +1,17 @@
-"""Membership inference: how well it can be told which examples a model was trained on.
+"""Membership inference: how well an attack distinguishes training examples from other examples.
 
-An attack gives every example a score, the higher the more likely it is a member. Both scores here
-are made of the model's confidence in the true class, ``phi = log(p_y / (1 - p_y))``:
+An attack assigns a score to every example; a higher score means that the example is more likely to
+be a member of the training set. Both attacks use the model's confidence in the true class,
+``phi = log(p_y / (1 - p_y))``:
 
-- the loss threshold takes phi itself. The loss is ``log(1 + exp(-phi))``, which falls as phi grows,
-  so both have the same curve; phi does not round to one number where the loss is almost 0.
-- the likelihood ratio compares phi with the phis of models that did not see the example ("out"
-  models).
+- The loss threshold uses phi itself. The loss is ``log(1 + exp(-phi))``, which decreases with phi,
+  so both have the same ROC curve; but losses close to 0 would round to the same number.
+- The likelihood ratio compares phi with the phis of models that were not trained on the example
+  ("out" models).
 
 Sources: loss threshold: Yeom et al., "Privacy Risk in Machine Learning: Analyzing the Connection to
-Overfitting" (2018). Likelihood ratio, its offline form with Gaussians, and true positives at few
-false positives: Carlini et al., "Membership Inference Attacks From First Principles" (2022),
+Overfitting" (2018). Offline likelihood ratio with Gaussians, and true positive rates at low false
+positive rates: Carlini et al., "Membership Inference Attacks From First Principles" (2022),
 section VI. Interval of the AUC: DeLong, DeLong & Clarke-Pearson, "Comparing the Areas under Two or
 More Correlated Receiver Operating Characteristic Curves" (1988). Interval of a rate: Clopper &
 Pearson (1934).
@@ -29,19 +30,19 @@ from fedstill.core.label_counts import TensorLike
 from fedstill.metrics.values import Values, values
 
 RATES = (0.001, 0.01)
-"""The shares of false positives at which true positives are counted."""
+"""The false positive rates at which true positive rates are computed."""
 
 GRID = tuple(round(10 ** (-3 + i / 8), 6) for i in range(25))
-"""False positives at which a curve is kept for drawing: eight steps to each power of ten."""
+"""The false positive rates of a curve for drawing: eight per power of ten."""
 
 LEAST_OUT = 3
-"""The number of "out" models from which on there is a likelihood ratio."""
+"""The smallest number of "out" models for a likelihood ratio."""
 
 MANY_OUT = 64
-"""The number of "out" models from which on each example has a variance of its own."""
+"""The smallest number of "out" models for a separate variance of each example."""
 
 LEVEL = 0.95
-"""How sure intervals are."""
+"""The confidence level of intervals."""
 
 _TINY = 1e-9
 
@@ -50,7 +51,7 @@ def confidences(logits: Tensor, labels: Tensor) -> Values:
     """``log(p_y / (1 - p_y))`` (n,) of the true class, from (n, C) logits and (n,) labels, in
     float64.
 
-    A row that is not finite says nothing and gets 0.
+    It is 0 for a row with a logit that is not finite.
 
     >>> confidences(torch.tensor([[2.0, 0.5], [1.0, 1.0]]), torch.tensor([0, 1])).round(6)
     array([1.5, 0. ])
@@ -64,12 +65,12 @@ def confidences(logits: Tensor, labels: Tensor) -> Values:
 
 
 def likelihood_ratios(target: TensorLike, out: TensorLike) -> Values:
-    """How far a model's confidences (n,) are above those of m models (m, n) that did not see
-    the examples: (n,).
+    """The z-scores (n,) of a model's confidences (n,) among the confidences (m, n) of m "out"
+    models.
 
-    ``(phi - mean) / deviation``: as a normal distribution's deviate it orders examples as the
-    offline likelihood ratio does, and does not round to 1 in the tail. Below 64 models one variance
-    is taken for all examples, as in the source; the deviation then does not change the order.
+    ``(phi - mean) / std`` orders examples like the offline likelihood ratio, but does not round to
+    1 in the tail. With fewer than 64 models, all examples share one variance, as in the source; it
+    then does not affect the order.
     """
     phi = values(target, 1, "confidences")
     out_phi = values(out, 2, "confidences of other models")
@@ -81,13 +82,13 @@ def likelihood_ratios(target: TensorLike, out: TensorLike) -> Values:
 
 
 def auc_interval(members: TensorLike, nonmembers: TensorLike) -> tuple[float, float, float]:
-    """The area under the curve, and the ends of its interval.
+    """The area under the ROC curve, and the ends of its interval.
 
-    The area is the share of pairs in which the member's score is higher, ties counted half (Mann &
+    The area is the share of pairs in which the member's score is higher; ties count half (Mann &
     Whitney).
-    Reading: DeLong's variance and not Hanley & McNeil's, which supposes how scores are distributed;
-    nor a bootstrap, which draws. All examples count as independent. Where the area is 0 or 1, this
-    interval has no width.
+    Reading: we use DeLong's variance. Hanley & McNeil's assumes a distribution of the scores, and a
+    bootstrap is random. Examples are assumed to be independent. For an area of 0 or 1, the interval
+    has width 0.
 
     >>> auc_interval([3.0, 2.0], [2.0, 1.0])[0]
     0.875
@@ -99,7 +100,7 @@ def auc_interval(members: TensorLike, nonmembers: TensorLike) -> tuple[float, fl
     m = len(inside)
     n = len(outside)
     ranks = _ranks(np.concatenate([inside, outside]))
-    # For each member the share of the nonmembers below it; for each nonmember, of members above it.
+    # For each member, the share of nonmembers below it; for each nonmember, that of members above.
     below = (ranks[:m] - _ranks(inside)) / n
     above = 1 - (ranks[m:] - _ranks(outside)) / m
     area = float(below.mean())
@@ -111,20 +112,19 @@ def auc_interval(members: TensorLike, nonmembers: TensorLike) -> tuple[float, fl
 
 
 def _ranks(scores: Values) -> Values:
-    """Ranks from 1, equal scores sharing their mean."""
+    """Ranks from 1; equal scores have the mean of their ranks."""
     _, which, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks: Values = (np.cumsum(counts) - (counts - 1) / 2)[which.reshape(-1)]
     return ranks
 
 
 def hits(members: TensorLike, nonmembers: TensorLike, rates: Sequence[float]) -> list[int]:
-    """How many members are found where at most these shares of the nonmembers are taken for
-    members.
+    """The number of true positives (members above the threshold) at each of some false positive
+    rates.
 
-    A threshold is one of the scores, and all examples with that score are on one side of it. A
-    group of ties that would take in too many nonmembers is left out as a whole; there is no
-    interpolation between two thresholds. With fewer than 1 / rate nonmembers, none of them may be
-    taken in.
+    Each threshold is a score, and the false positive rate is at most the given rate. Examples with
+    equal scores are on the same side of a threshold, and there is no interpolation between
+    thresholds. With fewer than 1 / rate nonmembers, no false positive is allowed.
 
     >>> hits([9.0, 5.0, 5.0, 1.0], [5.0, 2.0, 0.0, 0.0], [0.1, 0.25])
     [1, 3]
@@ -139,7 +139,7 @@ def hits(members: TensorLike, nonmembers: TensorLike, rates: Sequence[float]) ->
 
 
 def rate_interval(count: int, total: int) -> tuple[float, float]:
-    """The exact interval of a share that was counted (Clopper & Pearson).
+    """The exact interval of a proportion (Clopper & Pearson).
 
     >>> [round(end, 4) for end in rate_interval(0, 10)]
     [0.0, 0.3085]
@@ -157,12 +157,12 @@ def rate_interval(count: int, total: int) -> tuple[float, float]:
 
 
 def attack(members: TensorLike, nonmembers: TensorLike) -> dict[str, Any]:
-    """An attack's curve in numbers, from the scores of members and of nonmembers; at least one of
-    each.
+    """The ROC curve of an attack in numbers, from the scores of at least one member and at least
+    one nonmember.
 
-    ``auc`` with ``auc_interval``; ``tpr_at_0.001`` and ``tpr_at_0.01``, the share of members that
-    is found at these shares of false positives, with ``..._interval``; ``roc``, the same at every
-    share of ``GRID``. An interval of a share takes the threshold as given.
+    Returns ``auc`` and ``auc_interval``; ``tpr_at_0.001`` and ``tpr_at_0.01``, the true positive
+    rates at these false positive rates, with ``..._interval``; and ``roc``, the true positive rates
+    at all false positive rates of ``GRID``. The intervals of rates assume a fixed threshold.
     """
     inside = values(members, 1, "scores")
     area, *ends = auc_interval(inside, nonmembers)

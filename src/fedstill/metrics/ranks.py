@@ -1,11 +1,10 @@
 """Comparisons of methods: differences paired by seed and ranks over settings, with intervals and
 tests.
 
-A block is one column (a setting) and one seed. Columns are chosen, not drawn, so no statement here
-extends to other settings.
+A block is a column (a setting) with a seed. Columns are a choice, not a random sample, so results
+do not generalise to other settings.
 
-Functions import scipy when they are called. It takes a second, and commands that only name this
-module need none of it.
+Functions import scipy when they are called, because the import takes a second.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ from fedstill.metrics.values import Values
 CONFIDENCE = 0.95
 
 DRAWS = 10_000
-"""The number of samples that are drawn if there are too many to enumerate."""
+"""The number of random samples if there are too many to enumerate."""
 
-EXACTLY = 16
-"""The most differences for which all signs are enumerated: 65,536."""
+MAX_ENUMERATED = 16
+"""The largest number of differences for which all 65,536 sign combinations are enumerated."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean difference over pairs of runs of one seed, and the interval that holds the true one in
-    95 of 100 cases.
+    """The mean difference over pairs of runs with the same seed, and its 95 % confidence interval.
 
-    ``low``, ``high``: its ends; ``p``: how often a difference as large comes by chance alone (the
-    paired t test, both sides); NaN for fewer than two pairs. ``pairs``: how many seeds both had.
+    ``low``, ``high``: the ends of the interval. ``p``: the p value of the two-sided paired t test.
+    These are NaN for fewer than two pairs. ``pairs``: the number of common seeds.
     """
 
     mean: float
@@ -46,16 +44,16 @@ class Difference:
 
     @property
     def told_apart(self) -> bool:
-        """Whether the interval leaves 0 out; never for fewer than two pairs."""
+        """Whether the interval excludes 0; False for fewer than two pairs."""
         return self.low > 0 or self.high < 0
 
 
 def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
-    """The mean of (ours - theirs) over the seeds that both have, with Student's t interval; None
-    without such a seed.
+    """The mean of (ours - theirs) over common seeds, with Student's t interval; None without a
+    common seed.
 
-    ours, theirs: a number by seed. The interval assumes that differences are normal, and that seeds
-    are independent. If all differences are equal it is that number alone.
+    ours, theirs: numbers by seed. The interval assumes that differences are normal and that seeds
+    are independent. If all differences are equal, its width is 0.
 
     >>> d = paired_difference(
     ...     {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}, dict.fromkeys(range(9), 0.0)
@@ -83,12 +81,12 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
 
 
 def sign_flips(differences: TensorLike, draws: int = DRAWS, seed: int = 0) -> float:
-    """The p value of the two-sided sign-flip test: how often random signs give a mean at least as
-    far from 0.
+    """The p value of the two-sided sign-flip test: the share of random signs with a mean at least
+    as far from 0 as the observed mean.
 
-    differences: paired, of any shape. All signs are enumerated if there are at most 16 differences;
-    else ``draws`` are drawn by key, and the observed signs count as one of them. The test assumes
-    that a difference would have either sign with equal probability if the methods were equal.
+    differences: paired, of any shape. Up to 16 differences, all signs are enumerated; otherwise,
+    ``draws`` signs are drawn by key, and the observed signs are added to them. Under the null
+    hypothesis, both signs of a difference have equal probability.
 
     Source: Fisher 1935, section 21.
 
@@ -98,22 +96,22 @@ def sign_flips(differences: TensorLike, draws: int = DRAWS, seed: int = 0) -> fl
     flat = np.asarray(differences, dtype=np.float64).ravel()
     if not len(flat):
         return float("nan")
-    exact = len(flat) <= EXACTLY
+    exact = len(flat) <= MAX_ENUMERATED
     if exact:
         signs = 1.0 - 2.0 * ((np.arange(2 ** len(flat))[:, None] >> np.arange(len(flat))) & 1)
     else:
         draw = numpy_generator(seed_for(seed, 0, 0, 0, "sign flips"))
         signs = draw.choice([-1.0, 1.0], size=(draws, len(flat)))
     mean = abs(flat.sum())
-    as_far = int((np.abs(signs @ flat) >= mean * (1 - 1e-12)).sum())
+    extreme = int((np.abs(signs @ flat) >= mean * (1 - 1e-12)).sum())
     if exact:
-        return as_far / len(signs)
-    return (as_far + 1) / (draws + 1)
+        return extreme / len(signs)
+    return (extreme + 1) / (draws + 1)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """p values of several tests, adjusted so that the probability that any of them is wrongly below
-    0.05 is at most 0.05.
+    """The p values of several tests after Holm's adjustment, which controls the family-wise error
+    rate.
 
     Source: Holm 1979.
 
@@ -130,11 +128,11 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def resampled_means(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> Values:
-    """Means over columns of means over seeds, the seeds of each column drawn anew by key
-    with replacement: (draws, …).
+    """Bootstrap means (draws, …): means over columns of means over seeds, where the seeds of each
+    column are drawn by key with replacement.
 
-    values: (…, columns, seeds). All that stands before the last two axes is drawn alike, so that
-    differences of two results stay paired.
+    values: (…, columns, seeds). All leading axes share the draws, so that differences of two
+    results stay paired.
     """
     array = np.asarray(values, dtype=np.float64)
     columns, seeds = array.shape[-2:]
@@ -145,14 +143,13 @@ def resampled_means(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> Va
 
 
 def interval(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> tuple[float, float]:
-    """The interval that holds the mean over columns of means over seeds in about 95 of 100 cases,
-    by resampling.
+    """A bootstrap interval of about 95 % for the mean over columns of means over seeds.
 
-    values: (columns, seeds). (NaN, NaN) for a single seed. It says nothing of columns that are not
-    there.
+    values: (columns, seeds). (NaN, NaN) for a single seed. The interval only applies to these
+    columns.
 
-    Source: Hesterberg 2015, expanded percentiles: plain ones are too narrow for few seeds (five in
-    one column: 83 of 100), so that those of a wider share are taken, that of Student's t with
+    Source: Hesterberg 2015, expanded percentiles. Plain percentiles are too narrow for few seeds
+    (with five seeds in one column they cover 83 %). The expanded ones match Student's t with
     columns x (seeds - 1) degrees of freedom.
     """
     array = np.asarray(values, dtype=np.float64)
@@ -163,10 +160,10 @@ def interval(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> tuple[flo
 
 
 def told_apart(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> list[list[bool]]:
-    """For each pair of methods, whether the interval of their mean difference excludes 0; both are
-    resampled with the same draws: (methods, methods).
+    """Whether the interval of the mean difference of two methods excludes 0, for each pair:
+    (methods, methods). All methods share the draws.
 
-    values: (methods, columns, seeds): scores, or ranks of them.
+    values: (methods, columns, seeds), scores or their ranks.
     """
     array = np.asarray(values, dtype=np.float64)
     methods, columns, seeds = array.shape
@@ -192,10 +189,10 @@ def _ends(drawn: Values, columns: int, seeds: int) -> tuple[float, float]:
 
 
 def ranks(scores: TensorLike) -> Values:
-    """The rank of each method in each block, 1 the best; equal scores share the mean of their
+    """The rank of each method in each block; 1 is the best. Equal scores have the mean of their
     ranks.
 
-    scores: (methods, …), more is better. Gives the same shape.
+    scores: (methods, …), higher is better. The ranks have the same shape.
 
     >>> ranks([[0.9, 0.5], [0.7, 0.5], [0.8, 0.6]]).tolist()
     [[1.0, 2.5], [3.0, 2.5], [2.0, 1.0]]
@@ -219,11 +216,11 @@ def win_rate(ours: TensorLike, theirs: TensorLike) -> float:
 
 
 def bars(differ: Sequence[Sequence[bool]]) -> list[list[int]]:
-    """The largest groups of methods in which no two differ: the bars of a critical-difference
-    diagram.
+    """The bars of a critical-difference diagram: the maximal groups of methods of which no two
+    differ.
 
-    differ: (methods, methods), whether two methods differ. Groups of one are left out. The methods
-    of a group need not be neighbours in rank: a bar has a mark at each of its methods.
+    differ: (methods, methods), whether two methods differ. Groups of one method are omitted. The
+    methods of a group need not have consecutive ranks, so a bar has a mark at each of its methods.
 
     Source: Bron & Kerbosch 1973.
 

@@ -1,4 +1,4 @@
-"""Predictions as counts and histograms of scores, which a real site sends in place of the scores.
+"""Predictions as counts and histograms of scores, which real sites send instead of scores.
 
 The server computes every metric from them, for each site and for all sites together.
 """
@@ -16,24 +16,27 @@ from fedstill.metrics.classification import CALIBRATION_BINS, Predictions, Score
 from fedstill.metrics.values import Values
 
 HISTOGRAMS = ("held_out_histograms", "site_scores")
-"""The fields of a client's report with histograms of scores, on what it holds out and on its test
-set.
+"""The fields of a client's report with histograms of scores: on its held-out examples and on its
+test set.
 """
 
 SCORE_BINS = 2000
-"""Bins of the log-odds of a class's probability, of equal width from -20 to 20."""
+"""The number of bins of the log-odds of a class's probability, of equal width from -20 to 20."""
 
 LARGEST_LOG_ODDS = 20.0
-"""Log-odds beyond this, probabilities within 2e-9 of 0 or 1, are in the first or last bin."""
+"""Larger log-odds (probabilities within 2e-9 of 0 or 1) are in the first or last bin."""
 
 CONFIDENCE_BINS = 100 * CALIBRATION_BINS
-"""Bins of equal width of the confidence: whole parts of those of the calibration error."""
+"""The number of bins of the confidence, of equal width; they subdivide those of the calibration
+error.
+"""
 
 
 def as_histograms(predictions: Predictions) -> dict[str, Any]:
-    """Predictions as counts that a journal can hold: the confusion matrix, for each class a
-    histogram of its probability, and one of the confidence. A histogram lists the bins that are not
-    empty, and the positive and negative examples in each.
+    """Predictions as counts for a journal: the confusion matrix, a histogram of each class's
+    probability, and a histogram of the confidence.
+
+    A histogram lists the non-empty bins and their numbers of positive and negative examples.
     """
     report: dict[str, Any] = {"confusion": predictions.confusion.tolist()}
     if predictions.confidence is None:
@@ -47,11 +50,11 @@ def as_histograms(predictions: Predictions) -> dict[str, Any]:
 
 
 def from_histograms(report: Mapping[str, Any], positive: int) -> Predictions:
-    """The predictions in counts: each example has the score of the middle of its bin.
+    """Predictions from histograms. Each example has the score of the middle of its bin.
 
-    An AUC from them differs from the exact one by at most half the share of pairs of a positive and
-    a negative example that are in the same bin (``auc_error``). A log loss differs by at most 0.01
-    if no log-odds is beyond 20, a Brier score by 0.005 a class, a calibration error by 1/3000.
+    The AUC differs from the exact one by at most half the share of pairs of a positive and a
+    negative example in the same bin (``auc_error``). The log loss differs by at most 0.01 if no
+    log-odds exceeds 20, the Brier score by 0.005 per class, and the calibration error by 1/3000.
     """
     confusion = np.array(report["confusion"], np.int64)
     if "by_class" not in report:
@@ -67,25 +70,26 @@ def from_histograms(report: Mapping[str, Any], positive: int) -> Predictions:
     )
 
 
-def joined(parts: Sequence[Predictions]) -> Predictions:
-    """The predictions on several test sets as predictions on one; at least one."""
+def concatenated(parts: Sequence[Predictions]) -> Predictions:
+    """The predictions on at least one test set as predictions on the union of the test sets."""
     first = parts[0]
     confusion = sum((part.confusion for part in parts), np.zeros_like(first.confusion))
     confidences = [part.confidence for part in parts if part.confidence is not None]
     if len(confidences) < len(parts):
         return Predictions(confusion=confusion, positive=first.positive)
     by_class = [
-        _joined_scores([part.by_class[label] for part in parts]) for label in range(first.classes)
+        _concatenated_scores([part.by_class[label] for part in parts])
+        for label in range(first.classes)
     ]
     return Predictions(
         confusion=confusion,
         positive=first.positive,
         by_class=by_class,
-        confidence=_joined_scores(confidences),
+        confidence=_concatenated_scores(confidences),
     )
 
 
-def _joined_scores(parts: Sequence[Scores]) -> Scores:
+def _concatenated_scores(parts: Sequence[Scores]) -> Scores:
     return Scores(
         np.concatenate([part.is_positive for part in parts]),
         np.concatenate([part.scores for part in parts]),
@@ -94,8 +98,9 @@ def _joined_scores(parts: Sequence[Scores]) -> Scores:
 
 
 def auc_error(predictions: Predictions) -> float | None:
-    """How far the AUC from histograms may be from the exact one: half the share of pairs of a
-    positive and a negative example with equal scores; the mean over the classes of the AUC.
+    """The largest possible error of the AUC from histograms: half the share of pairs of a positive
+    and a negative example with equal scores, averaged over the classes of the AUC. None if the AUC
+    is undefined.
     """
     if not predictions.by_class:
         return None
@@ -107,7 +112,7 @@ def auc_error(predictions: Predictions) -> float | None:
 
 
 def _tied_pairs(scores: Scores) -> float:
-    """The share of pairs of a positive and a negative example that have equal scores."""
+    """The share of pairs of a positive and a negative example with equal scores."""
     values, places = np.unique(scores.scores, return_inverse=True)
     positives = np.bincount(places, scores.weights * scores.is_positive, len(values))
     negatives = np.bincount(places, scores.weights * ~scores.is_positive, len(values))
@@ -155,12 +160,12 @@ def _scores(histogram: Mapping[str, Sequence[int]], middles: Values) -> Scores:
 
 
 def wrong_histograms(report: Any, classes: int) -> str:
-    """Why a report cannot have come from ``as_histograms``; empty if it can.
+    """The reason why a report is not a valid output of ``as_histograms``; empty for a valid report.
 
-    classes: 0 if they are not known.
+    classes: the number of classes; 0 if it is unknown.
     """
     if not isinstance(report, Mapping):
-        return "it is no table"
+        return "it is not a table"
     confusion = report.get("confusion")
     if not isinstance(confusion, list) or not _is_square(confusion, classes or len(confusion)):
         return "its confusion matrix is malformed"

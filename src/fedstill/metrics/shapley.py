@@ -1,9 +1,9 @@
-"""Rules that divide the change of a value among the players of a game, such as a round's change of
-class accuracies among clients.
+"""Rules that divide a change of a value among the players of a game, such as the change of class
+accuracies in a round among clients.
 
-A value maps a coalition, the positions of the players that act, to a number for each class (C,)
-float64. A rule gives contributions (m, C). They sum to value(all) - value(none), up to a gap that
-is given where there is one.
+A value maps a coalition (the positions of its players) to a number for each class, (C,) float64. A
+rule returns contributions (m, C). They sum to value(all) - value(none), up to a gap that the rule
+reports.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import torch
 from torch import Tensor
 
 Value = Callable[[tuple[int, ...]], Tensor]
-"""The positions of the players that act, ascending -> the coalition's value for each class (C,)."""
+"""Maps a coalition, the ascending positions of its players, to its value for each class (C,)."""
 
 MOST_EXACT = 10
-"""The most players for which all coalitions are evaluated: 1,024."""
+"""The largest number of players for which all coalitions (up to 1,024) are evaluated."""
 
 TOLERANCE = 0.01
-"""The largest error of a piece of the path that is not halved."""
+"""A segment of the path with a larger error is halved."""
 
 HALVINGS = 4
-"""How often a piece of the path is halved at most."""
+"""The maximum number of times that a segment of the path is halved."""
 
 _ROOT = math.sqrt(3 / 5)
 NODES = ((0.5 - _ROOT / 2, 5 / 18), (0.5, 8 / 18), (0.5 + _ROOT / 2, 5 / 18))
-"""Gauss–Legendre's three places in [0, 1], and their weights."""
+"""The nodes of the three-point Gauss–Legendre rule on [0, 1], and their weights."""
 
 
-class Divided(NamedTuple):
-    """Contributions (m, C), and their possible error: the gap (C,) of their sums, or standard
-    errors (m, C).
+class ContributionTable(NamedTuple):
+    """ContributionTable (m, C) and their error: the gap (C,) of their sums, or standard errors
+    (m, C).
     """
 
     values: Tensor
@@ -44,20 +44,17 @@ class Divided(NamedTuple):
 
 
 def soft_accuracy(logits: Tensor, labels: Tensor, temperature: float = 0.25) -> Tensor:
-    """The probability (n,) of each example's true class at a temperature: accuracy that has a
-    gradient.
+    """The probability (n,) of each example's label at a temperature: a differentiable accuracy.
 
-    logits: (n, C); labels: (n,) int64; temperature: above 0; the smaller it is, the nearer to right
-    or wrong.
+    logits: (n, C); labels: (n,) int64; temperature: above 0. For low temperatures, it approaches 0
+    or 1.
     """
     return (logits / temperature).softmax(1).gather(1, labels[:, None]).squeeze(1)
 
 
 @dataclass(frozen=True)
-class TwoParts:
-    """The change of each class's accuracy in a round, (C,) each: by local training and by
-    averaging.
-    """
+class AccuracyChange:
+    """The change of class accuracies (C,) in a round: by local training and by averaging."""
 
     training: Tensor
     averaging: Tensor
@@ -65,37 +62,39 @@ class TwoParts:
 
 def by_local_training_and_averaging(
     received: Tensor, local: Tensor, aggregated: Tensor, weights: Tensor
-) -> TwoParts:
+) -> AccuracyChange:
     """The change of class accuracies in two parts, whose sum is exactly ``aggregated - received``.
 
     received, aggregated: class accuracies (C,) of the global model before and after the round;
-    local: of the local models (m, C); weights: (m,) shares of the mean, which sum to 1. NaN where a
-    class has no test examples.
+    local: class accuracies (m, C) of the local models; weights: (m,), with sum 1. NaN for classes
+    without test examples.
     """
     mean = weights @ local
-    return TwoParts(training=mean - received, averaging=aggregated - mean)
+    return AccuracyChange(training=mean - received, averaging=aggregated - mean)
 
 
-def exact(value: Value, players: int) -> Divided:
-    """Shapley's value: the mean over all orders of the change when a player joins; 2^m coalitions.
+def exact(value: Value, players: int) -> ContributionTable:
+    """The Shapley value: a player's mean marginal contribution over all orders of the players.
 
-    Raises ValueError above ``MOST_EXACT`` players. Source: Shapley (1953).
+    It evaluates 2^m coalitions. Raises ValueError for more than ``MOST_EXACT`` players. Source:
+    Shapley (1953).
     """
     if players > MOST_EXACT:
         raise ValueError(
-            f"{players} players have {2**players:,} coalitions; at most {MOST_EXACT} players have "
-            "an exact value"
+            f"{players} players have {2**players:,} coalitions, too many for an exact value; the "
+            f"limit is {MOST_EXACT} players"
         )
     positions = range(players)
-    sizes = [combinations(positions, size) for size in range(players + 1)]
-    worth = {coalition: value(coalition) for coalition in chain.from_iterable(sizes)}
-    rows = [_exact_contribution(worth, k, players) for k in positions]
-    values = _rows(rows, like=worth[()])
-    return Divided(values, _gap(values, worth[tuple(positions)] - worth[()]))
+    coalitions = [combinations(positions, size) for size in range(players + 1)]
+    coalition_values = {c: value(c) for c in chain.from_iterable(coalitions)}
+    rows = [_exact_contribution(coalition_values, k, players) for k in positions]
+    values = _rows(rows, like=coalition_values[()])
+    change = coalition_values[tuple(positions)] - coalition_values[()]
+    return ContributionTable(values, _gap(values, change))
 
 
 def _exact_contribution(
-    worth: Mapping[tuple[int, ...], Tensor], player: int, players: int
+    coalition_values: Mapping[tuple[int, ...], Tensor], player: int, players: int
 ) -> Tensor:
     """A player's Shapley value (C,) from the values of all coalitions."""
     other_players = [p for p in range(players) if p != player]
@@ -103,92 +102,98 @@ def _exact_contribution(
     for size in range(players):
         orders_with_size = players * math.comb(players - 1, size)
         for coalition in combinations(other_players, size):
-            joined = tuple(sorted((*coalition, player)))
-            parts.append((worth[joined] - worth[coalition]) / orders_with_size)
+            extended = tuple(sorted((*coalition, player)))
+            change = coalition_values[extended] - coalition_values[coalition]
+            parts.append(change / orders_with_size)
     return torch.stack(parts).sum(0)
 
 
-def orders(value: Value, players: int, count: int, draw: torch.Generator) -> Divided:
-    """The mean over ``count`` drawn orders of the change when a player joins, and its standard
-    error (m, C).
+def orders(value: Value, players: int, count: int, draw: torch.Generator) -> ContributionTable:
+    """A player's mean marginal contribution over ``count`` random orders, and its standard error
+    (m, C).
 
-    Source: Castro et al. (2009). Coalitions that several orders share are evaluated once.
+    Source: Castro et al. (2009). Coalitions that occur in several orders are evaluated once.
     """
-    worth: dict[tuple[int, ...], Tensor] = {}
+    coalition_values: dict[tuple[int, ...], Tensor] = {}
 
     def cached_value(coalition: tuple[int, ...]) -> Tensor:
-        if coalition not in worth:
-            worth[coalition] = value(coalition)
-        return worth[coalition]
+        if coalition not in coalition_values:
+            coalition_values[coalition] = value(coalition)
+        return coalition_values[coalition]
 
     rows = []
     for _ in range(count):
         coalition: tuple[int, ...] = ()
         changes = [cached_value(())] * players
         for k in torch.randperm(players, generator=draw).tolist():
-            joined = tuple(sorted((*coalition, k)))
-            changes[k] = cached_value(joined) - cached_value(coalition)
-            coalition = joined
+            extended = tuple(sorted((*coalition, k)))
+            changes[k] = cached_value(extended) - cached_value(coalition)
+            coalition = extended
         rows.append(torch.stack(changes))
     by_order = torch.stack(rows)  # (count, m, C)
     error = torch.full_like(by_order[0], math.inf)
     if count > 1:
         error = by_order.std(0) / math.sqrt(count)
-    return Divided(by_order.mean(0), error)
+    return ContributionTable(by_order.mean(0), error)
 
 
-def two_ends(value: Value, players: int) -> Divided:
-    """The mean of a player's change alone and of the change if it leaves: 2m + 2 coalitions."""
+def two_ends(value: Value, players: int) -> ContributionTable:
+    """The mean of a player's contributions to the empty coalition and to all other players.
+
+    It evaluates 2m + 2 coalitions.
+    """
     all_players = tuple(range(players))
-    nobody = value(())
-    everybody = value(all_players)
+    empty_value = value(())
+    full_value = value(all_players)
     rows = []
     for k in all_players:
-        alone = value((k,))
-        without = value(tuple(p for p in all_players if p != k))
-        rows.append((alone - nobody + everybody - without) / 2)
-    values = _rows(rows, like=nobody)
-    return Divided(values, _gap(values, everybody - nobody))
+        single_value = value((k,))
+        value_without = value(tuple(p for p in all_players if p != k))
+        rows.append((single_value - empty_value + full_value - value_without) / 2)
+    values = _rows(rows, like=empty_value)
+    return ContributionTable(values, _gap(values, full_value - empty_value))
 
 
 def _rows(rows: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Rows (C,) as one tensor (m, C), also for no players."""
+    """Rows (C,) as one tensor (m, C), also without players."""
     if not rows:
         return like.new_zeros(0, len(like))
     return torch.stack(list(rows))
 
 
 class Line(Protocol):
-    """A value along a straight line from nobody's change, s = 0, to everybody's, s = 1."""
+    """A value along the straight line from no player's change (s = 0) to all players' changes
+    (s = 1).
+    """
 
     def values(self, s: float, classes: Sequence[int]) -> Tensor:
-        """The value of these classes (c,) there."""
+        """The value at s for some classes: (c,)."""
 
     def slopes(self, s: float, classes: Sequence[int]) -> Tensor:
-        """Its derivative there along each player's change: (m, c)."""
+        """The derivative at s in the direction of each player's change: (m, c)."""
 
 
-def along_path(line: Line, players: int, classes: Sequence[int]) -> Divided:
-    """Aumann's and Shapley's value: each player's slope, integrated along the line; (m, c) for
-    these classes.
+def along_path(line: Line, players: int, classes: Sequence[int]) -> ContributionTable:
+    """The Aumann–Shapley value (m, c) for some classes: the integral of each player's slope along
+    the line.
 
-    Three nodes of Gauss and Legendre on each piece. If a class's sum misses the change over the
-    piece by more than ``TOLERANCE``, the piece is halved for that class, at most ``HALVINGS``
-    times.
+    The integral uses the three-point Gauss–Legendre rule on each segment. If the contributions of a
+    class miss its change on a segment by more than ``TOLERANCE``, the segment is halved for that
+    class, at most ``HALVINGS`` times.
 
     Source: Aumann and Shapley (1974).
     """
     start = line.values(0.0, classes)
     end = line.values(1.0, classes)
     integral = _PathIntegral(line, classes, torch.zeros(players, len(classes), dtype=torch.float64))
-    integral.add(_Piece(0.0, 1.0, start, end, list(range(len(classes)))), HALVINGS)
-    return Divided(integral.total, _gap(integral.total, end - start))
+    integral.add(_Segment(0.0, 1.0, start, end, list(range(len(classes)))), HALVINGS)
+    return ContributionTable(integral.total, _gap(integral.total, end - start))
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A piece of the path from ``low`` to ``high``, with the values (p,) at both ends of the
-    classes in these positions.
+class _Segment:
+    """A segment of the path from ``low`` to ``high``, and the values (p,) at both ends for the
+    classes at some positions.
     """
 
     low: float
@@ -197,48 +202,50 @@ class _Piece:
     high_values: Tensor
     positions: list[int]
 
-    def halves(self, rough: list[int], line: Line, classes: Sequence[int]) -> tuple[_Piece, _Piece]:
-        """The two halves of the piece, for some of its classes."""
+    def halves(
+        self, indices: list[int], line: Line, classes: Sequence[int]
+    ) -> tuple[_Segment, _Segment]:
+        """The two halves of the segment, for some of its classes."""
         middle = (self.low + self.high) / 2
-        positions = [self.positions[i] for i in rough]
+        positions = [self.positions[i] for i in indices]
         values = line.values(middle, [classes[p] for p in positions])
-        first = _Piece(self.low, middle, self.low_values[rough], values, positions)
-        second = _Piece(middle, self.high, values, self.high_values[rough], positions)
+        first = _Segment(self.low, middle, self.low_values[indices], values, positions)
+        second = _Segment(middle, self.high, values, self.high_values[indices], positions)
         return first, second
 
 
 @dataclass(frozen=True)
 class _PathIntegral:
-    """The integral of the slopes along a line, to which pieces are added."""
+    """The integral of the slopes along a line, summed over segments."""
 
     line: Line
     classes: Sequence[int]
     total: Tensor
 
-    def add(self, piece: _Piece, halvings: int) -> None:
-        """Add a piece; it is halved for classes where three nodes are not exact enough."""
-        length = piece.high - piece.low
-        classes = [self.classes[p] for p in piece.positions]
+    def add(self, segment: _Segment, halvings: int) -> None:
+        """Add a segment. For classes with a large error, add its halves instead."""
+        length = segment.high - segment.low
+        classes = [self.classes[p] for p in segment.positions]
         parts = torch.zeros(())
         for node, weight in NODES:
-            slopes = self.line.slopes(piece.low + node * length, classes)
+            slopes = self.line.slopes(segment.low + node * length, classes)
             parts = parts + weight * length * slopes  # (m, p)
 
-        errors = (parts.sum(0) - (piece.high_values - piece.low_values)).abs()
-        indices = range(len(piece.positions))
-        rough = [i for i in indices if halvings and float(errors[i]) > TOLERANCE]
-        good = [i for i in indices if i not in rough]
-        self.total[:, [piece.positions[i] for i in good]] += parts[:, good]
-        if rough:
-            for half in piece.halves(rough, self.line, self.classes):
+        errors = (parts.sum(0) - (segment.high_values - segment.low_values)).abs()
+        indices = range(len(segment.positions))
+        inexact = [i for i in indices if halvings and float(errors[i]) > TOLERANCE]
+        exact = [i for i in indices if i not in inexact]
+        self.total[:, [segment.positions[i] for i in exact]] += parts[:, exact]
+        if inexact:
+            for half in segment.halves(inexact, self.line, self.classes):
                 self.add(half, halvings - 1)
 
 
 def moved_classes(
     previous: Sequence[float | None], current: Sequence[float | None], least: float, most: int
 ) -> list[int]:
-    """The classes whose accuracy moved by ``least`` or more, in order; at most ``most``, which
-    moved furthest.
+    """The classes whose accuracy changed by at least ``least``, in ascending order; at most
+    ``most`` classes, those with the largest changes.
 
     >>> moved_classes([0.5, 0.2, None, 0.9], [0.1, 0.21, None, 1.0], 0.05, 2)
     [0, 3]
@@ -254,7 +261,7 @@ def moved_classes(
 
 
 def culprits(contributions: Mapping[int, float], error: float) -> list[int]:
-    """Clients in ascending order of their contributions, without contributions below the error.
+    """Clients in ascending order of their contributions, without those of at most the error.
 
     >>> culprits({3: -0.2, 5: 0.004, 7: -0.3}, 0.01)
     [7, 3]

@@ -1,19 +1,18 @@
-"""Forgetting over time: every number that people take from one accuracy matrix.
+"""Forgetting over tasks: the measures that papers compute from an accuracy matrix.
 
-A matrix R is (T, K): a row is a task's end, oldest first; a column is a task or a class. NaN (or
-None) where there is no accuracy, as for tasks to come. ``tasks`` says in which task each column is
-trained on, counted from 0, (K,); left out, column j belongs to task j. Columns of tasks that have
-not come by the last row are left out everywhere. The unit is the matrix's: shares give shares,
-percentages give percentages. NaN where nothing is left to take a mean of.
+A matrix R is (T, K). A row is the end of a task, oldest first, and a column is a task or a class.
+An unknown accuracy, such as that of a future task, is NaN or None. ``tasks`` (K,) is the task of
+each column, counted from 0; by default, column j belongs to task j. Columns of tasks that have not
+started by the last row are always ignored. Results have the unit of the matrix (shares or
+percentages). They are NaN if there is nothing to average.
 
-In formulas a is the last row, and own(j) the row of column j's own task. By task and by class are
-two numbers: a maximum of means over classes is at most the mean of their maxima.
+In formulas, a is the last row, and own(j) is the row of the task of column j. Results by task and
+by class differ, because the maximum of a mean over classes is at most the mean of their maxima.
 
-The functions ``stsa`` to ``mfcl`` compute what released codes print as forgetting, each as it is
-computed there, from a matrix with a column for each task; ``TABLE`` puts all definitions side by
-side. Commits: STSA Yuqin-G/STSA aaaa006, Fed-Mammoth aimagelab/fed-mammoth 09a9508, FOT
-duygunuryldz/Federated_Orthogonal_Training f343e36, LANDER tmtuan1307/LANDER 44d7acc, MFCL
-SaraBabakN/MFCL-NeurIPS23 8ab937b.
+The functions ``stsa`` to ``mfcl`` compute forgetting exactly as published code does, from a matrix
+with a column for each task. ``TABLE`` lists all definitions. Commits: STSA Yuqin-G/STSA aaaa006,
+Fed-Mammoth aimagelab/fed-mammoth 09a9508, FOT duygunuryldz/Federated_Orthogonal_Training f343e36,
+LANDER tmtuan1307/LANDER 44d7acc, MFCL SaraBabakN/MFCL-NeurIPS23 8ab937b.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ def final_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
 
 
 def incremental_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
-    """The mean over task ends of the accuracy on all tasks so far: mean_t mean_{j <= t} R[t, j].
+    """The mean over the ends of tasks of the accuracy on all tasks so far:
+    mean_t mean_{j <= t} R[t, j].
 
     Source: iCaRL, average incremental accuracy.
 
@@ -57,7 +57,7 @@ def incremental_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
 
 
 def learning_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
-    """The accuracy on each task at its own end: mean_j R[own(j), j].
+    """The mean accuracy on a task at the end of that task: mean_j R[own(j), j].
 
     Source: Riemer et al. 2019, learning accuracy.
     """
@@ -65,10 +65,10 @@ def learning_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
 
 
 def forgetting_by_column(matrix: TensorLike, tasks: Tasks = None) -> Values:
-    """The forgetting of each column of an earlier task: best accuracy before the last row - a_j;
-    NaN for the last task's columns.
+    """The forgetting of each column (K,): best accuracy before the last row - a_j; NaN for columns
+    of the last task.
 
-    Gives (K,) numbers. Source: Chaudhry et al. 2018.
+    Source: Chaudhry et al. 2018.
 
     >>> forgetting_by_column([[0.75, None], [0.25, 0.5]])
     array([0.5, nan])
@@ -79,10 +79,10 @@ def forgetting_by_column(matrix: TensorLike, tasks: Tasks = None) -> Values:
 
 
 def average_forgetting(matrix: TensorLike, tasks: Tasks = None) -> float:
-    """Mean over the columns of earlier tasks of (best accuracy before the last row - a_j); NaN with
-    one row.
+    """The mean over the columns of earlier tasks of (best accuracy before the last row - a_j); NaN
+    for a single row.
 
-    Below 0 where the last row is the best. Source: Chaudhry et al. 2018.
+    A term is negative if the last row is the best one. Source: Chaudhry et al. 2018.
 
     >>> average_forgetting([[80, None, None], [78, 60, None], [75, 55, 50]])
     5.0
@@ -91,8 +91,8 @@ def average_forgetting(matrix: TensorLike, tasks: Tasks = None) -> float:
 
 
 def worst_forgetting(matrix: TensorLike, tasks: Tasks = None) -> tuple[float, int | None]:
-    """The largest of the terms of ``average_forgetting``, and its column counted from 0; (NaN,
-    None) without one.
+    """The largest term of ``average_forgetting`` and its column, counted from 0; (NaN, None)
+    without terms.
 
     >>> worst_forgetting([[70, None, None], [80, 40, None], [60, 50, 90]])
     (20.0, 0)
@@ -104,7 +104,8 @@ def worst_forgetting(matrix: TensorLike, tasks: Tasks = None) -> tuple[float, in
 
 
 def backward_transfer(matrix: TensorLike, tasks: Tasks = None) -> float:
-    """Mean over the columns of earlier tasks of (a_j - R[own(j), j]): above 0, later tasks helped.
+    """The mean over the columns of earlier tasks of (a_j - R[own(j), j]); positive if later tasks
+    helped.
 
     Source: Lopez-Paz and Ranzato 2017, BWT.
 
@@ -117,11 +118,10 @@ def backward_transfer(matrix: TensorLike, tasks: Tasks = None) -> float:
 
 
 def forward_transfer(matrix: TensorLike, initial: TensorLike, tasks: Tasks = None) -> float:
-    """Mean over the columns after the first task of (accuracy one task before the column's own -
-    accuracy of an untrained model).
+    """The mean over columns of later tasks than the first of (accuracy at the end of the previous
+    task - accuracy of an untrained model).
 
-    initial: (K,) accuracies before any training, a number for each of the matrix's columns. NaN for
-    a matrix whose columns to come are blank.
+    initial: (K,) accuracies before training. NaN for a matrix without accuracies on future tasks.
 
     Source: Lopez-Paz and Ranzato 2017, FWT.
 
@@ -139,17 +139,16 @@ def forward_transfer(matrix: TensorLike, initial: TensorLike, tasks: Tasks = Non
 
 
 def learned(matrix: TensorLike, tasks: Tasks = None) -> float:
-    """The best accuracy of each column at any time: mean_j max_t R[t, j], over the columns with an
-    a_j.
+    """The mean best accuracy: mean_j max_t R[t, j], over the columns with an accuracy a_j.
 
-    final_accuracy = learned x kept = learned - lost, exactly.
+    Exactly, final_accuracy = learned x kept = learned - lost.
     """
     accuracy = started_columns(matrix, tasks).accuracy
     return _mean(_best(accuracy[:, ~np.isnan(accuracy[-1])]))
 
 
 def lost(matrix: TensorLike, tasks: Tasks = None) -> float:
-    """The part of ``learned`` that is forgotten: learned - final_accuracy, never below 0."""
+    """The part of ``learned`` that is forgotten: learned - final_accuracy, at least 0."""
     return learned(matrix, tasks) - final_accuracy(matrix, tasks)
 
 
@@ -167,7 +166,7 @@ def kept_share(matrix: TensorLike, tasks: Tasks = None) -> float:
 
 
 def with_zeros(matrix: TensorLike) -> Values:
-    """The matrix with 0 in place of its blanks, (T, K), as many programs store it."""
+    """The matrix (T, K) with 0 instead of unknown accuracies, as many programs store it."""
     return np.nan_to_num(values(matrix, 2, "an accuracy matrix"), nan=0.0)
 
 
@@ -176,8 +175,8 @@ def round_forgetting(previous: TensorLike, current: TensorLike) -> float:
 
     previous, current: (C,) class accuracies of the global model before and after the round.
 
-    Source: after Flashback's idea that gains must not hide losses. Reading: its exact formula was
-    not available.
+    Source: follows Flashback, where gains do not offset losses. Reading: we did not have the exact
+    formula.
 
     >>> round_forgetting([0.75, 0.5], [0.5, 0.75])
     0.125
@@ -191,8 +190,8 @@ def round_forgetting(previous: TensorLike, current: TensorLike) -> float:
 def local_forgetting(received: TensorLike, local: TensorLike) -> float:
     """Forgetting in local training: the mean over clients of mean_c max(0, received - local_k).
 
-    received: (C,) class accuracies of the global model; local: (clients, C), of each client's model
-    after its training.
+    received: (C,) class accuracies of the global model; local: (clients, C) class accuracies of the
+    clients' models after training.
     """
     start = values(received, 1, "class accuracies before")
     models = values(local, 2, "class accuracies of local models")
@@ -203,8 +202,8 @@ def local_forgetting(received: TensorLike, local: TensorLike) -> float:
 def aggregation_forgetting(local: TensorLike, aggregated: TensorLike, best: bool = False) -> float:
     """Forgetting in aggregation: the mean over clients of mean_c max(0, local_k - aggregated).
 
-    local: (clients, C); aggregated: (C,). With ``best``, against the best client of each class
-    instead of the mean over all.
+    local: (clients, C); aggregated: (C,). With ``best``, the loss against the best client of each
+    class instead of the mean over clients.
     """
     models = values(local, 2, "class accuracies of local models")
     end = values(aggregated, 1, "class accuracies after")
@@ -215,7 +214,7 @@ def aggregation_forgetting(local: TensorLike, aggregated: TensorLike, best: bool
 
 
 def by_task(matrix: TensorLike, tasks: TensorLike) -> Values:
-    """A matrix of classes as one of tasks, (T, tasks): the mean over each task's classes."""
+    """A matrix by task (T, tasks) from a matrix by class: the means over each task's classes."""
     accuracy = values(matrix, 2, "an accuracy matrix")
     task_of = column_tasks(accuracy, tasks)
     groups = [accuracy[:, task_of == t] for t in range(int(task_of.max()) + 1)]
@@ -223,24 +222,22 @@ def by_task(matrix: TensorLike, tasks: TensorLike) -> Values:
 
 
 def column_tasks(accuracy: Values, tasks: Tasks) -> NDArray[np.int64]:
-    """The task of each column (K,), counted from 0; raises ConfigError unless each has a whole
-    number >= 0.
-    """
+    """The task of each column (K,), counted from 0; raises ConfigError for invalid tasks."""
     if tasks is None:
         return np.arange(accuracy.shape[1])
     numbers = values(tasks, 1, "the tasks of columns")
     are_counted = all(t >= 0 and t == int(t) for t in numbers.tolist())
     if len(numbers) != accuracy.shape[1] or not are_counted:
         raise ConfigError(
-            f"a matrix of {accuracy.shape[1]} columns needs as many tasks, counted from 0, not "
-            f"{numbers}"
+            f"a matrix of {accuracy.shape[1]} columns needs {accuracy.shape[1]} tasks, counted "
+            f"from 0, but tasks is {numbers}"
         )
     return numbers.astype(np.int64)
 
 
 @dataclass(frozen=True)
 class StartedColumns:
-    """The columns of a matrix whose task has begun by the last row.
+    """The columns of a matrix whose task has started by the last row.
 
     ``accuracy``: (T, k); ``tasks``: the task of each column, (k,).
     """
@@ -255,20 +252,20 @@ class StartedColumns:
 
     @property
     def at_own_end(self) -> Values:
-        """The accuracy of each column at the end of its own task, (k,)."""
+        """The accuracy of each column at the end of its task, (k,)."""
         return self.accuracy[self.tasks, np.arange(len(self.tasks))]
 
 
 def started_columns(matrix: TensorLike, tasks: Tasks) -> StartedColumns:
-    """The columns whose task has begun by the last row. Raises ConfigError for a matrix without any
-    cell.
+    """The columns whose task has started by the last row. Raises ConfigError for an empty
+    matrix.
     """
     accuracy = values(matrix, 2, "an accuracy matrix")
     if not accuracy.size:
-        raise ConfigError("an accuracy matrix needs a row and a column at least")
+        raise ConfigError("an accuracy matrix needs at least one row and one column")
     task_of = column_tasks(accuracy, tasks)
-    has_begun = task_of < len(accuracy)
-    return StartedColumns(accuracy[:, has_begun], task_of[has_begun])
+    has_started = task_of < len(accuracy)
+    return StartedColumns(accuracy[:, has_started], task_of[has_started])
 
 
 def _best(accuracy: Values) -> Values:
@@ -288,8 +285,8 @@ def _mean(numbers: Values) -> float:
 
 
 def stsa(matrix: TensorLike) -> float:
-    """STSA: mean_{j < T} (max_{l <= T} R[l, j] - a_j). The last row counts as a best one, so it is
-    never below 0.
+    """STSA: mean_{j < T} (max_{l <= T} R[l, j] - a_j). The maximum includes the last row, so the
+    result is at least 0.
 
     Source: STSA's main.py.
     """
@@ -307,8 +304,8 @@ def fed_mammoth(matrix: TensorLike) -> float:
 
 
 def fot(matrix: TensorLike) -> float:
-    """FOT: mean_{j < T} (R[j, j] - a_j), printed there as "BWT": backward transfer with the other
-    sign.
+    """FOT: mean_{j < T} (R[j, j] - a_j), which its code calls "BWT": backward transfer with the
+    opposite sign.
 
     Source: FOT's FedAVGAggregator.py.
     """
@@ -317,8 +314,8 @@ def fot(matrix: TensorLike) -> float:
 
 
 def lander(matrix: TensorLike) -> float:
-    """LANDER: (1/T) sum_t (max_j R[t, j] - R[T, t]) with blanks as 0: a maximum over tasks, not
-    over time.
+    """LANDER: (1/T) sum_t (max_j R[t, j] - R[T, t]) with 0 for unknown accuracies. The maximum is
+    over tasks, not over time.
 
     Source: LANDER's forgetting_cal.py.
     """
@@ -327,10 +324,10 @@ def lander(matrix: TensorLike) -> float:
 
 
 def mfcl(matrix: TensorLike) -> float:
-    """MFCL: (1/T) (R[1, 1]/100 - a_1 + sum_{j >= 2} (R[j, j] - a_j)): a share minus a percentage in
-    its first term.
+    """MFCL: (1/T) (R[1, 1]/100 - a_1 + sum_{j >= 2} (R[j, j] - a_j)). Its first term is a share
+    minus a percentage.
 
-    Source: MFCL's main.py. Reading: of shares, the same with all numbers a hundred times smaller.
+    Source: MFCL's main.py. Reading: we apply the formula to shares as it is.
     """
     accuracy = _square(matrix)
     at_end = np.diagonal(accuracy).copy()
@@ -339,23 +336,25 @@ def mfcl(matrix: TensorLike) -> float:
 
 
 def _square(matrix: TensorLike) -> Values:
-    """The tasks that have come, (T, T)."""
+    """The columns of the tasks so far, (T, T)."""
     accuracy = values(matrix, 2, "an accuracy matrix")
     return accuracy[:, : len(accuracy)]
 
 
 def _earlier_mean(lost: Values) -> float:
-    return float(np.mean(lost[:-1])) if len(lost) > 1 else float("nan")
+    if len(lost) < 2:
+        return float("nan")
+    return float(np.mean(lost[:-1]))
 
 
 @dataclass(frozen=True)
 class Definition:
-    """One way to take a number from a matrix: its name, its formula in words, its source, and the
+    """A definition of a number from an accuracy matrix: its name, formula in words, source, and
     function.
 
-    ``of``: from (matrix, tasks of its columns). ``by_class``: whether it has a meaning where
-    columns are classes.
-    ``differs``: for a published variant, in which way it is not Chaudhry's.
+    ``of``: the function of the matrix and the tasks of its columns. ``by_class``: whether it is
+    meaningful for columns that are classes. ``differs``: how it differs from the definition of
+    Chaudhry et al.
     """
 
     name: str
@@ -413,7 +412,7 @@ TABLE: tuple[Definition, ...] = (
     ),
     Definition(
         "learned",
-        "best row of each column, the last among them: what was ever known",
+        "best row of each column, including the last row",
         "fedstill",
         learned,
     ),
@@ -424,35 +423,35 @@ TABLE: tuple[Definition, ...] = (
         "best earlier row - last row; columns with an earlier row",
         "FedNTD, eq. 5",
         lambda matrix, tasks: forgetting(started_columns(matrix, tasks).accuracy),
-        differs="columns of the last task count, too, where an earlier row has them",
+        differs="includes columns of the last task if an earlier row has them",
     ),
     Definition(
         "forgetting, blanks as 0",
-        "the same, over all columns",
-        "a trap",
+        "best earlier row - last row; all columns, unknown accuracies are 0",
+        "a common mistake",
         lambda matrix, tasks: forgetting(with_zeros(started_columns(matrix, tasks).accuracy)),
-        differs="a task that had not come counts as one on which the accuracy was 0",
+        differs="future tasks have accuracy 0",
     ),
     _published(
         "published.stsa",
-        "best row, the last among them - last row; earlier tasks",
+        "best row, including the last row - last row; earlier tasks",
         "STSA, main.py",
         stsa,
-        "the last row counts as a best one, so a gain counts as 0",
+        "the maximum includes the last row, so a gain counts as 0",
     ),
     _published(
         "published.fed_mammoth",
         "diagonal - last row; the mean over all tasks",
         "Fed-Mammoth, utils/training.py",
         fed_mammoth,
-        "the diagonal in place of the best row, and the last task's 0 is in the mean",
+        "the diagonal instead of the best row, and the mean includes the last task's 0",
     ),
     _published(
         "published.fot",
         "diagonal - last row; earlier tasks; printed as BWT",
         "FOT, FedAVGAggregator.py",
         fot,
-        "the diagonal in place of the best row: backward transfer with the other sign",
+        "the diagonal instead of the best row: backward transfer with the opposite sign",
     ),
     _published(
         "published.lander",
@@ -469,6 +468,6 @@ TABLE: tuple[Definition, ...] = (
         "its first term is a share minus a percentage",
     ),
 )
-"""All definitions, as they are shown. ``forward_transfer`` needs the untrained model, too, and is
-not among them.
+"""All definitions in the order of the report, without ``forward_transfer``, which also needs an
+untrained model.
 """

@@ -1,8 +1,8 @@
-"""The numbers that measures work on: float64 arrays in which NaN (or ``None``) means "not
+"""The arrays that metrics compute with: float64, where NaN (or ``None`` in lists) means "not
 measured".
 
-A class without a test example has no accuracy. Every measure leaves such classes out, as if the
-data set did not have them, and gives NaN where nothing is left.
+A class without test examples has no accuracy. Metrics ignore such classes, and return NaN if there
+are no others.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Values = NDArray[np.float64]
 
 
 def values(numbers: TensorLike, dims: int, name: str) -> Values:
-    """The numbers as a float64 array of ``dims`` axes, ``None`` as NaN; raises ConfigError, which
-    has the numbers' name, for another shape.
+    """Numbers as a float64 array with ``dims`` axes, ``None`` as NaN. For another number of axes,
+    raises ConfigError, whose message contains ``name``.
 
     >>> values([0.5, None], 1, "accuracies")
     array([0.5, nan])
@@ -28,21 +28,21 @@ def values(numbers: TensorLike, dims: int, name: str) -> Values:
         numbers = numbers.detach().cpu().double().numpy()
     array = np.array(numbers, dtype=np.float64)
     if array.ndim != dims:
-        raise ConfigError(f"{name} must be {dims}-dimensional, not of shape {array.shape}")
+        raise ConfigError(f"{name} must have {dims} axes, but have shape {array.shape}")
     return array
 
 
 def same_classes(*arrays: Values) -> None:
-    """Raise ConfigError unless all arrays have equally many classes (their last axis)."""
+    """Raise ConfigError unless all arrays have the same number of classes (their last axis)."""
     if len({a.shape[-1] for a in arrays}) > 1:
         raise ConfigError(
-            f"these disagree on the number of classes: shapes {[a.shape for a in arrays]}"
+            f"arrays have different numbers of classes: shapes {[a.shape for a in arrays]}"
         )
 
 
 def mean_over_classes(numbers: Values, weights: Values) -> float:
-    """The mean of (C,) numbers under (C,) weights >= 0 over those that are not NaN; NaN if they
-    weigh nothing.
+    """The mean of numbers (C,) with weights (C,) >= 0; NaN numbers are ignored. NaN if the sum of
+    the weights is 0.
 
     >>> mean_over_classes(np.array([1.0, np.nan, 0.0]), np.array([1.0, 5.0, 3.0]))
     0.25

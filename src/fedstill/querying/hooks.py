@@ -250,8 +250,8 @@ class RunQueries(Observer):
         fields = answers(
             queries=self._queries,
             label_counts=label_counts,
-            alone=self._alone,
-            acted=result.client_events,
+            fit_events=self._alone,
+            client_events=result.client_events,
             server=result.accuracies,
             totals=tests_by_class(sites, self.prepared.world.classes),
             personal=self.personal,

@@ -26,7 +26,7 @@ from fedstill.engines.passes import Outputs, correct_by_example, outputs_by_exam
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.classification import CONFUSION, NO_METRICS, Predictions, RunMetrics
 from fedstill.metrics.local_models import personal_answers
-from fedstill.metrics.score_histograms import auc_error, from_histograms, joined
+from fedstill.metrics.score_histograms import auc_error, concatenated, from_histograms
 from fedstill.metrics.values import Values
 from fedstill.running.evaluation import Predict
 
@@ -306,7 +306,7 @@ class SiteTests(Observer):
             fields["own_test_auc_error"] = max(known)
         if self.personal or so_far.get("accuracy") is not None:
             return fields
-        return {**self.metrics.of(joined(known_predictions)), **fields}
+        return {**self.metrics.of(concatenated(known_predictions)), **fields}
 
     def _client_test(self, test: SiteTest) -> ClientTest:
         if test.predictions is None:

@@ -34,7 +34,7 @@ from fedstill.metrics.classification import (
     RunMetrics,
     larger_is_better,
 )
-from fedstill.metrics.score_histograms import from_histograms, joined
+from fedstill.metrics.score_histograms import concatenated, from_histograms
 
 log = logging.getLogger("fedstill.run")
 
@@ -289,7 +289,7 @@ class SitesScore:
             if not histograms:
                 return None
             sites = [from_histograms(one, self.positive) for one in histograms]
-            return METRICS[self.by].value(joined(sites))
+            return METRICS[self.by].value(concatenated(sites))
         examples: int = sum(event["held_out_examples"] for event in reports)
         right = 0
         for event in reports:
