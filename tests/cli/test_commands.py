@@ -72,7 +72,7 @@ def test_list(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "small.toml", "-s", "topology.sampled=7"], "topology.sampled"),
         (
             ["run", "small.toml", "-s", "partition=sharding", "-s", "partition.shards=900"],
-            "take fewer shards",
+            "shards",
         ),
         (["run", "small.toml", "-s", "data.train_size=99999"], "train_size"),
         (["run", "small.toml", "-s", "model=lenet5"], "lenet5"),

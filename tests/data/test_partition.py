@@ -376,7 +376,7 @@ def test_iid_uses_every_example():
 
 REFUSED = [
     (lambda: p.iid(BALANCED[:5], 6, 0), "6 clients"),
-    (lambda: p.sharding(BALANCED, 3, 1, 0), "multiple of 10"),
+    (lambda: p.sharding(BALANCED, 3, 1, 0), "not a multiple of the 10 classes"),
     (
         lambda: p.sharding(np.repeat([0, 1], [50, 3]), 10, 2, 0),
         "class 1 has 3 examples for 10 shards",
@@ -397,7 +397,7 @@ REFUSED = [
         lambda: p.extended_dirichlet(HAM10000, 100, 2, 1.0, 0, max_tries=20),
         r"class \d: \d+ examples for \d+ clients",
     ),
-    (lambda: p.pathological(BALANCED, 3, 3, 0), "cannot own 10 classes"),
+    (lambda: p.pathological(BALANCED, 3, 3, 0), "cannot hold 10 classes"),
     (lambda: p.pathological(BALANCED, 3, 30, 0), "the data have 10 classes"),
     (
         lambda: p.pathological(np.repeat([0, 1], [50, 2]), 10, 2, 0),

@@ -1,1 +1,1 @@
-"""Data: where examples come from, how clients share them, how a batch is made of them."""
+"""Data: the sources of examples, their partition over clients, and the inputs of networks."""

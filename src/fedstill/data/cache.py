@@ -1,4 +1,4 @@
-"""The cache folder, and decoded data sets in it, which are memory-mapped."""
+"""The cache folder, and its memory-mapped decoded data sets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedstill.core.errors import ConfigError, DiskFull
 from fedstill.core.files import replaced_folder, write_whole
 from fedstill.data.dataset import DatasetInfo, Decoded, Split
 
-# The cache folder holds decoded data, slow partitions and replies of clients.
+# The cache folder contains decoded data, slow partitions and replies of clients.
 
 
 CACHE = "FEDSTILL_CACHE"
@@ -31,14 +31,14 @@ CACHE = "FEDSTILL_CACHE"
 def cache_folder() -> Path:
     """The cache folder: ``FEDSTILL_CACHE``, or the user's cache folder.
 
-    It may not exist yet, and deleting it loses nothing but time. Where it cannot be written, the
-    callers do without. Raises ConfigError if ``FEDSTILL_CACHE`` names a file.
+    It may not exist yet, and it can be deleted at any time. If it is not writable, nothing is
+    cached. Raises ConfigError if ``FEDSTILL_CACHE`` names a file.
     """
     folder = Path(os.environ.get(CACHE) or user_cache_dir("fedstill"))
     with contextlib.suppress(PermissionError):
         if folder.is_file():
             raise ConfigError(
-                f"{CACHE} = {str(folder)!r} is a file; name a folder, which may be one to be made"
+                f"{CACHE} = {str(folder)!r} is a file; name a folder, which need not exist"
             )
     return folder
 
@@ -48,9 +48,10 @@ REUSE_GB = "FEDSTILL_REUSE_GB"
 
 
 def reuse_bytes() -> int:
-    """The most bytes of replies that are kept: ``FEDSTILL_REUSE_GB``, or 10 GB; 0 keeps none.
+    """The maximum size of the cache of replies in bytes: ``FEDSTILL_REUSE_GB``, or 10 GB; 0
+    disables it.
 
-    Raises ConfigError if the variable holds no number of at least 0.
+    Raises ConfigError if the variable is not a number of at least 0.
     """
     text = os.environ.get(REUSE_GB) or "10"
     try:
@@ -62,8 +63,8 @@ def reuse_bytes() -> int:
     return int(gigabytes * 1e9)
 
 
-# Decoded data sets on disk. They are written once, completely or not at all, and memory-mapped
-# afterwards.
+# Decoded data sets on disk. They are written once, completely or not at all, and then
+# memory-mapped.
 
 
 LAYOUT = 7
@@ -71,11 +72,11 @@ LAYOUT = 7
 
 
 def cached(name: str, key_fields: Mapping[str, Any], decode: Callable[[], Decoded]) -> Decoded:
-    """The decoded data with some key: from the cache, or from ``decode``.
+    """The decoded data of a key, from the cache or from ``decode``.
 
-    key_fields: all that the result depends on, as JSON. Several processes may call this at once:
-    one decodes, the others wait. A damaged entry is decoded again. If the cache cannot be written,
-    the arrays stay in memory.
+    key_fields: everything that the result depends on, as JSON. If several processes call this
+    function, one decodes and the others wait. A damaged entry is decoded again. If the cache is not
+    writable, the arrays stay in memory.
     """
     key = hashlib.sha256(
         json.dumps([LAYOUT, key_fields], sort_keys=True, default=str).encode()
@@ -94,7 +95,7 @@ def cached(name: str, key_fields: Mapping[str, Any], decode: Callable[[], Decode
 
 
 def _write_and_map(folder: Path, fresh: Decoded) -> Decoded:
-    """Decoded data, which are written and read back so that their arrays are memory-mapped."""
+    """Write decoded data to the cache, and return them with memory-mapped arrays."""
     try:
         _write(folder, fresh)
     except (OSError, DiskFull):
@@ -125,7 +126,7 @@ def _read(folder: Path) -> Decoded | None:
 def _read_split(folder: Path, split: str, shape: list[int], *, has_owners: bool) -> Split:
     values = np.load(folder / f"{split}-values.npy", mmap_mode="c", allow_pickle=False)
     if list(values.shape) != shape:
-        raise ValueError(f"{folder}: {split} is not what about.json says")
+        raise ValueError(f"{folder}: {split} does not match about.json")
     labels = _read_numbers(folder, split, "labels", shape[0])
     owners = None
     if has_owners:
@@ -136,7 +137,7 @@ def _read_split(folder: Path, split: str, shape: list[int], *, has_owners: bool)
 def _read_numbers(folder: Path, split: str, name: str, count: int) -> NDArray[np.int64]:
     array: NDArray[np.int64] = np.load(folder / f"{split}-{name}.npy", allow_pickle=False)
     if array.shape != (count,):
-        raise ValueError(f"{folder}: {split} is not what about.json says")
+        raise ValueError(f"{folder}: {split} does not match about.json")
     return array
 
 

@@ -1,4 +1,4 @@
-"""Which client has which training examples, and how many of each class."""
+"""Client splits: the training examples of each client, and their label counts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Positions = NDArray[np.int64]
 class ClientSplit(Sequence[Positions]):
     """The positions of each client's examples in the training set.
 
-    All clients share one array: a split over a hundred thousand clients makes no array for a client
-    before somebody asks for its examples.
+    All clients share one array, so that a split over many clients is cheap. A client's array is
+    only created on access.
 
-    positions: (n,) int64, client after client. ends: (clients,) int64, ascending; where each
-    client's positions end.
+    positions: (n,) int64, ordered by client. ends: (clients,) int64, ascending, the end of each
+    client's positions.
 
     >>> [part.tolist() for part in ClientSplit(np.array([7, 5, 6]), np.array([1, 3]))]
     [[7], [5, 6]]
@@ -35,18 +35,18 @@ class ClientSplit(Sequence[Positions]):
 
     @staticmethod
     def of_parts(parts: Sequence[Positions]) -> ClientSplit:
-        """The split that gives each client one of these arrays."""
+        """The split in which each client has one of the given arrays."""
         if isinstance(parts, ClientSplit):
             return parts
-        arrays = list(parts) or [np.zeros(0, dtype=np.int64)]  # numpy cannot concatenate nothing
+        arrays = list(parts) or [np.zeros(0, dtype=np.int64)]  # concatenate needs an array
         positions = np.concatenate(arrays).astype(np.int64)
         return ClientSplit(positions, ends_of([len(part) for part in parts]))
 
     @staticmethod
     def of_owners(positions: Positions, owners: NDArray[np.int64], clients: int) -> ClientSplit:
-        """The split in which ``owners`` (n,) says whose each of ``positions`` (n,) is.
+        """The split in which ``owners`` (n,) are the clients of ``positions`` (n,).
 
-        A client has its positions in the order in which they stand here.
+        Each client's positions keep their order.
 
         >>> split = ClientSplit.of_owners(np.array([7, 5, 6]), np.array([1, 0, 1]), 2)
         >>> [part.tolist() for part in split]
@@ -74,18 +74,18 @@ class ClientSplit(Sequence[Positions]):
             yield positions[start:end]
 
     def with_examples(self, client: int, positions: Positions) -> ClientSplit:
-        """The split in which a client also has these examples, behind those that it has."""
+        """The split in which a client has further examples, after its present ones."""
         _, end = bounds(self.ends, client)
         ends = self.ends.copy()
         ends[client:] += len(positions)
         return ClientSplit(np.insert(self.positions, end, positions), ends)
 
     def label_counts(self, labels: NDArray[Any], classes: int) -> LabelCounts:
-        """Each client's label counts, given the labels of all training examples."""
+        """The label counts of each client, from the labels of all training examples."""
         return LabelCounts.of_labels(labels[self.positions], self.ends, classes)
 
     def label_table(self, labels: Tensor, classes: int) -> Tensor:
-        """The same as one tensor (clients, C) on the CPU."""
+        """The label counts of all clients as a tensor (clients, C) on the CPU."""
         cells = torch.from_numpy(self.owners) * classes
         cells = cells + labels.cpu()[torch.from_numpy(self.positions)]
         counts = torch.bincount(cells, minlength=len(self) * classes)
@@ -106,12 +106,12 @@ class ClientSplit(Sequence[Positions]):
 
 
 def ends_of(sizes: ArrayLike) -> NDArray[np.int64]:
-    """Where each client's positions end, given how many each client has."""
+    """The end of each client's positions, from the number of positions of each client."""
     return np.cumsum(np.asarray(sizes), dtype=np.int64)
 
 
 def bounds(ends: NDArray[np.int64], client: int) -> tuple[int, int]:
-    """Where a client's entries start and end; a negative number counts from the last client.
+    """The start and the end of a client's entries. A negative number counts from the last client.
 
     Raises IndexError for a client that does not exist.
     """
@@ -120,17 +120,19 @@ def bounds(ends: NDArray[np.int64], client: int) -> tuple[int, int]:
         number += len(ends)
     if not 0 <= number < len(ends):
         raise IndexError(f"there is no client {client} of {len(ends)}")
-    start = int(ends[number - 1]) if number else 0
+    start = 0
+    if number:
+        start = int(ends[number - 1])
     return start, int(ends[number])
 
 
 def _occurrences(
     cells: NDArray[np.int64], size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The distinct numbers among ``cells``, ascending, and how often each occurs.
+    """The distinct numbers in ``cells``, ascending, and their counts.
 
-    cells: numbers from 0 to ``size`` - 1. Counting into a table of this size is faster than
-    sorting, unless the table is larger than the cells.
+    cells: numbers from 0 to ``size`` - 1. Counting in a table of this size is faster than sorting,
+    unless the table is larger than ``cells``.
     """
     if size > len(cells):
         return np.unique(cells, return_counts=True)
@@ -141,13 +143,13 @@ def _occurrences(
 
 @dataclass(frozen=True, eq=False)
 class LabelCounts(Sequence[list[int]]):
-    """Label counts (C,) of each client; only classes that a client has are stored.
+    """Label counts (C,) of each client, stored sparsely, without zeros.
 
-    A client's counts are made when somebody asks for them, since a table of all clients and classes
-    may not fit into memory.
+    A table of all clients and classes may not fit into memory, so a client's counts are only
+    created on access.
 
-    classes: C. class_ids: client after client, each client's ascending. counts: the number of
-    examples of each. ends: (clients,), where each client's entries end in both.
+    classes: C. class_ids: ordered by client, ascending for each client. counts: the numbers of
+    examples. ends: (clients,), the end of each client's entries.
 
     >>> LabelCounts.of_labels(np.array([2, 0, 2, 1]), np.array([3, 4]), classes=3)[0]
     [1, 0, 2]
@@ -160,12 +162,12 @@ class LabelCounts(Sequence[list[int]]):
 
     @staticmethod
     def of_labels(labels: NDArray[Any], ends: NDArray[np.int64], classes: int) -> LabelCounts:
-        """From the labels (n,) of all clients' examples, client after client, and where each
-        client's labels end.
+        """From the labels (n,) of all examples, ordered by client, and the end of each client's
+        labels.
         """
         owners = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
         cells, counts = _occurrences(owners * classes + labels, len(ends) * classes)
-        # Without classes there are no cells, and the divisor only has to be positive.
+        # Without classes there are no cells, and any positive divisor will do.
         divisor = max(classes, 1)
         per_client = np.bincount(cells // divisor, minlength=len(ends))
         return LabelCounts(
@@ -190,7 +192,7 @@ class LabelCounts(Sequence[list[int]]):
 
     @property
     def key(self) -> tuple[int, bytes, bytes, bytes]:
-        """The same for equal counts."""
+        """A hashable key, equal for equal counts."""
         counts = self.counts.astype(np.float64)
         return self.classes, self.class_ids.tobytes(), counts.tobytes(), self.ends.tobytes()
 
@@ -211,14 +213,14 @@ class LabelCounts(Sequence[list[int]]):
         return sizes.astype(np.float64)
 
     def classes_held(self) -> NDArray[np.int64]:
-        """The number of classes of which each client has an example (clients,)."""
+        """The number of classes of each client (clients,)."""
         return np.diff(self.ends, prepend=0)
 
     def mean_shares(self, among: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """The mean over clients of the shares (C,) that classes have of a client's examples.
+        """The mean over clients of the shares (C,) of classes in a client's examples.
 
-        Only classes in ``among`` (C,) count. Clients without an example of these are left out; the
-        shares are NaN if no client remains.
+        Only classes in ``among`` (C,) count. Clients without examples of these classes are ignored;
+        the shares are NaN if there are no others.
 
         >>> LabelCounts.of_table([[3, 1], [0, 2], [0, 0]], 2).mean_shares(
         ...     np.array([True, True])
@@ -231,7 +233,7 @@ class LabelCounts(Sequence[list[int]]):
         clients = np.count_nonzero(totals)
         if not clients:
             return np.full(self.classes, np.nan)
-        # Where a client's total is 0, so is the count, and there is nothing to divide.
+        # If a client's total is 0, its counts are 0 as well, and their shares stay 0.
         shares = np.divide(counts, totals[owners], out=np.zeros(len(counts)), where=counts > 0)
         return np.bincount(self.class_ids, shares, minlength=self.classes) / clients
 

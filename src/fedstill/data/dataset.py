@@ -1,5 +1,5 @@
-"""The records of data: what to read and how, a data set as arrays (which readers return), and as
-tensors (which runs use).
+"""Records of data: options for reading, a data set as arrays (returned by readers), and a data set
+as tensors (used by runs).
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples
 
-# How data are read, and what their examples are: kinds, options of the reader, and its result.
+# Kinds of examples, options for reading, and the description of a data set.
 
 
 Kind = Literal["image", "table", "vector", "series", "text"]
-"""What examples are: pixels; a row of a table; numbers of one meaning (features); channels over
-time; token ids.
+"""The kind of examples: pixels, rows of a table, vectors of features, channels over time, or token
+ids.
 """
 
 Missing = Literal["refuse", "drop", "mean"]
-"""What is done about a missing number: the data are refused, the row is left out, or it counts as
-the mean.
-"""
+"""The treatment of missing numbers: an error, leaving the row out, or the mean of the column."""
 
 Mode = Literal["grey", "rgb"]
-"""What all images are converted to."""
+"""The mode to which images are converted."""
 
 Broken = Literal["refuse", "skip"]
-"""What is done about images that cannot be decoded: the data are refused, or they are left out."""
+"""The treatment of images that cannot be decoded: an error, or leaving them out."""
 
 Value = str | int | float | bool
 
@@ -49,10 +47,11 @@ PLURALS = {
 """The words for examples of each kind in messages."""
 
 FILE = "<file>"
-"""The owner column that stands for an example's file: a table's file, or an image's folder."""
+"""The name of the owner column if files are owners: the file of a table, or the folder of an image.
+"""
 
 DEFAULT_TEXT_LENGTH = 64
-"""The tokens that are read of each text by default."""
+"""The default number of tokens of a text."""
 
 Name = TypeVar("Name")
 
@@ -60,7 +59,7 @@ Name = TypeVar("Name")
 def nfc(name: Name) -> Name:
     """A name in Unicode's composed form (NFC), in which equal names have equal characters.
 
-    macOS writes names of files in decomposed form. Other types than texts stay as they are.
+    macOS writes file names in decomposed form. Values that are not texts do not change.
     """
     if isinstance(name, str):
         return unicodedata.normalize("NFC", name)  # type: ignore[return-value]
@@ -69,54 +68,54 @@ def nfc(name: Name) -> Name:
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """How columns become examples. All fields have defaults."""
+    """Options for turning columns into examples. All fields have defaults."""
 
     kind: Kind | Literal["auto"] = "auto"
-    """What examples are; "auto" decides by the types of the columns."""
+    """The kind of examples; "auto" infers it from the types of the columns."""
     columns: tuple[str, ...] = ()
     """The columns of a table; by default, all columns of numbers except the label, the owner and
     the index of a pandas table.
     """
     categorical: tuple[tuple[str, tuple[Value, ...]], ...] = ()
-    """The columns of a table whose values are names, and these names; without names, those in the
-    training data. Each name becomes an input of 0 or 1.
+    """The categorical columns of a table, with their categories; by default, the categories in the
+    training data. Each category becomes an input of 0 or 1.
     """
     input: str = ""
     """The column of texts, vectors or series."""
     missing: Missing = "refuse"
-    """What is done about missing numbers."""
+    """The treatment of missing numbers."""
     marks: bool | tuple[str, ...] = False
-    """The columns that get a mark, an input that is 1 where the column is missing and 0 elsewhere:
-    True for all columns with missing numbers, or their names.
+    """The columns with a mark, an input that is 1 if the value is missing and 0 otherwise: True for
+    all columns with missing numbers, or the names of columns.
     """
     tokenizer: str = "words"
-    """What makes token ids of texts: "words", "bytes", or a file of Hugging Face's tokenizers."""
+    """The tokenizer of texts: "words", "bytes", or a file of Hugging Face's tokenizers."""
     vocabulary: int = 8192
     """The number of token ids for "words"."""
     length: int = 0
-    """The tokens of a text, or the steps of a series, that are read; the end is cut off. 0 reads 64
-    tokens, and whole series.
+    """The maximum number of tokens of a text, or of steps of a series; longer examples are
+    truncated. 0 means 64 tokens, and no limit for series.
     """
     owner: str = ""
-    """The column that names the owner of each example; ``FILE`` for the file of a table or the
-    folder of an image. With ``cuts``, the column of times.
+    """The column of the owners of examples; ``FILE`` for the file of a table or the folder of an
+    image. With ``cuts``, the column of times.
     """
     cuts: tuple[str, ...] = ()
-    """The dates on which tasks begin. Test examples are then held out of each task."""
+    """The dates on which tasks begin. Each task then has held-out test examples."""
     decimal: Literal[".", ","] = "."
     """The decimal mark of CSV files."""
     missing_values: tuple[str | int | float, ...] = ()
-    """Texts and numbers that mean missing. In CSV files, they replace the usual texts, such as NA;
-    an empty field always means missing.
+    """Texts and numbers that mark missing values. In CSV files, they replace the usual marks such
+    as NA; an empty field is always missing.
     """
     unlabelled: Literal["refuse", "drop"] = "refuse"
-    """What is done about examples without a label; "drop" leaves them out."""
+    """The treatment of examples without a label: an error, or leaving them out."""
     split_column: str = ""
     """The column whose values are train, validation and test."""
 
     @property
     def normalised(self) -> ReadingOptions:
-        """The same options with all names of columns and categories in one Unicode form."""
+        """The options with all names of columns and categories in Unicode's form NFC."""
         categorical = tuple(
             (nfc(column), tuple(map(nfc, values))) for column, values in self.categorical
         )
@@ -135,22 +134,22 @@ DEFAULT_OPTIONS = ReadingOptions()
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """What to read of a data set. Raises ConfigError for an unknown ``mode`` or ``broken``."""
+    """A request to read a data set. Raises ConfigError for an unknown ``mode`` or ``broken``."""
 
     image: str | None = None
-    """The column of images; None looks for it."""
+    """The column of images; None to infer it."""
     label: str | None = None
-    """The column of labels; None looks for it."""
+    """The column of labels; None to infer it."""
     size: int | None = None
-    """The side in pixels to which images are resized; None keeps their size."""
+    """The side in pixels to which images are resized; None to keep their size."""
     options: ReadingOptions = DEFAULT_OPTIONS
-    """How columns become examples, unless they are images."""
+    """Options for examples other than images."""
     has_checksums: bool = False
     """Whether the data will be compared with known checksums."""
     mode: Mode | None = None
-    """What all images are converted to; None keeps grey and RGB."""
+    """The mode to which images are converted; None to keep it."""
     broken: Broken = "refuse"
-    """What is done about images that cannot be decoded."""
+    """The treatment of images that cannot be decoded."""
 
     def __post_init__(self) -> None:
         _check_choice("mode", self.mode, (None, *get_args(Mode)))
@@ -160,15 +159,15 @@ class ReadRequest:
 def _check_choice(field: str, value: object, choices: Sequence[str | None]) -> None:
     if value not in choices:
         names = " or ".join(repr(choice) for choice in choices if choice is not None)
-        raise ConfigError(f"data.{field} = {value!r} is unknown; set {names}, or leave it out")
+        raise ConfigError(f"data.{field} = {value!r} is unknown; set {names}, or remove it")
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What the examples of a data set are, and what reading them left out."""
+    """The description of a data set: its examples, and notes about left-out data."""
 
     kind: Kind = "image"
-    """What examples are."""
+    """The kind of examples."""
     vocabulary: int = 0
     """The number of token ids of texts; 0 for numbers."""
     owners: tuple[str, ...] = ()
@@ -178,24 +177,24 @@ class DatasetInfo:
     categories: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """The categorical columns of a table, and the categories of each."""
     features: tuple[str, ...] = ()
-    """The names of the inputs that a table's columns became."""
+    """The names of the inputs into which the columns of a table are encoded."""
     binary_features: tuple[int, ...] = ()
     """The positions of features that are 0 or 1. They are not standardised."""
     tokenizer: str = ""
-    """What made token ids of texts, as in ``ReadingOptions``."""
+    """The tokenizer of texts, as in ``ReadingOptions``."""
     tokenizer_sha: str = ""
-    """The SHA-256 of the tokenizer's file, if it is one."""
+    """The SHA-256 of the tokenizer's file, if there is one."""
     notes: tuple[str, ...] = ()
-    """What was left out or cut, a sentence each."""
+    """Sentences about data that were left out or truncated."""
     warnings: tuple[str, ...] = ()
-    """The notes that a run prints as warnings when it begins."""
+    """The notes that a run prints as warnings at its start."""
 
     def with_notes(self, *notes: str) -> DatasetInfo:
-        """The same with further notes; empty texts are left out."""
+        """The description with further notes, without empty ones."""
         return replace(self, notes=(*self.notes, *filter(None, notes)))
 
     def with_warnings(self, *warnings: str) -> DatasetInfo:
-        """The same with further warnings, which are notes too; empty texts are left out."""
+        """The description with further warnings, which are also notes, without empty ones."""
         info = self.with_notes(*warnings)
         return replace(info, warnings=(*self.warnings, *filter(None, warnings)))
 
@@ -205,7 +204,9 @@ class DatasetInfo:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> DatasetInfo:
-        """The fields in a file, of which some may be absent; raises TypeError for others."""
+        """The description from the fields in a file. Fields may be missing; raises TypeError for
+        unknown ones.
+        """
         fields_of = {name: field for field, name in JSON_NAMES.items()}
         return DatasetInfo(
             **{fields_of.get(name, name): _with_tuples(value) for name, value in values.items()}
@@ -213,12 +214,12 @@ class DatasetInfo:
 
     @property
     def many(self) -> str:
-        """What examples are, for people: "images", "texts"."""
+        """The plural of the kind in messages, such as "images" or "texts"."""
         return PLURALS[self.kind]
 
     @property
     def many_or_examples(self) -> str:
-        """The word in a sentence that counts: "images", or else "examples"."""
+        """The word after a number in messages: "images" or "examples"."""
         if self.kind == "image":
             return self.many
         return "examples"
@@ -232,21 +233,21 @@ INPUT_FIELDS = tuple(
     for field in fields(DatasetInfo)
     if field.name not in ("kind", "owners", "notes", "warnings")
 )
-"""The fields, by their names in files, that are needed to make inputs of new examples."""
+"""The fields, by their names in files, that are needed to encode new examples."""
 
 IMAGE_INFO = DatasetInfo()
 """The description of images."""
 
 
 def _with_tuples(value: Any) -> Any:
-    """A value with tuples for lists, at any depth."""
+    """A value with tuples instead of lists, at any depth."""
     if isinstance(value, list):
         return tuple(map(_with_tuples, value))
     return value
 
 
 MOST_FEATURES = 12
-"""The number of features that a sentence names."""
+"""The maximum number of features in a message."""
 
 
 def shortened_list(names: Sequence[str], most: int) -> str:
@@ -262,7 +263,7 @@ def shortened_list(names: Sequence[str], most: int) -> str:
 
 
 def examples_text(inputs: Mapping[str, Any]) -> str:
-    """One sentence on what examples are; empty for images.
+    """A sentence that describes examples; empty for images.
 
     inputs: the field of that name in a journal's event ``start``.
 
@@ -307,7 +308,7 @@ class Split:
         return len(self.labels)
 
     def selected(self, mask: NDArray[np.bool_], values: NDArray[Any]) -> Split:
-        """The examples in a mask (N,), of which the values are given."""
+        """The examples in a mask (N,), with the given values."""
         owners = None
         if self.owners is not None:
             owners = self.owners[mask]
@@ -328,10 +329,10 @@ class Decoded:
 
     splits: Mapping[str, Split]
     classes: tuple[str, ...] | None
-    """The names of the classes, if the data have them."""
+    """The names of the classes, if the data contain them."""
     source_digests: Mapping[str, Digests] = field(default_factory=dict)
-    """The digests of each split as it was read, before rows were left out or encoded; only of
-    tables, series and texts with known checksums.
+    """The digests of each split before rows are left out or encoded; only for tables, series and
+    texts with known checksums.
     """
     about: DatasetInfo = IMAGE_INFO
 
@@ -343,7 +344,7 @@ class Decoded:
 class Dataset:
     """A data set ready for use: verified splits, class names, and a description of its inputs.
 
-    Values may be memory-mapped copies-on-write: changing them changes no file.
+    Values may be memory-mapped with copy-on-write, so changing them does not change files.
     """
 
     name: str
@@ -353,15 +354,15 @@ class Dataset:
     classes: tuple[str, ...]
     """The names of the classes, by label."""
     mean: tuple[float, ...]
-    """Of images, the mean of each channel, for pixels scaled to [0, 1]; of other numbers, the mean
-    of each column or channel if it is declared, else empty.
+    """For images, the mean of each channel, with pixels in [0, 1]; for other numbers, the declared
+    mean of each column or channel, or empty.
     """
     std: tuple[float, ...]
-    """The standard deviations, as ``mean``."""
+    """The standard deviations, like ``mean``."""
     about: DatasetInfo = IMAGE_INFO
-    """What examples are, and what reading left out."""
+    """The description of the data."""
     backbone_inputs: Mapping[str, Any] | None = None
-    """If examples are features that a backbone computed, the description of the backbone's inputs
+    """If the examples are features of a backbone, the description of the backbone's inputs
     (``Inputs.description``).
     """
 
@@ -375,24 +376,24 @@ class Dataset:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape of each example: of an image (C, H, W), of a vector (D,), of a series (C, L),
-        of token ids (L,).
+        """The shape of an example: (C, H, W) for images, (D,) for vectors and rows, (C, L) for
+        series, (L,) for token ids.
         """
         return tuple(self.train.values.shape[1:])
 
     @property
     def vocabulary(self) -> int:
-        """The number of token ids; 0 where examples are numbers."""
+        """The number of token ids; 0 for other examples than texts."""
         return self.about.vocabulary
 
     @property
     def many(self) -> str:
-        """What examples are, for people: "images", "texts"."""
+        """The plural of the kind in messages, such as "images" or "texts"."""
         return self.about.many
 
 
 def half(channels: int) -> tuple[float, ...]:
-    """0.5 for each channel, the mean and std of images of which nothing else is known."""
+    """0.5 for each channel, the default mean and standard deviation of images."""
     return (0.5,) * channels
 
 
@@ -402,9 +403,9 @@ def as_dataset(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> Dataset:
-    """Verified arrays as a data set; of images, with mean and std 0.5 for each channel by default.
+    """A data set from verified arrays. The default mean and std of images are 0.5 for each channel.
 
-    Raises ConfigError for a mean or std that the data cannot have.
+    Raises ConfigError for a mean or std that does not fit the data.
     """
     splits = {split: _as_examples(arrays) for split, arrays in data.splits.items()}
     size = splits["train"].values.shape[1]
@@ -415,7 +416,7 @@ def as_dataset(
     means = tuple(default if mean is None else mean)
     stds = tuple(default if std is None else std)
     if data.about.kind == "text" and means:
-        raise ConfigError(f"dataset {name!r}: texts have no mean and std; leave them out")
+        raise ConfigError(f"dataset {name!r}: texts have no mean and std; remove them")
     if is_image or means or stds:
         _check_scale(name, size, means, stds)
     return Dataset(
@@ -441,14 +442,15 @@ def _check_scale(name: str, size: int, mean: tuple[float, ...], std: tuple[float
     if len(mean) == len(std) == size and min(std) > 0:
         return
     raise ConfigError(
-        f"dataset {name!r}: mean and std need {size} number(s), std above 0, not {mean} and {std}"
+        f"dataset {name!r}: mean and std need {size} number(s) each, and std above 0, but are "
+        f"{mean} and {std}"
     )
 
 
 def examples_digest(examples: Examples) -> str:
-    """The SHA-256 of values and labels, which does not depend on their device.
+    """The SHA-256 of values and labels, independent of their device.
 
-    Values on a processor are not copied.
+    Values in the CPU's memory are not copied.
     """
     hasher = hashlib.sha256(f"{tuple(examples.values.shape)} {examples.values.dtype}".encode())
     for tensor in (examples.values, examples.labels):
@@ -457,15 +459,12 @@ def examples_digest(examples: Examples) -> str:
 
 
 def stratified_positions(labels: torch.Tensor, size: int, seed: int) -> torch.Tensor:
-    """The positions of ``size`` random examples, in ascending order.
-
-    Each class has its share of them, as nearly as whole numbers allow.
-    """
+    """The positions of a random stratified sample of ``size`` examples, in ascending order."""
     stream = generator(seed_for(seed, 0, 0, SERVER, "stratified"))
     counts = torch.bincount(labels)
     shares = counts.double() * size / len(labels)
     sizes = shares.floor().long()
-    # The classes that lost most by rounding down get one example more.
+    # The classes with the largest remainders get one more example.
     remainder = size - int(sizes.sum())
     sizes[(shares - sizes).argsort(descending=True, stable=True)[:remainder]] += 1
 

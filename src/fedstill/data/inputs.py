@@ -1,7 +1,7 @@
-"""From stored values to the inputs of a network: images are normalised, and augmented if the run
-says so.
+"""Turns stored values into the inputs of a network: normalisation of images, and their
+augmentation.
 
-Augmentation works on tensors of raw pixels. All draws come from the generator that is passed.
+Augmentation uses tensors of raw pixels. All random numbers come from the generator argument.
 
 Source: FedNTD's and FedSeq's pipelines: crop, flip and rotation on raw pixels (so that padding is
 black), then normalise, then Cutout (so that the hole is 0 after normalisation, the mean colour).
@@ -23,11 +23,11 @@ from fedstill.core.keys import to_device
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
 
 STEPS = {
-    "crop": "pad by 4 black pixels and cut out the old size at random",
-    "crop_reflect": "pad by 4 mirrored pixels and cut out the old size at random",
-    "flip": "mirror left and right, every other image on average",
-    "rotation": "turn by up to 15 degrees either way, nearest pixel, black outside",
-    "cutout": "set one square of side 16, clipped at the borders, to 0 after normalisation",
+    "crop": "pad by 4 black pixels and crop to the original size at random",
+    "crop_reflect": "pad by 4 mirrored pixels and crop to the original size at random",
+    "flip": "flip horizontally with probability 1/2",
+    "rotation": "rotate by up to 15 degrees in both directions, nearest pixel, black outside",
+    "cutout": "set a square of side 16, clipped at the borders, to 0 after normalisation",
 }
 """The steps of augmentation, in the order in which they are applied."""
 
@@ -38,38 +38,38 @@ HOLE = 16
 
 @dataclass(frozen=True)
 class Inputs:
-    """How stored values become inputs."""
+    """The conversion of stored values to inputs."""
 
     mean: tuple[float, ...] = ()
-    """Of images, the mean of each channel; of other numbers, the mean of each column or channel
-    that has been subtracted already.
+    """For images, the mean of each channel; for other numbers, the mean of each column or channel,
+    which has already been subtracted.
     """
     std: tuple[float, ...] = ()
-    """The standard deviations, as ``mean``."""
+    """The standard deviations, like ``mean``."""
     steps: tuple[str, ...] = ()
     """The steps of augmentation: names of ``STEPS``."""
     about: DatasetInfo = IMAGE_INFO
-    """What examples are."""
+    """The description of examples."""
 
     def plain(self, values: Tensor) -> Tensor:
-        """Values (n, …) as inputs: pixels normalised, in float32; other numbers, and token ids, as
-        they are.
+        """Values (n, …) as inputs without augmentation: normalised float32 pixels, or unchanged
+        numbers and token ids.
         """
         if values.dtype == torch.uint8:
             return normalise(values, self.mean, self.std)
         return values
 
     def trained_on(self, values: Tensor, generator: torch.Generator) -> Tensor:
-        """Values as one training batch, augmented with draws from the generator."""
+        """Values as a training batch, augmented with random numbers from the generator."""
         if not self.steps:
             return self.plain(values)
         return augment(values, self.steps, self.mean, self.std, generator)
 
     def description(self, values: Tensor) -> dict[str, Any]:
-        """The description of inputs that a journal stores, from which they can be made again.
+        """The description of inputs in a journal, which suffices to encode new examples.
 
-        It has the shape and type (``pixels``) of stored values, mean and std; of other examples
-        than images also their kind, and the fields of ``DatasetInfo`` that are not empty.
+        It contains the shape and type (``pixels``) of stored values, mean and std; for other
+        examples than images, also their kind and the non-empty fields of ``DatasetInfo``.
         """
         description = {
             "shape": list(values.shape[1:]),
@@ -96,7 +96,7 @@ def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 
 @lru_cache(maxsize=32)
 def _by_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """(C, 1, 1) numbers on a device, sent there once: a batch must not wait for them."""
+    """Numbers (C, 1, 1) on a device; cached, so that batches do not wait for a copy."""
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
 
@@ -108,16 +108,16 @@ def augment(
     std: Sequence[float],
     generator: torch.Generator,
 ) -> Tensor:
-    """A training batch: the named steps in the papers' order, whatever order they are listed in,
-    and normalisation.
+    """A normalised and augmented training batch (B, C, H, W) float32.
 
-    images: (B, C, H, W) uint8; steps: names of ``STEPS``, none for ``normalise`` alone -> (B, C, H,
-    W) float32. Every image has draws of its own, all from ``generator``. Raises UnknownName or
-    ConfigError for ``check_steps``.
+    images: (B, C, H, W) uint8; steps: names in ``STEPS``, which are applied in the order of the
+    papers, independent of their order here. Each image has its own random numbers from
+    ``generator``. Raises UnknownName or ConfigError, as ``check_steps`` does.
     """
     check_steps(steps)
     sources = PixelSources.identity(images)
-    # From the batch back to the raw images: the step applied last is undone first.
+    # Sources are computed backwards, from the batch to the raw images, so the last step comes
+    # first.
     if "rotation" in steps:
         sources = sources.rotated(generator)
     if "flip" in steps:
@@ -131,32 +131,30 @@ def augment(
 
 
 def check_steps(steps: Collection[str]) -> None:
-    """Raise UnknownName for a step that does not exist, ConfigError for both kinds of crop at
-    once.
-    """
+    """Raise UnknownName for an unknown step, and ConfigError if both kinds of crop are listed."""
     for step in steps:
         if step not in STEPS:
             raise UnknownName("augmentation", step, STEPS)
     if {"crop", "crop_reflect"} <= set(steps):
         raise ConfigError(
-            "augmentations 'crop' and 'crop_reflect' exclude each other; leave one out"
+            "augmentations 'crop' and 'crop_reflect' cannot be combined; remove one of them"
         )
 
 
 @dataclass(frozen=True)
 class PixelSources:
-    """For each pixel of a batch, the pixel of the raw image that it shows."""
+    """The source of each pixel of a batch: a pixel of the raw image."""
 
     rows: Tensor
     """(B, H, W) int64."""
     columns: Tensor
     """(B, H, W) int64."""
     inside: Tensor
-    """(B, H, W) bool: whether that pixel is in the image; outside of it, all is black."""
+    """(B, H, W) bool: whether the source is inside the image; pixels outside are black."""
 
     @staticmethod
     def identity(images: Tensor) -> PixelSources:
-        """The sources of a batch that shows images (B, C, H, W) as they are."""
+        """The sources of a batch without augmentation, for images (B, C, H, W)."""
         count, _, height, width = images.shape
         shape = (count, height, width)
         rows = torch.arange(height, device=images.device).view(1, -1, 1)
@@ -165,7 +163,7 @@ class PixelSources:
         return PixelSources(rows.expand(shape), columns.expand(shape), inside.expand(shape))
 
     def rotated(self, generator: torch.Generator) -> PixelSources:
-        """The sources after each image was turned about its centre by up to DEGREES."""
+        """The sources after a random rotation of each image about its centre by up to DEGREES."""
         count, height, width = self.rows.shape
         unit = torch.rand(count, generator=generator)
         angles = ((2 * unit - 1) * math.radians(DEGREES)).view(-1, 1, 1)
@@ -180,7 +178,7 @@ class PixelSources:
         return self._moved(rows, columns)
 
     def flipped(self, generator: torch.Generator) -> PixelSources:
-        """The sources after about half of the images were mirrored left and right."""
+        """The sources after a horizontal flip of about half of the images."""
         count, _, width = self.rows.shape
         is_mirrored = torch.rand(count, generator=generator) < 0.5
         is_mirrored = to_device(is_mirrored, self.rows.device).view(-1, 1, 1)
@@ -189,7 +187,7 @@ class PixelSources:
         )
 
     def cropped(self, generator: torch.Generator, *, reflect: bool) -> PixelSources:
-        """The sources after images were padded by PADDING pixels and cropped at random.
+        """The sources after padding by PADDING pixels and a random crop.
 
         reflect: whether the padding mirrors the image; otherwise it is black.
         """
@@ -204,7 +202,7 @@ class PixelSources:
         return self._moved(rows, columns)
 
     def pixels_of(self, images: Tensor) -> Tensor:
-        """The pixels (B, C, H, W) that are shown of raw images of that shape."""
+        """The pixels (B, C, H, W) of the batch, from raw images of the same shape."""
         count, channels, height, width = images.shape
         rows = self.rows.clamp(0, height - 1)
         columns = self.columns.clamp(0, width - 1)
@@ -219,7 +217,7 @@ class PixelSources:
 
 
 def _mirrored(index: Tensor, size: int) -> Tensor:
-    """Positions reflected at the border pixels, which are not repeated; those far outside stay
+    """Positions reflected at the border pixels, which are not repeated. Positions far outside stay
     outside.
     """
     index = index.abs()
@@ -227,8 +225,8 @@ def _mirrored(index: Tensor, size: int) -> Tensor:
 
 
 def _cutout(batch: Tensor, generator: torch.Generator) -> Tensor:
-    """One hole an image, its centre uniform over the pixels; the hole reaches HOLE / 2 up and left,
-    less one down.
+    """A batch with a hole in each image. The centre is uniform over the pixels; the hole covers
+    HOLE / 2 pixels before the centre, and HOLE / 2 - 1 after it.
     """
     _, _, height, width = batch.shape
     in_rows = _hole_along(height, batch, generator)
@@ -238,7 +236,7 @@ def _cutout(batch: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _hole_along(size: int, batch: Tensor, generator: torch.Generator) -> Tensor:
-    """Which positions (B, size) along an axis are in each image's hole."""
+    """Whether positions along an axis are in the hole of each image: (B, size) bool."""
     centres = torch.randint(size, (len(batch), 1), generator=generator)
     centres = to_device(centres, batch.device)
     distances = torch.arange(size, device=batch.device).view(1, -1) - centres + HOLE // 2

@@ -1,7 +1,7 @@
-"""The view that each site has of data: its part of a data set in a simulation, or its own data at a
-real site, and the public set.
+"""The view of each site: its part of a data set in a simulation, or the data of a real site, and
+the public set.
 
-Data may change with the rounds, by tasks or by arrival, but not by both.
+Data may change during a run, either with the tasks or as examples arrive.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ from fedstill.data.client_split import ClientSplit
 from fedstill.data.inputs import Inputs
 
 Order = Literal["mixed", "by_class"]
-"""In which order a client's examples arrive: drawn evenly, or one class after another."""
+"""The order in which a client's examples arrive: random, or one class after another."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """How a client's examples arrive with the rounds.
+    """The arrival of a client's examples over the rounds.
 
-    Source: QKT, section 5, leaves "real-time and highly dynamic scenarios" to future work, without
-    a rule.
-    Reading: what arrives is the client's own part of the split, in equal parts; what has arrived
-    stays.
+    Source: QKT, section 5, which leaves "real-time and highly dynamic scenarios" to future work.
+    Reading: the client's part of the split arrives in equal amounts per round, and stays.
     """
 
     order: Order
@@ -67,10 +65,10 @@ class Arrival:
         return order.argsort()
 
     def arrived(self, ranks: Tensor, indices: Tensor, round: int) -> Tensor:
-        """Those of some of a client's examples that have arrived by a round, in their order.
+        """The examples in ``indices`` that have arrived by a round, in order.
 
-        ranks: (n,), of all its examples. indices: (k,), of some examples among them. If none of
-        these has arrived, the first to arrive is returned.
+        ranks: (n,), the ranks of all examples of the client. indices: (k,), some of these examples.
+        If none of them has arrived, the first one to arrive is returned.
         """
         count = max(1, int(self.share(round) * len(ranks) + 0.5))
         arrived = indices[ranks[indices] < count]
@@ -81,22 +79,21 @@ class Arrival:
 
 @dataclass(frozen=True)
 class TaskData:
-    """A cut of the training set into tasks, on the clock of a stream."""
+    """The division of the training set into tasks, with the schedule of a stream."""
 
     stream: Stream
     task_of: Tensor | None
-    """The task of each training example, (n,) int64; None if every task has all of them."""
+    """The task of each training example, (n,) int64; None if every task has all examples."""
     transforms: tuple[Transform | None, ...] = ()
-    """How each task changes its images; empty if they stay as they are."""
+    """The transformation of images in each task; empty if there is none."""
     by_domain: bool = False
-    """Whether each task has test examples of its own, by the value of a column."""
+    """Whether each task has its own test examples, selected by the value of a column."""
     tests: Mapping[int, Examples] = field(default_factory=dict)
     """The test sets of the tasks so far, at a real site."""
 
     def tasks_in(self, client: int, round: int) -> list[int]:
-        """The tasks whose data a client has in a round, the present one first.
-
-        Older tasks follow in order, if their data are kept. There are none before the client joins.
+        """The tasks whose data a client has in a round: the current task, then earlier tasks in
+        order if their data are kept. Empty before the client joins.
         """
         tasks = self.stream.tasks_until(client, round)
         present = tasks[-1:]
@@ -105,15 +102,13 @@ class TaskData:
         return present + tasks[:-1]
 
     def of_task(self, part: Tensor, task: int) -> Tensor:
-        """The indices of a task's examples in ``part``, a client's positions in the training
-        set.
-        """
+        """The indices of a task's examples in ``part``, the positions of a client's examples."""
         if self.task_of is None:
             return torch.arange(len(part))
         return (self.task_of[part] == task).nonzero().flatten()
 
     def transformed(self, examples: Examples, task: int) -> Examples:
-        """Examples with the images that a task makes of them."""
+        """Examples after the transformation of a task."""
         if not self.transforms:
             return examples
         transform = self.transforms[task]
@@ -123,7 +118,7 @@ class TaskData:
 
 
 def concatenated(pieces: Sequence[Examples]) -> Examples:
-    """Examples one below another, with owners where all pieces have them; a single piece is not
+    """The concatenation of examples, with owners if all pieces have owners. A single piece is not
     copied.
     """
     if len(pieces) == 1:
@@ -141,7 +136,7 @@ Part = TypeVar("Part", Tensor, Examples)
 
 @dataclass(frozen=True, eq=False)
 class Division(Generic[Part]):
-    """What a client trains on, and what it holds out: examples, or their positions."""
+    """A client's training examples and held-out examples, or their positions."""
 
     train: Part
     held_out: Part
@@ -149,49 +144,49 @@ class Division(Generic[Part]):
 
 @dataclass(frozen=True)
 class SiteViews:
-    """The views of sites over one training set: all clients' in a simulation, one client's at a
-    real site.
+    """The views of the sites on a training set: of all clients in a simulation, or of one client at
+    a real site.
 
     Raises ValueError if both ``arrival`` and ``tasks`` are set.
     """
 
     train: Examples
     split: ClientSplit | None
-    """The positions of each client's examples in ``train``; None at a real site, to which all of
-    ``train`` belong.
+    """The positions of each client's examples in ``train``; None at a real site, which has all of
+    ``train``.
     """
     classes: int
     model: Callable[[int], ModelSpec]
     """The network of each client."""
     passes: Callable[[ModelSpec], Passes]
-    """How a network is run over data."""
+    """Passes of a network over data."""
     inputs: Inputs
     plans: dict[str, Plan]
-    """The plan of each stage, with the share of its own data that a client holds out."""
+    """The plan of each stage, including the share of held-out examples."""
     seed: int
 
     public: Examples | None = None
     """The public set, which is also the server's data."""
     common_test: Examples | None = None
     own_tests: Mapping[int, Examples] = field(default_factory=dict)
-    """Test sets of clients. At real sites, they stay there."""
+    """The own test sets of clients. Those of real sites stay there."""
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """The classes that clients ask for."""
+    """The queried classes of clients."""
     labelled: frozenset[str] = frozenset()
-    """The stages in which the public set has labels; in all others, they are -1."""
+    """The stages in which the public set has labels; in other stages, labels are -1."""
     held_out: Literal["last"] | None = None
-    """Which examples a client holds out: the last of its part, or random ones (None)."""
+    """The held-out examples of a client: the last ones of its part, or random ones (None)."""
     arrival: Arrival | None = None
-    """How the data of clients grow with the rounds; None if all are there from the start."""
+    """The arrival of the clients' data; None if all data are available from the start."""
     tasks: TaskData | None = None
-    """Which data belong to which task; None without tasks."""
+    """The division of the data into tasks; None without tasks."""
     flipped: frozenset[int] = frozenset()
-    """The clients that attack: they train on false labels, C - 1 - label."""
+    """The attacking clients, which train on false labels C - 1 - label."""
 
     def __post_init__(self) -> None:
         if self.arrival is not None and self.tasks is not None:
             raise ValueError("data change by arrival or by tasks, not by both")
-        self._unlabelled  # noqa: B018  (made once, before there are threads)
+        self._unlabelled  # noqa: B018  (computed before threads start)
 
     def positions(self, client: int) -> Tensor:
         """The positions of a client's examples in ``train``."""
@@ -206,8 +201,8 @@ class SiteViews:
         return len(self.positions(client))
 
     def smaller_than(self, size: int) -> int | None:
-        """The first client that has fewer examples than this; None if there is none, or where sites
-        keep their data.
+        """The first client with fewer than ``size`` examples; None if there is none, or at a real
+        site.
         """
         if self.split is None:
             return None
@@ -215,20 +210,18 @@ class SiteViews:
         return next(iter(clients), None)
 
     def trains_on(self, client: int, stage: str) -> int:
-        """The number of a site's own examples that it does not hold out in a stage."""
+        """The number of a client's training examples in a stage, without held-out ones."""
         indices = self.divided_indices(client, self.size(client), self._held_out_share(stage))
         return len(indices.train)
 
     def counts(self, client: int, round: int | None = None) -> Tensor:
-        """Label counts (C,) of a client's own data, held-out ones included: of what it has in a
-        round, or of all.
+        """The label counts (C,) of a client's data, including held-out examples, in a round or in
+        all rounds.
         """
         return self._counts(self.train.labels[self._positions_in(client, round)])
 
     def all_counts(self, round: int | None = None) -> Tensor:
-        """The label counts (clients, C) of all clients, as ``counts``; (0, C) where the sites keep
-        them.
-        """
+        """The label counts (clients, C) of all clients, like ``counts``; (0, C) at a real site."""
         split = self.split
         if split is None:
             return torch.zeros(0, self.classes, dtype=torch.int64)
@@ -239,14 +232,14 @@ class SiteViews:
         return split.label_table(self.train.labels, self.classes)
 
     def label_shares(self, client: int) -> list[float]:
-        """The share of each class (C,) in a client's own data."""
+        """The share of each class (C,) in a client's data."""
         counts = self.counts(client)
         shares: list[float] = (counts / counts.sum()).tolist()
         return shares
 
     def division(self, client: int, share: float, round: int | None = None) -> Division[Tensor]:
-        """The positions in ``train`` of a client's examples, of which it holds out a share: of
-        those that have arrived in a round, or of all.
+        """The positions in ``train`` of a client's training and held-out examples, for a share of
+        held-out examples. With a round, only examples that have arrived.
         """
         part = self.positions(client)
         indices = self.divided_indices(client, len(part), share)
@@ -259,7 +252,7 @@ class SiteViews:
         return Division(part[train], part[held_out])
 
     def view(self, client: int, stage: Stage) -> View:
-        """What a client sees in a stage; the server sees the public set as its data."""
+        """The view of a client in a stage. The server's data are the public set."""
         if client == SERVER:
             return self._view_of_server(stage)
         spec = self.model(client)
@@ -316,7 +309,7 @@ class SiteViews:
             return part
         if self.tasks is not None:
             tasks = self.tasks.tasks_in(client, round)
-            # An empty piece more, for a client that has no task yet.
+            # The empty piece is for clients that have no task yet.
             indices = [part[:0], *(self.tasks.of_task(part, task) for task in tasks)]
             return part[torch.cat(indices)]
         if self.arrival is not None:
@@ -325,7 +318,7 @@ class SiteViews:
         return part
 
     def _examples(self, client: int, share: float, round: int) -> Division[Examples]:
-        """A client's examples in a round, of which it holds out a share."""
+        """The training and held-out examples of a client in a round."""
         if self.tasks is not None:
             return self._examples_of_tasks(self.tasks, client, share, round)
         division = self.division(client, share, round)
@@ -334,7 +327,9 @@ class SiteViews:
     def _examples_of_tasks(
         self, tasks: TaskData, client: int, share: float, round: int
     ) -> Division[Examples]:
-        """The same of each task that a client has, one task's examples below another's."""
+        """The training and held-out examples of a client in a round, concatenated over its
+        tasks.
+        """
         part = self.positions(client)
         train: list[Examples] = []
         held_out: list[Examples] = []
@@ -349,8 +344,8 @@ class SiteViews:
     def divided_indices(
         self, client: int, size: int, share: float, task: int = 0
     ) -> Division[Tensor]:
-        """The indices from 0 to ``size`` of a client's examples of a task, of which it holds out a
-        share. A subclass may hold out others.
+        """The indices of training and held-out examples among the ``size`` examples that a client
+        has of a task. Subclasses may hold out other examples.
         """
         indices = torch.arange(size)
         if share == 0 or size < 2:

@@ -1,5 +1,5 @@
-"""Splits of a labelled data set over clients: pure functions of (labels, parameters, seed) to index
-arrays.
+"""Partitions: pure functions that split a labelled data set over clients. They take labels,
+parameters and a seed, and return the positions of each client's examples.
 """
 
 from fedstill.data.client_split import ClientSplit

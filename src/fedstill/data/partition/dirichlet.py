@@ -1,5 +1,5 @@
-"""Partitions by Dirichlet draws: ``dirichlet``, ``extended_dirichlet`` (each client holds a fixed
-number of classes), ``hybrid`` (some clients hold an even share), ``hiper`` (one matrix of draws).
+"""Partitions with Dirichlet distributions: ``dirichlet``, ``extended_dirichlet`` (each client has a
+fixed number of classes), ``hybrid`` (some clients have IID data), and ``hiper`` (HiPer-FedKD).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from fedstill.data.partition.rules import (
 Stream = Literal["official", "fast"]
 
 DRAWS_AT_ONCE = 64
-"""Draws of sizes that the fast stream makes at once."""
+"""The number of draws that the fast stream computes at once."""
 
 
-# A class and the pieces of it that clients get.
+# The division of a class among clients.
 
 
 @dataclass(frozen=True)
 class ClassPieces:
-    """The examples of a class, and how many of them each client gets, one client after another."""
+    """The examples of a class, divided into consecutive pieces for clients 0, 1 and so on."""
 
     examples: Labels
     sizes: Labels
@@ -46,15 +46,16 @@ class ClassPieces:
 
 
 def cuts(shares: NDArray[np.float64], size: int) -> NDArray[np.int64]:
-    """The positions at which ``size`` examples of a class are cut for shares (..., clients).
-
-    There are clients - 1 positions, in ascending order.
+    """The ascending positions (..., clients - 1) that divide ``size`` examples of a class by shares
+    (..., clients).
     """
     return (np.cumsum(shares, axis=-1) * size).astype(np.int64)[..., :-1]
 
 
 def piece_sizes(cut_positions: Labels, size: int) -> Labels:
-    """How many of a class's ``size`` examples each client gets (..., clients)."""
+    """The number of examples (..., clients) that each client gets of a class with ``size``
+    examples.
+    """
     return np.diff(np.minimum(cut_positions, size), prepend=0, append=size)
 
 
@@ -65,11 +66,11 @@ def _draw_pieces(
     stream: np.random.RandomState,
     holders: Sequence[Labels] | None = None,
 ) -> list[ClassPieces] | None:
-    """One draw of shares for all classes, one class after another, or None if it is no split.
+    """A draw of shares for all classes in order; None if it is invalid.
 
-    A client that has its even share of all examples gets no more. holders: the clients that may
-    have examples of each class; None for all clients. The draw is no split if the shares of all
-    clients that may get examples of a class are 0.
+    A client with at least n / clients examples gets no more. holders: the clients that may have
+    examples of each class; None for all clients. A draw is invalid if the shares of all clients
+    that may get examples of a class are 0.
     """
     even_share = sum(map(len, examples_of_class)) / clients
     sizes = np.zeros(clients, dtype=np.int64)
@@ -86,7 +87,7 @@ def _draw_pieces(
             return None
         cut_positions = cuts(shares / total, len(examples))
         if holders is not None and len(cut_positions) and cut_positions[-1] != len(examples):
-            # Rounding leaves examples over. The last holder takes them, not the last client.
+            # The last holder, not the last client, gets the examples that rounding leaves over.
             cut_positions[holders[position][-1] :] = len(examples)
         piece = ClassPieces(shuffled, piece_sizes(cut_positions, len(examples)))
         sizes += piece.sizes
@@ -95,7 +96,7 @@ def _draw_pieces(
 
 
 def _client_sizes(pieces: Sequence[ClassPieces] | None, clients: int) -> Labels:
-    """The number of examples of each client (clients,); 0 for all where there is no split."""
+    """The number of examples of each client (clients,); all 0 for an invalid draw."""
     if pieces is None:
         return np.zeros(clients, dtype=np.int64)
     sizes: Labels = np.sum([piece.sizes for piece in pieces], axis=0, dtype=np.int64)
@@ -110,8 +111,8 @@ def _shuffled_split(
     owners = np.concatenate([np.repeat(clients, piece.sizes) for piece in pieces])
     examples = np.concatenate([piece.examples for piece in pieces])
     split = ClientSplit.of_owners(examples, owners, len(clients))
-    for client in np.flatnonzero(split.sizes > 1).tolist():  # to shuffle one example draws nothing
-        stream.shuffle(split[client])  # a view: in place
+    for client in np.flatnonzero(split.sizes > 1).tolist():  # shuffling one example draws nothing
+        stream.shuffle(split[client])  # in place, because it is a view
     return split
 
 
@@ -129,23 +130,24 @@ def dirichlet(
     max_tries: Count = 20_000,
     stream: Stream = "official",
 ) -> Parts:
-    """Splits every class over the clients by p ~ Dir(alpha), and redraws until all clients have
-    min_size examples.
+    """Splits every class over the clients with shares p ~ Dir(alpha), and repeats the draw until
+    all clients have min_size examples.
 
-    Every example is used. Raises InfeasiblePartition after ``max_tries`` draws, or at once where
+    Every example is used. Raises InfeasiblePartition after ``max_tries`` draws, or immediately if
     there are too few examples.
 
     labels: Class ids (n,).
-    alpha: How even the shares are; small is skewed.
-    seed: What the split is drawn from; unset in a config, it is the run's.
-    min_size: Examples that each client gets at least.
-    max_tries: Draws after which it gives up.
-    stream: The draws of FedNTD's code ("official"), or sizes first and one shuffle, which is
-    quicker ("fast").
+    alpha: The concentration of the Dirichlet distribution; the smaller, the more skewed are the
+    shares.
+    seed: The seed of the split; by default, the seed of the run.
+    min_size: The minimum number of examples of each client.
+    max_tries: The maximum number of draws.
+    stream: The order of random draws: that of FedNTD's code ("official"), or sizes first and a
+    single shuffle, which is faster ("fast").
 
-    Source: FedNTD, "LDA"; the same routine is in FedSeq, MOON, NIID-Bench and PFNM.
-    Reading: not a pure Dirichlet: a client that holds n / clients examples gets no more (the codes'
-    balance rule).
+    Source: FedNTD, "LDA"; the same algorithm is in FedSeq, MOON, NIID-Bench and PFNM.
+    Reading: shares are not exactly Dirichlet, because a client with n / clients examples gets no
+    more (the balance rule of the official code).
     """
     draw = dirichlet_draw(
         labels, clients, alpha, seed, min_size=min_size, max_tries=max_tries, stream=stream
@@ -163,8 +165,8 @@ def dirichlet_draw(
     max_tries: int = 20_000,
     stream: Stream = "official",
 ) -> Draw:
-    """The split of ``dirichlet`` with the number of draws it took. Raises InfeasiblePartition where
-    no draw fits.
+    """The split of ``dirichlet`` and its number of draws. Raises InfeasiblePartition if no draw is
+    accepted.
     """
     check_enough_examples("dirichlet", len(labels), clients, min_size)
     settings = _DrawSettings(class_indices(labels), clients, alpha, min_size)
@@ -196,7 +198,9 @@ class _DrawSettings:
 def _official_draw(
     settings: _DrawSettings, stream: np.random.RandomState, max_tries: int
 ) -> Draw | None:
-    """The first accepted draw in the order of FedNTD's code: shuffles and shares in turn."""
+    """The first accepted draw in the order of FedNTD's code, which alternates shuffles and
+    shares.
+    """
     for tries in range(1, max_tries + 1):
         pieces = _draw_pieces(settings.examples_of_class, settings.clients, settings.alpha, stream)
         smallest = _client_sizes(pieces, settings.clients).min()
@@ -206,7 +210,7 @@ def _official_draw(
 
 
 def _fast_draw(settings: _DrawSettings, stream: np.random.Generator, max_tries: int) -> Draw | None:
-    """The first accepted draw of sizes. Only its examples are shuffled."""
+    """The first accepted draw of sizes. Examples are shuffled only for this draw."""
     for start in range(0, max_tries, DRAWS_AT_ONCE):
         counts = _class_counts(settings, stream, min(DRAWS_AT_ONCE, max_tries - start))
         accepted = np.flatnonzero(counts.sum(1).min(1) >= settings.min_size)
@@ -222,9 +226,9 @@ def _fast_draw(settings: _DrawSettings, stream: np.random.Generator, max_tries: 
 
 
 def _class_counts(settings: _DrawSettings, stream: np.random.Generator, tries: int) -> Labels:
-    """How many examples of each class each client gets in several draws: (tries, classes, clients).
+    """The number of examples of each class and client in several draws: (tries, classes, clients).
 
-    The rule is that of ``_draw_pieces``. A draw that is no split has counts of 0.
+    The rules are those of ``_draw_pieces``. The counts of an invalid draw are 0.
     """
     class_sizes = [len(examples) for examples in settings.examples_of_class]
     even_share = sum(class_sizes) / settings.clients
@@ -260,26 +264,27 @@ def extended_dirichlet(  # noqa: PLR0913 - the fields of the partition's config 
     lower_min_size: bool = False,
 ) -> Parts:
     """Assigns classes_per_client classes to every client, then splits each class over its clients
-    by Dir(alpha).
+    with shares from Dir(alpha).
 
-    Every example is used. A class allocation that ``max_tries`` draws of shares could not fill is
-    drawn again, ``allocations`` times in all; then InfeasiblePartition, or with ``lower_min_size``
-    the same again with a ``min_size`` one smaller (``extended_dirichlet_draw`` says which was
-    reached).
+    Every example is used. After ``max_tries`` draws of shares, the assignment of classes is drawn
+    again, up to ``allocations`` assignments. Then ``min_size`` is lowered by one with
+    ``lower_min_size`` (``extended_dirichlet_draw`` returns the final value); otherwise, the
+    partition raises InfeasiblePartition.
 
     labels: Class ids (n,).
-    classes_per_client: Classes that each client holds.
-    alpha: How even a class's shares are; small is skewed.
-    seed: What the split is drawn from; unset in a config, it is the run's.
-    min_size: Examples that each client gets at least.
-    max_tries: Draws of shares for one allocation of classes.
-    allocations: Allocations of classes that are tried.
-    lower_min_size: Whether ``min_size`` is lowered where no draw reaches it, or the split is
-    refused.
+    classes_per_client: The number of classes of each client.
+    alpha: The concentration of the Dirichlet distribution; the smaller, the more skewed are the
+    shares.
+    seed: The seed of the split; by default, the seed of the run.
+    min_size: The minimum number of examples of each client.
+    max_tries: The maximum number of draws of shares for an assignment of classes.
+    allocations: The maximum number of assignments of classes.
+    lower_min_size: Whether to lower ``min_size`` if no draw reaches it.
 
-    Source: FedSeq and SFedKD, "ExDir(C, alpha)"; the stream is the official code's (NumPy, legacy).
-    Reading: the official code never redraws the allocation, and so never ends where that one is
-    infeasible.
+    Source: FedSeq and SFedKD, "ExDir(C, alpha)", with the random draws of the official code
+    (NumPy's legacy generator).
+    Reading: the official code never draws the assignment again, so it does not terminate for an
+    infeasible assignment.
     """
     draw = extended_dirichlet_draw(
         labels,
@@ -307,9 +312,9 @@ def extended_dirichlet_draw(  # noqa: PLR0913 - the fields of the partition's co
     allocations: int = 5,
     lower_min_size: bool = False,
 ) -> Draw:
-    """The split of ``extended_dirichlet`` with the draws it took and the minimum size it reached.
+    """The split of ``extended_dirichlet``, its number of draws and its final minimum size.
 
-    Raises InfeasiblePartition where no draw fits.
+    Raises InfeasiblePartition if no draw is accepted.
     """
     check_enough_examples("extended_dirichlet", len(labels), clients, min_size)
     settings = _DrawSettings(class_indices(labels), clients, alpha, min_size)
@@ -332,13 +337,13 @@ def extended_dirichlet_draw(  # noqa: PLR0913 - the fields of the partition's co
     raise InfeasiblePartition(
         f"extended_dirichlet: none of {tries:,} draws gave each of {clients} clients {min_size} "
         f"examples; the best gave {best.shortage(labels, settings.examples_of_class)}; lower "
-        "min_size, set lower_min_size = true, raise alpha, or take fewer clients"
+        "min_size, set lower_min_size = true, raise alpha, or lower clients"
     )
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A draw of shares for an allocation of classes."""
+    """A draw of shares for an assignment of classes."""
 
     holders: Sequence[Labels]
     """The clients that hold each class."""
@@ -370,7 +375,7 @@ class _Attempt:
 def _attempts(
     settings: _DrawSettings, classes_per_client: int, stream: np.random.RandomState, max_tries: int
 ) -> Iterator[_Attempt]:
-    """Draws of shares for one allocation of classes."""
+    """Draws of shares for one assignment of classes."""
     classes = len(settings.examples_of_class)
     holders = allocate_classes(settings.clients, classes, classes_per_client, stream)
     for _ in range(max_tries):
@@ -389,19 +394,19 @@ def allocate_classes(
 ) -> list[Labels]:
     """The clients of every class, in ascending order.
 
-    Each client draws its classes uniformly. All draw again until each class has at least a fifth of
-    the clients of an even allocation, and at least one. Raises InfeasiblePartition if that is
-    impossible, or does not happen in ``max_tries`` draws.
+    Each client draws its classes uniformly. The draw is repeated until each class has at least one
+    client, and at least a fifth of the clients of an even assignment. Raises InfeasiblePartition if
+    this is impossible, or does not happen in ``max_tries`` draws.
     """
     if classes_per_client > classes:
         raise InfeasiblePartition(
-            f"extended_dirichlet: classes_per_client = {classes_per_client}, the data have "
-            f"{classes} classes"
+            f"extended_dirichlet: classes_per_client = {classes_per_client}, but the data have "
+            f"{classes} classes; lower classes_per_client"
         )
     if clients * classes_per_client < classes:
         raise InfeasiblePartition(
             f"extended_dirichlet: {clients} clients × {classes_per_client} classes cannot hold "
-            f"{classes} classes; take more clients or more classes per client"
+            f"{classes} classes; raise clients or classes_per_client"
         )
     least_holders = max(classes_per_client * clients // classes // 5, 1)
     for _ in range(max_tries):
@@ -410,12 +415,12 @@ def allocate_classes(
             return holders
     raise InfeasiblePartition(
         f"extended_dirichlet: none of {max_tries:,} draws gave every class {least_holders} "
-        f"client(s) ({clients} clients × {classes_per_client} of {classes} classes); take more "
-        "classes per client or clients"
+        f"client(s) ({clients} clients × {classes_per_client} of {classes} classes); raise "
+        "classes_per_client or clients"
     )
 
 
-# hybrid: some clients get an even share of every class, the others a skewed share of the rest.
+# hybrid: some clients get IID data, the others a skewed split of the remaining data.
 
 
 @partition("hybrid")
@@ -430,24 +435,25 @@ def hybrid(
     max_tries: Count = 20_000,
     hybrid_share: Literal["proportional", "equal_per_client"] = "proportional",
 ) -> Parts:
-    """Gives stratified equal parts to the first iid_share of the clients, and splits the rest over
-    the others by Dir(alpha).
+    """Gives stratified equal parts to a share of the clients, and splits the remaining data over
+    the other clients by Dir(alpha).
 
     Every example is used.
 
     labels: Class ids (n,).
-    iid_share: Share of the clients, rounded to whole ones, and of the data, that is split evenly.
-    seed: What the split is drawn from; unset in a config, it is the run's.
-    alpha: How even the other clients' shares are; small is skewed.
-    min_size: Examples that each skewed client gets at least, where the rest is split by
-    ``dirichlet``.
-    max_tries: Draws after which that gives up.
-    hybrid_share: Skewed clients' sizes: as ``dirichlet`` draws them, or n / clients each, with
-    classes by Dir(alpha).
+    iid_share: The share of clients with IID data, which get the same share of the data. They are
+    the first clients; their number is rounded.
+    seed: The seed of the split; by default, the seed of the run.
+    alpha: The concentration of the Dirichlet distribution of the other clients; the smaller, the
+    more skewed are their shares.
+    min_size: The minimum number of examples of these clients, if ``dirichlet`` splits their data.
+    max_tries: The maximum number of draws of ``dirichlet``.
+    hybrid_share: The sizes of these clients: drawn by ``dirichlet`` ("proportional"), or n /
+    clients each with classes from Dir(alpha) ("equal_per_client").
 
     Source: FedADKD, IID / non-IID ratios 1:9, 3:7, 5:5 with alpha 0.05.
-    Reading: the paper does not say how the data divide between the groups. Dirichlet 0.05 with a
-    minimum of 10 almost never succeeds for 90 or 50 clients, hence min_size 1.
+    Reading: the paper does not describe the division of the data between both groups. With alpha
+    0.05 and a minimum of 10, almost no draw is accepted for 90 or 50 clients; hence min_size 1.
     """
     check_enough_examples("hybrid", len(labels), clients, min_size)
     iid_clients = round(iid_share * clients)
@@ -472,7 +478,7 @@ def hybrid(
 
 
 class _StratifiedParts(NamedTuple):
-    """The split of the clients with an even share, and the positions of all other examples."""
+    """The split of the clients with IID data, and the positions of all other examples."""
 
     split: ClientSplit
     remaining: Labels
@@ -483,8 +489,8 @@ def _stratified_parts(
 ) -> _StratifiedParts:
     """Give each of ``iid_clients`` clients a ``clients``-th of every class.
 
-    The examples that are left over after an even division go to one client more each. Where one
-    class ends with that, the next one goes on, so that the clients' sizes stay equal.
+    The examples that remain after an even division go to successive clients. The next class
+    continues with the next client, so that sizes differ by at most one.
     """
     owners = []
     examples = []
@@ -495,10 +501,10 @@ def _stratified_parts(
         count = round(len(members) * iid_clients / clients)
         sizes = np.zeros(iid_clients, dtype=np.int64)
         if iid_clients:
-            size, left_over = divmod(count, iid_clients)
+            size, remainder = divmod(count, iid_clients)
             turn = (np.arange(iid_clients) - next_client) % iid_clients
-            sizes = size + (turn < left_over)
-            next_client = (next_client + left_over) % iid_clients
+            sizes = size + (turn < remainder)
+            next_client = (next_client + remainder) % iid_clients
         owners.append(np.repeat(np.arange(iid_clients), sizes))
         examples.append(shuffled[:count])
         remaining.append(shuffled[count:])
@@ -509,15 +515,15 @@ def _stratified_parts(
 def _equal_parts(
     labels: Labels, clients: int, alpha: float, stream: np.random.RandomState
 ) -> list[Labels]:
-    """Positions in ``labels`` for each client: parts of equal size, with classes by Dir(alpha).
+    """Parts of equal size with classes from Dir(alpha): the positions in ``labels`` by client.
 
-    Each client draws its examples' classes, but no more of a class than there are. It draws the
-    classes of the missing ones again, until its part is full.
+    Each client draws the classes of its examples. If a class has too few examples, the client draws
+    the missing ones again, until its part is full.
     """
     if len(labels) < clients:
         raise InfeasiblePartition(
-            f"hybrid: {len(labels)} examples are left for {clients} skewed clients; take fewer "
-            "clients"
+            f"hybrid: {len(labels)} examples remain for {clients} skewed clients; lower clients or "
+            "iid_share"
         )
     stock = [list(stream.permutation(members)) for members in class_indices(labels)]
     parts = []
@@ -536,10 +542,10 @@ def _equal_parts(
 def _drawn_classes(
     size: int, mix: NDArray[np.float64], available: Labels, stream: np.random.RandomState
 ) -> Labels:
-    """How many examples of each class are drawn, up to ``size`` in all and to those available."""
+    """A draw of up to ``size`` examples, as counts by class, limited by the available examples."""
     shares = mix * (available > 0)
     if not shares.sum() > 0:
-        # The classes of the mix are used up: draw from all that is left, in proportion.
+        # No examples of the mix's classes remain, so draw from all remaining ones in proportion.
         shares = available.astype(np.float64)
     shares = shares / shares.sum()
     return np.minimum(stream.multinomial(size, shares), available)
@@ -549,23 +555,24 @@ def _drawn_classes(
 
 
 class PublicSplit(NamedTuple):
-    """The positions of the examples that clients share, and of the public ones, which all see."""
+    """The positions of the clients' examples (the pool), and of the public examples."""
 
     pool: Labels
     public: Labels
 
 
 def public_split(examples: int, public: int, seed: int = 42) -> PublicSplit:
-    """Set ``public`` of the examples apart. Both parts keep the order of the draw.
+    """Draw ``public`` examples as the public set. Both parts have the order of the draw.
 
-    Raises InfeasiblePartition where nothing would be left for the clients.
+    Raises InfeasiblePartition if no examples remain for the clients.
 
-    Source: HiPer-FedKD's notebooks: torch's random_split with seed 42; 45,000 and 5,000 of
-    CIFAR-10.
+    Source: HiPer-FedKD's notebooks: torch's random_split with seed 42, into 45,000 and 5,000
+    examples of CIFAR-10.
     """
     if not 0 <= public < examples:
         raise InfeasiblePartition(
-            f"public set of {public:,} from {examples:,} examples: choose 0 to {examples - 1:,}"
+            f"a public set of {public:,} from {examples:,} examples leaves none for the clients; "
+            f"choose 0 to {examples - 1:,}"
         )
     order = torch.randperm(examples, generator=generator(seed)).numpy()
     return PublicSplit(order[: examples - public], order[examples - public :])
@@ -573,18 +580,19 @@ def public_split(examples: int, public: int, seed: int = 42) -> PublicSplit:
 
 @partition("hiper")
 def hiper(labels: Labels, clients: Count, alpha: Positive, seed: Seed = 42) -> Parts:
-    """Splits the data by one matrix of Dir(alpha) with a row for each class; the last client gets
-    the remainder of rounding.
+    """Splits every class with shares from Dir(alpha), all drawn at once, as in HiPer-FedKD. The
+    last client gets the examples that rounding leaves over.
 
-    No minimum size, no balance rule; classes are cut in order, then each client's examples are
-    shuffled with seed + client. The notebooks hold out the last 20 % of each part:
+    There is no minimum size and no balance rule. Each class is divided in order, then each client's
+    examples are shuffled with seed + client. The notebooks hold out the last 20 % of each part:
     ``data.held_out = "last"``, ``plan.validation = 0.2``. Raises InfeasiblePartition for a client
     without examples.
 
-    labels: Class ids (n,) of the pool alone (``labels[pool]`` of ``public_split``); indices point
-    into it.
-    alpha: How even the shares are; small is skewed.
-    seed: What the split is drawn from; unset in a config, it is the run's.
+    labels: Class ids (n,) of the pool (``labels[pool]`` of ``public_split``); the result contains
+    positions in the pool.
+    alpha: The concentration of the Dirichlet distribution; the smaller, the more skewed are the
+    shares.
+    seed: The seed of the split; by default, the seed of the run.
 
     Source: HiPer-FedKD's notebooks, seed 42, 4 clients, alpha 1 and 0.1.
     """
@@ -598,6 +606,6 @@ def hiper(labels: Labels, clients: Count, alpha: Positive, seed: Seed = 42) -> P
     split = ClientSplit.of_owners(
         np.concatenate(examples_of_class), np.concatenate(owners), clients
     )
-    for client in np.flatnonzero(split.sizes > 1).tolist():  # to shuffle one example draws nothing
-        legacy_stream(seed + client).shuffle(split[client])  # a view: in place
+    for client in np.flatnonzero(split.sizes > 1).tolist():  # shuffling one example draws nothing
+        legacy_stream(seed + client).shuffle(split[client])  # in place, because it is a view
     return split

@@ -1,4 +1,6 @@
-"""Any partitioner of Flower Datasets as a split, by the name of its class."""
+"""The partition ``flower_datasets``: any partitioner of Flower Datasets, by the name of its
+class.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from fedstill.core.fields import Count, Seed
 from fedstill.data.partition.rules import Labels, Parts, partition
 
 LABEL = "label"
-"""The column of labels in the data set that a partitioner gets."""
+"""The column of labels in the data set for the partitioner."""
 
 POSITION = "position"
-"""The column of each example's position among the labels."""
+"""The column of the examples' positions."""
 
 
 @partition("flower_datasets")
@@ -26,16 +28,16 @@ def flower_datasets(
     partitioner: str = "IidPartitioner",
     options: dict[str, bool | int | float | str] | None = None,
 ) -> Parts:
-    """Uses a partitioner of Flower Datasets, e.g. DirichletPartitioner with options alpha = 0.3; it
-    sees only the labels.
+    """Uses a partitioner of Flower Datasets, such as DirichletPartitioner with options alpha = 0.3.
+    It only gets the labels.
 
-    Raises UnknownName for an unknown class, ConfigError for what it refuses, or if it is not
-    installed.
+    Raises UnknownName for an unknown class, and ConfigError if the partitioner raises an error, or
+    if Flower Datasets is not installed.
 
     labels: Class ids (n,).
-    seed: What the split is drawn from; unset in a config, it is the run's.
-    partitioner: The name of its class.
-    options: What its constructor takes; num_partitions, partition_by and seed are given by the run.
+    seed: The seed of the split; by default, the seed of the run.
+    partitioner: The name of the partitioner's class.
+    options: The arguments of its constructor. fedstill sets num_partitions, partition_by and seed.
     """
     partitioner_class = _class(partitioner)
     parameters = inspect.signature(partitioner_class).parameters
@@ -47,22 +49,22 @@ def flower_datasets(
             raise UnknownName("option", name, parameters, place=f"partition {partitioner}")
     try:
         parts = _parts(partitioner_class(**arguments), labels)
-    # What partitioners raise for options or labels that do not fit, at construction and at the
-    # first load.
+    # Partitioners raise these for unsuitable options or labels, in the constructor or at the first
+    # load.
     except (TypeError, ValueError, KeyError, NotImplementedError) as error:
         raise ConfigError(
-            f"partition {partitioner} refuses: {type(error).__name__}: {error}"
+            f"partition {partitioner} failed: {type(error).__name__}: {error}"
         ) from error
     if len(parts) != clients:
         raise ConfigError(
-            f"partition {partitioner} makes {len(parts)} parts, not one for each of {clients} "
-            "clients"
+            f"partition {partitioner} returned {len(parts)} parts for {clients} clients; change "
+            "its options"
         )
     return parts
 
 
 def _parts(partitioner: Any, labels: Labels) -> list[Labels]:
-    """The positions of the examples in each part that a partitioner makes."""
+    """The positions of the examples in each part of a partitioner."""
     import datasets
 
     columns = {LABEL: labels, POSITION: np.arange(len(labels))}

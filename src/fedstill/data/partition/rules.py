@@ -1,5 +1,5 @@
-"""What all partitions share: checks of labels, parameters and results; the official codes' random
-generator; and a cache of slow splits.
+"""Shared functions of partitions: checks of labels, parameters and results, NumPy's legacy
+generator, and a cache of slow splits.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ Arguments = ParamSpec("Arguments")
 
 @dataclass(frozen=True)
 class Draw:
-    """An accepted split, and how many draws it took."""
+    """An accepted split and its number of draws."""
 
     parts: Parts
-    """The int64 positions of each client's examples, all of them views of one array."""
+    """The int64 positions of each client's examples, which are views of one array."""
     tries: int
-    """The number of draws, with the accepted one."""
+    """The number of draws, including the accepted one."""
     min_size: int
-    """The examples that each client had to have. It is lower than the caller's only if the caller
-    allowed that.
+    """The minimum number of examples of each client. It is lower than requested only if the caller
+    allows that.
     """
 
 
 def partition(name: str) -> Callable[[Callable[Arguments, Parts]], Callable[Arguments, Parts]]:
-    """Register a split under a name, and check its labels, its ranges and its outcome.
+    """Register a partition under a name, with checks of its labels, parameters and result.
 
-    Raises DataError for labels that are no class ids, ConfigError for a parameter outside its
-    annotated range, InfeasiblePartition for a client without examples.
+    Calls raise DataError for invalid labels, ConfigError for a parameter outside its annotated
+    range, and InfeasiblePartition for a client without examples.
     """
 
     def decorate(split: Callable[Arguments, Parts]) -> Callable[Arguments, Parts]:
@@ -75,23 +75,24 @@ def partition(name: str) -> Callable[[Callable[Arguments, Parts]], Callable[Argu
 
 
 def _check_range(name: str, key: str, hint: Any, value: Any) -> None:
-    """Raise ConfigError for a parameter whose value its annotation rules out."""
+    """Raise ConfigError for a parameter outside its annotated range."""
     fault = problem(hint, value)
     if fault:
         raise ConfigError(f"partition {name!r}: {key} = {fault}")
 
 
 def checked_labels(labels: Any) -> Labels:
-    """Labels as an int64 array of one dimension; DataError where they are no class ids."""
+    """Labels as a one-dimensional int64 array; raises DataError for invalid class ids."""
     array = np.asarray(labels)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise DataError(
-            f"labels to be split must be a non-empty list of whole numbers, not {array.dtype} of "
-            f"shape {array.shape}"
+            f"the labels of a partition must be a non-empty list of integers, but have type "
+            f"{array.dtype} and shape {array.shape}"
         )
     if array.min() < 0:
         raise DataError(
-            f"label {array.min()} at example {int(array.argmin())}: class ids start at 0"
+            f"label {array.min()} of example {int(array.argmin())} is negative; class ids start at "
+            "0"
         )
     return array.astype(np.int64)
 
@@ -102,33 +103,33 @@ def class_indices(labels: Labels) -> list[Labels]:
 
 
 def check_no_client_empty(name: str, sizes: NDArray[np.int64]) -> None:
-    """Raise InfeasiblePartition for the first client that got nothing."""
+    """Raise InfeasiblePartition if a client has no examples."""
     empty = np.flatnonzero(sizes == 0)
     if len(empty):
         raise InfeasiblePartition(
-            f"partition {name!r} leaves client {empty[0]} of {len(sizes)} without examples; "
-            "take fewer clients, a larger alpha or another seed"
+            f"partition {name!r} leaves client {empty[0]} of {len(sizes)} without examples; lower "
+            "clients, raise alpha, or use another seed"
         )
 
 
 def check_enough_examples(name: str, examples: int, clients: int, min_size: int = 1) -> None:
-    """Raise InfeasiblePartition where the examples cannot give every client ``min_size``."""
+    """Raise InfeasiblePartition if there are too few examples to give each client ``min_size``."""
     needed = clients * min_size
     if needed <= examples:
         return
-    remedy = "take fewer clients"
+    remedy = "lower clients"
     if min_size > 1:
-        remedy += " or a smaller min_size"
+        remedy += " or min_size"
     raise InfeasiblePartition(
-        f"partition {name!r}: {clients} clients × {min_size} example(s) need {needed:,}, the data "
-        f"have {examples:,}; {remedy}"
+        f"partition {name!r}: {clients} clients × {min_size} example(s) need {needed:,} examples, "
+        f"but the data have {examples:,}; {remedy}"
     )
 
 
 def legacy_stream(seed: int) -> np.random.RandomState:
-    """NumPy's legacy generator, which never changes and from which the official codes draw.
+    """NumPy's legacy generator, whose stream is stable and which official implementations use.
 
-    seed: any whole number in [0, 2**63).
+    seed: an integer in [0, 2**63).
     """
     if seed < 2**32:
         return np.random.RandomState(seed)
@@ -144,13 +145,13 @@ def random_classes(
     order = all_classes.copy()
     for client in range(clients):
         order[:] = all_classes
-        # RandomState.choice(classes, per_client, replace=False) draws the same, but slower.
+        # RandomState.choice(classes, per_client, replace=False) is equivalent, but slower.
         stream.shuffle(order)
         is_drawn[client, order[:per_client]] = True
     return [np.flatnonzero(is_drawn[:, label]) for label in range(classes)]
 
 
-# Slow splits are stored in the cache folder: a Dirichlet 0.05 split takes minutes to draw.
+# Slow splits are stored in the cache folder. A Dirichlet split with alpha 0.05 takes minutes.
 
 
 def cached_split(
@@ -158,9 +159,9 @@ def cached_split(
 ) -> Parts:
     """``split(labels=labels, **fields)``, from the cache folder if an earlier call was slow.
 
-    The key covers the labels, the fields and the source of the split's module, so that a split
-    whose code changes is drawn again. A split without a source file, and one that took at most
-    ``slow_seconds``, is not stored. A damaged entry is drawn again.
+    The cache key depends on the labels, the fields and the source of the partition's module. Splits
+    without a source file, and splits that take at most ``slow_seconds``, are not stored. A damaged
+    entry is computed again.
     """
     path = _cache_path(split, labels, fields)
     if path is not None:
@@ -177,8 +178,8 @@ def cached_split(
 
 
 def _are_positions(parts: Any) -> bool:
-    """Whether parts are arrays of whole numbers. A user's split may return anything; a split that
-    is wrong is not stored, so that the next run reports it, too.
+    """Whether parts are arrays of integers. An invalid result of a user's partition is not stored,
+    so that the next run reports the error, too.
     """
     if isinstance(parts, ClientSplit):
         return True
@@ -188,7 +189,7 @@ def _are_positions(parts: Any) -> bool:
 
 
 def _cache_path(split: Callable[..., Parts], labels: Labels, fields: dict[str, Any]) -> Path | None:
-    """The file in which a split is stored; None if its source cannot be read."""
+    """The cache file of a split; None if the partition's source cannot be read."""
     function = inspect.unwrap(split)
     try:
         files = files_of(Path(inspect.getfile(function)))
@@ -203,7 +204,7 @@ def _cache_path(split: Callable[..., Parts], labels: Labels, fields: dict[str, A
 
 
 def _read_split(path: Path, examples: int) -> ClientSplit | None:
-    """The split in a file; None if there is none, or if it is damaged."""
+    """The split in a file; None if the file is missing or damaged."""
     try:
         arrays = load_file(path)
         order = arrays["order"]

@@ -1,5 +1,5 @@
-"""Partitions without draws of shares: ``iid`` (equal parts), ``sharding`` (equal blocks of one
-class each), ``pathological`` (a few classes for each client, in random amounts), and ``column``
+"""Partitions without Dirichlet distributions: ``iid`` (equal parts), ``sharding`` (equal blocks of
+single classes), ``pathological`` (a few classes for each client, in random amounts), and ``column``
 (each value of a column is a client).
 """
 
@@ -32,19 +32,19 @@ from fedstill.data.partition.rules import (
 
 @partition("iid")
 def iid(labels: Labels, clients: Count, seed: Seed) -> Parts:
-    """Splits a random permutation into equal parts; sizes differ by at most one, and larger parts
-    come first.
+    """Splits a random permutation into equal parts. Sizes differ by at most one; larger parts come
+    first.
 
-    Every example is used. Raises InfeasiblePartition for more clients than examples.
+    Every example is used. Raises InfeasiblePartition if there are more clients than examples.
 
     labels: Class ids (n,).
-    seed: What the split is drawn from; unset in a config, it is the run's.
+    seed: The seed of the split; by default, the seed of the run.
 
-    Reading: FedNTD's code drops the n mod N examples left over; here they are dealt out.
+    Reading: FedNTD's code drops the n mod N remaining examples; here the first clients get them.
     """
     check_enough_examples("iid", len(labels), clients)
-    size, left_over = divmod(len(labels), clients)
-    sizes = size + (np.arange(clients) < left_over)
+    size, remainder = divmod(len(labels), clients)
+    sizes = size + (np.arange(clients) < remainder)
     return ClientSplit(legacy_stream(seed).permutation(len(labels)), ends_of(sizes))
 
 
@@ -53,20 +53,20 @@ def iid(labels: Labels, clients: Count, seed: Seed) -> Parts:
 
 @partition("sharding")
 def sharding(labels: Labels, clients: Count, shards: Count, seed: Seed) -> Parts:
-    """Cuts every class into the same number of shards, and assigns shards to clients at random.
+    """Divides every class into the same number of shards, and assigns shards to clients at random.
 
-    Every example is used; with balanced classes all clients are equally large. Raises
-    InfeasiblePartition where shards × clients is no multiple of the classes, or a class has fewer
-    examples than blocks.
+    Every example is used. With balanced classes, all clients have equally many examples. Raises
+    InfeasiblePartition if shards × clients is not a multiple of the number of classes, or if a
+    class has fewer examples than shards.
 
-    labels: Class ids (n,), in data-set order, which the blocks keep.
-    shards: Blocks that each client gets.
-    seed: What the split is drawn from; unset in a config, it is the run's.
+    labels: Class ids (n,) in the order of the data set, which shards keep.
+    shards: The number of shards of each client.
+    seed: The seed of the split; by default, the seed of the run.
 
-    Source: FedNTD, "Sharding"; the stream is its official code's (labels by Python's generator,
-    blocks by NumPy's).
-    Reading: a client may draw one class twice, so it holds *at most* ``shards`` classes; sizes are
-    equal in blocks, not in examples, where classes are unbalanced.
+    Source: FedNTD, "Sharding", with the random draws of its official code (Python's generator for
+    labels, NumPy's for shards).
+    Reading: a client may draw a class twice, so it has *at most* ``shards`` classes. With
+    unbalanced classes, clients have equally many shards, but not equally many examples.
     """
     examples_of_class = class_indices(labels)
     block_count = _blocks_per_class(len(examples_of_class), clients, shards)
@@ -74,11 +74,11 @@ def sharding(labels: Labels, clients: Count, shards: Count, seed: Seed) -> Parts
         if len(examples) < block_count:
             raise InfeasiblePartition(
                 f"sharding: class {label} has {len(examples)} examples for {block_count} shards; "
-                f"take fewer shards ({shards}) or fewer clients ({clients})"
+                f"lower shards ({shards}) or clients ({clients})"
             )
     blocks = [_blocks(examples, block_count) for examples in examples_of_class]
-    # Two generators with the same seed, as in the official code: Python's for the classes of the
-    # shards, NumPy's for the blocks.
+    # As in the official code, Python's generator draws the classes of the shards, and NumPy's
+    # generator with the same seed draws the blocks.
     class_rows = shard_rows(clients, len(examples_of_class), shards, seed)
     stream = legacy_stream(seed)
     parts = []
@@ -92,37 +92,36 @@ def sharding(labels: Labels, clients: Count, shards: Count, seed: Seed) -> Parts
 
 
 def shard_rows(clients: int, classes: int, shards: int, seed: int) -> NDArray[np.int64]:
-    """The class of every shard of every client: (clients, shards), each class equally often.
+    """The class of every shard (clients, shards); all classes have equally many shards.
 
-    Raises InfeasiblePartition where shards × clients is no multiple of ``classes``.
+    Raises InfeasiblePartition if shards × clients is not a multiple of ``classes``.
     """
-    deck = list(range(classes)) * _blocks_per_class(classes, clients, shards)
-    random.Random(seed).shuffle(deck)
-    return np.array(deck, dtype=np.int64).reshape(clients, shards)
+    shard_classes = list(range(classes)) * _blocks_per_class(classes, clients, shards)
+    random.Random(seed).shuffle(shard_classes)
+    return np.array(shard_classes, dtype=np.int64).reshape(clients, shards)
 
 
 def _blocks_per_class(classes: int, clients: int, shards: int) -> int:
     if clients * shards % classes:
         raise InfeasiblePartition(
-            f"sharding: {clients} clients × {shards} shards = {clients * shards} shards cannot be "
-            f"dealt evenly from {classes} classes; choose clients × shards as a multiple of "
-            f"{classes}"
+            f"sharding: {clients} clients × {shards} shards = {clients * shards} shards, which is "
+            f"not a multiple of the {classes} classes; change clients or shards"
         )
     return clients * shards // classes
 
 
 def _blocks(examples: Labels, count: int) -> list[Labels]:
-    """``count`` equal blocks of a class in order. Each example that is left over at the end of the
-    class goes to one of the first blocks.
+    """``count`` equal blocks of a class in order. The remaining examples at the end of the class go
+    to the first blocks.
     """
-    size, left_over = divmod(len(examples), count)
+    size, remainder = divmod(len(examples), count)
     blocks = list(examples[: size * count].reshape(count, size))
-    for block, example in enumerate(examples[len(examples) - left_over :]):
+    for block, example in enumerate(examples[len(examples) - remainder :]):
         blocks[block] = np.append(blocks[block], example)
     return blocks
 
 
-# pathological: each client gets a few classes only, and a random number of examples of each.
+# pathological: each client gets a few classes, and a random number of examples of each of them.
 
 
 @partition("pathological")
@@ -135,25 +134,25 @@ def pathological(
     *,
     max_tries: Count = 10_000,
 ) -> Parts:
-    """Assigns classes_per_client classes to every client, and cuts each class at random positions
-    among its clients.
+    """Assigns classes_per_client classes to every client, and divides each class among its clients
+    at random positions.
 
-    Every example is used. With a = examples of a class / its owners, all owners but the last get a
-    uniform whole number in [a/10, a), at least 1, the last the rest. Raises InfeasiblePartition
-    where classes cannot all be owned or have fewer examples than owners.
+    Every example is used. Let a be the mean number of a class's examples per client. All clients
+    except the last get a uniform integer in [a/10, a), at least 1, and the last client gets the
+    remaining examples. Raises InfeasiblePartition if a class has no client, or fewer examples than
+    clients.
 
     labels: Class ids (n,).
-    classes_per_client: Classes that each client holds.
-    seed: What the split is drawn from; unset in a config, it is the run's.
-    path_rule: Whether each client draws its classes at random, or every class has about as many
-    owners ("pfllib").
-    max_tries: Draws of classes after which it gives up; a draw must leave no class without an
-    owner.
+    classes_per_client: The number of classes of each client.
+    seed: The seed of the split; by default, the seed of the run.
+    path_rule: Whether each client draws its classes at random ("random"), or all classes have about
+    equally many clients ("pfllib").
+    max_tries: The maximum number of draws of classes until each class has a client.
 
-    Source: QKT, "Path"; sizes by PFLlib's rule.
-    Reading: "exclusive classes" cannot mean disjoint (10 clients × 3 of 10 classes): a client holds
-    only these classes. The published constant-predictor rows show that class sets are drawn per
-    client, not dealt out evenly.
+    Source: QKT, "Path", with the sizes of PFLlib.
+    Reading: "exclusive classes" cannot mean disjoint classes (10 clients × 3 of 10 classes), but
+    that a client has no other classes. The paper's rows of the constant predictor show that each
+    client draws its classes at random.
     """
     examples_of_class = class_indices(labels)
     classes = len(examples_of_class)
@@ -172,7 +171,7 @@ def pathological(
         if len(examples) < len(owners):
             raise InfeasiblePartition(
                 f"pathological: class {label} has {len(examples)} examples for {len(owners)} "
-                "clients; take fewer clients"
+                "clients; lower clients"
             )
         positions.append(stream.permutation(examples))
         cut_positions = _random_cuts(len(examples), len(owners), stream)
@@ -186,12 +185,13 @@ def pathological(
 def _check_all_can_be_owned(clients: int, per_client: int, classes: int) -> None:
     if per_client > classes:
         raise InfeasiblePartition(
-            f"pathological: classes_per_client = {per_client}, the data have {classes} classes"
+            f"pathological: classes_per_client = {per_client}, but the data have {classes} "
+            "classes; lower classes_per_client"
         )
     if clients * per_client < classes:
         raise InfeasiblePartition(
-            f"pathological: {clients} clients × {per_client} classes cannot own {classes} classes; "
-            "take more clients or more classes per client"
+            f"pathological: {clients} clients × {per_client} classes cannot hold {classes} "
+            "classes; raise clients or classes_per_client"
         )
 
 
@@ -203,20 +203,20 @@ def _random_owners(
         if all(map(len, owners_of_class)):
             return owners_of_class
     raise InfeasiblePartition(
-        f"pathological: none of {max_tries:,} draws gave each of {classes} classes an owner "
-        f"({clients} clients × {per_client} classes); take more clients, more classes per client "
-        "or path_rule = 'pfllib'"
+        f"pathological: none of {max_tries:,} draws gave each of {classes} classes a client "
+        f"({clients} clients × {per_client} classes); raise clients or classes_per_client, or set "
+        "path_rule = 'pfllib'"
     )
 
 
 def _even_owners(
     clients: int, per_client: int, classes: int, stream: np.random.RandomState
 ) -> list[Labels]:
-    """The owners of every class, about as many for each. All clients get ``per_client`` classes.
+    """The clients of every class, about equally many. All clients get ``per_client`` classes.
 
-    A class gets the clients that still need most classes, in random order among equals. They are as
-    many as use up all needs if the later classes get as many; clients that need each of the classes
-    that remain are always among them, so that no client lacks a class at the end.
+    Each class goes to the clients that still need the most classes, with random order among ties.
+    Their number is the number of open classes divided by the number of remaining classes, rounded
+    up. It includes all clients that need every remaining class, so that all clients get enough.
     """
     needed = np.full(clients, per_client)
     owners_of_class = []
@@ -233,10 +233,8 @@ def _even_owners(
 
 
 def _random_cuts(size: int, owners: int, stream: np.random.RandomState) -> Labels:
-    """The positions at which a class is cut.
-
-    All pieces but the last have a uniform size in [a/10, a), where a is the even size, and at least
-    1.
+    """The positions that divide a class. All pieces except the last have a uniform size in [a/10,
+    a), at least 1, where a is the mean size.
     """
     even_size = size / owners
     low = max(1, math.ceil(even_size / 10))
@@ -247,10 +245,10 @@ def _random_cuts(size: int, owners: int, stream: np.random.RandomState) -> Label
 # column: the split that the data name.
 
 
-# It is not registered by @partition, which checks that no client is empty: a task may have no
-# examples of a client.
+# Registered without @partition, which rejects empty clients, because a client may have no examples
+# in a task.
 @register("partition", "column")
-def column(  # noqa: PLR0913 - the fields of the partition's config table
+def column(  # noqa: PLR0913 - the fields of the partition's config table  # noqa: PLR0913 - the fields of the partition's config table
     labels: ArrayLike,
     clients: int,
     groups: ArrayLike | None,
@@ -263,30 +261,29 @@ def column(  # noqa: PLR0913 - the fields of the partition's config table
     alpha: Positive | None = None,
     seed: Seed = 0,
 ) -> Parts:
-    """Each value of a column is a client: a hospital, a writer, a person.
+    """Each value of a column is a client, such as a hospital, a writer or a person.
 
-    column: Its name. Its values in order, numbers by size and texts by letter, are clients 0, 1 and
-    so on.
-    own_test: A test set for each client: "column", the test split's rows of its own value, or a
-    share of its rows.
-    own_test_take: Which rows that share is: drawn, or the last (where neighbours overlap, as
-    windows of a signal do).
-    pool: Whether the training and the test split are put together first; the common test is then
-    all own tests.
+    column: The name of the column. Its values in ascending order (texts alphabetically) are clients
+    0, 1 and so on.
+    own_test: The own test set of each client: "column" (its rows of the test split), or a share of
+    its rows.
+    own_test_take: Whether that share consists of random rows or of the last ones. Use "last" if
+    neighbouring rows overlap, like windows of a signal.
+    pool: Whether to combine the training and the test split first. The common test set is then the
+    union of all own test sets.
     least: Values with fewer training examples are left out.
-    alpha: How even the mix of classes is that each client keeps of its own rows, drawn by
-    Dirichlet; unset, all rows.
-    seed: What that mix is drawn from; unset in a config, it is the run's.
+    alpha: The concentration of the Dirichlet distribution from which each client's class mix is
+    drawn; the client keeps a subset of its rows with this mix. By default, it keeps all rows.
+    seed: The seed of the class mixes; by default, the seed of the run.
 
     labels: (n,); groups: (n,) the number of each example's value. Raises DataError for data without
-    owners.
+    such a column.
     """
-    # These are keys of [partition], which code that prepares a run reads from its settings.
+    # Preparation of a run reads these keys of [partition] from the settings.
     del clients, column, own_test, own_test_take, pool
     if groups is None:
         raise DataError(
-            "partition.kind = 'column' needs data with such a column; set partition.column to its "
-            "name"
+            "partition.kind = 'column' needs a column of clients; set partition.column to its name"
         )
     group_of_example = np.asarray(groups)
     group_sizes = np.zeros(0, dtype=np.int64)
@@ -309,18 +306,18 @@ def column(  # noqa: PLR0913 - the fields of the partition's config table
 def _with_mix(
     labels: NDArray[np.int64], examples: Labels, alpha: float, stream: np.random.Generator
 ) -> Labels:
-    """As many of a client's examples as have a mix of classes that is drawn by Dir(alpha).
+    """The largest random subset of a client's examples with a class mix drawn from Dir(alpha).
 
-    The mix is scaled until it uses up one class. Its largest class keeps one example at least, so
-    that no client is empty.
+    The subset uses all examples of at least one class. It has at least one example of the class
+    with the largest share, so that no client is empty.
     """
     classes, counts = np.unique(labels[examples], return_counts=True)
     mix = stream.dirichlet(np.repeat(alpha, len(classes)))
-    # A share that underflowed to 0 uses up no class.
+    # Shares that underflow to 0 must not limit the scale.
     scale = (counts / np.maximum(mix, np.finfo(float).tiny)).min()
-    least_counts = (mix == mix.max()).astype(int)
-    kept = []
-    for label, share, least_count in zip(classes, mix, least_counts, strict=True):
-        of_class = stream.permutation(examples[labels[examples] == label])
-        kept.append(of_class[: max(round(share * scale), least_count)])
-    return np.sort(np.concatenate(kept))
+    min_counts = (mix == mix.max()).astype(int)
+    subset = []
+    for label, share, min_count in zip(classes, mix, min_counts, strict=True):
+        shuffled = stream.permutation(examples[labels[examples] == label])
+        subset.append(shuffled[: max(round(share * scale), min_count)])
+    return np.sort(np.concatenate(subset))
