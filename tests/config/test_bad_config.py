@@ -114,7 +114,7 @@ def test_a_typo_is_answered_with_the_nearest_legal_name(
         ("[data]\nname = '~nobody-here/x'", r"data\.name = '~nobody-here/x' cannot be a path"),
         (f"[data]\nname = '{'x' * 5000}'", r"data\.name = 'x+… \(5002 characters\)"),
         ("[privacy]\nepsilon = 1.0", r"privacy\.epsilon"),
-        ("rounds = 2\n[topology]\nkind = 'peer_to_peer'", "rounds = 2: peer_to_peer is one shot"),
+        ("rounds = 2\n[topology]\nkind = 'peer_to_peer'", "rounds = 2: peer_to_peer"),
         ("rounds = ", "not valid TOML"),
         ("rounds = 1\nrounds = 2", "not valid TOML"),
         ("x = " + "[" * 5000, "not valid TOML"),

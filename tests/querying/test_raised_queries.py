@@ -244,7 +244,7 @@ def test_nobody_may_have_reason_to_ask(tmp_path: Path) -> None:
         (
             {"rounds": 2},
             ConfigError,
-            "peer_to_peer is one shot; set rounds = 1, or query.again = 'mixed'",
+            "set rounds = 1, or query.again = 'mixed'",
         ),
         (
             {"rounds": 2, "query": {"again": "mixed"}, "method": "pfnm"},

@@ -350,15 +350,15 @@ def test_peers_have_one_exchange_a_task(name: str, tmp_path: Path) -> None:
     [
         (
             {"kind": "classes"},
-            r"rounds = 6 cannot be shared by stream.tasks = 5; set rounds to a multiple",
+            r"rounds = 6 .*stream.tasks = 5",
         ),
         (
             {"kind": "classes", "tasks": 2, "rounds": [1, 2]},
-            r"stream.rounds has 3 rounds in all, and rounds = 6",
+            r"stream.rounds has 3 rounds .* rounds = 6",
         ),
         (
             {"kind": "classes", "tasks": 3, "rounds": [3, 3]},
-            r"rounds of 2 tasks, and stream.tasks = 3",
+            r"rounds of 2 tasks, .*stream.tasks = 3",
         ),
         ({"kind": "clases"}, r"did you mean 'classes'"),
         ({"kind": "classes", "taks": 3}, r"unknown key 'stream.taks'; did you mean 'stream.tasks'"),

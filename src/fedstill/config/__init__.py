@@ -1,6 +1,4 @@
-"""The configuration of a run: the keys, how they are resolved and checked, and one clear line for
-what is wrong.
-"""
+"""The configuration of a run: its keys, their resolution and checks, and error messages."""
 
 from fedstill.config.experiment import Experiment, load
 

@@ -1,6 +1,4 @@
-"""An experiment as the user wrote it: a config file, the values that override it, and where each
-value came from.
-"""
+"""An experiment as the user wrote it: a config file, overrides, and the origin of each value."""
 
 from __future__ import annotations
 
@@ -60,13 +58,12 @@ def _with_package_tables(experiment: Class) -> Class:
 @dataclass(frozen=True)
 @_with_package_tables
 class Experiment(TopKeys):
-    """One run as the user wrote it. It holds only what differs from the defaults.
+    """The config of a run, with the values that differ from the defaults.
 
     The keys are those of a config file; ``method = "fedntd"`` stands for
     ``method = {"name": "fedntd"}``. ``method``, ``model`` and ``partition``, and the names in these
-    tables, can also be the thing itself: a class, a method with its fields, a network, a function.
-    NumPy's numbers and pathlib's paths become plain ones. Values are not checked here, but when the
-    run starts.
+    tables, can also be Python objects: a class, a method with its fields, a network, a function.
+    NumPy's numbers and pathlib's paths become plain values. Values are checked when the run starts.
 
     ``origins``: where the values came from, by dotted key. ``base``: the folder that paths are
     relative to; None for the working directory. ``unknown``: keys that no config has; they are
@@ -192,7 +189,7 @@ def check_is_experiment(value: object) -> None:
     if isinstance(value, Mapping):
         advice = "fedstill.Experiment(**it)"
     raise ConfigError(
-        f"an experiment is wanted, not {kind_text(value)}; give an Experiment, or {advice}"
+        f"expected an Experiment, not {kind_text(value)}; pass an Experiment, or {advice}"
     )
 
 

@@ -1,6 +1,6 @@
-"""Tables that name a registered thing, such as a method, and set its fields.
+"""Tables that name a registered object, such as a method, and set its fields.
 
-Each thing has a schema for its fields, which is made from its signature.
+The schema of the fields follows from the object's signature.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Named:
             return self.entry.target(**self.values)
         except (TypeError, ValueError) as error:
             message = (
-                f"{self.kind} {self.entry.name} cannot be made from these fields: "
+                f"{self.kind} {self.entry.name} cannot be built from these fields: "
                 f"{on_one_line(error)}"
             )
             raise ConfigError(message) from error
@@ -240,7 +240,7 @@ def _partition_parameters(entry: registry.Entry) -> Mapping[str, inspect.Paramet
         return parameters
     raise ConfigError(
         f"partition {short_name(entry.name)} has parameters {', '.join(parameters) or 'none'}; "
-        "those that it is given are called labels, clients and, where it draws, seed"
+        "it must have parameters labels and clients, and seed if it draws random numbers"
     )
 
 
@@ -411,7 +411,7 @@ def _checked_shares(networks: Sequence[ClientNetwork]) -> list[float]:
     if abs(sum(shares) - 1) > SHARE_TOLERANCE:
         raise contradiction(
             KEY,
-            f"has the shares {value_text(shares)}, which make {sum(shares):g}; they must make 1",
+            f"has the shares {value_text(shares)}, whose sum is {sum(shares):g}; it must be 1",
         )
     return shares
 
@@ -460,7 +460,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """All texts in a part of a config, keys among them: whatever names code is one of these.
+    """All texts in a part of a config, including keys and all names of code.
 
     >>> sorted(texts_in({"0": "mine.py", "1": [{"name": "mlp", "hidden": [8]}]}))
     ['0', '1', 'hidden', 'mine.py', 'mlp', 'name']

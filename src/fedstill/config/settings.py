@@ -1,5 +1,5 @@
-"""The settings of a run: every value of its experiment, resolved before any data are read; whether
-they agree; and the keys that a run's config.toml has.
+"""The settings of a run: all values of its experiment, resolved before data are read, checks of
+contradictions, and the keys of a run's config.toml.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Settings(TopKeys):
 
     @property
     def hides_client_models(self) -> bool:
-        """Whether the server sees no single client's model."""
+        """Whether the models of single clients are hidden from the server."""
         return any(table.hides_client_models for table in self.tables.values())
 
     @property
@@ -130,8 +130,8 @@ class Settings(TopKeys):
 
     @property
     def measured_in(self) -> frozenset[int]:
-        """The rounds after which measures look: every ``measure_every`` rounds, the last one, and
-        the last of each task; all rounds if each is a complete exchange.
+        """The measured rounds: every ``measure_every`` rounds, the last round, and the last round
+        of each task; all rounds if each is a complete exchange.
         """
         interval = self.measure_every
         if self.exchange_each_round:
@@ -141,7 +141,7 @@ class Settings(TopKeys):
 
     @property
     def live_names(self) -> list[str]:
-        """The names of objects that Python handed over, and that only this process has."""
+        """The names of Python objects that only exist in this process."""
         things = (self.named.method, self.named.model, self.named.partition)
         return [thing.name for thing in things if thing.name.startswith(LIVE)]
 
@@ -220,20 +220,20 @@ def check_contradictions(settings: Settings, device: str) -> None:
 
 
 def _check_processes(settings: Settings, device: str) -> None:
-    """Raise ConfigError for values that clients in other processes, or on other machines, cannot
-    have.
+    """Raise ConfigError for values that are impossible for clients in other processes or on other
+    machines.
     """
     if device == "auto" and settings.is_deployed:
         raise contradiction(
             "device",
-            "= 'auto' would be the server's choice, and sites may have other devices",
-            "name 'cpu' or 'cuda', which the server and all sites then need",
+            "= 'auto' would depend on the server, but sites may have other devices",
+            "set 'cpu' or 'cuda', which the server and all sites then need",
         )
     has_processes = settings.is_deployed or settings.flower.grid == "ray"
     if settings.engine == "flower" and has_processes and settings.live_names:
         raise ConfigError(
-            f"{settings.live_names[0]!r} exists in this process only; put it in a file, and name "
-            "that"
+            f"{settings.live_names[0]!r} only exists in this process; put it in a file, and name "
+            "the file"
         )
 
 
@@ -257,25 +257,25 @@ def _check_start(settings: Settings) -> None:
     """Raise WrongConfig for keys that need ``start_from``, and for values that exclude it."""
     if settings.start_from_partial and not settings.start_from:
         raise contradiction(
-            "start_from_partial", "= true needs start_from, the model of which parts are taken"
+            "start_from_partial", "= true needs start_from, the model whose entries are loaded"
         )
     if not settings.train_only:
         return
     if not settings.start_from:
         raise contradiction(
-            "train_only", "needs start_from, the model whose other entries stay as they are"
+            "train_only", "needs start_from, the model with the values of all other entries"
         )
     if settings.device != "cpu":
         raise contradiction(
             "train_only",
             "keeps entries in the CPU's memory",
-            "leave device out, or train all entries",
+            "remove device, or train all entries",
         )
     if settings.clients_table.models:
         raise contradiction(
             "train_only",
-            "keeps entries of one network, and clients.models names others",
-            "leave one out",
+            "freezes entries of one network, but clients.models names others",
+            "remove one of them",
         )
 
 
@@ -290,14 +290,14 @@ def _check_rounds(settings: Settings) -> None:
     if tasks > 1 and rounds != tasks:
         raise contradiction(
             "rounds",
-            f"= {rounds}: peer_to_peer has one exchange a task",
-            f"set rounds = {tasks}, as stream.tasks says",
+            f"= {rounds}: peer_to_peer has one exchange per task",
+            f"set rounds = {tasks}, the value of stream.tasks",
         )
     if tasks == 1 and rounds > 1 and not settings.exchange_each_round:
         raise contradiction(
             "rounds",
-            f"= {rounds}: peer_to_peer is one shot",
-            "set rounds = 1, or query.again = 'mixed' to ask again with new data",
+            f"= {rounds}: peer_to_peer has a single exchange",
+            "set rounds = 1, or query.again = 'mixed' to query again with new data",
         )
 
 
@@ -309,26 +309,26 @@ def _check_stream(settings: Settings) -> None:
     if settings.on_sites and kind.name != SITES:
         raise contradiction(
             "stream.kind",
-            f"= {kind.label!r} cuts data that this process has; sites have tasks of their own",
+            f"= {kind.label!r} divides data of this process, but sites define their own tasks",
             "set stream.kind = 'sites'",
         )
     if settings.on_sites and settings.stream.compose != "tasks_first":
         raise contradiction(
             "stream.compose",
-            "says how this process splits data, and sites have their own",
-            "leave it out",
+            "determines how this process splits data, but sites have their own data",
+            "remove it",
         )
     if kind.name == SITES and not settings.on_sites:
         raise contradiction(
             "stream.kind",
-            "= 'sites' is for sites with data of their own, flower.data = 'sites'",
-            "set 'classes', 'domains' or 'drift' here",
+            "= 'sites' needs sites with their own data, flower.data = 'sites'",
+            "set 'classes', 'domains' or 'drift'",
         )
     if kind.values.get("column") and settings.named.partition.values.get("column"):
         raise contradiction(
             "stream.column",
-            "and partition.column both need a column of their own",
-            "leave one of them out",
+            "and partition.column cannot be combined",
+            "remove one of them",
         )
 
 
@@ -340,28 +340,28 @@ def _check_selection(settings: Settings) -> None:
     if stop.min_delta > 0 and stop.patience == 0:
         raise contradiction(
             "stop.min_delta",
-            f"= {stop.min_delta} changes only what stop.patience counts",
-            "set stop.patience, or leave stop.min_delta out",
+            f"= {stop.min_delta} only has an effect with stop.patience",
+            "set stop.patience, or remove stop.min_delta",
         )
     if settings.selects_round and settings.stream.tasks > 1:
-        key = "stop" if stop.is_active else "select_on"
+        key = "select_on"
+        if stop.is_active:
+            key = "stop"
         raise contradiction(
             key,
-            "compares rounds, and those of a run with tasks are not comparable: every task changes "
-            "what is learned",
-            f"leave {key} out, or leave [stream] out",
+            "compares rounds, but rounds of different tasks are not comparable",
+            f"remove {key} or [stream]",
         )
 
 
 # The keys of a run's config.toml.
 #
-# A resumed run must have the config.toml that it began with, and sites accept configs by their
-# SHA-256. So a new key must not change the file of a run that does not use it: it is optional, and
-# written only if it has another value than its default. Keys of tables that are None are never
-# written.
+# A resumed run must have its original config.toml, and sites accept configs by their SHA-256. So a
+# new key must not change the file of a run that does not use it: it is optional, and only written
+# if its value differs from the default. Keys with the value None are never written.
 
 
-# Keys that are written only if they are used.
+# Optional keys.
 
 
 OPTIONAL_KEYS = (
@@ -375,7 +375,7 @@ OPTIONAL_KEYS = (
     "engine_reason",
     "select_on",
 )
-"""Keys outside all tables. They stand behind the others."""
+"""Keys outside all tables, which follow the others."""
 
 OPTIONAL_PLAN_KEYS = (
     "lr_schedule",
@@ -385,7 +385,9 @@ OPTIONAL_PLAN_KEYS = (
     "lr_rounds",
     "class_weights",
 )
-"""Keys of ``[plan]``. A config that is shown has them, a config.toml only if they are used."""
+"""Keys of ``[plan]``. ``fedstill explain`` shows them; a config.toml only contains them if they are
+used.
+"""
 
 OPTIONAL_CLIENT_KEYS = ("max_examples",)
 """Keys of ``[clients]``."""
@@ -395,38 +397,39 @@ OPTIONAL_FLOWER_KEYS = ("test_every",)
 
 
 def written_top_keys(top: TopKeys) -> dict[str, Any]:
-    """The keys outside all tables that a run's config has, in their order."""
+    """The keys outside all tables in a run's config, in order."""
     values = {field.name: getattr(top, field.name) for field in fields(TopKeys)}
     defaults = {field.name: field.default for field in fields(TopKeys)}
     optional = {key: values.pop(key) for key in OPTIONAL_KEYS}
-    return {**values, **_written(optional, defaults, OPTIONAL_KEYS)}
+    return {**values, **_without_defaults(optional, defaults, OPTIONAL_KEYS)}
 
 
 def written_clients(table: ClientsTable, is_deployed: bool) -> dict[str, Any]:
-    """The keys of ``[clients]`` that a run's config has. ``is_deployed``: whether its clients are
+    """The keys of ``[clients]`` in a run's config. ``is_deployed``: whether its clients are
     machines of a federation.
     """
-    values = _written(table.table, ClientsTable().table, OPTIONAL_CLIENT_KEYS)
+    values = _without_defaults(table.table, ClientsTable().table, OPTIONAL_CLIENT_KEYS)
     if is_deployed and values["failures"] == "tolerate":
-        # Federations have always tolerated failures. Their sites have accepted configs without it.
+        # Federations have always tolerated failures, so sites have accepted configs without the
+        # key.
         del values["failures"]
     return values
 
 
 def written_flower(table: FlowerTable) -> dict[str, Any]:
-    """The keys of ``[flower]`` that a run's config has."""
-    return _written(table.table, FlowerTable().table, OPTIONAL_FLOWER_KEYS)
+    """The keys of ``[flower]`` in a run's config."""
+    return _without_defaults(table.table, FlowerTable().table, OPTIONAL_FLOWER_KEYS)
 
 
 def written_plan(plan: Plan) -> dict[str, Any]:
-    """The keys of a stage's plan that a run's config.toml has."""
-    return _written(as_table(plan), as_table(Plan()), OPTIONAL_PLAN_KEYS)
+    """The keys of a stage's plan in a run's config.toml."""
+    return _without_defaults(as_table(plan), as_table(Plan()), OPTIONAL_PLAN_KEYS)
 
 
-def _written(
+def _without_defaults(
     values: Mapping[str, Any], defaults: Mapping[str, Any], optional: Collection[str]
 ) -> dict[str, Any]:
-    """The values of a table in their order, without optional ones that have their defaults."""
+    """The values of a table in order, without optional keys that have their defaults."""
     return {
         key: value for key, value in values.items() if key not in optional or value != defaults[key]
     }

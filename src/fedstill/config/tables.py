@@ -91,34 +91,34 @@ class StreamTable(Table):
     )
 
     def starts(self, rounds: int) -> tuple[int, ...]:
-        """The first round of each task. ``rounds``: those of the run. Raises WrongConfig if the
-        tasks cannot share them.
+        """The first round of each task. ``rounds``: the number of rounds of the run. Raises
+        WrongConfig if it cannot be divided by the number of tasks.
         """
         if not self.rounds:
             if rounds % self.tasks:
                 raise contradiction(
                     "rounds",
-                    f"= {rounds} cannot be shared by stream.tasks = {self.tasks}",
-                    "set rounds to a multiple, or write the rounds of each task in stream.rounds",
+                    f"= {rounds} is not a multiple of stream.tasks = {self.tasks}",
+                    "set a multiple, or set the rounds of each task in stream.rounds",
                 )
             return tuple(range(1, rounds + 1, rounds // self.tasks))
         if len(self.rounds) != self.tasks:
             raise contradiction(
                 "stream.rounds",
-                f"has the rounds of {len(self.rounds)} tasks, and stream.tasks = {self.tasks}",
+                f"has the rounds of {len(self.rounds)} tasks, but stream.tasks = {self.tasks}",
                 "make them equal",
             )
         if sum(self.rounds) != rounds:
             raise contradiction(
                 "stream.rounds",
-                f"has {sum(self.rounds)} rounds in all, and rounds = {rounds}",
+                f"has {sum(self.rounds)} rounds in total, but rounds = {rounds}",
                 "make them equal",
             )
         return tuple(accumulate(self.rounds[:-1], initial=1))
 
     def longest(self, rounds: int) -> int:
-        """The rounds of a learning rate's schedule: those of the longest task if it restarts with
-        each task, or else those of the run.
+        """The number of rounds of the learning-rate schedule: that of the longest task if the
+        schedule restarts with each task, or that of the run.
         """
         if self.lr != "restart":
             return rounds
@@ -130,9 +130,9 @@ Side = Annotated[int, Interval(ge=1, le=4096)]
 Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
 Attack = Literal["sign_flip", "scaled", "label_flip"]
 SelectionData = Literal["held_out", "public", "test"]
-"""Data on which rounds are compared: held-out training examples, public ones with labels, tests."""
+"""The data that compare rounds: held-out examples, labelled public examples, or the test set."""
 Change = Literal["crop", "crop_reflect", "flip", "cutout", "rotation"]
-"""A way in which training images vary."""
+"""A step of augmentation."""
 
 
 @dataclass(frozen=True)
@@ -378,7 +378,7 @@ class DataTable(Table):
 
     @property
     def categories(self) -> dict[str, tuple[Value, ...]]:
-        """The names in each categorical column; none where the data decide them."""
+        """The categories of each categorical column; empty if they are read from the data."""
         if self.categorical is None:
             return {}
         if isinstance(self.categorical, Mapping):
@@ -387,7 +387,7 @@ class DataTable(Table):
 
     @property
     def form(self) -> dict[str, Any]:
-        """The keys that are set on what examples are, as fields of ``ReadingOptions``."""
+        """The set keys about the form of examples, as fields of ``ReadingOptions``."""
         values = {field: getattr(self, key) for field, key in _FORM_KEYS.items()}
         values["categorical"] = tuple(self.categories.items()) or None
         return {field: value for field, value in values.items() if value is not None}
@@ -549,8 +549,8 @@ def package_tables() -> Mapping[str, type[PackageTable]]:
 
 @functools.cache
 def record_tables() -> Mapping[str, type[Table]]:
-    """The classes of all tables with fixed keys, in their order. The other tables name a registered
-    thing, which has keys of its own, or hold the plans of stages.
+    """The classes of all tables with fixed keys, in order. Other tables name a registered object
+    with its own keys, or contain the plans of stages.
     """
     inner: dict[str, type[Table]] = {
         "data": DataTable,
@@ -562,6 +562,6 @@ def record_tables() -> Mapping[str, type[Table]]:
 
 
 def with_package_tables(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by table, with those of outer packages behind the tables that they follow."""
+    """Values by table, with each table of an outer package behind the table that it follows."""
     parts = [(part, outer[part.name]) for part in manifest.config_tables() if part.name in outer]
     return manifest.placed(inner, parts)

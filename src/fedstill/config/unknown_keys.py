@@ -1,7 +1,7 @@
-"""Advice about keys that their table lacks: the key that was meant, or a field that needs a type.
+"""Advice about unknown keys: a suggested key, or a field that needs a type.
 
-A key is suggested only if the config is accepted with it, so that nobody follows a suggestion from
-one error into the next.
+A key is only suggested if the config is accepted with it, so that a suggestion does not lead to the
+next error.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong with a config."""
+    """A problem of a config."""
 
     code: str
     """The kind of problem: pydantic's name for it, or one of the constants below."""
