@@ -31,7 +31,13 @@ from fedstill.running.runs import Group, groups
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "results"
 BLOCK = re.compile(r"^( *)```\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
-COMMANDS = ("fedstill ", "S=", "python -m benchmarks.phases", "python -m benchmarks.probes")
+COMMANDS = (
+    "fedstill ",
+    "S=",
+    "python -m benchmarks.phases",
+    "python -m benchmarks.probes",
+    "python -m benchmarks.forgotten",
+)
 METHOD_OF_LABEL = {"central": "fedavg"}
 """Rows that the page calls by another name than the report: FedAvg with all data in one place."""
 
