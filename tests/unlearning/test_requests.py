@@ -21,6 +21,7 @@ method = "fedavg"
 [data]
 name = "visits.csv"
 label_column = "outcome"
+columns = ["age", "pressure"]
 [partition]
 kind = "column"
 column = "ward"
@@ -67,7 +68,7 @@ def test_patients_are_forgotten_by_their_names(visits: Path, tmp_path: Path) -> 
     assert unlearned(visits / "run", *options, "--out", tmp_path / "new") == 0
     new = OriginalRun.of(tmp_path / "new")
     request = new.earlier_request
-    ages = OriginalRun.of(visits / "run").prepared.dataset.train.values[:, 1]
+    ages = OriginalRun.of(visits / "run").prepared.dataset.train.values[:, 0]
     forgotten = {int(ages[position]) - 20 for position in request.examples}
     assert forgotten
     assert forgotten <= {12, 13, 14, 21, 22, 23}

@@ -34,7 +34,7 @@ REQUEST = UnlearningRequest(clients=(CLIENT,))
 EXPERIMENT = toys.toy(
     "fedavg",
     rounds=ROUNDS,
-    topology={"clients": 6, "sampled": 3},
+    topology={"clients": 6, "sampled": 4},
     data={"public": 30},
     keep_updates=True,
     keep_checkpoints_every=1,
