@@ -98,7 +98,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a missing file": (["--examples", "/nowhere/at/all.txt"], "all.txt"),
     "a line that is no position": (["--examples", "{names}"], "names.txt, line 2"),
     "a position too far": (["--examples", "{far}"], "100000"),
-    "an unknown value": (["--examples", "{names}", "--column", "patient"], "P999"),
+    "an unknown value": (["--examples", "{names}", "--column", "patient"], "no value '4'"),
     "an unknown column": (["--examples", "{names}", "--column", "doctor"], "doctor"),
     "an empty file": (["--examples", "{empty}"], "empty.txt"),
     "a directory in use": (["--client", "0", "--out", "{used}"], "used"),

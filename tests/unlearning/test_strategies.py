@@ -204,7 +204,8 @@ def test_gradient_ascent_starts_from_the_model_of_the_others(
 def test_the_client_raises_its_loss_in_the_ball_and_never_acts_again(
     original: OriginalRun, tmp_path: Path
 ) -> None:
-    new = unlearned(original, "gradient_ascent", tmp_path / "new", repair_rounds=1)
+    options = {"repair_rounds": 1, "stop_distance": 100.0}
+    new = unlearned(original, "gradient_ascent", tmp_path / "new", **options)
     checkpoints = checkpoints_of(new.result.directory)
     position = next(p for p in checkpoints.positions() if p.round == ROUNDS + 1 and p.stage)
     ascended = checkpoints.at(position).state.params
@@ -227,14 +228,18 @@ def loss_of_client(original: OriginalRun, params: Tensors) -> float:
 
 
 def test_an_ascent_stops_at_the_distance(original: OriginalRun, tmp_path: Path) -> None:
-    """Beyond it from the start, nothing changes."""
-    new = unlearned(
-        original, "gradient_ascent", tmp_path / "new", repair_rounds=1, stop_distance=1e-9
-    )
-    checkpoints = checkpoints_of(new.result.directory)
-    position = next(p for p in checkpoints.positions() if p.round == ROUNDS + 1 and p.stage)
+    """It makes one step if it is beyond the distance from the start, and more otherwise."""
     start = first_state(original, "gradient_ascent")
-    assert length(checkpoints.at(position).state.params, start.params) == 0
+    plan = strategy_named("gradient_ascent", {}).stage_plans["ascend"]
+    moved = {}
+    for name, stop_distance in (("one step", 1e-9), ("all steps", 100.0)):
+        options = {"repair_rounds": 1, "stop_distance": stop_distance}
+        new = unlearned(original, "gradient_ascent", tmp_path / name, **options)
+        checkpoints = checkpoints_of(new.result.directory)
+        position = next(p for p in checkpoints.positions() if p.round == ROUNDS + 1 and p.stage)
+        moved[name] = length(checkpoints.at(position).state.params, start.params)
+    assert 0 < moved["one step"] <= plan.lr_at(ROUNDS + 1) * plan.clip_norm * (1 + 1e-5)
+    assert moved["all steps"] > 2 * moved["one step"]
 
 
 # ---- subtraction ---------------------------------------------------------------------------------

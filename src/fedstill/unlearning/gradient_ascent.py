@@ -11,8 +11,8 @@ Reading: the paper computes w_ref from the global model, which is the mean of al
 We average the kept models as the run's method does; that is the same where all clients act in every
 round. If the client did not act in the last round, w_ref is the global model.
 Reading: the paper stops when the accuracy on the client's held-out data is low, the code when the
-distance to the client's last model exceeds 2.2; we follow the code. A step that would begin beyond
-this distance changes nothing.
+distance to the client's last model exceeds 2.2; we follow the code. The distance is looked at after
+each step, so there is at least one step; later steps that begin beyond it change nothing.
 Reading: distances are over trained tensors; ten random models are drawn as initial models are.
 """
 
@@ -246,6 +246,8 @@ class RaiseLoss(ClientWork):
         self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, start: TrainingStart
     ) -> tuple[Tensors, Tensors]:
         nearest = projected(after, start["reference"], start[RADIUS])
-        is_over = distance(before, start[LAST_MODEL], list(before)) > self.stop_distance
+        is_far = distance(before, start[LAST_MODEL], list(before)) > self.stop_distance
+        has_moved = distance(before, start["reference"], list(before)) > 0
+        is_over = is_far & has_moved
         stopped = {name: torch.where(is_over, before[name], nearest[name]) for name in after}
         return stopped, trace
