@@ -26,8 +26,6 @@ from fedstill.running.recording import Progress
 from fedstill.running.result import Result
 from fedstill.running.runner import run
 from flowers import needs_flower
-from processes import deployed, fedstill_, over, same_bits, serial_of
-from processes import experiment as digits
 
 pytestmark = [needs_flower, pytest.mark.uses("unlearning")]
 
@@ -199,19 +197,3 @@ def test_an_unfinished_run_is_refused(federation: Federation) -> None:
         retrain_in_federation(original, LEAVING)
     with pytest.raises(ConfigError, match="client 7"):
         retrain_in_federation(federated(federation, "another"), 7)
-
-
-@pytest.mark.slow
-def test_over_a_deployment(tmp_path: Path) -> None:
-    """With TLS and listed keys, a server finds the runs itself."""
-    with deployed(tmp_path, CLIENTS) as deployment:
-        asked = digits("fedavg", "parallel")
-        original = tmp_path / "run"
-        assert over(deployment, asked, original).returncode == 0
-        deployment.kill("client2")
-        done = fedstill_("deploy", "unlearn", str(deployment.federation.folder), "2")
-        assert done.returncode == 0, done.stderr + deployment.log("server")[-3000:]
-    without = Experiment(**{**vars(asked), "unlearning": {"clients": [LEAVING]}})
-    new = tmp_path / "run-without-client2-retraining"
-    same_bits(new, serial_of(without, tmp_path / "serial"))
-    assert "client2 is no longer let in" in done.stdout
