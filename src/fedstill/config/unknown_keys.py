@@ -352,6 +352,8 @@ def _keys_by_last_part(tree: Tree, base: Path | None) -> dict[str, list[str]]:
     """
     keys_by_table: dict[str, list[str]] = {}
     for table, schema in record_tables().items():
+        if not schema.is_suggested:
+            continue
         keys_by_table[table] = keys_of(schema)
     if tree.get("stream"):
         keys_by_table["stream"] = keys_of(StreamTable)

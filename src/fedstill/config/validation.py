@@ -11,7 +11,7 @@ import functools
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Self, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
 
 import tomli_w
 from pydantic import (
@@ -158,6 +158,9 @@ class Table(BaseModel):
     """
 
     model_config = STRICT
+
+    is_suggested: ClassVar[bool] = True
+    """Whether a key of this table may be suggested for an unknown key elsewhere."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any], name: str) -> Self:

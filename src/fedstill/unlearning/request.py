@@ -156,6 +156,9 @@ def strategy_named(name: str, options: Mapping[str, Any]) -> Any:
 class UnlearningTable(PackageTable):
     """``[unlearning]``: what a run forgets, and how."""
 
+    # ``fedstill unlearn`` writes the table; its keys have the names of keys that users write.
+    is_suggested: ClassVar[bool] = False
+
     clients: tuple[CountOrZero, ...] = Field(
         default=(),
         description="The ids of the clients that are forgotten. They never act, and nothing is "
