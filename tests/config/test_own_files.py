@@ -117,8 +117,8 @@ def test_files_beside_the_config_are_used(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_resolved_config_finds_them_from_anywhere(folder: Path, tmp_path: Path) -> None:
-    go(folder, tmp_path / "run")
-    asked = load(folder / "run.toml", ("data.name=blobs",))
+    go(folder, tmp_path / "run", "engine=pooled")
+    asked = load(folder / "run.toml", ("data.name=blobs", "engine=pooled"))
     assert settle(load(tmp_path / "run" / "config.toml")).tree == settle(asked).tree
 
 
