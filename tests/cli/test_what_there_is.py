@@ -186,7 +186,7 @@ SPLIT = [
     [
         ({"draw": "all", "fewer_than": 2}, "has 1 example"),
         ({"draw": "all", "by": "need", "needs": {"1": [4]}}, "4: will need it"),
-        ({"classes": {"1": [4]}, "fewer_than": 99}, "written in the config"),
+        ({"classes": {"1": [4]}, "fewer_than": 99}, "listed in the config"),
         (
             {
                 "draw": "single",
@@ -194,8 +194,7 @@ SPLIT = [
                 "accuracy_under": 0.5,
                 "needs": {"0": [1]},
             },
-            "after the stage 'fit', for one class on which their model's accuracy is under 0.5 or "
-            "that they say",
+            "after the stage 'fit', for one class on which the accuracy of their model is below",
         ),
     ],
 )

@@ -168,7 +168,7 @@ def test_forgetting_below_zero_is_explained_where_it_is_shown(
         )
     ]
     learns.append("-q")
-    why = "forgetting below 0"
+    why = "negative forgetting"
     assert call(["run", "small.toml", "--out", "one", *learns]) == 0
     said = capsys.readouterr().out
     assert why in said

@@ -26,6 +26,7 @@ MEASURES = (
     "query_average_accuracy",
 )
 INTERVAL = re.compile(r"([+-]\d+\.\d), ([+-]\d+\.\d) to ([+-]\d+\.\d)")
+PRINTED = re.compile(r"([+-]\d+\.\d) +([+-]\d+\.\d) to ([+-]\d+\.\d)")
 ENDS = re.compile(r"([+-]\d+\.\d) to ([+-]\d+\.\d)")
 
 
@@ -35,10 +36,15 @@ def folders_of_runs() -> set[str]:
 
 
 def test_each_interval_of_the_claims_is_a_paired_difference_of_two_rows() -> None:
+    """The rows are those of one folder, or a block of the page shows their difference, which
+    ``make docs-check`` compares.
+    """
     claims = PAGE.partition("## Claims and verdicts")[2].partition("\n## ")[0]
-    said = set(INTERVAL.findall(claims))
-    assert len(said) > 20
-    assert sorted(said - {d for folder in folders_of_runs() for d in differences(folder)}) == []
+    intervals = set(INTERVAL.findall(claims))
+    assert len(intervals) > 20
+    known = {d for folder in folders_of_runs() for d in differences(folder)}
+    known |= {found for _, block in BLOCK.findall(PAGE) for found in PRINTED.findall(block)}
+    assert sorted(intervals - known) == []
 
 
 def test_each_interval_of_the_text_is_one_of_two_rows_or_stands_in_a_block() -> None:

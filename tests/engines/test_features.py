@@ -147,7 +147,7 @@ def test_features_are_of_evaluation_mode(tmp_path: Path) -> None:
 def test_width_is_what_the_head_takes() -> None:
     assert contract.width(contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8, 3)})) == 3
     assert contract.width(contract.spec_for("toy_batchnorm", (1, 4, 4), 5)) == 64
-    with pytest.raises(IncompatibleMethod, match=r"toy_unflat gives \(2, 2, 2, 2\)"):
+    with pytest.raises(IncompatibleMethod, match=r"toy_unflat .*\(2, 2, 2, 2\)"):
         contract.width(contract.spec_for("toy_unflat", (1, 4, 4), 5))
 
 

@@ -167,5 +167,5 @@ class Forgetful(Here):
 
 
 def test_a_first_pass_without_terms_names_the_function(prepared: Prepared) -> None:
-    with pytest.raises(FedstillError, match=r"ascent_terms .*gives no terms"):
+    with pytest.raises(FedstillError, match=r"ascent_terms .*no terms"):
         trained(prepared, Forgetful())

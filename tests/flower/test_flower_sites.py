@@ -604,9 +604,9 @@ PRIVATE = {"gradient_clip": 0.5, "gradient_noise": 50.0}
 @pytest.mark.parametrize(
     ("method", "topology", "stage", "line"),
     [
-        ("fedavg", {"last": "ridge"}, "ridge", "stage 'ridge' sends what has no noise"),
-        ("scaffold", {}, "train", "with method scaffold: its clients read more"),
-        ("fedlc", {}, "train", "with method fedlc: its clients read more"),
+        ("fedavg", {"last": "ridge"}, "ridge", "stage 'ridge'"),
+        ("scaffold", {}, "train", "with method scaffold"),
+        ("fedlc", {}, "train", "with method fedlc"),
     ],
 )
 def test_a_site_sees_for_itself_that_private_training_is_private(

@@ -302,5 +302,5 @@ def test_what_can_be_matched_and_what_cannot() -> None:
     spec = ModelSpec("sphere_cnn", (3, 32, 32), 5)
     with pytest.raises(IncompatibleMethod, match="sphere_cnn is neither"):
         together(spec, [contract.initial(spec, 0)], MatchingSettings())
-    with pytest.raises(ConfigError, match="no 3 hidden layers"):
+    with pytest.raises(ConfigError, match="3 hidden layers"):
         with_widths(contract.build(MLP), (1, 2, 3))

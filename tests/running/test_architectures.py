@@ -92,7 +92,7 @@ def test_in_a_config_file_and_on_the_command_line(tmp_path: Path) -> None:
         ([{"hidden": [3]}], r"clients.models\[0\].*name"),
         ([{"name": "mlp", "hiden": [3]}], r"clients.models\[0\].hiden.*hidden"),
         ([{"name": "mlp", "hidden": [0]}], r"clients.models\[0\].hidden"),
-        ({"mlp": 0.5, "logistic": 0.6}, "make 1.1"),
+        ({"mlp": 0.5, "logistic": 0.6}, "1\\.1"),
         ({"mlp": 1.5, "logistic": -0.5}, "share above 0"),
         ([{"name": "mlp", "share": 0.5}, "logistic"], "clients.models.*share"),
         ({"0": "mlp", "0-2": "logistic"}, r"clients.models\.0-2.*client 0"),

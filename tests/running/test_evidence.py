@@ -68,7 +68,7 @@ def test_what_is_packed_comes_back_and_nothing_else(runs: Path) -> None:
     assert evidence.unpack(packed) == runs
     assert contents(runs) == before
     assert sorted(p.name for p in (runs / "fedavg/seed1").iterdir()) == sorted(
-        evidence.EVIDENCE - {"entry.toml"}
+        evidence.EVIDENCE - {"entry.toml", "certificate.json"}
     )
 
 

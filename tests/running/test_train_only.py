@@ -231,7 +231,7 @@ def test_a_low_rank_change_starts_as_the_network_and_is_all_that_moves(
         ),
         (
             {"clients": {"models": ["mlp", "logistic"]}},
-            "clients.models names others; leave one out",
+            "clients.models names others",
         ),
         (
             {"method": "pfnm", "topology": {"clients": 6}, "rounds": 1},

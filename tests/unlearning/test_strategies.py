@@ -384,6 +384,11 @@ UNSUITABLE: dict[str, tuple[Experiment, str, str]] = {
         "fine_tuning",
         "tasks",
     ),
+    "tasks, retraining": (
+        toys.toy("fedavg", rounds=2, stream={"kind": "classes", "tasks": 2}),
+        "retraining",
+        "tasks",
+    ),
 }
 
 

@@ -304,6 +304,21 @@ def remove(path: Path) -> None:
         raise disk_error(error, path) from error
 
 
+def remove_folder(path: Path) -> None:
+    """Delete a folder with its content if it exists; a link is deleted itself. Raises DiskFull if
+    this fails.
+    """
+    if path.is_symlink():
+        remove(path)
+        return
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise disk_error(error, path) from error
+
+
 # ---- paths ---------------------------------------------------------------------------------------
 
 

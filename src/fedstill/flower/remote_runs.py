@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import torch
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, DeployFailed
 from fedstill.core.extensions import RoundHook
-from fedstill.core.files import digest, in_shell, remove
+from fedstill.core.files import digest, in_shell, remove, remove_folder
 from fedstill.core.records import Examples, Group, Payload, Stage, Tensors
 from fedstill.core.rounds import expected_reply
 from fedstill.core.screen import MAX_STRING
@@ -440,11 +439,11 @@ def delete_traces(federation: Federation, client: int, runs: Sequence[Path]) -> 
             remove(path)
             deleted.append(path)
         for path in sorted((run / "sites").glob(f"*/client{client}")):
-            shutil.rmtree(path)
+            remove_folder(path)
             deleted.append(path)
     folder = federation.client(client)
     if folder.is_dir():
-        shutil.rmtree(folder)
+        remove_folder(folder)
         deleted.append(folder)
     left = [line for run in runs for line in _left_in(run)]
     return Deletion(deleted, [*left, *BEYOND_REACH])

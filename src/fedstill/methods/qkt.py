@@ -9,7 +9,7 @@ naive KD; T_Q = the teachers whose mean softmax on ``samples`` examples of noise
 ``threshold`` for a class of Q; Z = ``frozen``.
 State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples;
 student.N = client N's model after the last phase that it went through.
-Memory: between the phases, peer.N = the model of client N.
+Memory: peer.N = the model of client N, between the phases.
 Reading: eq. 4 prints p_t log p_s, which falls as the student gets worse. The objective is its
 negative. It has the same gradient as ``masked_kl``, which cannot be negative.
 Reading: lambda "defaults to 1", but the CIFAR-10 entry of the main table is the ablation's row of

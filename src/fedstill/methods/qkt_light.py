@@ -6,7 +6,7 @@ Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learni
 State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples;
 student.N = client N's model after the last phase that it went through itself; shared = the model of
 phase 1, where one client or the server does it for all.
-Memory: between the phases, peer.N = the model of client N, where each client does phase 1 for
+Memory: peer.N = the model of client N, between the phases, where each client does phase 1 for
 itself.
 Reading: with "student data" (``qkt_light``), each client does phase 1 on its own data. With
 "volunteer client", the client with most examples does it for all. With "centralized server", the

@@ -356,11 +356,17 @@ def why_not_same(settings: Settings, folder: Path) -> str:
     except CorruptFile as error:
         return f"holds a damaged run ({error})"
     except UntrustedCode as error:
-        return f"holds a run of somebody else ({error})"
+        # Code that has changed is not trusted either, and then the change is the reason.
+        return _changed_files(settings, folder) or f"holds a run of somebody else ({error})"
+    return _changed_files(settings, folder)
+
+
+def _changed_files(settings: Settings, folder: Path) -> str:
+    """Why a run with changed files is another run; empty if none has changed."""
     files = other_files(settings, folder)
-    if files:
-        return f"holds a run that began before {', '.join(files)} changed"
-    return ""
+    if not files:
+        return ""
+    return f"holds a run that began before {', '.join(files)} changed"
 
 
 def other_settings(settings: Settings, folder: Path) -> list[str]:

@@ -245,9 +245,12 @@ def check_config(settings: Settings) -> None:
             "names examples, and sites keep theirs: they remove them themselves",
             "name clients only",
         )
-    if names_examples and settings.stream.tasks > 1:
+    if settings.stream.tasks > 1:
+        # Which clients a later task samples depends on which are present, so the other clients'
+        # rounds would differ from those of the original run.
         raise contradiction(
             TABLE,
-            "names examples, and a run with tasks could be left with a task without examples",
-            "name clients, or leave [stream] out",
+            "does not support runs with tasks, because a client that leaves changes the samples of "
+            "all later rounds",
+            "leave [stream] out",
         )

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 import resource
-import shutil
 import signal
 import socket
 import ssl
@@ -29,7 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fedstill.core.errors import ConfigError, DeployFailed, FedstillError
-from fedstill.core.files import make_folder, read_file, remove, write_note
+from fedstill.core.files import make_folder, read_file, remove, remove_folder, write_note
 from fedstill.flower import check_flower_installed
 from fedstill.flower.deployment import certificates, programs
 from fedstill.flower.deployment.control import admit
@@ -528,7 +527,7 @@ def serve() -> int:
 def _served(federation: Federation) -> int:
     """Serve a federation, and carry its runs out, until a signal ends it; the exit status."""
     parts = federation.server / "parts"
-    shutil.rmtree(parts, ignore_errors=True)
+    remove_folder(parts)
     connections = Connections(allowed_connections())
     gate, config = gated(parts, connections.trust)
     try:
@@ -544,7 +543,7 @@ def _served(federation: Federation) -> int:
     finally:
         operator.end.set()
         operator.join()
-        shutil.rmtree(parts, ignore_errors=True)
+        remove_folder(parts)
     return int(operator.failed)
 
 
