@@ -89,9 +89,16 @@ class Server:
         return grid
 
     def answer(
-        self, client: int, parts: Callable[[Any], tuple[str, dict[str, bytes]]], pushed: bool = True
+        self,
+        client: int,
+        parts: Callable[[Any], tuple[str, dict[str, bytes]]],
+        pushed: bool = True,
+        pause: float = 0.0,
     ) -> None:
-        """What a client does with a message: it announces its reply, and pushes the parts."""
+        """What a client does with a message: it announces its reply, and pushes the parts.
+
+        pause: seconds before each of them.
+        """
         from flwr.app import RecordDict
         from flwr.common.serde import recorddict_to_proto
         from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
@@ -129,6 +136,7 @@ class Server:
             self.state,
         )
         for id in taken.objects_to_push if pushed else ():
+            time.sleep(pause)
             one = PushObjectRequest(
                 node=node,
                 run_id=self.run,
@@ -230,6 +238,27 @@ def test_a_reply_that_is_announced_and_not_sent_holds_up_nobody_and_only_until_t
     assert never == "did not reply within the deadline of 3 s (flower.deadline)"
     assert late == ""
     assert time.monotonic() - begun < 20, "Flower's own grid waits for two hours"
+
+
+def trickle(asked: Any) -> tuple[str, dict[str, bytes]]:
+    """A reply of eighty small parts."""
+    contents = dict(part("ArrayChunk", str(number).encode()) for number in range(80))
+    root, whole = part("Message", b"", list(contents))
+    return root, {**contents, root: whole}
+
+
+def test_a_reply_that_comes_in_drops_holds_up_nobody_and_only_until_the_deadline() -> None:
+    """Its parts come, one after another, for longer than the stage may take."""
+    server = Server(2)
+    slow = threading.Thread(target=lambda: server.answer(0, trickle, pause=0.1), daemon=True)
+    slow.start()
+    beside(lambda: server.answer(1, good(1)))
+    begun = time.monotonic()
+    never, other = asked(server, Patience(deadline=3, retries=0))
+    assert never == "did not reply within the deadline of 3 s (flower.deadline)"
+    assert other == ""
+    assert time.monotonic() - begun < 20, "Flower waits for two hours"
+    slow.join()
 
 
 def test_a_reply_over_the_limit_is_refused_before_all_of_it_is_here(

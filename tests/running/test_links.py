@@ -66,6 +66,48 @@ def test_a_resumed_run_deletes_nothing_through_a_link(name: str, strange: Path, 
     assert_untouched(home)
 
 
+@pytest.mark.parametrize("name", ["memory", "updates", "checkpoints", "checkpoints/objects"])
+def test_a_link_that_is_put_there_during_a_run_leads_nowhere(
+    name: str, tmp_path: Path, home: Path
+) -> None:
+    """Nothing is written or deleted in the folder to which it leads."""
+
+    def plant(event: object) -> None:
+        path = tmp_path / "run" / name
+        path.rename(tmp_path / "away")
+        path.symlink_to(home)
+
+    with pytest.raises((CorruptFile, DiskFull), match=name):
+        fedstill.run(SETTINGS["kept_updates"], tmp_path / "run", data=toys.blobs(), on_round=plant)
+    assert_untouched(home)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_files_are_deleted_in_a_real_folder_only(is_late: bool, tmp_path: Path, home: Path) -> None:
+    """Also if the link comes after the folder was opened."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("old")
+
+    def plant() -> None:
+        folder.rename(tmp_path / "away")
+        folder.symlink_to(home)
+
+    def is_unneeded(name: str) -> bool:
+        if is_late:
+            plant()
+        return True
+
+    if is_late:
+        assert files.remove_files(folder, is_unneeded) == ["thesis.txt"]
+        assert not list((tmp_path / "away").iterdir())
+    else:
+        plant()
+        with pytest.raises(DiskFull, match="memory"):
+            files.remove_files(folder, is_unneeded)
+    assert_untouched(home)
+
+
 @pytest.mark.parametrize("name", ["holder.json", "lock", "tables"])
 def test_the_folder_of_a_comparison_has_no_links(name: str, tmp_path: Path, home: Path) -> None:
     folder = tmp_path / "comparison"

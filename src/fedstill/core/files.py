@@ -276,6 +276,16 @@ def make_folder(path: Path) -> None:
         raise disk_error(error, path) from error
 
 
+def make_real_folder(path: Path) -> None:
+    """Create a folder as ``make_folder`` does; raises DiskFull, too, if there is a link instead.
+
+    For folders in a run's directory. Somebody may put a link there while the run is under way.
+    """
+    make_folder(path)
+    if path.is_symlink():
+        raise disk_error(OSError(errno.ELOOP, "it is a link"), path)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
@@ -317,6 +327,31 @@ def remove_folder(path: Path) -> None:
         return
     except OSError as error:
         raise disk_error(error, path) from error
+
+
+def remove_files(folder: Path, is_unneeded: Callable[[str], bool]) -> list[str]:
+    """Delete the files of a folder whose names a function picks; the names of those it deleted.
+
+    The folder is opened once. So nothing elsewhere is deleted if somebody puts a link in its place
+    while a run is under way. Raises DiskFull for a link, and if a file cannot be deleted.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _NO_FOLLOW)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise disk_error(error, folder) from error
+    try:
+        with os.scandir(handle) as entries:
+            names = [entry.name for entry in entries if is_unneeded(entry.name)]
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=handle)
+    except OSError as error:
+        raise disk_error(error, folder) from error
+    finally:
+        os.close(handle)
+    return names
 
 
 # ---- paths ---------------------------------------------------------------------------------------

@@ -21,12 +21,22 @@ from fedstill.config.settings import Settings
 from fedstill.core.codec import MAX_LOCAL_ENTRIES, decode, encoded_parts
 from fedstill.core.errors import BadPayload, ConfigError, CorruptFile
 from fedstill.core.extensions import Event, Fields, StageKeeper, StageResult
-from fedstill.core.files import Content, digest, make_folder, read_file, remove, write_together
+from fedstill.core.files import (
+    Content,
+    digest,
+    make_real_folder,
+    read_file,
+    remove_files,
+    write_together,
+)
 from fedstill.core.records import NOTHING, SERVER, ModelSpec, Payload, Stage, State
 from fedstill.engines.serial import Memory, Version
 from fedstill.running.journal import JournalMark, read_journal
 
 log = logging.getLogger("fedstill.checkpoint")
+
+TENSORS = ".safetensors"
+"""The end of the names of files with tensors."""
 
 CHECKPOINTS_KEPT = 3
 """How many checkpoints are kept."""
@@ -85,7 +95,8 @@ class Checkpoints:
         ``beside``: what else must be durable before it is, waited for at the same time.
         ``rounds``: of which the last checkpoint is kept, too.
         """
-        make_folder(self.objects)
+        make_real_folder(self.folder)
+        make_real_folder(self.objects)
         groups: dict[str, str] = {}
         write_together(self._files(state, memory, journal, groups), beside=beside)
         self._sound.update(groups.values())
@@ -254,13 +265,14 @@ class Checkpoints:
             for manifest in self._readable_manifest(name):
                 needed.update(manifest["groups"].values())
                 memory.update(file for file, _ in manifest["memory"].values())
-        for name in names:
-            if name not in retained:
-                remove(self.folder / name)
-        for path in self.objects.glob("*.safetensors"):
-            if path.stem not in needed:
-                remove(path)
-                self._sound.discard(path.stem)
+        old = set(names) - retained
+        remove_files(self.folder, old.__contains__)
+
+        def is_unneeded(name: str) -> bool:
+            return name.endswith(TENSORS) and name.removesuffix(TENSORS) not in needed
+
+        for name in remove_files(self.objects, is_unneeded):
+            self._sound.discard(name.removesuffix(TENSORS))
         return sorted(memory)
 
     def _retained(self, names: Sequence[str], rounds: Collection[int]) -> list[str]:
@@ -337,7 +349,7 @@ class StoredMemory(Memory):
     def write(self, stage: Stage, states: Mapping[int, Payload]) -> None:
         if not states:
             return
-        make_folder(self.folder)
+        make_real_folder(self.folder)
         versions: dict[int, Version] = {}
 
         def files() -> Iterator[tuple[Path, Content]]:
@@ -353,9 +365,7 @@ class StoredMemory(Memory):
 
     def prune(self, names: Collection[str]) -> None:
         super().prune(names)
-        for path in self.folder.glob("*.safetensors"):
-            if path.name not in names:
-                remove(path)
+        remove_files(self.folder, lambda name: name.endswith(TENSORS) and name not in names)
 
 
 # Updates that a run keeps if it is asked to: the content of every reply that was accepted.
@@ -395,16 +405,20 @@ class UpdateKeeper:
                 yield _path(self.folder, result.stage.round, result.stage.index, reply.client), data
 
         if replies:
-            make_folder(self.folder)
+            make_real_folder(self.folder)
             write_together(files())
         return fields
 
     def cut(self, round: int, stage: int) -> None:
         """Delete the updates of this stage and of all later ones."""
-        for path in self.folder.glob("*.safetensors"):
-            name = _FILE_NAME.fullmatch(path.stem)
-            if name is not None and (int(name["round"]), int(name["stage"])) >= (round, stage):
-                remove(path)
+
+        def is_late(name: str) -> bool:
+            parts = _FILE_NAME.fullmatch(name.removesuffix(TENSORS))
+            if parts is None or not name.endswith(TENSORS):
+                return False
+            return (int(parts["round"]), int(parts["stage"])) >= (round, stage)
+
+        remove_files(self.folder, is_late)
 
 
 @dataclass(frozen=True)
