@@ -45,9 +45,11 @@ def scenes(text: str) -> Iterator[tuple[str, str, str]]:
         elif title:
             yield "file", title, body
         elif kind == "console":
-            words = body.strip().removeprefix("$ fedstill ")
-            folder = shlex.split(words)[shlex.split(words).index("--out") + 1]
-            yield "command", words, folder
+            for line in body.strip().splitlines():
+                words = line.removeprefix("$ fedstill ")
+                arguments = shlex.split(words)
+                folder = arguments[arguments.index("--out") + 1].removesuffix("/report.html")
+                yield "command", words, folder
 
 
 def report_of(folder: Path) -> Path:
@@ -57,13 +59,21 @@ def report_of(folder: Path) -> Path:
     )
 
 
+def _quietly(command: str) -> list[str]:
+    """The words of a command without progress; ``fedstill report`` has none."""
+    words = shlex.split(command)
+    if words[0] == "report":
+        return words
+    return [*words, "--quiet"]
+
+
 def draw(runs: Path, only: str) -> None:
     """Carry out what the page says in a folder, and take its pictures."""
     pictures: dict[str, list[str]] = {}
     for kind, name, what in scenes(PAGE.read_text(encoding="utf-8")):
         if kind == "file":
             (runs / name).write_text(what, encoding="utf-8")
-        elif kind == "command" and not only and call([*shlex.split(name), "--quiet"]):
+        elif kind == "command" and not only and call(_quietly(name)):
             raise SystemExit(f"fedstill {name} failed")
         elif kind == "picture" and only in ("", name):
             pictures.setdefault(what, []).append(name)
