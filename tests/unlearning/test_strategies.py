@@ -415,3 +415,15 @@ def test_fine_tuning_goes_on_in_a_chain(tmp_path: Path) -> None:
     }
     assert acting
     assert 1 not in acting
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_only_retraining_can_start_without_another_run(name: str, tmp_path: Path) -> None:
+    values = {"unlearning.clients": (1,), "unlearning.strategy": name}
+    experiment = toys.toy("fedavg", rounds=1).with_values(values, "test")
+    if name == "retraining":
+        run(experiment, tmp_path / "run", toys.blobs())
+        return
+    with pytest.raises(ConfigError, match=r"unlearning\.strategy"):
+        run(experiment, tmp_path / "run", toys.blobs())
+    assert not (tmp_path / "run").exists()

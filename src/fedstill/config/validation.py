@@ -209,6 +209,10 @@ class PackageTable(Table):
         """
         return False
 
+    def check_new_run(self) -> None:
+        """Raise WrongConfig for a table with which no run can begin at its first round."""
+        return None
+
     @property
     def stage_plans(self) -> Mapping[str, Plan]:
         """The default plans of the stages that the package adds to the schedule."""

@@ -160,8 +160,13 @@ def inputs_of(engine: SerialEngine, job: ClientJob) -> ReplyInputs:
     if engine.world.stream.tasks > 1:
         head = engine.head(stage, job.client)
         further.append(engine.world.stream.within(stage.round))
-        further.append("all" if head is None else head.tolist())
-    is_test_read = any(hook.reads_test_set(stage) for hook in engine.hooks)
+        trained_outputs: object = "all"
+        if head is not None:
+            trained_outputs = head.tolist()
+        further.append(trained_outputs)
+    test: Examples | None = None
+    if any(hook.reads_test_set(stage) for hook in engine.hooks):
+        test = engine.sites.common_test
     return ReplyInputs(
         work=job.work,
         stage=stage,
@@ -170,7 +175,7 @@ def inputs_of(engine: SerialEngine, job: ClientJob) -> ReplyInputs:
         seed=job.seed,
         payload=job.payload,
         client_state=engine.memory.load(job.client),
-        test=engine.sites.common_test if is_test_read else None,
+        test=test,
         further=tuple(further),
     )
 
@@ -178,11 +183,14 @@ def inputs_of(engine: SerialEngine, job: ClientJob) -> ReplyInputs:
 def key_of(inputs: ReplyInputs) -> str:
     """The SHA-256 of everything that a reply depends on, in hexadecimal."""
     view = inputs.view
+    plan: dict[str, Any] | None = None
+    if inputs.plan is not None:
+        plan = asdict(inputs.plan)
     identity = {
         "stage": _stage_identity(inputs),
         "work": _work_identity(inputs.work),
         "model": _model_identity(view.model),
-        "plan": asdict(inputs.plan) if inputs.plan else None,
+        "plan": plan,
         "machine": _machine_identity(),
         "device": _device_identity(view.data.values.device),
         "further": [str(value) for value in inputs.further],
@@ -192,7 +200,9 @@ def key_of(inputs: ReplyInputs) -> str:
         for part in encoded_parts(payload):
             key.update(part)
     for examples in (view.data, view.validation, view.public, view.test, inputs.test):
-        data = "none" if examples is None else examples_digest(examples)
+        data = "none"
+        if examples is not None:
+            data = examples_digest(examples)
         key.update(data.encode())
     return key.hexdigest()
 
@@ -296,4 +306,5 @@ def _with_zero_times(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_time(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: 0.0 if name.startswith("seconds") else value for name, value in fields.items()}
+    times = [name for name in fields if name.startswith("seconds")]
+    return {**fields, **dict.fromkeys(times, 0.0)}

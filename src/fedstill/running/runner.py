@@ -135,6 +135,8 @@ def run(  # noqa: PLR0913 - the options of the command run
         dataset = dataset_of(experiment, data)
         configured = with_data(experiment, dataset)
     settings = settle(configured)
+    for table in settings.tables.values():
+        table.check_new_run()
     _check_debug(debug, settings)
     place = "here"
     if grid is None:

@@ -45,6 +45,7 @@ from fedstill.unlearning.strategy import (
     model_of,
     repeated_stages,
     replies_without,
+    with_new_stages,
 )
 
 CALIBRATE = "calibrate"
@@ -130,11 +131,8 @@ class FedEraser(Strategy):
             first_round=first_round,
             originals=tuple(self.used_rounds(first_round - 1)),
         )
-        return replace(
-            schedule,
-            providers=(*schedule.providers, stages),
-            change=Without(frozenset(request.clients), first_round),
-        )
+        without = Without(frozenset(request.clients), first_round)
+        return with_new_stages(schedule, stages, without)
 
 
 def _norms(result: StageResult, clients: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import IncompatibleMethod
-from fedstill.core.extensions import StageActor, StageProvider
 from fedstill.core.fields import Count, Positive
 from fedstill.core.keys import seed_for
 from fedstill.core.method import ClientWork, Method
@@ -53,6 +52,7 @@ from fedstill.unlearning.request import UnlearningRequest
 from fedstill.unlearning.strategy import (
     NewRounds,
     OriginalRun,
+    SingleStageRound,
     StartPoint,
     Strategy,
     check_averages,
@@ -60,6 +60,7 @@ from fedstill.unlearning.strategy import (
     model_of,
     repeated_stages,
     replies_without,
+    with_new_stages,
 )
 
 ASCEND = "ascend"
@@ -129,12 +130,14 @@ class GradientAscent(Strategy):
         self, schedule: Schedule, request: UnlearningRequest, first_round: int
     ) -> Schedule:
         """The client acts in the first new round, and never again."""
-        stages = AscentStages(schedule.method, request.clients[0], first_round, self.stop_distance)
-        return replace(
-            schedule,
-            providers=(*schedule.providers, stages),
-            change=Without(frozenset(request.clients), first_round + 1),
+        stages = SingleStageRound(
+            name=ASCEND,
+            actor=Ascent(schedule.method, self.stop_distance),
+            round=first_round,
+            client=request.clients[0],
         )
+        without = Without(frozenset(request.clients), first_round + 1)
+        return with_new_stages(schedule, stages, without)
 
 
 def radius_around(reference: Tensors, world: World) -> float:
@@ -163,26 +166,6 @@ def projected(model: Tensors, centre: Tensors, radius: float) -> dict[str, Tenso
         name: centre[name] + factor.to(tensor) * (tensor - centre[name])
         for name, tensor in model.items()
     }
-
-
-@dataclass(frozen=True)
-class AscentStages(StageProvider):
-    """Replaces the stages of the first new round by the ascent of the leaving client."""
-
-    method: Method
-    client: int
-    first_round: int
-    stop_distance: float
-
-    def actors(self) -> Mapping[str, StageActor]:
-        """The actor of the ascent."""
-        return {ASCEND: Ascent(self.method, self.stop_distance)}
-
-    def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
-        """The stages of a round."""
-        if round != self.first_round:
-            return stages
-        return [Stage(round, 0, ASCEND, (self.client,))]
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,8 @@ STRATEGIES = {
 class RunChange(Protocol):
     """What a strategy changes in the rounds of a run (``strategy.Strategy``)."""
 
+    is_exact: ClassVar[bool]
+    """Whether the run starts at its own beginning, without the state of another run."""
     stage_plans: ClassVar[Mapping[str, Plan]]
     """The default plans of its stages."""
 
@@ -211,6 +213,17 @@ class UnlearningTable(PackageTable):
         if not self.request:
             return {}
         return self.rule.stage_plans
+
+    def check_new_run(self) -> None:
+        """Raise WrongConfig for a strategy that needs the state of another run. Without it, SIFU
+        would add no noise, and the other strategies would forget nothing.
+        """
+        if self.request and not self.rule.is_exact:
+            raise contradiction(
+                f"{TABLE}.strategy",
+                f"= {self.strategy!r} continues from another run",
+                "use fedstill unlearn, or strategy = 'retraining'",
+            )
 
     def changed_schedule(self, schedule: Schedule) -> Schedule:
         """The schedule without the forgotten clients, and with the strategy's stages."""

@@ -179,10 +179,11 @@ def _checkpoint_after(original: OriginalRun, round: int) -> Restored | None:
 
 def _state_after(original: OriginalRun, round: int) -> State:
     """The state after a round; 0: the initial one."""
-    restored = _checkpoint_after(original, round) if round else None
-    if restored is None:
-        return original.settings.method.initial_state(original.prepared.world)
-    return restored.state
+    if round > 0:
+        restored = _checkpoint_after(original, round)
+        if restored is not None:
+            return restored.state
+    return original.settings.method.initial_state(original.prepared.world)
 
 
 def _events_through(original: OriginalRun, round: int) -> list[Event]:

@@ -12,17 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.config.settings import PEERS, Settings
 from fedstill.core.errors import ConfigError, CorruptFile, IncompatibleMethod
-from fedstill.core.extensions import Event, NoRecorder, StageResult
+from fedstill.core.extensions import Event, NoRecorder, StageActor, StageProvider, StageResult
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork
-from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage, State, Tensors
+from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage, State, Tensors, World
 from fedstill.core.rounds import ANSWERED, Schedule, Without, run_round
 from fedstill.core.trees import same_bits
 from fedstill.data.client_split import ClientSplit
@@ -276,6 +276,38 @@ class Strategy(ABC):
         run was standardised with them.
         """
         return replace(request, clients=()).remaining(split, labels)
+
+
+# ---- the stages of the new run -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SingleStageRound(StageProvider):
+    """Replaces the stages of one round by a single stage with one client or the server.
+
+    ``view``: which data it sees.
+    """
+
+    name: str
+    actor: StageActor
+    round: int
+    client: int
+    view: Literal["private", "public"] = "private"
+
+    def actors(self) -> Mapping[str, StageActor]:
+        """The actor of the stage."""
+        return {self.name: self.actor}
+
+    def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
+        """The stages of a round."""
+        if round != self.round:
+            return stages
+        return [Stage(round, 0, self.name, (self.client,), self.view)]
+
+
+def with_new_stages(schedule: Schedule, stages: StageProvider, change: Without) -> Schedule:
+    """A schedule with the stages of a strategy. ``change``: which clients do not act, and when."""
+    return replace(schedule, providers=(*schedule.providers, stages), change=change)
 
 
 # ---- strategies that continue from the original model --------------------------------------------

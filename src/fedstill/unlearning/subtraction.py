@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, IncompatibleMethod
-from fedstill.core.extensions import StageActor, StageProvider, StageResult
+from fedstill.core.extensions import StageResult
 from fedstill.core.fields import CountOrZero, Positive
 from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
@@ -47,12 +47,14 @@ from fedstill.unlearning.request import UnlearningRequest
 from fedstill.unlearning.strategy import (
     NewRounds,
     OriginalRun,
+    SingleStageRound,
     StartPoint,
     Strategy,
     check_averages,
     continued,
     model_of,
     repeated_stages,
+    with_new_stages,
 )
 
 DISTIL = "distil_old_model"
@@ -102,10 +104,8 @@ class Subtraction(Strategy):
             part = part_of(original.prepared, result, request.clients)
             for name in names:
                 params[name] = params[name] - part[name].double()
-        skewed = {
-            name: params[name].to(tensor) if name in params else tensor
-            for name, tensor in old_model.items()
-        }
+        trained = {name: tensor.to(old_model[name]) for name, tensor in params.items()}
+        skewed = {**old_model, **trained}
         state = replace(original.final_state, params=skewed).next(groups={OLD_MODEL: old_model})
         return continued(original, prepared, state)
 
@@ -113,12 +113,15 @@ class Subtraction(Strategy):
         self, schedule: Schedule, request: UnlearningRequest, first_round: int
     ) -> Schedule:
         """The server distils in the first new round; the clients never act again."""
-        stages = DistillationStages(schedule.method, first_round, self.temperature)
-        return replace(
-            schedule,
-            providers=(*schedule.providers, stages),
-            change=Without(frozenset(request.clients), first_round),
+        stages = SingleStageRound(
+            name=DISTIL,
+            actor=Distillation(schedule.method, self.temperature),
+            round=first_round,
+            client=SERVER,
+            view="public",
         )
+        without = Without(frozenset(request.clients), first_round)
+        return with_new_stages(schedule, stages, without)
 
 
 def part_of(prepared: Prepared, result: StageResult, clients: Sequence[int]) -> Tensors:
@@ -140,25 +143,6 @@ def part_of(prepared: Prepared, result: StageResult, clients: Sequence[int]) -> 
         replies.append(reply)
     without = model_of(prepared, result, replies)
     return {name: tensor - without[name] for name, tensor in result.after.params.items()}
-
-
-@dataclass(frozen=True)
-class DistillationStages(StageProvider):
-    """Replaces the stages of the first new round by the distillation at the server."""
-
-    method: Method
-    first_round: int
-    temperature: float
-
-    def actors(self) -> Mapping[str, StageActor]:
-        """The actor of the distillation."""
-        return {DISTIL: Distillation(self.method, self.temperature)}
-
-    def schedule(self, stages: Sequence[Stage], round: int, world: World) -> Sequence[Stage]:
-        """The stages of a round."""
-        if round != self.first_round:
-            return stages
-        return [Stage(round, 0, DISTIL, (SERVER,), "public")]
 
 
 @dataclass(frozen=True)
