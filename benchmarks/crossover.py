@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.workloads import Workload
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.records import Payload
 from fedstill.engines.hardware import cores
 from fedstill.engines.serial import SerialEngine
@@ -51,7 +51,7 @@ def measured(
             asked = [
                 work.experiment("fedavg", engine=e, device=device) for e in ("pooled", "vectorised")
             ]
-            ready = [prepare(settle(one), data) for one in asked]
+            ready = [prepare(resolve(one), data) for one in asked]
             stages = work_of_stages(ready[0].settings, ready[0].world, ready[0].sites)
             size = max(stage.flops for stage in stages) / 1e6
             pooled, vectorised = in_turn(ready, pairs)

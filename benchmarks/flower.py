@@ -64,12 +64,12 @@ def measured(events: Sequence[dict[str, Any]]) -> tuple[float, float, int]:
 
 def wire(what: Experiment) -> tuple[int, int]:
     """Serialised bytes a round, down and up, over a loopback grid."""
-    from fedstill.config.resolve import settle
+    from fedstill.config.resolve import resolve
     from fedstill.flower.engine import LoopbackGrid
     from fedstill.flower.remote_runs import trial_app
 
     with tempfile.TemporaryDirectory() as folder:
-        settings = settle(what)
+        settings = resolve(what)
         grid = LoopbackGrid(
             trial_app(settings, None, Path(folder) / "sites"), range(settings.clients)
         )

@@ -20,7 +20,7 @@ from typing import Any
 import tomli_w
 
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.files import make_folder
 from fedstill.flower.deployment.folder import write_app
 from fedstill.flower.deployment.programs import environment, program
@@ -41,7 +41,7 @@ class FlowersOwn:
         out = self.folder / f"run-{what.topology['kind']}"
         given = self.folder / "given.toml"
         given.write_text(
-            tomli_w.dumps({"config": settle(what).toml, "out": str(out)}), encoding="utf-8"
+            tomli_w.dumps({"config": resolve(what).toml, "out": str(out)}), encoding="utf-8"
         )
         command = [
             program("flwr"),

@@ -25,7 +25,7 @@ from statistics import median
 import psutil
 
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.settings import as_toml
 from fedstill.flower.deployment import folder
 from fedstill.flower.deployment.programs import descendants
@@ -196,7 +196,7 @@ def _command(name: str, place: Path, log: Path) -> Iterator[subprocess.Popen[byt
 def _run(federation: folder.Federation, place: Path, experiment: Experiment, watch: Watch) -> None:
     """Run an experiment to its end."""
     config = place / "run.toml"
-    config.write_text(as_toml({**settle(experiment).tree, "engine": "flower"}))
+    config.write_text(as_toml({**resolve(experiment).tree, "engine": "flower"}))
     command = [sys.executable, "-m", "fedstill", "run", str(config), "-q"]
     command += ["--federation", str(federation.folder), "--out", str(place / "run")]
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.ours import Ours
 from benchmarks.speed import spread
 from benchmarks.workloads import WORKLOADS, Workload
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.records import SERVER
 from fedstill.engines.hardware import keep_freed_memory
 from fedstill.models import contract
@@ -85,7 +85,7 @@ def measure(model: str, images: int, batch: int, turns: int) -> list[tuple[str, 
     data, private = made.dataset(), {"gradient_clip": CLIP, "gradient_noise": NOISE}
     how = {"without privacy": {}, "fedstill": {"privacy": private}}
     ours = {
-        n: Ours(prepare(settle(made.experiment("fedavg", threads=1, **changes)), data))
+        n: Ours(prepare(resolve(made.experiment("fedavg", threads=1, **changes)), data))
         for n, changes in how.items()
     }
     epochs = {

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.ours import Ours
 from benchmarks.workloads import WORKLOADS
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.engines.hardware import REPLAY
 from fedstill.report import terminal
 from fedstill.running.preparation import prepare
@@ -42,7 +42,7 @@ def measured(
     made = WORKLOADS[workload]
     data = made.dataset()
     asked = [made.experiment(method, device="cuda", precision=precision) for _ in range(2)]
-    plain, replayed = (Ours(prepare(settle(one), data)) for one in asked)
+    plain, replayed = (Ours(prepare(resolve(one), data)) for one in asked)
     times: tuple[list[float], list[float]] = ([], [])
     with closing(plain.engine), closing(replayed.engine):
         for _ in range(pairs + 1):

@@ -26,7 +26,7 @@ from benchmarks.ours import Ours
 from benchmarks.peers.hand_out import task_of
 from benchmarks.plain import PlainLoop
 from benchmarks.workloads import WORKLOADS, Workload, flops
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.records import SERVER
 from fedstill.engines.hardware import cores, has_bfloat16
 from fedstill.models import contract
@@ -41,7 +41,7 @@ def contest(
 ) -> None:
     """A contestant's process: does what it is told, and answers; at most so many rounds."""
     made = WORKLOADS[workload]
-    ready = prepare(settle(made.experiment(method, **changes)), made.dataset())
+    ready = prepare(resolve(made.experiment(method, **changes)), made.dataset())
     torch.set_num_threads(cores())
     plain = changes == {}
     one = (
@@ -191,7 +191,7 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
 
 def default_engine(workload: Workload) -> str:
     """The engine that a workload has if its config names none."""
-    ready = prepare(settle(workload.experiment(workload.methods[0])), workload.dataset())
+    ready = prepare(resolve(workload.experiment(workload.methods[0])), workload.dataset())
     return ready.settings.engine
 
 

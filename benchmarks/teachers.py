@@ -19,7 +19,7 @@ from dataclasses import replace
 from benchmarks.ours import Ours
 from benchmarks.speed import spread
 from benchmarks.workloads import WORKLOADS, Workload
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.engines.hardware import workers
 from fedstill.report import terminal
 from fedstill.running.preparation import prepare
@@ -46,7 +46,7 @@ def measure(made: Workload, ks: list[int], repeats: int, cached: bool) -> list[t
     running = {}
     for label, fields in methods.items():
         experiment = replace(made.experiment("fedseq", **changes), method=fields)
-        running[label] = Ours(prepare(settle(experiment), data))
+        running[label] = Ours(prepare(resolve(experiment), data))
         running[label].run_round()
     clock: dict[str, list[float]] = {label: [] for label in running}
     busy: dict[str, list[float]] = {label: [] for label in running}

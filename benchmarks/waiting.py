@@ -30,13 +30,13 @@ from benchmarks.ours import Ours
 from benchmarks.workloads import WORKLOADS
 from fedstill.engines.hardware import cores
 from fedstill.running.preparation import prepare
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 name, rounds = sys.argv[1], int(sys.argv[2])
 work = WORKLOADS[name]
 if name == "W2":
     work = replace(work, clients=2, sampled=2, plan={**work.plan, "epochs": 1})
 experiment = work.experiment(work.methods[0], engine="auto", threads=[1, cores()])
-run = Ours(prepare(settle(experiment), work.dataset()))
+run = Ours(prepare(resolve(experiment), work.dataset()))
 for _ in range(rounds):
     began = time.perf_counter()
     run.run_round()

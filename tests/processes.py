@@ -18,7 +18,7 @@ from typing import Any
 
 import fedstill
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.settings import as_toml
 from fedstill.flower.deployment import folder
 from fedstill.flower.deployment.folder import Federation
@@ -151,7 +151,7 @@ def experiment(method: str, topology: str, /, **changes: Any) -> Experiment:
 def _submission(
     deployment: Deployment, what: Experiment, out: Path, flower: Mapping[str, Any]
 ) -> list[str]:
-    tree = settle(_in_process(what)).tree
+    tree = resolve(_in_process(what)).tree
     config = out.with_suffix(".toml")
     config.write_text(
         as_toml({**tree, "engine": "flower", "flower": {"deadline": 900.0, **flower}})

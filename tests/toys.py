@@ -207,7 +207,7 @@ class BatchNormed(nn.Module):
 @method("toy_chain")
 @dataclass(frozen=True)
 class Chain(Method):
-    """Sequential: importance gathered by ``settle`` travels with the model; clients remember how
+    """Sequential: importance gathered by ``resolve`` travels with the model; clients remember how
     often they acted.
     """
 

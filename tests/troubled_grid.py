@@ -9,7 +9,7 @@ from typing import Any
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.flower.engine import LoopbackGrid, Parcel, parsed
 from fedstill.flower.remote_runs import trial_app
 
@@ -25,7 +25,7 @@ class TroubledGrid(LoopbackGrid):
     """
 
     def __init__(self, experiment: Experiment, sites: Path, trouble: Trouble | None = None) -> None:
-        settings = settle(experiment.with_values({"data.name": "blobs"}, "test"))
+        settings = resolve(experiment.with_values({"data.name": "blobs"}, "test"))
         super().__init__(trial_app(settings, toys.blobs(), sites), range(settings.clients))
         self.trouble, self.away, self.worked = trouble, set[int](), list[tuple[int, int]]()
         self._met: dict[tuple[int, int, int], int] = {}

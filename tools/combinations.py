@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fedstill import from_tensors
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.errors import FedstillError
 from fedstill.data.dataset import Dataset
@@ -41,7 +41,7 @@ def examples() -> Dataset:
 def refusal(method: str, data: Dataset, **changes: Any) -> str:
     """Why a run of a method is refused; empty if it is not."""
     try:
-        prepare(settle(fitting_run(method, **changes)), data)
+        prepare(resolve(fitting_run(method, **changes)), data)
     except FedstillError as error:
         return plain(str(error), method)
     return ""

@@ -27,7 +27,7 @@ from fedstill.cli import app
 from fedstill.cli.app import experiment_of
 from fedstill.config.experiment import load
 from fedstill.config.overrides import parse_grid, with_working_directory_paths
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.errors import FedstillError
 from fedstill.running.compare import variants
@@ -266,7 +266,7 @@ def check_run(config: Path | None = None, **options: Any) -> None:
     experiment = experiment_of(
         config, options.get("set_", ()), options.get("engine"), options.get("federation")
     )
-    settle(experiment, check_device=False)
+    resolve(experiment, check_device=False)
 
 
 def check_compare(config: Path | None = None, **options: Any) -> None:
@@ -281,7 +281,7 @@ def check_tune(config: Path | None = None, **options: Any) -> None:
     """Resolve a run at one point of the search."""
     experiment = load(config, options.get("set_", ()))
     values = {d.key: _some_value(d) for d in parse_space(options.get("space", ()))}
-    settle(experiment.with_values(values, "--space"), check_device=False)
+    resolve(experiment.with_values(values, "--space"), check_device=False)
 
 
 def _some_value(dimension: Dimension) -> Any:

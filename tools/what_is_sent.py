@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedstill import from_tensors
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
 from fedstill.core.extensions import NoRecorder, StageResult
@@ -89,7 +89,7 @@ def collected(method: str, flip: bool) -> dict[str, Payload]:
         clients={"norm_limit": 1e9},
         **own,
     )
-    ready = prepare(settle(run), pictures(flip))
+    ready = prepare(resolve(run), pictures(flip))
     return dict(_through(ready))
 
 

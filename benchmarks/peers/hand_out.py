@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers.common import Task
 from benchmarks.workloads import WORKLOADS, Workload
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER
 from fedstill.data.dataset import Dataset
@@ -73,7 +73,7 @@ def write(workload: Workload, rounds: int, folder: Path) -> Task:
     stored.
     """
     dataset = workload.dataset()
-    ready = prepare(settle(workload.experiment("fedavg")), dataset)
+    ready = prepare(resolve(workload.experiment("fedavg")), dataset)
     task = task_of(ready, rounds)
     task = replace(
         task, about={**task.about, "workload": workload.name, "sampled": workload.sampled}

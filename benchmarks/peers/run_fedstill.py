@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.ours import Ours
 from benchmarks.peers import hand_out
 from benchmarks.peers.common import Rounds, Task, cores
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.running.preparation import prepare
 
 
@@ -17,7 +17,7 @@ def main() -> None:
     folder, out = map(Path, sys.argv[1:3])
     about = Task.load(folder).about
     workload, dataset = hand_out.read(folder, about)
-    ready = prepare(settle(workload.experiment("fedavg")), dataset)
+    ready = prepare(resolve(workload.experiment("fedavg")), dataset)
     ours, rounds = Ours(ready), Rounds()
     for _ in about["cohorts"]:
         rounds.begin()

@@ -8,7 +8,7 @@ import pytest
 
 from fedstill.benchmark.maps import setting_of
 from fedstill.config.experiment import from_tree
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.running.preparation import Prepared, prepare
 
 BASE = {
@@ -23,7 +23,7 @@ BASE = {
 
 
 def ready(**more: object) -> Prepared:
-    return prepare(settle(from_tree({**BASE, **more}, {}, None)))
+    return prepare(resolve(from_tree({**BASE, **more}, {}, None)))
 
 
 def test_the_three_numbers_from_the_label_counts_by_hand() -> None:

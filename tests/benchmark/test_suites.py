@@ -1,4 +1,4 @@
-"""The suites that ship: they are whole, every run of them can be settled, and their draws are
+"""The suites that ship: they are whole, every run of them can be resolved, and their draws are
 frozen.
 """
 

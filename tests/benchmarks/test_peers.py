@@ -17,7 +17,7 @@ from benchmarks.plain import PlainLoop
 from benchmarks.workloads import WORKLOADS
 
 from double import NEAR, in_double
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.records import SERVER
 from fedstill.models import contract
 from fedstill.running.preparation import prepare
@@ -46,7 +46,7 @@ def small():
 
 def test_a_task_is_the_same_after_it_was_written(tmp_path, small):
     workload, dataset = small
-    task = hand_out.task_of(prepare(settle(workload.experiment("fedavg")), dataset), 2)
+    task = hand_out.task_of(prepare(resolve(workload.experiment("fedavg")), dataset), 2)
     task.save(tmp_path)
     again = Task.load(tmp_path)
     assert again.about == task.about
@@ -59,7 +59,7 @@ def test_a_task_is_the_same_after_it_was_written(tmp_path, small):
 @pytest.mark.parametrize("name", ["W1", "W4", "W4-MLP"])
 def test_the_plain_network_is_the_workloads(name):
     workload = replace(hand_out.resized(name), clients=2, sampled=2, images=20)
-    ready = in_double(prepare(settle(workload.experiment("fedavg")), workload.dataset()))
+    ready = in_double(prepare(resolve(workload.experiment("fedavg")), workload.dataset()))
     task = hand_out.task_of(ready, 1)
     x = task.examples["images"][:4]
     spec = ready.world.model(SERVER)
@@ -69,7 +69,7 @@ def test_the_plain_network_is_the_workloads(name):
 
 def test_the_plain_loop_ends_with_our_model_and_another_order_does_not(small):
     workload, dataset = small
-    ready = in_double(prepare(settle(workload.experiment("fedavg")), dataset))
+    ready = in_double(prepare(resolve(workload.experiment("fedavg")), dataset))
     task = hand_out.task_of(ready, 2)
     other = replace(task, orders={k: v.flip(1) for k, v in task.orders.items()})
     ours, plain, reversed_order = (
@@ -85,7 +85,7 @@ def test_the_plain_loop_ends_with_our_model_and_another_order_does_not(small):
 
 def test_accuracy_is_the_share_of_test_images_that_are_right(small):
     workload, dataset = small
-    ready = prepare(settle(workload.experiment("fedavg")), dataset)
+    ready = prepare(resolve(workload.experiment("fedavg")), dataset)
     task = hand_out.task_of(ready, 1)
     predict = contract.predictor(ready.world.model(SERVER), task.initial)
     right = [predict(x).argmax(1) for x in task.examples["test_images"].split(250)]
@@ -138,7 +138,7 @@ def test_the_plain_chain_ends_with_our_model():
         shape=(1, 8, 8),
         model={"name": "digits_cnn"},
     )
-    ready = in_double(prepare(settle(workload.experiment("fedseq")), workload.dataset()))
+    ready = in_double(prepare(resolve(workload.experiment("fedseq")), workload.dataset()))
     task = hand_out.task_of(ready, 2)
     ours, plain = Ours(ready), PlainLoop(task, task.network().double())
     for _ in range(2):

@@ -18,7 +18,7 @@ from cyclopts import App
 
 from fedstill.cli import app, call
 from fedstill.config.experiment import Experiment, load
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.settings import as_toml
 from fedstill.core import registry
 from fedstill.running.explain import key_description, resolved_values
@@ -156,7 +156,7 @@ def test_explain_says_what_each_value_is(
         '[model]\nname = "mlp"\n'
         '[clients.models]\n1 = "mlp"\n[query.classes]\n3 = [1]\n'
     )
-    settings = settle(load(config))
+    settings = resolve(load(config))
     text = joined(said(["explain", str(config), "--no-split"], capsys))
     for key in (value.key for value in resolved_values(settings)):
         assert key_description(settings, key).endswith("."), key
@@ -284,7 +284,7 @@ def test_explain_cuts_no_sentence(
     monkeypatch.setenv("COLUMNS", str(width))
     text = said(["explain", "-s", "method=fedmd", "-s", "data.public=50", "--no-split"], capsys)
     assert max(map(len, text.splitlines())) <= width
-    settings = settle(Experiment(method="fedmd", data={"public": 50}))
+    settings = resolve(Experiment(method="fedmd", data={"public": 50}))
     for key in (value.key for value in resolved_values(settings)):
         rest = iter(text[text.index(f"\n{key} ") :].split())
         sentence = key_description(settings, key)

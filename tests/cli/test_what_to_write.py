@@ -11,7 +11,7 @@ from fedstill.cli import app, call
 from fedstill.cli.app import Engine
 from fedstill.cli.spelling import LISTS, REPEATED
 from fedstill.config.experiment import load
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.tables import TopKeys
 from fedstill.running.explain import resolved_values
 
@@ -224,7 +224,7 @@ def test_what_is_ones_own_is_called_by_its_file_and_not_by_a_path(
 
 @pytest.mark.parametrize("words", ["a,b", "[a,b]", '["a","b"]', "a, b"])
 def test_a_list_with_commas_is_a_list_where_one_is_wanted(words: str) -> None:
-    settings = settle(
+    settings = resolve(
         load(
             "small.toml",
             (f"data.columns={words}", "measure=local,personal", "data.label_column=x,y"),
@@ -239,7 +239,7 @@ def test_a_list_with_commas_is_a_list_where_one_is_wanted(words: str) -> None:
 def test_what_was_typed_for_a_table_is_not_said_of_its_other_keys(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    settings = settle(load("small.toml", ("data=digits", "partition=iid")))
+    settings = resolve(load("small.toml", ("data=digits", "partition=iid")))
     origins = {value.key: value.origin for value in resolved_values(settings)}
     assert (origins["data.name"], origins["data.kind"], origins["partition.kind"]) == (
         "command line",

@@ -12,7 +12,7 @@ import pytest
 
 import toys
 from fedstill.config.experiment import Experiment, load
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition, UnknownName
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
@@ -23,7 +23,7 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
     path = folder / "config.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        settle(load(path, overrides))
+        resolve(load(path, overrides))
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -211,7 +211,7 @@ def test_what_the_data_cannot_give_is_refused_before_anything_is_trained(
 
 def test_a_dataset_that_does_not_exist_is_named() -> None:
     with pytest.raises((UnknownName, DataError), match="digitz"):
-        prepare(settle(Experiment(data="digitz")))
+        prepare(resolve(Experiment(data="digitz")))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_line_that_cannot_be_parsed_is_answered_with_one_that_is_right(
     lines = text.split("\n")
     lines[number - 1] = line
     (tmp_path / "right.toml").write_text("\n".join(lines))
-    settle(load(tmp_path / "right.toml"))
+    resolve(load(tmp_path / "right.toml"))
 
 
 @pytest.mark.parametrize(

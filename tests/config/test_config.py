@@ -10,7 +10,7 @@ import pytest
 
 from fedstill.config.experiment import Experiment, from_tree, load
 from fedstill.config.overrides import parse_overrides
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings, as_toml
 from fedstill.core.errors import ConfigError
 from fedstill.methods.fedntd import FedNTD
@@ -47,14 +47,14 @@ quorum = 0.75
 """
 
 
-def settled(text: str, folder: Path, *overrides: str) -> Settings:
+def resolved(text: str, folder: Path, *overrides: str) -> Settings:
     path = folder / "config.toml"
     path.write_text(text)
-    return settle(load(path, overrides))
+    return resolve(load(path, overrides))
 
 
 def test_every_value_of_a_file_is_resolved(tmp_path: Path) -> None:
-    settings = settled(FULL, tmp_path)
+    settings = resolved(FULL, tmp_path)
     assert (settings.seed, settings.rounds, settings.threads, settings.measure) == (
         3,
         7,
@@ -71,18 +71,18 @@ def test_every_value_of_a_file_is_resolved(tmp_path: Path) -> None:
 
 
 def test_nothing_needs_to_be_said(tmp_path: Path) -> None:
-    settings = settled("", tmp_path)
+    settings = resolved("", tmp_path)
     assert (settings.named.method.name, settings.data.name, settings.clients) == (
         "fedavg",
         "digits",
         20,
     )
     assert settings.named.partition.values["alpha"] == 0.1
-    assert settings.tree == settle(Experiment()).tree == settle(load(None)).tree
+    assert settings.tree == resolve(Experiment()).tree == resolve(load(None)).tree
 
 
 def test_overrides_stand_above_the_file_and_the_file_above_defaults(tmp_path: Path) -> None:
-    settings = settled(
+    settings = resolved(
         FULL, tmp_path, "method.beta=0.25", "plan.train.lr=0.5", "seed=9", "data.name=blobs"
     )
     assert settings.method == FedNTD(beta=0.25)
@@ -102,33 +102,33 @@ def test_overrides_stand_above_the_file_and_the_file_above_defaults(tmp_path: Pa
 def test_an_override_of_the_plan_that_changes_nothing_is_refused(tmp_path: Path) -> None:
     """A resolved config says every stage's own plan, which stands above the common one."""
     again = tmp_path / "resolved.toml"
-    again.write_text(settle(Experiment(method="fedntd", data={"name": "digits"})).toml)
+    again.write_text(resolve(Experiment(method="fedntd", data={"name": "digits"})).toml)
     with pytest.raises(ConfigError, match=r"plan\.lr .*plan\.train\.lr"):
-        settle(load(again, ("plan.lr=0.3",)))
-    assert settle(load(again, ("plan.train.lr=0.3",))).plans["train"].lr == 0.3
+        resolve(load(again, ("plan.lr=0.3",)))
+    assert resolve(load(again, ("plan.train.lr=0.3",))).plans["train"].lr == 0.3
     part = Experiment(
         rounds=1, method="qkt", topology={"kind": "peer_to_peer"}, plan={"transfer": {"lr": 0.2}}
     )
-    assert settle(part.with_values({"plan.lr": 0.3}, "command line")).plans["refine"].lr == 0.3
+    assert resolve(part.with_values({"plan.lr": 0.3}, "command line")).plans["refine"].lr == 0.3
 
 
 def test_the_most_examples_are_written_only_where_they_are_said(tmp_path: Path) -> None:
     """Configs of before have no such key, and must resolve to their own bytes."""
-    assert "max_examples" not in settled(FULL, tmp_path).toml
-    assert settled(FULL, tmp_path).rules.max_examples == 10**7
-    said = settled(FULL, tmp_path, "clients.max_examples=500")
+    assert "max_examples" not in resolved(FULL, tmp_path).toml
+    assert resolved(FULL, tmp_path).rules.max_examples == 10**7
+    said = resolved(FULL, tmp_path, "clients.max_examples=500")
     assert said.rules.max_examples == said.tree["clients"]["max_examples"] == 500
-    assert settle(from_tree(said.tree, {}, None)).toml == said.toml
+    assert resolve(from_tree(said.tree, {}, None)).toml == said.toml
     with pytest.raises(ConfigError, match=r"clients\.max_examples = 0"):
-        settled(FULL, tmp_path, "clients.max_examples=0")
+        resolved(FULL, tmp_path, "clients.max_examples=0")
 
 
 @pytest.mark.parametrize("name", ["fedprox", "fedavg"])
 def test_a_table_may_be_replaced_by_a_name(name: str, tmp_path: Path) -> None:
-    assert settled(FULL, tmp_path, f"method={name}").named.method.name == name
-    assert settled(f'method = "{name}"', tmp_path).named.method.name == name
-    assert settle(Experiment(method=name)).named.method.name == name
-    moved = settled(FULL, tmp_path, "topology=sequential", "partition=iid")
+    assert resolved(FULL, tmp_path, f"method={name}").named.method.name == name
+    assert resolved(f'method = "{name}"', tmp_path).named.method.name == name
+    assert resolve(Experiment(method=name)).named.method.name == name
+    moved = resolved(FULL, tmp_path, "topology=sequential", "partition=iid")
     assert (moved.named.topology.name, moved.named.partition.name, moved.clients) == (
         "sequential",
         "iid",
@@ -137,7 +137,7 @@ def test_a_table_may_be_replaced_by_a_name(name: str, tmp_path: Path) -> None:
 
 
 def test_a_name_for_a_table_can_be_overridden_inside(tmp_path: Path) -> None:
-    settings = settled(
+    settings = resolved(
         'data = "digits"\nmethod = "fedntd"', tmp_path, "data.public=50", "method.beta=2"
     )
     assert (settings.data.name, settings.data.public, settings.method) == (
@@ -148,12 +148,12 @@ def test_a_name_for_a_table_can_be_overridden_inside(tmp_path: Path) -> None:
 
 
 def test_a_field_can_have_the_name_of_a_table(tmp_path: Path) -> None:
-    settings = settled('partition = "dirichlet"', tmp_path, "partition.stream=fast")
+    settings = resolved('partition = "dirichlet"', tmp_path, "partition.stream=fast")
     assert settings.named.partition.values["stream"] == "fast"
 
 
 def test_a_method_can_be_given_as_an_object() -> None:
-    assert settle(Experiment(method=FedNTD(beta=0.3))).tree["method"]["beta"] == 0.3
+    assert resolve(Experiment(method=FedNTD(beta=0.3))).tree["method"]["beta"] == 0.3
 
 
 RELOADED = [
@@ -173,19 +173,19 @@ RELOADED = [
 def test_a_resolved_config_that_is_loaded_again_resolves_to_itself(
     text: str, tmp_path: Path
 ) -> None:
-    first = settled(text, tmp_path)
+    first = resolved(text, tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    again = settled(as_toml(first.tree), tmp_path / "elsewhere")
+    again = resolved(as_toml(first.tree), tmp_path / "elsewhere")
     assert again.tree == first.tree
     assert as_toml(again.tree) == as_toml(first.tree)
-    assert settle(from_tree(first.tree, {}, None)).tree == first.tree
+    assert resolve(from_tree(first.tree, {}, None)).tree == first.tree
     assert again.method == first.method
     assert again.plans == first.plans
     assert again.schedule.topology == first.schedule.topology
 
 
 def test_a_folder_of_data_is_relative_to_the_config(tmp_path: Path) -> None:
-    settings = settled("[data]\nname = 'mnist'\nfolder = 'sets'", tmp_path)
+    settings = resolved("[data]\nname = 'mnist'\nfolder = 'sets'", tmp_path)
     assert settings.data.folder == str(tmp_path / "sets")
 
 

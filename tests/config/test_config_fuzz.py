@@ -13,7 +13,7 @@ from typing import Any
 import tomli_w
 
 from fedstill.config.experiment import load
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError
 
 VALID: dict[str, Any] = {
@@ -156,7 +156,7 @@ def outcome(text: str, path: Path) -> str:
     path.write_text(text)
     began = time.perf_counter()
     try:
-        settle(load(path))
+        resolve(load(path))
         said = ""
     except ConfigError as error:
         said = str(error)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.capabilities import OF_NETWORKS, Addition, Need, Permit
 from fedstill.core.errors import BadReturn, ConfigError
@@ -64,14 +64,14 @@ MISSPELT = {
 def test_a_declaration_that_says_nothing_is_refused(name: str, tmp_path: Path) -> None:
     server, said = MISSPELT[name]
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}") as caught:
-        settle(mine(tmp_path, server=server)[0])
+        resolve(mine(tmp_path, server=server)[0])
     assert "\n" not in str(caught.value)
 
 
 def test_a_stage_of_the_methods_own_schedule_must_be_among_its_stages(tmp_path: Path) -> None:
     experiment, _ = mine(tmp_path, server="schedule = {'before': 'head'}")
     with pytest.raises(ConfigError, match="stage 'head'"):
-        prepare(settle(experiment), toys.blobs())
+        prepare(resolve(experiment), toys.blobs())
 
 
 def test_everything_that_is_declared_rightly_passes(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_everything_that_is_declared_rightly_passes(tmp_path: Path) -> None:
     stages = frozenset({"head", "train"})
     plans = {"head": Plan(epochs=0), "train": Plan(epochs=1), "fit": Plan(epochs=1)}
     """
-    settle(mine(tmp_path, server=server)[0])
+    resolve(mine(tmp_path, server=server)[0])
 
 
 STRINGS = {
@@ -112,7 +112,7 @@ def test_flags_that_are_declared_as_anything_else_are_refused_with_the_class(cas
 def test_a_users_file_with_strings_for_flags_is_named(tmp_path: Path) -> None:
     experiment, _ = mine(tmp_path, server="needs = frozenset({'features'})")
     with pytest.raises(ConfigError, match=r"mine\.py: .*\.needs = .*Need\.FEATURES"):
-        settle(experiment)
+        resolve(experiment)
 
 
 def test_requires_must_give_flags(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_requires_must_give_flags(tmp_path: Path) -> None:
         return {"head"}
     """
     with pytest.raises(BadReturn, match=r"requires gives a set, not flags"):
-        settle(mine(tmp_path, server=server)[0])
+        resolve(mine(tmp_path, server=server)[0])
 
 
 def test_the_words_of_flags_are_those_of_the_command_line() -> None:

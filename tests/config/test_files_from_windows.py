@@ -19,7 +19,7 @@ from fedstill.benchmark.competing import CHOICES_FILE, with_stored_choices
 from fedstill.benchmark.suites import read_suite
 from fedstill.cli import call
 from fedstill.config.experiment import load
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, DataAbsent
 from fedstill.core.files import parse_toml, read_toml
 from fedstill.data.sources import load_dataset
@@ -171,7 +171,7 @@ def test_a_windows_path_is_no_import_path(line: str, key: str, in_wsl: str, tmp_
     path = tmp_path / "my.toml"
     path.write_text(line, encoding="utf-8")
     with pytest.raises(ConfigError, match=key) as caught:
-        settle(load(path))
+        resolve(load(path))
     assert in_wsl in str(caught.value)
 
 
@@ -205,7 +205,7 @@ def test_an_absent_file_is_named_beside_the_config(
     (home / "my.toml").write_text(f'data = "{name}"\n', encoding="utf-8")
     place = (home / name.partition(":")[0]).resolve()
     with pytest.raises((DataAbsent, ConfigError), match=str(place)):
-        prepare(settle(load(home / "my.toml")))
+        prepare(resolve(load(home / "my.toml")))
 
     (home / "site.toml").write_text(f'client = 0\nmemory = "m"\ndata = "{name}"\n')
     with pytest.raises((DataAbsent, ConfigError), match=str(place)):
@@ -218,4 +218,4 @@ def test_a_folder_of_data_keeps_its_name(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "my.toml"
     for name in ("owner/name", "odd.csv"):
         path.write_text(f'data = {{name = "{name}", folder = "sets"}}\n', encoding="utf-8")
-        assert settle(load(path)).data.name == name
+        assert resolve(load(path)).data.name == name

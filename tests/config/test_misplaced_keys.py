@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedstill.config.experiment import load
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.validation import WrongConfig
 from fedstill.core.errors import ConfigError
 
@@ -18,7 +18,7 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
     """The one line that says what is wrong with a config."""
     (folder / "config.toml").write_text(text)
     with pytest.raises(ConfigError) as caught:
-        settle(load(folder / "config.toml", overrides))
+        resolve(load(folder / "config.toml", overrides))
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -120,7 +120,7 @@ def test_so_it_is_for_a_value_on_the_command_line(override: str, said: str, tmp_
 @pytest.mark.parametrize("override", ["model.hiden=[3]", "plan=3", "plan.train=3", "stop=3"])
 def test_there_is_advice_where_no_other_key_is_likely(override: str) -> None:
     with pytest.raises(WrongConfig) as caught:
-        settle(load(None, (override,)))
+        resolve(load(None, (override,)))
     (found,) = caught.value.problems
     assert found.key == override.partition("=")[0]
     assert found.hint
@@ -171,4 +171,4 @@ def test_a_field_without_a_type_is_told_so(tmp_path: Path) -> None:
 def test_a_class_that_is_as_it_should_be_is_taken(tmp_path: Path) -> None:
     method(tmp_path, above="@dataclass(frozen=True)", kind=": float")
     (tmp_path / "right.toml").write_text("[method]\nname = 'mine.py:Heir'\nbeta = 0.3")
-    assert settle(load(tmp_path / "right.toml")).named.method.values == {"beta": 0.3}
+    assert resolve(load(tmp_path / "right.toml")).named.method.values == {"beta": 0.3}

@@ -12,7 +12,7 @@ import pytest
 
 import toys
 from fedstill.config.experiment import load
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, UntrustedCode
 from fedstill.running.directory import settings_of
@@ -98,7 +98,7 @@ def go(folder: Path, out: Path, *overrides: str) -> Result:
 
 def problem(folder: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        prepare(settle(load(folder / "run.toml", overrides)), toys.blobs())
+        prepare(resolve(load(folder / "run.toml", overrides)), toys.blobs())
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -106,7 +106,7 @@ def problem(folder: Path, *overrides: str) -> str:
 def test_files_beside_the_config_are_used(folder: Path, tmp_path: Path) -> None:
     result = go(folder, tmp_path / "run", "method.share=1.0")
     assert result.model["layers.1.weight"].shape == (4, 16)
-    tree = settle(load(folder / "run.toml")).tree
+    tree = resolve(load(folder / "run.toml")).tree
     assert tree["method"] == {
         "name": str(folder / "halfway.py"),
         "share": 0.5,
@@ -119,7 +119,7 @@ def test_files_beside_the_config_are_used(folder: Path, tmp_path: Path) -> None:
 def test_a_resolved_config_finds_them_from_anywhere(folder: Path, tmp_path: Path) -> None:
     go(folder, tmp_path / "run", "engine=pooled")
     asked = load(folder / "run.toml", ("data.name=blobs", "engine=pooled"))
-    assert settle(load(tmp_path / "run" / "config.toml")).tree == settle(asked).tree
+    assert resolve(load(tmp_path / "run" / "config.toml")).tree == resolve(asked).tree
 
 
 def test_an_import_path_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_an_import_path_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     (package / "__init__.py").write_text("")
     (package / "ways.py").write_text(METHOD.replace('"halfway"', '"halfway2"'))
     monkeypatch.syspath_prepend(str(folder))
-    settings = settle(
+    settings = resolve(
         load(folder / "run.toml", ("method=own_things.ways:Halfway", "method.share=0.25"))
     )
     assert type(settings.method).__name__ == "Halfway"
@@ -184,7 +184,7 @@ def test_a_name_that_cannot_be_imported_at_all_is_named(
     (folder / "exits.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError):
-        settle(load(folder / "run.toml").with_values({"method": UNNAMED[how]}, "test"))
+        resolve(load(folder / "run.toml").with_values({"method": UNNAMED[how]}, "test"))
 
 
 BROKEN = {
@@ -200,7 +200,7 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_error(how: str, folder
     text, words = BROKEN[how]
     (folder / f"{how}.py").write_text(text)
     with pytest.raises(ConfigError, match=rf"{how}\.py failed to import: .*{words}"):
-        settle(load(folder / "run.toml", (f"method={how}.py",)))
+        resolve(load(folder / "run.toml", (f"method={how}.py",)))
 
 
 BAD_METHODS = {
@@ -383,7 +383,7 @@ def test_a_model_is_given_what_its_parameters_name(tmp_path: Path, folder: Path)
     (tmp_path / "nets.py").write_text(LAZY)
     for name in ("of_torchvision", "by_channels"):
         prepare(
-            settle(load(folder / "run.toml", (f"model={tmp_path / 'nets.py'}:{name}",))),
+            resolve(load(folder / "run.toml", (f"model={tmp_path / 'nets.py'}:{name}",))),
             toys.blobs(),
         )
     lazy = f"model={tmp_path / 'nets.py'}:lazy"

@@ -15,7 +15,7 @@ import torch
 import fedstill
 import toys
 from fedstill.config.experiment import Experiment, load
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError
 from fedstill.running.compare import variants
 from fedstill.running.runner import run, with_data
@@ -33,8 +33,8 @@ SAID: dict[str, tuple[Mapping[str, Any], str]] = {
 @pytest.mark.parametrize("what", SAID)
 def test_numbers_of_numpy_are_written_as_numbers(what: str) -> None:
     given, line = SAID[what]
-    assert line in settle(Experiment(**given)).toml
-    assert line in settle(Experiment().with_values(given, "Python")).toml
+    assert line in resolve(Experiment(**given)).toml
+    assert line in resolve(Experiment().with_values(given, "Python")).toml
 
 
 def test_a_run_takes_them_and_a_comparison_too(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_paths_are_taken_wherever_a_name_is(
         {"name": Path("simple.csv")},
         {"name": tmp_path / "simple.csv"},
     ):
-        settings = settle(
+        settings = resolve(
             Experiment(data=data, method=Path("mine.py"), start_from=Path("simple.csv"))
         )  # type: ignore[arg-type]
         assert settings.data.name == settings.start_from == str(tmp_path / "simple.csv")
@@ -97,7 +97,7 @@ OTHER: dict[str, Callable[[Any], Any]] = {
     "run": run,
     "run with data": lambda it: run(it, data=toys.blobs()),
     "compare": fedstill.compare,
-    "settle": settle,
+    "resolve": resolve,
     "variants": lambda it: variants(it, Path("out")),
     "with_data": lambda it: with_data(it, toys.blobs()),
 }
@@ -160,10 +160,10 @@ def test_an_override_may_name_a_file_where_one_is(
         ("mine.py:Mine", "here/mine.py:Mine"),
         ("both.py", "config/both.py"),
     ):
-        settings = settle(load(tmp_path / "config/my.toml", (f"method={name}",)))
+        settings = resolve(load(tmp_path / "config/my.toml", (f"method={name}",)))
         assert settings.named.method.name == str(tmp_path / place)
     with pytest.raises(ConfigError, match="there is no file"):
-        settle(load(tmp_path / "config/my.toml", ("method=nowhere.py",)))
+        resolve(load(tmp_path / "config/my.toml", ("method=nowhere.py",)))
 
 
 def test_the_folder_of_a_run_is_called_by_the_end_of_its_data_s_path(

@@ -12,7 +12,7 @@ import pytest
 
 from fedstill.config.experiment import load
 from fedstill.config.overrides import line_of
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.validation import WrongConfig
 from fedstill.core.errors import ConfigError
 
@@ -106,7 +106,7 @@ def message(mistake: Mistake, folder: Path) -> str:
     path = folder / "my.toml"
     path.write_text(mistake.text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        settle(load(path, mistake.overrides))
+        resolve(load(path, mistake.overrides))
     return str(caught.value)
 
 
@@ -129,7 +129,7 @@ def test_an_empty_file_a_mark_and_other_line_ends_are_no_mistakes(
     data: bytes, tmp_path: Path
 ) -> None:
     (tmp_path / "my.toml").write_bytes(data)
-    assert settle(load(tmp_path / "my.toml")).rounds == 20
+    assert resolve(load(tmp_path / "my.toml")).rounds == 20
 
 
 def test_all_mistakes_of_a_config_are_records_with_their_lines(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_all_mistakes_of_a_config_are_records_with_their_lines(tmp_path: Path) -
         "batch = 0\n[clients]\nquorum = 2\n[topology]\nsampled = 0\n"
     )
     with pytest.raises(WrongConfig) as caught:
-        settle(load(path, ("privacy.clip=-1",)))
+        resolve(load(path, ("privacy.clip=-1",)))
     places = {problem.key: problem.place for problem in caught.value.problems}
     assert places == {
         "seed": "my.toml, line 1",
@@ -178,7 +178,7 @@ def test_a_key_is_suggested_only_where_the_config_is_accepted_with_it(
 ) -> None:
     (tmp_path / "my.toml").write_text(text)
     with pytest.raises(WrongConfig) as caught:
-        settle(load(tmp_path / "my.toml"))
+        resolve(load(tmp_path / "my.toml"))
     (problem,) = caught.value.problems
     assert suggested in problem.hint
     assert not_suggested not in problem.hint

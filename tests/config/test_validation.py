@@ -13,7 +13,7 @@ from torch import nn
 
 from fedstill.config.experiment import Experiment
 from fedstill.config.named_tables import NAMED, schema_of_name
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.tables import DataTable, record_tables
 from fedstill.config.validation import (
     MISSING_KEY,
@@ -61,7 +61,7 @@ def test_every_registered_thing_has_a_model_that_is_made_once(kind: str) -> None
 def test_values_are_kept_as_they_are_written() -> None:
     assert Waits.read({"wait": 2}, "waits").table == {"wait": 2, "columns": None}
     assert isinstance(Waits.read({"wait": 2}, "waits").wait, int)
-    plans = settle(Experiment(plan={"lr": 1}, method={"name": "fedntd", "beta": 2}))
+    plans = resolve(Experiment(plan={"lr": 1}, method={"name": "fedntd", "beta": 2}))
     assert "lr = 1\n" in plans.toml
     assert "beta = 2\n" in plans.toml
 

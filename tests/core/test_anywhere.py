@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.core.records import (
@@ -29,7 +29,7 @@ PLAN = {"epochs": 1, "batch": 50, "lr": 0.05}
 
 
 def ready(method: str, **changes: Any) -> Prepared:
-    return prepare(settle(toys.toy(method, **{"plan": PLAN, **changes})), toys.blobs())
+    return prepare(resolve(toys.toy(method, **{"plan": PLAN, **changes})), toys.blobs())
 
 
 @pytest.mark.parametrize("where", ["before", "after", "task_end", "last"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError
 from fedstill.core.method import ClientWork, Method
@@ -62,7 +62,7 @@ def test_a_misspelt_hook_is_an_error(name: str, tmp_path: Path) -> None:
     bodies, remedy = MISSPELT[name]
     experiment, _ = mine(tmp_path, **bodies)
     with pytest.raises(ConfigError) as raised:
-        settle(experiment)
+        resolve(experiment)
     text = str(raised.value)
     assert name in text
     assert remedy in text.split(name, 1)[1]
@@ -75,12 +75,12 @@ def test_it_names_the_file_and_the_line(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=rf"mine.py: Mine.agregate \(mine.py, line {line - 1}, in agregate\)"
     ):
-        settle(experiment)
+        resolve(experiment)
 
 
 @pytest.mark.parametrize("name", HELPERS)
 def test_a_helper_is_no_error(name: str, tmp_path: Path) -> None:
-    prepare(settle(mine(tmp_path, client=HELPERS[name])[0]), toys.blobs())
+    prepare(resolve(mine(tmp_path, client=HELPERS[name])[0]), toys.blobs())
 
 
 @pytest.mark.parametrize("base", [Method, ClientWork, Measure])
@@ -168,7 +168,7 @@ def test_a_measure_that_measures_nothing_is_an_error(body: str, key: str, tmp_pa
         measures([str(tmp_path / "measure.py")])
     experiment = replace(toys.toy(), base=tmp_path, measure=("measure.py",))
     with pytest.raises(ConfigError, match=key):
-        prepare(settle(experiment), toys.blobs())
+        prepare(resolve(experiment), toys.blobs())
 
 
 def subclasses(base: type) -> list[type]:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import Plan
 from fedstill.running.explain import run_estimate
@@ -100,10 +100,12 @@ def test_every_engine_trains_at_these_rates_and_a_resumed_run_too(tmp_path: Path
 
 
 def test_the_config_records_the_rounds_of_a_cosine_and_nothing_where_it_is_the_default() -> None:
-    cosine = settle(toys.toy(plan=RISING))
+    cosine = resolve(toys.toy(plan=RISING))
     assert 'lr_schedule = "cosine"\nlr_end = 0.1\nlr_warmup = 1\nlr_rounds = 3\n' in cosine.toml
-    assert "lr_schedule" not in settle(toys.toy()).toml
-    assert settle(toys.toy()).tree["plan"]["train"]["lr_schedule"] == "constant", "explain shows it"
+    assert "lr_schedule" not in resolve(toys.toy()).toml
+    assert resolve(toys.toy()).tree["plan"]["train"]["lr_schedule"] == "constant", (
+        "explain shows it"
+    )
     assert (
         run_estimate(prepare(cosine, toys.blobs())).learning_rates
         == "train 0.1 in round 1, 0.2 in round 2, 0.11 in round 3"
@@ -132,4 +134,4 @@ def test_the_config_records_the_rounds_of_a_cosine_and_nothing_where_it_is_the_d
 )
 def test_a_schedule_that_cannot_be_is_refused(plan: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        settle(toys.toy(plan=plan))
+        resolve(toys.toy(plan=plan))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.records import Stage
 from fedstill.data.views import Arrival, TaskData
 from fedstill.running.preparation import Prepared, prepare
@@ -64,7 +64,7 @@ def test_one_example_at_least_is_there_of_whatever_is_asked() -> None:
 
 def prepared(**query: object) -> Prepared:
     return prepare(
-        settle(toys.asking_again(rounds=4, query={"draw": "all", "again": "mixed", **query})),
+        resolve(toys.asking_again(rounds=4, query={"draw": "all", "again": "mixed", **query})),
         toys.blobs(),
     )
 
@@ -103,7 +103,7 @@ def test_what_is_held_out_once_is_never_trained_on() -> None:
 
 
 def test_without_new_data_views_are_as_ever() -> None:
-    ready = prepare(settle(toys.toy("qkt", **toys.suited("qkt"))), toys.blobs())
+    ready = prepare(resolve(toys.toy("qkt", **toys.suited("qkt"))), toys.blobs())
     assert ready.sites.arrival is None
     assert ready.sites.counts(0, 1).tolist() == ready.sites.counts(0).tolist()
 

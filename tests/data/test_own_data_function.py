@@ -12,7 +12,7 @@ from PIL import Image
 
 import fedstill
 from fedstill.config.experiment import load
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.data.sources import from_tensors, load_dataset
 from fedstill.running.preparation import prepare
@@ -188,6 +188,6 @@ def test_a_run_may_resize_images_of_several_sizes(tmp_path: Path) -> None:
     config = tmp_path / "scans.toml"
     config.write_text('data = "scans"\ntopology = { clients = 2 }\npartition = "iid"\n')
     with pytest.raises(DataError, match=r"data\.size = 8"):
-        prepare(settle(load(config)))
-    ready = prepare(settle(load(config, ("data.size=8",))))
+        prepare(resolve(load(config)))
+    ready = prepare(resolve(load(config, ("data.size=8",))))
     assert ready.dataset.input_shape == (1, 8, 8)

@@ -12,7 +12,7 @@ import torch
 
 import toys
 from fedstill.benchmark import recipes
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError
 from fedstill.data.client_split import ClientSplit
 from fedstill.data.dataset import Dataset
@@ -27,7 +27,7 @@ def ready(
     dataset: Dataset | None = None, method: object = "hiper_fedkd", **data: object
 ) -> Prepared:
     experiment = toys.toy(method, data={"public": 50, **data}, topology={"clients": 4})
-    return prepare(settle(experiment), dataset or toys.blobs())
+    return prepare(resolve(experiment), dataset or toys.blobs())
 
 
 def colour() -> Dataset:
@@ -88,9 +88,9 @@ def test_training_sees_them(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_unset_is_not_written(tmp_path: Path) -> None:
-    assert not {"mean", "std", "held_out"} & set(tomllib.loads(settle(toys.toy()).toml)["data"])
+    assert not {"mean", "std", "held_out"} & set(tomllib.loads(resolve(toys.toy()).toml)["data"])
     said = {"mean": (0.5,), "std": (0.25,), "held_out": "last"}
-    written = tomllib.loads(settle(toys.toy(data=said)).toml)["data"]
+    written = tomllib.loads(resolve(toys.toy(data=said)).toml)["data"]
     assert {k: written[k] for k in said} == {"mean": [0.5], "std": [0.25], "held_out": "last"}
 
 
@@ -143,7 +143,7 @@ def test_held_out_are_the_last_of_each_part_whatever_the_seed() -> None:
         experiment = toys.toy(
             "hiper_fedkd", data={"public": 50, "held_out": "last"}, topology={"clients": 4}
         )
-        prepared = prepare(settle(replace(experiment, seed=seed, partition=SPLIT)), toys.blobs())
+        prepared = prepare(resolve(replace(experiment, seed=seed, partition=SPLIT)), toys.blobs())
         for client, part in enumerate(prepared.sites.split.tensors()):
             cut = len(part) * 4 // 5
             assert halves(prepared, client) == [(part[:cut].tolist(), part[cut:].tolist())] * 2
@@ -153,8 +153,8 @@ def test_held_out_are_drawn_from_the_seed_where_nothing_is_said() -> None:
     experiment = toys.toy(
         "hiper_fedkd", data={"public": 50}, topology={"clients": 4}, partition=SPLIT
     )
-    one, two = (prepare(settle(replace(experiment, seed=s)), toys.blobs()) for s in (1, 2))
-    assert halves(one, 0) == halves(prepare(settle(replace(experiment, seed=1)), toys.blobs()), 0)
+    one, two = (prepare(resolve(replace(experiment, seed=s)), toys.blobs()) for s in (1, 2))
+    assert halves(one, 0) == halves(prepare(resolve(replace(experiment, seed=1)), toys.blobs()), 0)
     kept, held = halves(one, 0)[0]
     assert sorted(kept + held) == sorted(one.sites.positions(0).tolist())
     assert halves(one, 0)[0] != halves(two, 0)[0]

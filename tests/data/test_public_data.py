@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.core.records import Examples
 from fedstill.data.sources import limits
@@ -25,7 +25,7 @@ def public(method: object = "hiper_fedkd", **data: object) -> Examples:
     experiment = toys.toy(
         method, data=data, topology={"clients": 4}, plan={"epochs": 1, "batch": 20, "lr": 0.05}
     )
-    found = prepare(settle(experiment), toys.blobs()).sites.public
+    found = prepare(resolve(experiment), toys.blobs()).sites.public
     assert found is not None
     return found
 

@@ -15,7 +15,7 @@ import pytest
 
 from fedstill.cli import call
 from fedstill.config.experiment import load
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.running.journal import read_journal
 
 ROOT = Path(__file__).parents[2]
@@ -398,7 +398,7 @@ def test_the_first_config_of_the_front_pages_is_the_one_that_their_commands_take
     text = next(text for kind, _, text in blocks(page) if kind == "toml")
     (tmp_path / "my.toml").write_text(text)
     what = load(tmp_path / "my.toml")
-    settle(what)
+    resolve(what)
     named = re.findall(r"runs/(\w+)-(\w+)-seed(\d+)-1", (ROOT / "docs" / page).read_text())
     assert set(named) <= {
         (what.table("method")["name"], what.table("data")["name"], str(what.seed))
@@ -423,7 +423,7 @@ def test_the_configs_shown_resolve(page: str, tmp_path: Path) -> None:
     for i, text in enumerate(shown):
         path = tmp_path / f"{i}.toml"
         path.write_text(text)
-        settle(load(path))
+        resolve(load(path))
 
 
 def test_the_python_shown_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

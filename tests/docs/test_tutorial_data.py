@@ -9,7 +9,7 @@ import pytest
 
 import fedstill
 from docs.test_documents import blocks
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.running.preparation import read_data
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
@@ -41,7 +41,7 @@ def test_heart_disease(folder: Path) -> None:
 
     categories = {"cp": [1, 2, 3, 4], "restecg": [0, 1, 2]}
     table = {"name": "heart", "categorical": categories, "missing": "drop"}
-    data = read_data(settle(fedstill.Experiment(data=table)))
+    data = read_data(resolve(fedstill.Experiment(data=table)))
     assert data.classes == ("disease", "healthy")
     assert data.input_shape == (15,)
     assert len(data.train) == 4 * 7  # one of eight misses a value

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import FedstillError
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage
@@ -59,7 +59,7 @@ class Mistaken(Measure):
 
 
 def test_a_measures_mistake_is_named_with_its_client() -> None:
-    ready = prepare(settle(toys.toy()), toys.blobs())
+    ready = prepare(resolve(toys.toy()), toys.blobs())
     view, start = ready.sites.view(3, TRAIN), ready.world.initial(3)
     seen = AtClient(
         TRAIN, view, start, start, (), ready.sites.common_test, None, ready.sites.inputs, 5
@@ -111,7 +111,7 @@ class Answers:
 def test_a_report_over_a_wire_that_no_measure_can_have_made_is_a_failure(
     report: dict[str, Any], why: str
 ) -> None:
-    ready = prepare(settle(toys.toy(measure=BUILT_IN, plan={"validation": 0.2})), toys.blobs())
+    ready = prepare(resolve(toys.toy(measure=BUILT_IN, plan={"validation": 0.2})), toys.blobs())
     engine = FlowerEngine(
         ready.engine(),
         Answers(report),  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ class Idle:
 
 @pytest.mark.parametrize("may_be_idle", [False, True])
 def test_only_sites_with_tasks_of_their_own_may_be_idle(may_be_idle: bool) -> None:
-    ready = prepare(settle(toys.toy(measure=())), toys.blobs())
+    ready = prepare(resolve(toys.toy(measure=())), toys.blobs())
     engine = FlowerEngine(
         ready.engine(),
         Idle(),
@@ -182,7 +182,7 @@ def test_a_check_that_raises_is_a_refusal() -> None:
         def refuses(self, report: Any, classes: int) -> str:
             return str(report["spread"].upper())
 
-    ready = prepare(settle(toys.toy(measure=())), toys.blobs())
+    ready = prepare(resolve(toys.toy(measure=())), toys.blobs())
     taken = ClientMeasures({"mine": Raising()}, ALWAYS)
     engine = FlowerEngine(
         ready.engine(), Answers({"spread": 0.5}), lambda **_: None, measures=taken

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Reply, Stage
 from fedstill.engines.pooled import PooledEngine
@@ -24,7 +24,7 @@ STAGE = Stage(1, 0, "train", (0, 1, 2, 3, 4, 5))
 
 def ready(engine: str) -> Prepared:
     return prepare(
-        settle(toys.toy(engine=engine, measure=("local",), measure_every=1)), toys.blobs()
+        resolve(toys.toy(engine=engine, measure=("local",), measure_every=1)), toys.blobs()
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.method import ClientWork, Method
@@ -156,9 +156,9 @@ def test_networks_with_other_numbers_of_features_are_refused() -> None:
         "toy_features", data={"public": 20}, clients={"models": ["logistic", "mlp"]}
     )
     with pytest.raises(IncompatibleMethod, match=r"mlp.* 8, logistic.* 16"):
-        prepare(settle(different), toys.blobs())
+        prepare(resolve(different), toys.blobs())
     with pytest.raises(IncompatibleMethod, match="features"):
-        prepare(settle(toys.toy("toy_features", data={"public": 20}, model=bare)), toys.blobs())
+        prepare(resolve(toys.toy("toy_features", data={"public": 20}, model=bare)), toys.blobs())
 
 
 def bare(input_shape: tuple[int, int, int], classes: int) -> nn.Module:

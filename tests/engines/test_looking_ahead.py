@@ -12,7 +12,7 @@ from torch import Tensor
 
 import toys
 from double import NEAR, in_double
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import FedstillError
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import ClientWork
@@ -30,7 +30,7 @@ PLAN = Plan(epochs=2, batch=7, lr=0.05, momentum=0.9, weight_decay=1e-3, clip_no
 
 @pytest.fixture(scope="module")
 def prepared() -> Prepared:
-    return in_double(prepare(settle(toys.toy()), toys.blobs()))
+    return in_double(prepare(resolve(toys.toy()), toys.blobs()))
 
 
 def trained(ready: Prepared, work: ClientWork, plan: Plan = PLAN, client: int = 0):
@@ -62,7 +62,7 @@ class HereTwice(ClientWork):
 def test_a_look_at_where_training_is_leaves_it_as_it_is_to_the_bit(
     model: object, work: ClientWork
 ) -> None:
-    ready = prepare(settle(toys.toy(model=model)), toys.blobs_of(8))
+    ready = prepare(resolve(toys.toy(model=model)), toys.blobs_of(8))
     one, other = trained(ready, work), trained(ready, ClientWork())
     assert same_bits(one.params, other.params)
     assert one.losses == other.losses
@@ -141,7 +141,7 @@ def test_statistics_of_normalisation_take_up_a_batch_once() -> None:
     """In the first pass, at the parameters themselves: one step moves them as one of plain
     training.
     """
-    ready = prepare(settle(toys.toy(model="toy_batchnorm")), toys.blobs())
+    ready = prepare(resolve(toys.toy(model="toy_batchnorm")), toys.blobs())
     plan = replace(PLAN, epochs=0, steps=1)
     looked, plain = (trained(ready, work, plan).params for work in (Far(), ClientWork()))
     names = [

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import toys
 from double import NEAR, in_double
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Examples, Plan, Stage, Step, TrainingStart, View
@@ -28,7 +28,7 @@ STAGE = Stage(2, 0, "train", (0,))
 
 @pytest.fixture(scope="module")
 def prepared() -> Prepared:
-    return in_double(prepare(settle(toys.toy()), toys.blobs()))
+    return in_double(prepare(resolve(toys.toy()), toys.blobs()))
 
 
 def trained(prepared: Prepared, plan: Plan, work: ClientWork | None = None, **carry: object):
@@ -199,7 +199,7 @@ def test_a_teacher_gives_the_same_looked_up_or_run(
 
 def test_early_stopping_keeps_the_best_epoch() -> None:
     plan = {"epochs": 40, "batch": 10, "lr": 0.5, "validation": 0.3, "patience": 3, "keep": "best"}
-    ready = prepare(settle(toys.toy(plan=plan)), toys.blobs())
+    ready = prepare(resolve(toys.toy(plan=plan)), toys.blobs())
     view = ready.sites.view(0, STAGE)
     assert view.validation is not None
     assert len(view.validation) + len(view.data) == int(view.counts.sum())
@@ -215,7 +215,7 @@ def test_early_stopping_keeps_the_best_epoch() -> None:
 
 def test_dropout_draws_by_key() -> None:
     experiment = toys.toy(model="simple_cnn")
-    ready = prepare(settle(experiment), toys.blobs_of(8))
+    ready = prepare(resolve(experiment), toys.blobs_of(8))
     view = ready.sites.view(0, STAGE)
     start, plan = TrainingStart(ready.world.initial(0)), Plan(epochs=1, lr=0.1)
     first = train(ClientWork(), start, view, setup_of(ready, plan)).params

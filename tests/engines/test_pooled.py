@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, TrainingStart, View, World
@@ -34,7 +34,7 @@ STAGE = Stage(1, 0, "train", (0, 1, 2, 3, 4, 5))
 
 @pytest.fixture(scope="module")
 def ready() -> Prepared:
-    return prepare(settle(toys.toy()), toys.blobs())
+    return prepare(resolve(toys.toy()), toys.blobs())
 
 
 def pooled(ready: Prepared, count: int, memory: Memory | None = None) -> PooledEngine:
@@ -105,7 +105,7 @@ def test_what_gains_nothing_or_draws_from_one_generator_stays_in_one_thread(
     ready: Prepared, why: str
 ) -> None:
     if why == "dropout":
-        ready = prepare(settle(toys.toy(model="simple_cnn")), toys.blobs_of(8))
+        ready = prepare(resolve(toys.toy(model="simple_cnn")), toys.blobs_of(8))
     stage = Stage(1, 0, "train", (3,), sequential=True) if why == "one client" else STAGE
     work = Named([])
     engine = pooled(ready, 3)

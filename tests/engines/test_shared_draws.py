@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import StageResult
 from fedstill.core.method import ClientWork
@@ -238,7 +238,7 @@ def test_a_network_that_draws_where_it_is_looked_at_is_refused() -> None:
         ConfigError,
         match=r"toy_noisy .*self\.training",
     ):
-        prepare(settle(toys.toy(model="toy_noisy")), toys.blobs())
+        prepare(resolve(toys.toy(model="toy_noisy")), toys.blobs())
 
 
 def test_a_stage_is_done_again_only_when_no_client_of_it_acts_any_more(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_stage_is_done_again_only_when_no_client_of_it_acts_any_more(tmp_path:
             acting.discard(view.client)
             return super().end(params, start, result, view, world)
 
-    ready = prepare(settle(toys.toy()), toys.blobs())
+    ready = prepare(resolve(toys.toy()), toys.blobs())
     engine = pooled.PooledEngine(ready.world, ready.sites)
     stage = Stage(1, 0, "train", (0, 1, 2, 3, 4, 5))
     payloads = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import toys
 from double import NEAR, widened
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.records import Tensors
 from fedstill.engines import hardware
 from fedstill.engines.hardware import WORKERS, side_by_side
@@ -184,7 +184,7 @@ def test_a_stage_of_many_clients_leaves_the_cores_to_them(monkeypatch: pytest.Mo
     for kind, expected in (("parallel", {1}), ("sequential", {3})):
         seen.clear()
         ready = prepare(
-            settle(toys.toy("fedntd", topology={"kind": kind, "clients": 6, "sampled": 4})),
+            resolve(toys.toy("fedntd", topology={"kind": kind, "clients": 6, "sampled": 4})),
             toys.blobs(),
         )
         method, stage = ready.settings.method, ready.settings.schedule(1, ready.world)[0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
@@ -67,7 +67,7 @@ class FitsALine(ClientWork):
 
 def ready(engine: str = "serial", **changes: object) -> Prepared:
     return prepare(
-        settle(toys.toy(engine=engine, measure=("local", "epochs"), measure_every=1, **changes)),
+        resolve(toys.toy(engine=engine, measure=("local", "epochs"), measure_every=1, **changes)),
         toys.blobs(),
     )
 

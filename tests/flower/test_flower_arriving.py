@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.label_counts import census_stage
 from fedstill.core.records import Payload, Stage
 from fedstill.flower import fleet as arriving
@@ -294,8 +294,8 @@ def test_a_reply_over_the_limit_of_its_request_is_refused() -> None:
 
 
 def test_the_limit_of_a_reply_follows_from_its_expected_content() -> None:
-    small = prepare(settle(toys.toy()), toys.blobs())
-    large = prepare(settle(toys.toy(model={"name": "mlp", "hidden": (20000,)})), toys.blobs())
+    small = prepare(resolve(toys.toy()), toys.blobs())
+    large = prepare(resolve(toys.toy(model={"name": "mlp", "hidden": (20000,)})), toys.blobs())
     stage = Stage(1, 0, "train", (0, 1))
     assert 1 << 16 < ReplyLimits(small).of(0, stage) < 1 << 18
     model = Payload(params=large.world.initial(0)).nbytes
@@ -304,7 +304,7 @@ def test_the_limit_of_a_reply_follows_from_its_expected_content() -> None:
 
 
 def test_the_limit_of_a_reply_grows_with_the_clients_of_its_round() -> None:
-    limits = ReplyLimits(prepare(settle(toys.toy()), toys.blobs()))
+    limits = ReplyLimits(prepare(resolve(toys.toy()), toys.blobs()))
     few = limits.of(0, Stage(1, 0, "train", (0, 1)))
     many = limits.of(0, Stage(2, 0, "train", tuple(range(500))))
     assert many - few == 498 * BYTES_OF_SHARES

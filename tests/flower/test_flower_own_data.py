@@ -17,7 +17,7 @@ import torch
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.codec import decode
 from fedstill.core.errors import ConfigError, TooFewReplies
 from fedstill.core.extensions import RoundResult
@@ -126,7 +126,7 @@ def stop(event: Any) -> None:
 
 
 def simulated(experiment: Experiment) -> Prepared:
-    return prepare(settle(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs())
+    return prepare(resolve(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs())
 
 
 @pytest.mark.parametrize("what", RUNS)

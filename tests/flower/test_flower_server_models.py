@@ -13,7 +13,7 @@ from torch import Tensor
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.aggregation import weighted_mean
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import Interrupted
@@ -131,7 +131,7 @@ def at_sites(experiment: Experiment) -> Experiment:
 def grid_of(experiment: Experiment, folder: Path) -> LoopbackGrid:
     """The grid of these sites."""
     simulated = prepare(
-        settle(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs()
+        resolve(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs()
     )
     clerks = {site.client: Clerk(site, shows_reasons=True) for site in own_sites(simulated, folder)}
 

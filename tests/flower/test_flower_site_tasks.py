@@ -18,7 +18,7 @@ import torch
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, Interrupted, TooFewReplies
 from fedstill.core.records import SERVER, Examples
 from fedstill.flower.engine import LoopbackGrid
@@ -55,7 +55,7 @@ def what(method: Any = "fedavg", **changes: Any) -> Experiment:
 
 
 def ready(of: Experiment) -> Prepared:
-    return prepare(settle(of.with_values({"data.name": "blobs"}, "test")), toys.blobs())
+    return prepare(resolve(of.with_values({"data.name": "blobs"}, "test")), toys.blobs())
 
 
 def folders(of: Experiment, place: Path) -> list[Site]:

@@ -15,7 +15,7 @@ import torch
 import fedstill
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings
 from fedstill.core.errors import BadPayload, ConfigError
 from fedstill.core.files import digest
@@ -41,7 +41,7 @@ CLIENTS = 3
 def settings_of(method: Any = "fedavg", **changes: Any) -> Settings:
     topology = {"clients": CLIENTS, "sampled": CLIENTS, **changes.pop("topology", {})}
     experiment = toys.toy(method, topology=topology, **changes)
-    return settle(
+    return resolve(
         replace(experiment, engine="flower", data={"name": "blobs", **changes.get("data", {})})
     )
 
@@ -84,7 +84,7 @@ def test_a_trial_reads_no_file_of_a_site_that_its_operator_has_not_listed(tmp_pa
     private = tmp_path / "patients.csv"
     private.write_text("\n".join(["age,chol,sick", *rows]) + "\n")
     asked = toys.toy(topology={"clients": 1}, data={"name": str(private), "label_column": "sick"})
-    settings = settle(replace(asked, engine="flower", model={"name": "mlp", "hidden": [4]}))
+    settings = resolve(replace(asked, engine="flower", model={"name": "mlp", "hidden": [4]}))
     world, config = prepare(settings).world, settings.toml
     stage, down = Stage(1, 0, "train", (0,)), Payload(params=world.initial(0))
     request = Request(
@@ -310,7 +310,7 @@ def on_sites(method: Any = "fedavg", **changes: Any) -> Settings:
         **settings.tree,
         "flower": {**settings.flower.table, "federation": "/federation", "data": "sites"},
     }
-    return settle(Experiment(**tree))
+    return resolve(Experiment(**tree))
 
 
 def test_on_its_own_data_a_site_gives_the_bits_of_the_simulation_and_keeps_its_labels(

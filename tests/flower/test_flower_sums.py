@@ -19,7 +19,7 @@ pytest.importorskip("Crypto")
 
 import fedstill
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import BadPayload, ConfigError, TooFewReplies
 from fedstill.core.files import digest
 from fedstill.core.records import Payload, Stage
@@ -123,7 +123,7 @@ def test_clients_that_drop_out_at_any_step_are_left_out_or_counted(
     events = [e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client"]
     away = {e["client"]: e["refused"] for e in events if "refused" in e}
     summed = {e["summed"] for e in events if "refused" not in e}
-    sizes = prepare(settle(replace(SECRET, engine="serial")), toys.blobs()).sites
+    sizes = prepare(resolve(replace(SECRET, engine="serial")), toys.blobs()).sites
     if step == "revealed":  # their models were in the sum already
         assert not away
         assert summed == {sum(sizes.trains_on(c, "train") for c in range(5))}
@@ -195,7 +195,7 @@ def told_of(folder: Path, round: int = 1) -> tuple[dict[int, str], set[int]]:
 
 
 def weight_of(*clients: int) -> int:
-    sites = prepare(settle(replace(SECRET, engine="serial")), toys.blobs()).sites
+    sites = prepare(resolve(replace(SECRET, engine="serial")), toys.blobs()).sites
     return sum(sites.trains_on(c, "train") for c in clients)
 
 
@@ -386,7 +386,7 @@ class Asked:
 
     def __init__(self, folder: Path) -> None:
         asked = toys.toy(privacy=ON, measure=(), topology={"clients": 3}, data={"name": "blobs"})
-        self.settings = settle(replace(asked, engine="flower"))
+        self.settings = resolve(replace(asked, engine="flower"))
         self.world = prepare(self.settings, toys.blobs()).world
         self.clerks = {
             c: Clerk(Site(c, folder / str(c)), toys.blobs(), shows_reasons=True)
@@ -513,14 +513,14 @@ def test_attacks_of_a_simulation_and_private_training_at_sites_are_refused() -> 
     asked = over_flower(SECRET)
     attacked = replace(asked, clients={"attack": "scaled", "attackers": 0.2})
     with pytest.raises(ConfigError, match=r"clients\.attack"):
-        prepare(settle(attacked), toys.blobs())
+        prepare(resolve(attacked), toys.blobs())
     pytest.importorskip("opacus")
     private = replace(asked, privacy={**ON, "gradient_clip": 1.0}).with_values(
         {"data.name": "blobs"}, "test"
     )
     at_sites = {"data": "sites", "federation": "/federation"}
     with pytest.raises(ConfigError, match="gradient_clip"):
-        prepare(settle(replace(private, method="fedavg", flower=at_sites)), toys.blobs())
+        prepare(resolve(replace(private, method="fedavg", flower=at_sites)), toys.blobs())
 
 
 def test_label_counts_of_a_later_task_go_up_as_they_are(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import fedstill
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings
 from fedstill.core.errors import (
     BadPayload,
@@ -130,7 +130,7 @@ def settings_of(data: dict[str, Any], **changes: Any) -> Settings:
         "rounds": 2,
         "data": data,
     }
-    return settle(Experiment(**{**asked, **changes}))
+    return resolve(Experiment(**{**asked, **changes}))
 
 
 def request_of(settings: Settings, **changes: Any) -> Request:

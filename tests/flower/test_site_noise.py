@@ -17,7 +17,7 @@ from test_flower_own_data import CLIENTS, simulated
 import fedstill
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.codec import encode
 from fedstill.core.files import digest
 from fedstill.core.keys import generator, seed_for
@@ -61,7 +61,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> list[Site]:
 
 def asked(experiment: Experiment, stage: Stage = FIRST, **down: Any) -> Request:
     """What the server sends client 0 in a stage."""
-    settings = settle(
+    settings = resolve(
         replace(
             experiment.with_values({"data.name": "blobs"}, "test"),
             engine="flower",
@@ -114,7 +114,7 @@ def test_in_a_simulation_it_can_be_subtracted_as_the_document_says() -> None:
     experiment, ready = (
         setting(**PRIVACY),
         prepare(
-            settle(setting(**PRIVACY).with_values({"data.name": "blobs"}, "test")), toys.blobs()
+            resolve(setting(**PRIVACY).with_values({"data.name": "blobs"}, "test")), toys.blobs()
         ),
     )
     work, down = ready.settings.method.work(FIRST), Payload(temperature=1.0)
@@ -344,7 +344,7 @@ def trains_privately(**privacy: float) -> Experiment:
 
 def trained(site: Clerk, experiment: Experiment, stage: Stage = TRAIN) -> SiteReply:
     request = asked(experiment, stage)
-    ready = prepare(settle(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs())
+    ready = prepare(resolve(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs())
     return site(replace(request, payload=Payload(params=ready.world.initial(0))))
 
 

@@ -14,7 +14,7 @@ import torch
 import fedstill
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import NOTHING, Reply, Stage
 from fedstill.core.screen import MAX_EXAMPLES, Rules, screen
@@ -203,6 +203,6 @@ def test_a_claim_of_many_test_examples_is_refused() -> None:
 
 def test_the_key_is_for_sites_with_data_of_their_own() -> None:
     with pytest.raises(ConfigError, match=r"flower\.test_every"):
-        settle(toys.toy(engine="flower", flower={"test_every": 2}))
+        resolve(toys.toy(engine="flower", flower={"test_every": 2}))
     with pytest.raises(ConfigError, match=r"flower\.test_every"):
-        settle(experiment(flower={"test_every": 0}, metrics=("auc",)))
+        resolve(experiment(flower={"test_every": 0}, metrics=("auc",)))

@@ -15,7 +15,7 @@ import torch
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import TooFewReplies
 from fedstill.core.files import digest
 from fedstill.core.records import Tensors
@@ -79,7 +79,7 @@ def on_sites(what: Experiment) -> Experiment:
 
 
 def sites_of(what: Experiment, folder: Path) -> Sites:
-    simulated = prepare(settle(what.with_values({"data.name": "blobs"}, "test")), toys.blobs())
+    simulated = prepare(resolve(what.with_values({"data.name": "blobs"}, "test")), toys.blobs())
     return Sites(own_sites(simulated, folder))
 
 

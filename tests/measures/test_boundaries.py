@@ -10,7 +10,7 @@ import torch
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.files import digest
 from fedstill.measures.features import STEPS, principal_plane
@@ -78,7 +78,7 @@ def test_the_plane_says_what_the_model_says_of_the_images_on_it(looked: Path) ->
     event = [e for e in read_journal(looked / "journal.jsonl") if e.get("measure") == "boundaries"][
         -1
     ]
-    prepared = prepare(settle(asking()), toys.blobs())
+    prepared = prepare(resolve(asking()), toys.blobs())
     config = digest((looked / "config.toml").read_bytes())
     restored = Checkpoints(looked / "checkpoints", config, looked / "memory").latest()
     assert restored is not None
@@ -104,7 +104,7 @@ def test_the_plane_says_what_the_model_says_of_the_images_on_it(looked: Path) ->
 
 def test_without_queries_it_is_refused_by_name() -> None:
     with pytest.raises(IncompatibleMethod, match=r"boundaries.*query"):
-        prepare(settle(toys.toy("fedavg", measure=("boundaries",))), toys.blobs())
+        prepare(resolve(toys.toy("fedavg", measure=("boundaries",))), toys.blobs())
 
 
 def test_a_plane_has_two_sides_where_features_lie_on_a_line() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import Stage
 from fedstill.engines import serial
@@ -66,7 +66,7 @@ def test_its_numbers_are_those_of_plain_evaluations(
 
     monkeypatch.setattr(serial, "train", kept)
     run(toy(), tmp_path / "run", data=toys.blobs())
-    ready, test = prepare(settle(toy()), toys.blobs()), toys.blobs().test
+    ready, test = prepare(resolve(toy()), toys.blobs()), toys.blobs().test
     events = looked(tmp_path / "run")
     assert [e["client"] for e in events] == [c for c, _, _ in hops]
     assert len(events) == 6
@@ -106,7 +106,7 @@ def test_over_tasks_it_looks_at_what_the_previous_client_had_in_its_own_task(
     """
     what = toy(stream={"kind": "classes", "tasks": 2}, topology={**CHAIN, "sampled": 2})
     run(what, tmp_path / "run", data=toys.blobs())
-    ready, events = prepare(settle(what), toys.blobs()), looked(tmp_path / "run")
+    ready, events = prepare(resolve(what), toys.blobs()), looked(tmp_path / "run")
     assert [e["round"] for e in events] == [1, 1, 2, 2]
     before, crossed = events[1], events[2]
     assert crossed["previous"] == before["client"]
@@ -150,7 +150,7 @@ def test_a_client_that_is_not_there_any_more_is_looked_at_in_the_round_in_which_
 
 
 def test_of_no_examples_nothing_is_known(tmp_path: Path) -> None:
-    ready = prepare(settle(toy()), toys.blobs())
+    ready = prepare(resolve(toy()), toys.blobs())
     context = ready.evaluation_context(None, None)
     assert context is not None
     none = context.test.take(torch.arange(0))
@@ -188,7 +188,7 @@ def test_after_a_failed_link_the_previous_client_is_the_last_that_trained(
 
 def test_side_by_side_it_is_refused() -> None:
     with pytest.raises(IncompatibleMethod, match=r"measure chain: .*topology\.kind = 'sequential'"):
-        prepare(settle(toy("fedavg", topology={"kind": "parallel", "clients": 6})), toys.blobs())
+        prepare(resolve(toy("fedavg", topology={"kind": "parallel", "clients": 6})), toys.blobs())
 
 
 def test_the_journal_says_who_taught_whom(tmp_path: Path) -> None:

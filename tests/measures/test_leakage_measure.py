@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import FedstillError, IncompatibleMethod
 from fedstill.core.extensions import StageResult
 from fedstill.core.method import Method
@@ -261,7 +261,7 @@ def test_it_is_refused_where_it_could_not_see(
     method: str, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(IncompatibleMethod, match=f"measure leakage: {words}"):
-        prepare(settle(toys.toy(method, measure=("leakage",), **changes)), toys.blobs())
+        prepare(resolve(toys.toy(method, measure=("leakage",), **changes)), toys.blobs())
 
 
 @method("toy_says")
@@ -294,7 +294,7 @@ class Silent(Method):
     [(Prototypes(), "nor logits but prototypes; choose"), (Silent(), "nor logits; c")],
 )
 def test_what_is_neither_a_model_nor_logits_is_refused_by_name(sends: Method, words: str) -> None:
-    ready = prepare(settle(toys.toy("fedavg")), toys.blobs())
+    ready = prepare(resolve(toys.toy("fedavg")), toys.blobs())
     schedule = replace(ready.settings.schedule, method=sends)
     setting = MeasuredRun(schedule, "mine", schedule(1, ready.world), ready.world)
     problem = unsuited_measures(measures(["leakage"]), setting)

@@ -18,7 +18,7 @@ import toys
 from double import NEAR, Wide, widened
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry, trees
 from fedstill.core.errors import ConfigError, FedstillError
 from fedstill.core.extensions import StageResult
@@ -120,7 +120,7 @@ def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], byte
     models: dict[str, bytes] = {}
 
     def model(name: str) -> bytes:
-        tree = settle(measured(name)).tree
+        tree = resolve(measured(name)).tree
         same = {key: tree[key] for key in ("model", "topology", "data")}
         if repr(same) not in models:
             folder = tmp_path_factory.mktemp("unmeasured") / "run"
@@ -171,14 +171,14 @@ def logits(params: Any, x: Tensor) -> Tensor:
 
 
 def common_test() -> tuple[Tensor, Tensor]:
-    ready = prepare(settle(measured()), toys.blobs())
+    ready = prepare(resolve(measured()), toys.blobs())
     test = ready.sites.common_test
     assert test is not None
     return ready.sites.inputs.plain(test.values), test.labels
 
 
 def trained(client: int, inputs: type[Inputs] = Inputs) -> tuple[Tensor, Tensor]:
-    sites = prepare(settle(measured()), toys.blobs()).sites
+    sites = prepare(resolve(measured()), toys.blobs()).sites
     own = sites.train.take(sites.positions(client))
     return inputs(sites.inputs.mean, sites.inputs.std).plain(own.values), own.labels
 
@@ -421,7 +421,7 @@ AT_HOME = {"client_data", "test_at_clients"}
 
 @pytest.mark.parametrize("name", [n for n in MEASURES if AT_HOME & measures([n])[n].needs])
 def test_outside_of_a_simulation_clients_data_cannot_be_looked_at(name: str) -> None:
-    ready = prepare(settle(measured(name)), toys.blobs())
+    ready = prepare(resolve(measured(name)), toys.blobs())
     schedule = ready.settings.schedule
     setting = MeasuredRun(
         schedule, "fedavg", schedule(1, ready.world), ready.world, simulated=False
@@ -438,7 +438,7 @@ def one_by_one(setting: MeasuredRun) -> MeasuredRun:
 
 
 def test_without_a_test_set_nothing_can_be_looked_at_but_what_clients_send() -> None:
-    ready = prepare(settle(measured()), toys.blobs())
+    ready = prepare(resolve(measured()), toys.blobs())
     setting = MeasuredRun(
         ready.settings.schedule,
         "fedavg",
@@ -478,7 +478,7 @@ def test_a_measure_of_ones_own_is_a_file(tmp_path: Path) -> None:
     assert [(e["measure"], e["clients"]) for e in found.measures] == [("mine.py:Clients", 4)] * 2
     assert str(tmp_path) not in (tmp_path / "run" / "journal.jsonl").read_text().partition("\n")[2]
     with pytest.raises(ConfigError, match="not a Measure"):
-        settle(measured(f"{tmp_path / 'other.py'}:look"))
+        resolve(measured(f"{tmp_path / 'other.py'}:look"))
 
 
 def test_explain_shows_the_cost_and_warns(

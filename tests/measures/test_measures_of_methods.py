@@ -16,7 +16,7 @@ import torch
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.errors import FedstillError, IncompatibleMethod
 from fedstill.core.extensions import StageResult
@@ -89,7 +89,7 @@ def small() -> Any:
 def refused(case: str, name: str) -> str:
     """Why a measure is refused, in one line; empty if it is not."""
     try:
-        prepare(settle(toy(case, name)), small())
+        prepare(resolve(toy(case, name)), small())
     except IncompatibleMethod as error:
         if not str(error).startswith(f"measure {name}: "):
             raise
@@ -168,7 +168,7 @@ def test_there_is_nothing_to_compare_with_where_the_server_has_no_model(
 ) -> None:
     method = case.split(",")[0]
     with pytest.raises(IncompatibleMethod, match=rf"measure {name}: .* method {method} "):
-        prepare(settle(toy(case, name)), small())
+        prepare(resolve(toy(case, name)), small())
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_gradients_of_one_client_do_not_differ(topology: Mapping[str, Any]) -> N
         r".*sampled"
     )
     with pytest.raises(IncompatibleMethod, match=says):
-        prepare(settle(toy("fedavg", "diversity", topology=topology)), small())
+        prepare(resolve(toy("fedavg", "diversity", topology=topology)), small())
 
 
 def test_pictures_of_the_end_are_of_the_last_stage_that_sends_models(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_a_picture_of_the_end_is_refused_where_models_are_sent_only_before() -> 
         "toy_logits", data={"public": toys.PUBLIC}, topology=topology, measure=("units",)
     )
     with pytest.raises(IncompatibleMethod, match="measure units"):
-        prepare(settle(what), toys.blobs())
-    prepare(settle(what.with_values({"rounds": 1}, "test")), toys.blobs())
+        prepare(resolve(what), toys.blobs())
+    prepare(resolve(what.with_values({"rounds": 1}, "test")), toys.blobs())
 
 
 def test_it_is_said_where_a_picture_of_the_end_shows_nothing(
@@ -237,11 +237,11 @@ def test_a_plane_is_of_the_body_whatever_the_head_is() -> None:
     by.
     """
     with pytest.raises(IncompatibleMethod, match=r"measure sphere: model etf\(.*\) has 8 features"):
-        prepare(settle(toys.toy("fedetf", model=toys.on_simplex(), measure=("sphere",))), small())
+        prepare(resolve(toys.toy("fedetf", model=toys.on_simplex(), measure=("sphere",))), small())
 
 
 def test_a_model_that_lacks_an_entry_is_not_run_with_another_in_its_place() -> None:
-    ready = prepare(settle(toy("fedavg")), small())
+    ready = prepare(resolve(toy("fedavg")), small())
     context = ready.evaluation_context(None, None)
     assert context is not None
     some = {k: v for k, v in ready.world.initial(0).items() if k != "head.bias"}

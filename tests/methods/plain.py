@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import toys
 from double import NEAR, in_double
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import State
 from fedstill.core.registry import register
@@ -189,7 +189,7 @@ _blobs = functools.cache(toys.blobs)
 
 def ready_for(method: object, examples: int = FEW, **changes: object) -> Prepared:
     """The experiment with its data dealt out, in float64."""
-    return in_double(prepare(settle(experiment(method, **changes)), _blobs(size=examples)))
+    return in_double(prepare(resolve(experiment(method, **changes)), _blobs(size=examples)))
 
 
 def drive(ready: Prepared) -> tuple[list[State], Memory]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
 from fedstill.core.records import Reply, State
@@ -88,4 +88,4 @@ def few_blobs() -> Dataset:
 
 def ready(name: str, engine: str, **changes: Any) -> Prepared:
     """A prepared run."""
-    return prepare(settle(experiment(name, engine, **changes)), few_blobs())
+    return prepare(resolve(experiment(name, engine, **changes)), few_blobs())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import toys
 from double import in_double
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.topology import sample
 from fedstill.models import contract
@@ -139,7 +139,7 @@ def test_what_is_compared_here_is_what_a_run_does(tmp_path: Path) -> None:
     toy = experiment("fedntd")
     ours, driven = (
         run(toy, tmp_path / "run", data=toys.blobs()).model,
-        drive(prepare(settle(toy), toys.blobs()))[0],
+        drive(prepare(resolve(toy), toys.blobs()))[0],
     )
     assert ours.keys() == driven[-1].params.keys()
     assert all(torch.equal(ours[k], v) for k, v in driven[-1].params.items())
@@ -165,7 +165,7 @@ def test_cifar10_with_the_papers_network(name: str) -> None:
         topology={"clients": 100, "sampled": 3},
         plan=plan,
     )
-    ready = in_double(prepare(settle(paper)))
+    ready = in_double(prepare(resolve(paper)))
     check(drive(ready)[0][-1].params, plain_run(ready, loss, sampled=3, plan=plan))
 
 

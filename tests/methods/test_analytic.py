@@ -13,7 +13,7 @@ import torch
 
 import toys
 from double import in_double
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import State
 from fedstill.methods import ridge
@@ -32,7 +32,7 @@ UNTRAINED = {"plan": {"epochs": 0}}
 def gone_through(method: Any, **more: Any) -> tuple[Prepared, list[State]]:
     """A run of three tasks in float64: the state after each round."""
     values = {"partition": {"kind": "iid"}, "stream": STREAM, "topology": {"clients": 6}, **more}
-    ready = in_double(prepare(settle(toys.toy(method, engine="serial", **values)), toys.blobs()))
+    ready = in_double(prepare(resolve(toys.toy(method, engine="serial", **values)), toys.blobs()))
     return ready, states_after(context_of(ready), ready.world.rounds)[1:]
 
 
@@ -137,7 +137,7 @@ def test_classes_that_have_not_come_have_no_column() -> None:
 
 def test_a_network_without_a_linear_head_is_refused() -> None:
     with pytest.raises(IncompatibleMethod, match="linear layer"):
-        prepare(settle(toys.toy("analytic", model=toys.on_simplex(), stream=STREAM)), toys.blobs())
+        prepare(resolve(toys.toy("analytic", model=toys.on_simplex(), stream=STREAM)), toys.blobs())
 
 
 def test_groups_of_one_give_the_exact_layer_and_few_groups_one_that_is_near_on_average() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.label_counts import gini_index, proportions
 from fedstill.core.records import Payload, Stage, State, World
@@ -35,7 +35,7 @@ def sent(
     the run.
     """
     values = {"plan": PLAN, "partition": SKEWED, "rounds": 4, **changes}
-    ready = prepare(settle(toys.toy(method, **values)), toys.blobs())
+    ready = prepare(resolve(toys.toy(method, **values)), toys.blobs())
     world, engine = ready.world, ready.engine()
     kind, all_of = type(ready.settings.method), list[Sent]()
     original = kind.payload_for_client
@@ -127,7 +127,7 @@ IN_A_CHAIN = ("fedseq", "cwc", "metafed")
 @pytest.mark.parametrize("first", ["", "fit"])
 def test_a_method_for_clients_side_by_side_is_refused_on_a_chain(name: str, first: str) -> None:
     chain = {"kind": "sequential", "clients": 6, "first": first}
-    settings = settle(toys.toy(name, topology=chain, data={"public": toys.PUBLIC}))
+    settings = resolve(toys.toy(name, topology=chain, data={"public": toys.PUBLIC}))
     with pytest.raises(IncompatibleMethod, match="chain"):
         prepare(settings, toys.blobs())
 
@@ -141,12 +141,12 @@ def test_a_method_for_chains_is_refused_side_by_side_and_taken_on_a_chain(
         name, plan=PLAN if name != "metafed" else {}, data={}, partition={"kind": "iid"}
     )
     prepare(
-        settle(replace(base, topology={"kind": "sequential", "clients": 6, "first": first})),
+        resolve(replace(base, topology={"kind": "sequential", "clients": 6, "first": first})),
         toys.blobs(),
     )
     with pytest.raises(IncompatibleMethod, match=r"topology\.kind"):
         prepare(
-            settle(replace(base, topology={"kind": "parallel", "clients": 6, "first": first})),
+            resolve(replace(base, topology={"kind": "parallel", "clients": 6, "first": first})),
             toys.blobs(),
         )
 

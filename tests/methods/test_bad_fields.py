@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError
 
@@ -184,7 +184,7 @@ ROWS = [
 @pytest.mark.parametrize(("method", "field", "value"), ROWS)
 def test_a_value_out_of_range_is_one_clear_line(method: str, field: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
-        settle(toys.toy({"name": method, field: value}))
+        resolve(toys.toy({"name": method, field: value}))
     text = str(caught.value)
     assert f"method.{field} = {value!r}" in text
     assert "\n" not in text
@@ -193,7 +193,7 @@ def test_a_value_out_of_range_is_one_clear_line(method: str, field: str, value: 
 
 def test_all_faults_of_a_method_stand_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"method\.alpha = -1.*; method\.delta = 0"):
-        settle(toys.toy({"name": "fedadkd", "alpha": -1, "delta": 0}))
+        resolve(toys.toy({"name": "fedadkd", "alpha": -1, "delta": 0}))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_all_faults_of_a_method_stand_in_one_line() -> None:
 )
 def test_zero_is_the_edge_of_what_may_be_zero(method: str, field: str) -> None:
     zero = 0 if field in ("samples", "subset", "size", "width", "groups") else 0.0
-    made = settle(toys.toy({"name": method, field: zero}, **toys.suited(method))).method
+    made = resolve(toys.toy({"name": method, field: zero}, **toys.suited(method))).method
     assert getattr(made, field) == 0
 
 

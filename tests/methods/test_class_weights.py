@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import toys
 from double import NEAR, in_double
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, FedstillError, Interrupted
 from fedstill.core.label_counts import LABEL_TOTALS, balanced_weights
@@ -79,7 +79,7 @@ def ready(name: str, weights: object, engine: str = "serial", **plan: Any) -> Pr
     plans = {**asked.plan, "epochs": 1, "class_weights": weights, **plan}
     if name == "fedgen":
         plans["generate"] = {"lr": plans["lr"]}
-    return prepare(settle(replace(asked, plan=plans)), unequal())
+    return prepare(resolve(replace(asked, plan=plans)), unequal())
 
 
 def rounds(prepared: Prepared) -> tuple[dict[str, Tensor], list[Reply]]:
@@ -186,7 +186,7 @@ def by_scikit_learn(labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("weights", ["balanced", "balanced_overall", SOME], ids=str)
 def test_two_rounds_are_those_of_the_algorithm_written_out(name: str, weights: object) -> None:
     plan = {"class_weights": weights}
-    prepared = in_double(prepare(settle(plain.experiment(name, plan=plan)), unequal()))
+    prepared = in_double(prepare(resolve(plain.experiment(name, plan=plan)), unequal()))
     fed = plain.Federation(prepared)
     everything = torch.cat([fed.data(client)[1] for client in range(6)])
 
@@ -244,7 +244,7 @@ def test_label_totals_are_sent_where_they_are_needed() -> None:
     register("method", "toy_watched")(Watched)
     recorder = Collecting()
     asked = plain.experiment("toy_watched", plan={"class_weights": "balanced_overall"})
-    prepared = prepare(settle(asked), unequal())
+    prepared = prepare(resolve(asked), unequal())
     states_after(context_of(prepared, recorder=recorder), 2)
     counts = torch.bincount(prepared.sites.train.labels, minlength=toys.CLASSES)
     assert seen == {"groups": {"params"}, "totals": {tuple(counts.tolist())}}
@@ -286,9 +286,9 @@ def test_a_loss_of_labels_without_the_weights_is_refused(engine: str, tmp_path: 
 )
 def test_weights_that_fit_no_class_are_refused(weights: object) -> None:
     with pytest.raises(ConfigError, match=r"class_weights"):
-        prepare(settle(toys.toy("fedavg", plan={"class_weights": weights})), unequal())
+        prepare(resolve(toys.toy("fedavg", plan={"class_weights": weights})), unequal())
 
 
 def test_a_config_without_weights_does_not_mention_them(tmp_path: Path) -> None:
-    assert "class_weights" not in settle(toys.toy("fedavg")).toml
-    assert "class_weights" in settle(toys.toy(plan={"class_weights": "balanced"})).toml
+    assert "class_weights" not in resolve(toys.toy("fedavg")).toml
+    assert "class_weights" in resolve(toys.toy(plan={"class_weights": "balanced"})).toml

@@ -13,7 +13,7 @@ import pytest
 from test_every_method import METHODS, experiment
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import docstrings, registry
 from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.running.preparation import prepare
@@ -65,7 +65,7 @@ def kept(name: str, changes: dict[str, Any]) -> tuple[set[str], set[str]]:
     both = {
         k: {**base.table(k), **v} if isinstance(v, dict) and v else v for k, v in changes.items()
     }
-    ready = prepare(settle(replace(base, **both)), toys.blobs())
+    ready = prepare(resolve(replace(base, **both)), toys.blobs())
     settings, world, engine = ready.settings, ready.world, ready.engine()
     state = settings.method.initial_state(world)
     in_state, in_memory = set(state.extra), set()

@@ -12,7 +12,7 @@ import torch
 
 import toys
 from double import NEAR, in_double
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import IncompatibleMethod
@@ -60,7 +60,7 @@ def two_rounds(name: str, kind: str, engine: str, network: object = None) -> sta
         one = {"gamma": (1.0,), "variance": (1.0,), "prior_variance": (1.0,), "passes": 0}
         changes |= {"method": {"name": name, **one}, "topology": {"clients": 3}}
     ready = in_double(
-        prepare(settle(stacking.experiment(name, engine, **changes)), small_data(kind))
+        prepare(resolve(stacking.experiment(name, engine, **changes)), small_data(kind))
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import toys
 from double import in_double
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, State, Step, TrainingStart, View, World
 from fedstill.core.registry import method
@@ -80,7 +80,7 @@ def states(method: Any, **more: Any) -> tuple[Any, list[State]]:
         "engine": "serial",
         **more,
     }
-    ready = in_double(prepare(settle(toys.toy(method, **values)), toys.blobs()))
+    ready = in_double(prepare(resolve(toys.toy(method, **values)), toys.blobs()))
     return ready, states_after(context_of(ready), ready.world.rounds)[1:]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import toys
 from double import in_double
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import State
 from fedstill.data.sources import from_tensors
@@ -42,7 +42,7 @@ CNN = contract.spec_for("digits_cnn", (1, 8, 8), 5, {})
 def gone_through(method: Any, **more: Any) -> tuple[Prepared, list[State]]:
     """A run of three tasks in float64: the state after each round."""
     values = {"partition": {"kind": "iid"}, "stream": STREAM, "topology": {"clients": 6}, **more}
-    ready = in_double(prepare(settle(toys.toy(method, engine="serial", **values)), toys.blobs()))
+    ready = in_double(prepare(resolve(toys.toy(method, engine="serial", **values)), toys.blobs()))
     return ready, states_after(context_of(ready), ready.world.rounds)[1:]
 
 
@@ -149,10 +149,10 @@ def test_in_the_first_task_it_is_fedavg(tmp_path: Path) -> None:
 
 def test_networks_that_it_cannot_protect_are_refused() -> None:
     with pytest.raises(IncompatibleMethod, match="no layer"):
-        prepare(settle(toys.toy("fot", model="logistic", stream=STREAM)), toys.blobs())
+        prepare(resolve(toys.toy("fot", model="logistic", stream=STREAM)), toys.blobs())
     wide = {"name": "mlp", "hidden": (5001, 4)}
     with pytest.raises(IncompatibleMethod, match=r"body\.3 has 5001 inputs"):
-        prepare(settle(toys.toy("fot", model=wide, stream=STREAM)), toys.blobs())
+        prepare(resolve(toys.toy("fot", model=wide, stream=STREAM)), toys.blobs())
 
 
 def test_what_of_the_body_is_not_protected_is_said() -> None:
@@ -163,13 +163,15 @@ def test_what_of_the_body_is_not_protected_is_said() -> None:
         (BAG, "body.0.tokens.weight"),
         (ATTENTION, "body.places, body.tokens.weight"),
     ):
-        ready = prepare(settle(toys.toy("fot", model=model, partition="iid", stream=stream)), texts)
+        ready = prepare(
+            resolve(toys.toy("fot", model=model, partition="iid", stream=stream)), texts
+        )
         said = (
             f"only linear layers and convolutions are protected, and {free} of model "
             f"{model['name']}"
         )
         assert ready.settings.method.setting_warnings(ready.world).startswith(said)
-    images = prepare(settle(toys.toy("fot", stream=STREAM)), toys.blobs())
+    images = prepare(resolve(toys.toy("fot", stream=STREAM)), toys.blobs())
     assert images.settings.method.setting_warnings(images.world) == ""
 
 

@@ -13,7 +13,7 @@ import torch
 from scipy.special import expit
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import TrainingStart
 from fedstill.engines.step import BatchStep, Networks, StepInputs
@@ -91,4 +91,6 @@ def test_clients_keep_examples_and_get_the_old_model_from_the_second_task_on(
 
 def test_weights_of_other_methods_are_refused() -> None:
     with pytest.raises(IncompatibleMethod, match="weights"):
-        prepare(settle(toys.toy({"name": "glfc_local", "alpha": 0.5}, stream=STREAM)), toys.blobs())
+        prepare(
+            resolve(toys.toy({"name": "glfc_local", "alpha": 0.5}, stream=STREAM)), toys.blobs()
+        )

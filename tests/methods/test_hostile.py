@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.aggregation import ROBUST
 from fedstill.core.capabilities import Need, Permit
@@ -52,7 +52,7 @@ def ready(name: str, **method: object):
     )
     if Need.SLIM in built(name).requires():
         asked = asked.with_values({"model": plain.toy_slim.__name__}, "test")
-    return prepare(settle(asked), toys.blobs())
+    return prepare(resolve(asked), toys.blobs())
 
 
 class Lies:
@@ -105,15 +105,15 @@ def test_a_method_whose_fold_is_no_mean_refuses_at_the_start(name: str) -> None:
 def test_what_has_no_meaning_is_refused_in_a_line() -> None:
     with pytest.raises(IncompatibleMethod, match="at least 3 clients"):
         prepare(
-            settle(toys.toy({"name": "fedavg", "aggregation": "median"}, topology="sequential")),
+            resolve(toys.toy({"name": "fedavg", "aggregation": "median"}, topology="sequential")),
             toys.blobs(),
         )
     with pytest.raises(ConfigError, match=r"clients\.attackers needs clients.attack"):
-        prepare(settle(toys.toy(clients={"attackers": 0.2})), toys.blobs())
+        prepare(resolve(toys.toy(clients={"attackers": 0.2})), toys.blobs())
     with pytest.raises(ConfigError, match=r"aggregation = 'mode'"):
-        settle(toys.toy({"name": "fedavg", "aggregation": "mode"}))
+        resolve(toys.toy({"name": "fedavg", "aggregation": "mode"}))
     with pytest.raises(ConfigError, match=r"suspected = 0.5"):
-        settle(toys.toy({"name": "fedavg", "suspected": 0.5}))
+        resolve(toys.toy({"name": "fedavg", "suspected": 0.5}))
 
 
 def attacked(kind: str, **changes: object):
@@ -131,7 +131,7 @@ def attacked(kind: str, **changes: object):
 def test_a_hostile_client_sends_its_change_times_a_factor(kind: str, factor: float) -> None:
     """So the mean of five is that of the others and of its own change times the factor."""
     alone = prepare(
-        settle(toys.toy("fedavg", rounds=1, topology={"clients": 5}, measure=())), toys.blobs()
+        resolve(toys.toy("fedavg", rounds=1, topology={"clients": 5}, measure=())), toys.blobs()
     )
     stages = alone.settings.schedule(1, alone.world)
     start = alone.settings.method.initial_state(alone.world)
@@ -139,7 +139,7 @@ def test_a_hostile_client_sends_its_change_times_a_factor(kind: str, factor: flo
     honest = alone.engine().run(
         alone.settings.method.work(stages[0]), stages[0], payloads, alone.world.seed
     )
-    settings = settle(attacked(kind))
+    settings = resolve(attacked(kind))
     (liar,) = hostile_clients(settings)
     (make_hostile,) = hostile_middleware(settings)
     engine = make_hostile(prepare(settings, toys.blobs()).engine())
@@ -153,10 +153,10 @@ def test_a_hostile_client_sends_its_change_times_a_factor(kind: str, factor: flo
 
 
 def test_flipped_labels_are_seen_by_the_hostile_client_alone() -> None:
-    settings = settle(attacked("label_flip"))
+    settings = resolve(attacked("label_flip"))
     (liar,) = hostile_clients(settings)
     bad = prepare(settings, toys.blobs())
-    good = prepare(settle(toys.toy(rounds=1, topology={"clients": 5}, measure=())), toys.blobs())
+    good = prepare(resolve(toys.toy(rounds=1, topology={"clients": 5}, measure=())), toys.blobs())
     stage = settings.schedule(1, bad.world)[0]
     for client in range(5):
         false, true = (
@@ -197,7 +197,7 @@ def test_who_turns_labels_round_counts_them_so_whether_or_not_some_are_held_out(
     plan = {"epochs": 1, "validation": validation}
     clients = {"attack": "label_flip", "attackers": 0.5}
     given = prepare(
-        settle(toys.toy("fedavg", topology={"clients": 6}, plan=plan, clients=clients)),
+        resolve(toys.toy("fedavg", topology={"clients": 6}, plan=plan, clients=clients)),
         toys.blobs(),
     )
     stage = given.settings.schedule(1, given.world)[0]

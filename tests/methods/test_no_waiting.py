@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.records import Examples
 from fedstill.data.inputs import Inputs
@@ -126,7 +126,7 @@ def test_no_step_waits_for_images_clipping_or_adam(
 ) -> None:
     images = {"data": {"augment": ("crop", "flip", "rotation", "cutout")}, "model": "digits_cnn"}
     changes = {**images, "plan": {**stacking.PLAN, "epochs": 1, **plan}, "topology": {"clients": 3}}
-    ready = prepare(settle(stacking.experiment("fedntd", engine, **changes)), toys.blobs_of(8))
+    ready = prepare(resolve(stacking.experiment("fedntd", engine, **changes)), toys.blobs_of(8))
     stacking.rounds(ready, 1)  # what is sent to the device once has been sent
     with watched(monkeypatch) as steps:
         stacking.rounds(ready, 1)

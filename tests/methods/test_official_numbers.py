@@ -24,7 +24,7 @@ from torch import Tensor
 import toys
 from double import NEAR, in_double
 from fedstill import from_tensors
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
@@ -84,7 +84,7 @@ def prepared(entry: Mapping[str, Any], **fields: object) -> Prepared:
     changes |= {"data": {"public": 12} if method == "fedgkd_vote" else {}}
     asked = {"name": method, **entry.get("fields", {}), **fields}
     return in_double(
-        prepare(settle(toys.toy(asked, model=MODELS.get(method, model), **changes)), table())
+        prepare(resolve(toys.toy(asked, model=MODELS.get(method, model), **changes)), table())
     )
 
 

@@ -15,7 +15,7 @@ from test_every_method import METHODS, experiment
 from torch import Tensor
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError
 from fedstill.core.registry import lookup
@@ -123,4 +123,4 @@ def test_clients_that_ask_have_no_tasks_and_are_told(name: str) -> None:
     stream = {"kind": "classes", "tasks": 2, "order": ORDER}
     what = replace(experiment(name), rounds=2, partition={"kind": "iid"}, stream=stream)
     with pytest.raises(ConfigError, match=r"\[stream\] and \[query\]"):
-        settle(what)
+        resolve(what)

@@ -13,7 +13,7 @@ import torch
 from scipy.special import log_softmax
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.records import Payload, Stage, TrainingStart
 from fedstill.engines.step import BatchStep, Networks, StepInputs
 from fedstill.methods.fedlwf import FedLwF, Remembered
@@ -80,7 +80,7 @@ def test_which_classes_are_old_is_by_the_task_that_a_client_is_in(method: str, k
     those of its own.
     """
     what = toys.toy(method, partition={"kind": "iid"}, stream={**STREAM, "stay": 0.5})
-    ready = prepare(settle(what), toys.blobs())
+    ready = prepare(resolve(what), toys.blobs())
     method_, world = ready.settings.method, ready.world
     start, came = method_.initial_state(world), set()
     for round in (2, 3):

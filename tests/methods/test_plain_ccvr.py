@@ -13,7 +13,7 @@ from plain import PLAN, Federation, Params, average, ce, check, drive, ready_for
 from torch import Tensor, nn
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import BadPayload, IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER
@@ -156,11 +156,11 @@ def test_the_body_is_that_of_the_method_beneath_and_of_no_samples_all_of_it(
 def test_what_it_cannot_do_is_one_clear_line() -> None:
     with pytest.raises(IncompatibleMethod, match=r"set topology\.kind = 'parallel'"):
         prepare(
-            settle(toys.toy("ccvr", topology={"kind": "sequential", "clients": 6})), toys.blobs()
+            resolve(toys.toy("ccvr", topology={"kind": "sequential", "clients": 6})), toys.blobs()
         )
     with pytest.raises(IncompatibleMethod, match="linear layer"):
         prepare(
-            settle(toys.toy("ccvr", model={"name": "sphere_mlp", "hidden": (8,)})), toys.blobs()
+            resolve(toys.toy("ccvr", model={"name": "sphere_mlp", "hidden": (8,)})), toys.blobs()
         )
     with pytest.raises(BadPayload, match=r"set topology\.last = 'statistics'"):
         drive(ready_for("ccvr", topology={"clients": 6, "last": ""}))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import Payload, Reply, State, TrainingStart
 from fedstill.core.registry import lookup
@@ -195,10 +195,10 @@ def test_networks_may_differ_but_for_the_number_of_features() -> None:
     assert {len(memory.load(k).params) for k in range(6)} == {4, 6}
     other = toys.toy("fedproto", clients={"models": ("mlp", "logistic")})
     with pytest.raises(IncompatibleMethod, match="number of features"):
-        prepare(settle(other), toys.blobs())
+        prepare(resolve(other), toys.blobs())
     with pytest.raises(IncompatibleMethod, match="averages weights"):
         prepare(
-            settle(toys.toy({"name": "fd", "average_weights": True}, clients={"models": nets})),
+            resolve(toys.toy({"name": "fd", "average_weights": True}, clients={"models": nets})),
             toys.blobs(),
         )
 

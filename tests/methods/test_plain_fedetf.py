@@ -8,7 +8,7 @@ from plain import Federation, average, check, check_matters, drive, ready_for
 from torch import Tensor, nn
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.losses import adjusted_cross_entropy, cross_entropy
 from fedstill.running.preparation import prepare
@@ -55,4 +55,4 @@ def test_another_head_is_refused_and_the_refusal_says_what_to_set() -> None:
         IncompatibleMethod,
         match=r"model\.name = 'etf', and model\.of",
     ):
-        prepare(settle(toys.toy("fedetf")), toys.blobs())
+        prepare(resolve(toys.toy("fedetf")), toys.blobs())

@@ -10,7 +10,7 @@ from plain import Federation, Loss, Params, average, ce, check, check_matters, d
 from torch import Tensor, nn
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Payload, Plan, Stage
@@ -199,4 +199,4 @@ def test_the_servers_stage_changes_no_parameter_of_the_model() -> None:
 )
 def test_what_it_cannot_do_is_one_clear_line(changes: dict[str, object], says: str) -> None:
     with pytest.raises(IncompatibleMethod, match=says):
-        prepare(settle(toys.toy("fedgen", **changes)), toys.blobs())
+        prepare(resolve(toys.toy("fedgen", **changes)), toys.blobs())

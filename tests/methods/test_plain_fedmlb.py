@@ -8,7 +8,7 @@ from plain import Federation, Params, average, check, check_matters, drive, read
 from torch import Tensor, nn
 
 from double import NEAR
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import Plan, Stage, TrainingStart
 from fedstill.core.registry import register
@@ -102,7 +102,7 @@ def test_at_the_global_model_every_branch_says_what_it_says(model: object) -> No
 
 def test_a_network_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(IncompatibleMethod, match="chain of layers"):
-        prepare(settle(toy("fedmlb", model="toy_uncut")), blobs())
+        prepare(resolve(toy("fedmlb", model="toy_uncut")), blobs())
 
 
 @register("model", "toy_uncut")

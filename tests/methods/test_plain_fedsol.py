@@ -11,7 +11,7 @@ from plain import PLAN, Federation, Params, ce, check, check_matters, drive, exp
 from torch import Tensor, nn
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.capabilities import Need
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Stage, TrainingStart
@@ -131,7 +131,7 @@ def test_the_first_step_of_a_client_is_fedavgs(scale: str) -> None:
     """There the divergence from the model received is zero, in float32 but for rounding."""
     once = experiment({"name": "fedsol", "scale": scale}, rounds=1, plan={"steps": 1, "epochs": 0})
     ours, theirs = (
-        drive(prepare(settle(e), toys.blobs()))[0][-1].params
+        drive(prepare(resolve(e), toys.blobs()))[0][-1].params
         for e in (once, replace(once, method="fedavg"))
     )
     assert same_bits(ours, theirs)

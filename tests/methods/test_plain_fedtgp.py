@@ -8,7 +8,7 @@ from plain import Federation, Params, ce, check, drive, ready_for
 from torch import Tensor, nn
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage
@@ -181,4 +181,4 @@ def test_the_margin_is_the_widest_gap_to_the_next_class_up_to_its_bound() -> Non
 
 def test_without_its_servers_stage_it_is_refused() -> None:
     with pytest.raises(IncompatibleMethod, match=r"set topology\.server = 'prototypes'"):
-        prepare(settle(toys.toy("fedtgp", topology={"clients": 6, "server": ""})), toys.blobs())
+        prepare(resolve(toys.toy("fedtgp", topology={"clients": 6, "server": ""})), toys.blobs())

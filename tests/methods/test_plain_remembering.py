@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import toys
 from double import in_double
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples
@@ -191,7 +191,7 @@ def test_feddf_never_reads_a_public_label() -> None:
     labels = data.train.labels.clone()
     labels[torch.from_numpy(public_split(len(labels), toys.PUBLIC, 7)[1])] = 0
     relabelled = replace(data, train=Examples(data.train.values, labels))
-    other = in_double(prepare(settle(experiment("feddf", **PUBLIC)), relabelled))
+    other = in_double(prepare(resolve(experiment("feddf", **PUBLIC)), relabelled))
     assert ready.sites.public is not None
     assert other.sites.public is not None
     assert int(other.sites.public.labels.sum()) == 0 < int(ready.sites.public.labels.sum())
@@ -200,10 +200,10 @@ def test_feddf_never_reads_a_public_label() -> None:
 
 
 def test_a_methods_schedule_is_the_default_of_its_own_topology_only() -> None:
-    assert settle(experiment("feddf", **PUBLIC)).named.topology.values["server"] == "teach_server"
-    named = settle(experiment("feddf", topology={"kind": "parallel", "clients": 6}, **PUBLIC))
+    assert resolve(experiment("feddf", **PUBLIC)).named.topology.values["server"] == "teach_server"
+    named = resolve(experiment("feddf", topology={"kind": "parallel", "clients": 6}, **PUBLIC))
     assert named.named.topology.values["server"] == "teach_server"
-    assert settle(experiment("fedavg")).named.topology.values["server"] == ""
+    assert resolve(experiment("fedavg")).named.topology.values["server"] == ""
     with pytest.raises(IncompatibleMethod, match="topology"):
         ready_for("feddf", topology={"kind": "public_logits", "clients": 6}, **PUBLIC)
 

@@ -12,7 +12,7 @@ from plain import Federation, Params, check, drive, experiment, ready_for
 
 import toys
 from double import in_double
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.methods.ridge import feature_sums, solved
 from fedstill.running.preparation import Prepared, prepare
@@ -103,7 +103,7 @@ def test_balanced_classes_weigh_alike_over_tasks_whatever_their_numbers_of_examp
     data = replace(blobs, train=blobs.train.take(keep.nonzero().flatten()))
     stream = {"kind": "classes", "tasks": 2, "order": [[0, 4], [1, 2, 3]], **who}
     values = {"partition": "iid", **ALL}
-    ready = in_double(prepare(settle(experiment(afl, stream=stream, **values)), data))
+    ready = in_double(prepare(resolve(experiment(afl, stream=stream, **values)), data))
     states, _ = drive(ready)
     tasks = ready.sites.tasks
     assert tasks is not None
@@ -113,7 +113,7 @@ def test_balanced_classes_weigh_alike_over_tasks_whatever_their_numbers_of_examp
         for t in tasks.stream.tasks_until(c, 2)
     ]
     whole = replace(data, train=data.train.take(torch.cat(told)))
-    once, _ = drive(in_double(prepare(settle(experiment(afl, rounds=1, **values)), whole)))
+    once, _ = drive(in_double(prepare(resolve(experiment(afl, rounds=1, **values)), whole)))
     check({k: states[-1].params[k] for k in HEAD}, {k: once[-1].params[k] for k in HEAD})
 
 
@@ -208,9 +208,11 @@ def test_where_there_is_no_layer_to_solve_for_it_is_refused(
 ) -> None:
     toy = toys.toy(**{"method": "fedavg", **changes, "topology": {"clients": 6, "last": "ridge"}})
     with pytest.raises(IncompatibleMethod, match=says):
-        prepare(settle(toy), toys.blobs())
+        prepare(resolve(toy), toys.blobs())
 
 
 def test_a_head_without_a_bias_is_refused_by_afl_too() -> None:
     with pytest.raises(IncompatibleMethod, match=r"afl .*linear layer"):
-        prepare(settle(toys.toy("afl", model={"name": "sphere_mlp", "hidden": (8,)})), toys.blobs())
+        prepare(
+            resolve(toys.toy("afl", model={"name": "sphere_mlp", "hidden": (8,)})), toys.blobs()
+        )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import trees
 from fedstill.core.errors import ConfigError
 from fedstill.core.method import ClientWork
@@ -65,7 +65,7 @@ class Watched(ClientWork):
 
 @pytest.mark.parametrize("augment", [(), ("flip",)])
 def test_bfloat16_is_in_forward_passes_alone(augment: tuple[str, ...]) -> None:
-    ready = prepare(settle(toys.toy()), toys.blobs())
+    ready = prepare(resolve(toys.toy()), toys.blobs())
     stage = Stage(1, 0, "train", (0,))
     view, start = ready.sites.view(0, stage), ready.world.initial(0)
     inputs = replace(ready.sites.inputs, steps=augment)
@@ -121,11 +121,11 @@ def test_a_stack_trains_in_bfloat16_too() -> None:
 
 def test_what_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="'tf32'"):
-        settle(Experiment(precision="tf32"))
+        resolve(Experiment(precision="tf32"))
     monkeypatch.setattr(hardware, "has_bfloat16", lambda device: False)
     with pytest.raises(ConfigError, match="bfloat16"):
-        settle(Experiment(precision="bf16"))
-    assert settle(Experiment()).precision == "fp32"
+        resolve(Experiment(precision="bf16"))
+    assert resolve(Experiment()).precision == "fp32"
 
 
 def test_products_are_rounded_where_that_was_asked_for() -> None:

@@ -15,7 +15,7 @@ from plain import drive, ready_for
 from torch import Tensor
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, IncompatibleMethod, TooFewReplies
@@ -136,17 +136,17 @@ def test_training_stays_finite_where_logits_are_far_apart_and_temperatures_low(n
 
 def test_fedmds_pretraining_is_refused_on_public_data_without_labels() -> None:
     values = {"data": {"public": toys.PUBLIC}, "topology": {"clients": 4}}
-    ready = prepare(settle(toys.toy("fedmd", **values)), toys.blobs())
+    ready = prepare(resolve(toys.toy("fedmd", **values)), toys.blobs())
     blind = relabelled(ready, torch.full_like(ready.sites.public.labels, -1))
     with pytest.raises(IncompatibleMethod, match=r"'pretrain' of method fedmd .* topology.first"):
         check_run(blind.settings, blind.world, blind.sites)
     values["topology"] = {"clients": 4, "first": ""}
-    check_run(settle(toys.toy("fedmd", **values)), blind.world, blind.sites)
+    check_run(resolve(toys.toy("fedmd", **values)), blind.world, blind.sites)
 
 
 def test_temperatures_lie_between_low_and_high() -> None:
     with pytest.raises(ConfigError, match=r"method\.low = 0\.9 .*method\.high = 0\.5"):
-        settle(toys.toy({"name": "hiper_fedkd", "low": 0.9, "high": 0.5}, data={"public": 5}))
+        resolve(toys.toy({"name": "hiper_fedkd", "low": 0.9, "high": 0.5}, data={"public": 5}))
 
 
 @method("toy_hiper_failing")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
 from fedstill.core.method import ClientWork
@@ -164,7 +164,7 @@ def test_dropout_and_augmentation_are_drawn_as_they_are_without(
             "plan": plan,
         }
         ready = prepare(
-            settle(stacking.experiment("fedavg", "serial", device=DEVICE, **changes)),
+            resolve(stacking.experiment("fedavg", "serial", device=DEVICE, **changes)),
             toys.blobs_of(32),
         )
         ends.append(stacking.tensors(stacking.rounds(ready, 1)[0]))

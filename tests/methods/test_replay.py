@@ -14,7 +14,7 @@ from scipy.special import log_softmax
 from torch.nn.functional import normalize
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Examples, Payload, State, TrainingStart
@@ -43,7 +43,7 @@ def gone_through(method: Any, until: int = 3, **more: Any) -> tuple[Prepared, St
     remember.
     """
     values = {"partition": {"kind": "iid"}, "stream": STREAM, "engine": "serial", **more}
-    ready = prepare(settle(toys.toy(method, **values)), toys.blobs())
+    ready = prepare(resolve(toys.toy(method, **values)), toys.blobs())
     engine = ready.engine()
     rounds = min(until, ready.world.rounds)
     state = states_after(context_of(ready, engine), rounds)[-1]
@@ -266,11 +266,11 @@ def test_in_a_chain_clients_remember_too() -> None:
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(IncompatibleMethod, match=r"set validation = 0.1 in \[plan.remember\]"):
         prepare(
-            settle(toys.toy("replay", stream=STREAM, plan={"train": {"validation": 0.1}})),
+            resolve(toys.toy("replay", stream=STREAM, plan={"train": {"validation": 0.1}})),
             toys.blobs(),
         )
     with pytest.raises(IncompatibleMethod, match=r"set topology.task_end = 'remember'"):
         prepare(
-            settle(toys.toy("replay", topology={"clients": 6, "task_end": ""}, stream=STREAM)),
+            resolve(toys.toy("replay", topology={"clients": 6, "task_end": ""}, stream=STREAM)),
             toys.blobs(),
         )

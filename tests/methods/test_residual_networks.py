@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import toys
 from double import NEAR, in_double
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Tensors
 from fedstill.data.dataset import Dataset
@@ -39,7 +39,7 @@ def ready(method: object, model: object = RESNET, **changes: object) -> Prepared
         "topology": {"clients": 2},
         "plan": {"epochs": 1, "batch": SIZE},
     }
-    return in_double(prepare(settle(plain.experiment(method, **{**given, **changes})), images()))
+    return in_double(prepare(resolve(plain.experiment(method, **{**given, **changes})), images()))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ pytest.importorskip("cryptography")
 pytest.importorskip("Crypto")
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry, trees
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.errors import (
@@ -128,7 +128,7 @@ def near(folder: Path, most: float = 1e-3) -> None:
 
 def began(asked, engine: str = "serial") -> tuple[Prepared, State]:
     """A prepared run, and its state before round 1."""
-    ready = prepare(settle(replace(asked, engine=engine)), toys.blobs())
+    ready = prepare(resolve(replace(asked, engine=engine)), toys.blobs())
     return ready, first_state(context_of(ready))
 
 
@@ -273,7 +273,7 @@ def test_rounds_are_not_gone_through_again(tmp_path: Path) -> None:
 
 
 def test_a_threshold_of_one_s_own() -> None:
-    settings = settle(secret(privacy={**ON, "secure_threshold": 0.8}))
+    settings = resolve(secret(privacy={**ON, "secure_threshold": 0.8}))
     made = Masking.of(settings.table(Privacy), settings.method)
     assert made is not None
     stage = settings.schedule(1, prepare(settings, toys.blobs()).world)[0]
@@ -311,10 +311,10 @@ def test_a_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 
 def test_what_is_measured_unless_something_is_said_is_left_out_and_said_in_the_config() -> None:
     asked = toys.toy(privacy=ON)
-    assert settle(asked).measure == ()
-    assert settle(replace(asked, privacy={})).measure == ("local",)
+    assert resolve(asked).measure == ()
+    assert resolve(replace(asked, privacy={})).measure == ("local",)
     with pytest.raises(ConfigError, match="'local'"):
-        prepare(settle(asked.with_values({"measure": ["local"]}, "test")), toys.blobs())
+        prepare(resolve(asked.with_values({"measure": ["local"]}, "test")), toys.blobs())
 
 
 REFUSED = {
@@ -343,14 +343,14 @@ REFUSED = {
 def test_what_needs_single_models_is_refused_at_the_start_in_a_line(what: str) -> None:
     asked, said = REFUSED[what]
     with pytest.raises((ConfigError, IncompatibleMethod), match=said) as caught:
-        prepare(settle(asked), toys.blobs())
+        prepare(resolve(asked), toys.blobs())
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in LINEAR])
 def test_every_other_method_is_refused_at_the_start(name: str) -> None:
     with pytest.raises(FedstillError, match=f"privacy.secure_sum with method {name}"):
-        prepare(settle(of_method(name)), toys.blobs())
+        prepare(resolve(of_method(name)), toys.blobs())
 
 
 @registry.method("toy_squares")
@@ -366,15 +366,15 @@ class Squares(FedAvg):
 
 def test_a_fold_that_only_says_it_is_linear_is_found_out() -> None:
     with pytest.raises(IncompatibleMethod, match="linear"):
-        prepare(settle(secret("toy_squares")), toys.blobs())
+        prepare(resolve(secret("toy_squares")), toys.blobs())
 
 
 def test_settings_of_sums_that_are_not_made_are_refused() -> None:
     for key, value in (("secure_bits", 16), ("secure_range", 1.0), ("secure_threshold", 0.6)):
         with pytest.raises(ConfigError, match=rf"privacy\.{key} needs privacy.secure_sum = true"):
-            settle(toys.toy(privacy={key: value}))
+            resolve(toys.toy(privacy={key: value}))
     with pytest.raises(ConfigError, match=r"secure_threshold = 0\.3"):
-        settle(secret(privacy={**ON, "secure_threshold": 0.3}))
+        resolve(secret(privacy={**ON, "secure_threshold": 0.3}))
 
 
 def test_private_training_and_secure_sums_go_together(tmp_path: Path) -> None:

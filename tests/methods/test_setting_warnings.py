@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
 from fedstill.running.preparation import Prepared, prepare
@@ -38,7 +38,9 @@ def two_classes() -> Dataset:
 
 def ready(method: object, data: Dataset, **changes: object) -> Prepared:
     name = method["name"] if isinstance(method, dict) else method
-    return prepare(settle(stacking.experiment(str(name), "serial", method=method, **changes)), data)
+    return prepare(
+        resolve(stacking.experiment(str(name), "serial", method=method, **changes)), data
+    )
 
 
 def trained(prepared: Prepared) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch
 import toys
 from double import in_double
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import Interrupted
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import prepare
@@ -100,7 +100,8 @@ def test_other_engines_give_the_same_bits(
 @pytest.mark.parametrize("which", METHODS)
 def test_a_stack_of_clients_gives_the_same_up_to_rounding(which: str) -> None:
     runs = [
-        prepare(settle(experiment(which, engine=e)), toys.blobs()) for e in ("serial", "vectorised")
+        prepare(resolve(experiment(which, engine=e)), toys.blobs())
+        for e in ("serial", "vectorised")
     ]
     alone, together = (stacking.tensors(stacking.rounds(in_double(r), 6)[0]) for r in runs)
     assert list(alone) == list(together)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import toys
 from double import NEAR, in_double
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError
 from fedstill.core.method import ClientWork
@@ -112,7 +112,7 @@ def test_augmented_images_are_the_serial_engines() -> None:
         "topology": {"clients": 4},
     }
     runs = [
-        settle(stacking.experiment("fedntd", engine, **images))
+        resolve(stacking.experiment("fedntd", engine, **images))
         for engine in ("serial", "vectorised")
     ]
     assert_equal(*(stacking.rounds(in_double(prepare(r, toys.blobs_of(8)))) for r in runs))
@@ -217,7 +217,7 @@ def test_what_cannot_be_stacked_is_refused_before_round_1(
 ) -> None:
     experiment = toys.toy(**{"engine": "vectorised", "topology": {"clients": 4}, **changes})
     with pytest.raises(ConfigError, match=says):
-        prepare(settle(experiment), toys.blobs_of(16))
+        prepare(resolve(experiment), toys.blobs_of(16))
 
 
 def test_frozen_running_statistics_can_be_stacked() -> None:
@@ -230,7 +230,7 @@ def test_one_image_a_client() -> None:
     images, labels = torch.randint(256, (6, 1, 4, 4), dtype=torch.uint8), torch.arange(6) % 5
     data = from_tensors("six", (images, labels), (images, labels), classes=list("abcde"))
     experiment = stacking.experiment("fedntd", "vectorised", partition="iid")
-    state, replies, refused = stacking.rounds(prepare(settle(experiment), data))
+    state, replies, refused = stacking.rounds(prepare(resolve(experiment), data))
     assert not refused
     assert {r.examples for r in replies} == {1}
     assert all(bool(v.isfinite().all()) for v in state.params.values())

@@ -11,7 +11,7 @@ import pytest
 import toys
 from fedstill.benchmark import recipes
 from fedstill.cli import call
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.engines.passes import ModelPasses
 from fedstill.metrics.local_models import private_public
 from fedstill.report.page import write_page
@@ -94,7 +94,7 @@ def test_a_run_says_what_every_client_knows_before_and_after(finished: Path) -> 
 
 
 def test_the_numbers_are_those_of_the_models_themselves(finished: Path) -> None:
-    prepared = prepare(settle(experiment()), toys.blobs())
+    prepared = prepare(resolve(experiment()), toys.blobs())
     from fedstill.core.codec import decode
 
     last = [e for e in read_journal(finished / "journal.jsonl") if e["event"] == "round"][-1]
@@ -135,7 +135,7 @@ def test_hipers_table_prints_ours_beside_the_papers_by_client(
         66.17,
         43.34,
     ]
-    settings = settle(
+    settings = resolve(
         recipe.variants([("HiPer-FedKD", "alpha 0.1")], [1], {}, tmp_path)[0].experiment
     )
     assert {k: p.epochs for k, p in settings.plans.items()} == {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import ModelSpec
@@ -88,7 +88,7 @@ def test_a_file_of_the_plain_network_will_do_to_start_from(tmp_path: Path) -> No
 
 def test_a_network_without_a_linear_head_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"toy_headless.*body and head"):
-        prepare(settle(toys.toy("fedrod", model="toy_headless")), toys.blobs())
+        prepare(resolve(toys.toy("fedrod", model="toy_headless")), toys.blobs())
 
 
 @registry.register("model", "toy_headless")
@@ -104,5 +104,5 @@ class Headless(torch.nn.Module):
 def test_where_only_the_head_is_trained_a_methods_addition_is_too(tmp_path: Path) -> None:
     save_model(tmp_path / "plain.safetensors", PLAIN, contract.initial(PLAIN, 3))
     changes = {"start_from": str(tmp_path / "plain.safetensors"), "train_only": ("head.",)}
-    ready = prepare(settle(toys.toy("fedrod", **changes)), toys.blobs())
+    ready = prepare(resolve(toys.toy("fedrod", **changes)), toys.blobs())
     assert set(ready.world.initial(0)) == {"head.weight", "head.bias", "own.weight", "own.bias"}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import FedstillError, Interrupted
 from fedstill.core.records import ModelSpec, Plan, as_pairs
 from fedstill.engines.vectorised import stacking_obstacle
@@ -225,7 +225,7 @@ def test_a_file_is_found_beside_the_config_and_its_sum_is_kept(tmp_path: Path) -
     )
     from fedstill.config.experiment import load
 
-    settings = settle(load(tmp_path / "own.toml"))
+    settings = resolve(load(tmp_path / "own.toml"))
     assert settings.named.model.values["of"] == f"{tmp_path / 'own.py'}:net"
     assert list(code_digests(settings)) == [str(tmp_path / "own.py")]
 

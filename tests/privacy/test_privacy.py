@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import BudgetSpent, ConfigError
 from fedstill.core.extensions import RoundResult
 from fedstill.core.records import Payload, Stage
@@ -134,13 +134,13 @@ def test_more_uploads_or_less_noise_cost_more_and_no_noise_has_no_bound() -> Non
 )
 def test_bad_values_are_one_clear_line(privacy: dict[str, float], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        settle(experiment(**privacy))
+        resolve(experiment(**privacy))
 
 
 @pytest.mark.parametrize("method", ["fedavg", "feddf", "fedbe", "scaffold", "fedntd"])
 def test_methods_that_upload_no_logits_are_refused_by_name(method: str) -> None:
     with pytest.raises(ConfigError, match=rf"method {method} "):
-        settle(experiment(method, **CLIP))
+        resolve(experiment(method, **CLIP))
 
 
 @pytest.mark.parametrize("method", ["hiper_fedkd", "fedmd", "dsfl"])
@@ -206,7 +206,7 @@ def test_uploads_of_different_rows_cost_what_their_loss_distributions_convolve_t
 
 
 def budget(method: str = "hiper_fedkd", **changes: object) -> Budget:
-    settings = settle(
+    settings = resolve(
         experiment(method, clip=3.0, noise=20.0).with_values(
             {"data.name": "blobs", **changes}, "test"
         )
@@ -362,7 +362,7 @@ def test_a_budget_is_enough_for_what_it_says(tmp_path: Path) -> None:
 
 def test_a_limit_without_noise_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"privacy.epsilon = 1.0 needs privacy.noise"):
-        settle(experiment(clip=1.0, epsilon=1.0))
+        resolve(experiment(clip=1.0, epsilon=1.0))
 
 
 @pytest.mark.parametrize("multiplier", [0.5, 1.0, 2.0])

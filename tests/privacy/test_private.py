@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.capabilities import Permit
 from fedstill.core.errors import BudgetSpent, ConfigError, IncompatibleMethod, Refused
@@ -83,7 +83,7 @@ def test_a_step_is_that_of_the_algorithm_written_out(class_weights: Any) -> None
         rounds=1,
         plan={"momentum": 0.9, "weight_decay": 1e-3, "class_weights": class_weights},
     )
-    ready = prepare(settle(asked), toys.blobs())
+    ready = prepare(resolve(asked), toys.blobs())
     settings, world = ready.settings, ready.world
     stage = settings.schedule(1, world)[0]
     start = settings.method.initial_state(world).params
@@ -123,7 +123,7 @@ def test_a_step_is_that_of_the_algorithm_written_out(class_weights: Any) -> None
 @pytest.mark.parametrize("setting", ["balanced", "balanced_overall"])
 def test_class_weights_from_label_counts_are_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match=r"class_weights"):
-        prepare(settle(private(plan={"class_weights": setting})), toys.blobs())
+        prepare(resolve(private(plan={"class_weights": setting})), toys.blobs())
 
 
 def test_without_noise_and_with_a_wide_clip_a_full_batch_is_plain_training() -> None:
@@ -131,7 +131,7 @@ def test_without_noise_and_with_a_wide_clip_a_full_batch_is_plain_training() -> 
     each = []
     for privacy in (wide, {}):
         ready = prepare(
-            settle(private(privacy=privacy, rounds=1, plan={"batch": 1000})), toys.blobs()
+            resolve(private(privacy=privacy, rounds=1, plan={"batch": 1000})), toys.blobs()
         )
         stage = ready.settings.schedule(1, ready.world)[0]
         start = ready.settings.method.initial_state(ready.world).params
@@ -384,7 +384,7 @@ def test_every_method_that_permits_it_trains_and_reads_nothing_else(
 
     changes = toys.suited(name)
     topology = {**changes.pop("topology", {}), "clients": 4}
-    ready = prepare(settle(private(name, **{**changes, "topology": topology})), toys.blobs())
+    ready = prepare(resolve(private(name, **{**changes, "topology": topology})), toys.blobs())
     engine, method, world = ready.engine(), ready.settings.method, ready.world
     view = engine.sites.view
 
@@ -424,7 +424,8 @@ def test_others_refuse_at_the_start(name: str) -> None:
         (IncompatibleMethod, ConfigError), match=f"privacy.gradient_clip with method {name}"
     ):
         prepare(
-            settle(private(name, **{"topology": {"clients": 4}, **toys.suited(name)})), toys.blobs()
+            resolve(private(name, **{"topology": {"clients": 4}, **toys.suited(name)})),
+            toys.blobs(),
         )
 
 
@@ -447,7 +448,7 @@ def test_others_refuse_at_the_start(name: str) -> None:
 )
 def test_what_would_tell_more_is_one_clear_line(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        prepare(settle(private(**changes)), toys.blobs())
+        prepare(resolve(private(**changes)), toys.blobs())
 
 
 def test_hardly_any_noise_costs_much_and_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
@@ -514,7 +515,7 @@ def test_the_budget_is_kept_and_resumed(tmp_path: Path) -> None:
         "covers": "training, by example",
     }
     for client, n in enumerate(
-        len(p) for p in prepare(settle(private()), toys.blobs()).sites.split.tensors()
+        len(p) for p in prepare(resolve(private()), toys.blobs()).sites.split.tensors()
     ):
         steps = math.ceil(n / 10) * 2
         assert [row[client] for row in after] == [

@@ -9,7 +9,7 @@ import torch
 
 import toys
 from fedstill.config.overrides import parse_overrides
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.methods.fit import Queries, anyone_asks, queries_of
 from fedstill.querying.queries import (
@@ -74,13 +74,13 @@ def test_reasons_to_ask_may_be_typed_with_commas(typed: str, by: tuple[str, ...]
 def test_all_methods_of_a_run_share_the_queries() -> None:
     split = {"rounds": 1, "topology": {"clients": 6}, "query": {"draw": "multi", "fewer_than": 8}}
     asked = [
-        queries_of(prepare(settle(toys.toy(m, **split)), toys.blobs()).world)
+        queries_of(prepare(resolve(toys.toy(m, **split)), toys.blobs()).world)
         for m in ("local_only", "qkt")
     ]
     fed = toys.toy("fedavg", **{**split, "rounds": 3})
-    assert asked[0] == asked[1] == queries_of(prepare(settle(fed), toys.blobs()).world) != {}
+    assert asked[0] == asked[1] == queries_of(prepare(resolve(fed), toys.blobs()).world) != {}
     other = toys.toy("qkt", **{**split, "query": {"draw": "multi", "fewer_than": 8, "seed": 4}})
-    assert queries_of(prepare(settle(other), toys.blobs()).world) != asked[0]
+    assert queries_of(prepare(resolve(other), toys.blobs()).world) != asked[0]
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,14 @@ def test_written_queries_are_kept_sorted_and_once() -> None:
 )
 def test_a_query_table_that_is_wrong_is_one_line(query: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        settle(toys.toy("qkt", rounds=1, topology={"clients": 6}, query=query))
+        resolve(toys.toy("qkt", rounds=1, topology={"clients": 6}, query=query))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_qkt_without_queries_is_refused_before_round_one() -> None:
     with pytest.raises(IncompatibleMethod, match="queries"):
-        prepare(settle(toys.toy("qkt", rounds=1, topology={"clients": 6})), toys.blobs())
+        prepare(resolve(toys.toy("qkt", rounds=1, topology={"clients": 6})), toys.blobs())
 
 
 def test_more_least_than_most_is_refused() -> None:
@@ -254,7 +254,7 @@ def test_of_sites_whose_labels_nobody_sees_the_classes_are_checked() -> None:
 
 
 def test_a_world_has_one_record_of_a_kind_and_none_until_it_is_added() -> None:
-    world = prepare(settle(toys.toy()), toys.blobs()).world
+    world = prepare(resolve(toys.toy()), toys.blobs()).world
     assert world.get(Queries) is None
     assert queries_of(world) == {}
     assert not anyone_asks(world)

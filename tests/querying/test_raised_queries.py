@@ -13,7 +13,7 @@ import torch
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import BadPayload, ConfigError, IncompatibleMethod
 from fedstill.core.files import digest
 from fedstill.core.records import Payload, Reply, Stage, State
@@ -37,7 +37,7 @@ def by_accuracy(method: object = "qkt", under: float = 0.9, **changes: Any) -> E
 
 
 def ready(experiment: Experiment) -> Prepared:
-    return prepare(settle(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs())
+    return prepare(resolve(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs())
 
 
 def events(folder: Path, name: str = "") -> list[dict[str, Any]]:

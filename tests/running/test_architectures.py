@@ -10,7 +10,7 @@ import pytest
 import toys
 from fedstill.config.experiment import from_tree, load
 from fedstill.config.named_tables import spread_by_share, texts_in
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import SERVER
 from fedstill.running.preparation import prepare
@@ -26,8 +26,8 @@ def specs(models: object, clients: int = 4, sampled: int = 4) -> list[str]:
         clients={"models": models},
         model="logistic",
     )
-    settings = settle(experiment)
-    again = settle(from_tree(tomllib.loads(settings.toml), {}, None))
+    settings = resolve(experiment)
+    again = resolve(from_tree(tomllib.loads(settings.toml), {}, None))
     assert again.toml == settings.toml, "a run's config.toml resolves to itself"
     world = prepare(settings, toys.blobs()).world
     assert str(world.model(SERVER)).startswith("logistic"), "the server's is [model]"
@@ -76,7 +76,7 @@ def test_in_a_config_file_and_on_the_command_line(tmp_path: Path) -> None:
     path.write_text(
         'method = "hiper_fedkd"\n[data]\npublic = 20\n[clients.models]\n"0-1" = "mlp"\n'
     )
-    settings = settle(load(path, ("topology.clients=3", "clients.models.2=logistic")))
+    settings = resolve(load(path, ("topology.clients=3", "clients.models.2=logistic")))
     assert [network.name for network in settings.client_networks if network] == [
         "mlp",
         "mlp",
@@ -105,7 +105,7 @@ def test_in_a_config_file_and_on_the_command_line(tmp_path: Path) -> None:
 )
 def test_what_is_no_network_of_anybody_is_one_clear_line(models: object, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        settle(toys.toy("hiper_fedkd", topology={"clients": 4}, clients={"models": models}))
+        resolve(toys.toy("hiper_fedkd", topology={"clients": 4}, clients={"models": models}))
     assert "\n" not in str(caught.value)
 
 
@@ -118,4 +118,4 @@ def test_code_is_found_wherever_it_is_named() -> None:
 
 def test_weights_of_networks_that_differ_are_not_averaged() -> None:
     with pytest.raises(ConfigError, match="averages weights"):
-        prepare(settle(toys.toy("fedavg", clients={"models": {"1": "logistic"}})), toys.blobs())
+        prepare(resolve(toys.toy("fedavg", clients={"models": {"1": "logistic"}})), toys.blobs())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.tables import StopTable
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, Interrupted
 from fedstill.engines.passes import correct_by_example
@@ -51,7 +51,9 @@ def test_the_model_of_the_best_round_has_the_numbers_of_that_round(tmp_path: Pat
     test = toys.blobs().test
     assert float((model(test.values).argmax(1) == test.labels).double().mean()) == best["accuracy"]
 
-    prepared = prepare(settle(STOPPED_OF.with_values({"data.name": "blobs"}, "test")), toys.blobs())
+    prepared = prepare(
+        resolve(STOPPED_OF.with_values({"data.name": "blobs"}, "test")), toys.blobs()
+    )
     held_out = held_out_examples(prepared.settings, prepared.sites)
     right = (model(held_out.values).argmax(1) == held_out.labels).double().mean()
     assert float(right) == best["selection_score"]
@@ -59,7 +61,7 @@ def test_the_model_of_the_best_round_has_the_numbers_of_that_round(tmp_path: Pat
 
 def test_what_is_held_out_is_trained_on_in_no_stage() -> None:
     plans = {"train": HELD_OUT, "finetune": {"epochs": 1, "validation": 0.4}}
-    settings = settle(toys.toy("fedbabu", plan=plans, data={"name": "blobs"}))
+    settings = resolve(toys.toy("fedbabu", plan=plans, data={"name": "blobs"}))
     prepared = prepare(settings, toys.blobs())
     sites = prepared.sites
     for client in range(settings.clients):
@@ -206,7 +208,7 @@ def test_models_of_clients_own_are_compared_by_what_they_report(tmp_path: Path) 
     last_reports = reported.groupby("client")["held_out_accuracy"].last()
     assert last_reports.mean() == pytest.approx(result.history[best - 1]["selection_score"])
 
-    settings = settle(experiment.with_values({"data.name": "blobs"}, "test"))
+    settings = resolve(experiment.with_values({"data.name": "blobs"}, "test"))
     sites = prepare(settings, toys.blobs()).sites
     last_differs = False
     for client, accuracy in last_reports.items():
@@ -289,7 +291,7 @@ def test_held_out_data_are_preferred_and_the_data_are_stated(
 def test_public_examples_are_scored_by_their_labels(tmp_path: Path) -> None:
     experiment = toys.toy(select_on="public", data={"public": 40})
     result = run(experiment, tmp_path / "run", toys.blobs())
-    settings = settle(experiment.with_values({"data.name": "blobs"}, "test"))
+    settings = resolve(experiment.with_values({"data.name": "blobs"}, "test"))
     sites = prepare(settings, toys.blobs()).sites
     assert sites.public is not None
     model = load_model(result, round="best")
@@ -312,7 +314,7 @@ def test_rounds_are_compared_by_rank_by_and_of_a_loss_the_least_is_the_best(
     assert "log_loss" in result.summary["stopped_because"]
     assert losses[-1] >= losses[-2] == min(losses)
 
-    settings = settle(experiment.with_values({"data.name": "blobs"}, "test"))
+    settings = resolve(experiment.with_values({"data.name": "blobs"}, "test"))
     sites = prepare(settings, toys.blobs()).sites
     examples = sites.public if on == "public" else held_out_examples(settings, sites)
     assert examples is not None

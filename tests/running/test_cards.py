@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import process_settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import State
@@ -56,8 +56,8 @@ def test_as_many_runs_at_once_as_the_card_has_memory_for(monkeypatch: pytest.Mon
 def test_no_server_chooses_the_device_of_its_sites() -> None:
     deployed = {"engine": "flower", "flower": {"federation": "f"}}
     with pytest.raises(ConfigError, match="'cpu' or 'cuda'"):
-        settle(toys.toy("fedavg", device="auto", **deployed))
-    assert settle(toys.toy("fedavg", device="cpu", **deployed)).device == "cpu"
+        resolve(toys.toy("fedavg", device="auto", **deployed))
+    assert resolve(toys.toy("fedavg", device="cpu", **deployed)).device == "cpu"
 
 
 def test_what_is_kept_in_the_processors_memory_is_not_put_on_a_card(
@@ -65,6 +65,6 @@ def test_what_is_kept_in_the_processors_memory_is_not_put_on_a_card(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     asked = toys.toy("fedavg", device="auto")
-    assert settle(asked, check_device=False).device == "cuda"
+    assert resolve(asked, check_device=False).device == "cuda"
     kept = toys.toy("fedavg", device="auto", start_from=__file__, train_only=["head"])
-    assert settle(kept, check_device=False).device == "cpu"
+    assert resolve(kept, check_device=False).device == "cpu"

@@ -7,7 +7,7 @@ import torch
 
 import toys
 from fedstill import manifest
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, FedstillError, IncompatibleMethod
 from fedstill.data.sources import from_tensors
 from fedstill.running.compatibility import Rule, all_rules, check_at_site, check_data, check_run
@@ -15,7 +15,7 @@ from fedstill.running.preparation import Prepared, prepare
 
 
 def ready(**changes: object) -> Prepared:
-    return prepare(settle(toys.toy("fedavg", **changes)), toys.blobs())
+    return prepare(resolve(toys.toy("fedavg", **changes)), toys.blobs())
 
 
 def test_a_row_is_an_error_if_it_applies_and_is_not_met() -> None:
@@ -42,14 +42,14 @@ def test_the_first_row_that_fails_is_the_error(
     method: str, clients: dict[str, object], error: type[FedstillError], word: str
 ) -> None:
     run = ready()
-    settings = settle(toys.toy(method, clients=clients, privacy={"secure_sum": True}))
+    settings = resolve(toys.toy(method, clients=clients, privacy={"secure_sum": True}))
     with pytest.raises(error, match=word):
         check_run(settings, run.world, run.sites)
 
 
 def test_rows_of_a_package_that_is_absent_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     run = ready()
-    settings = settle(toys.toy("fednova", privacy={"secure_sum": True}))
+    settings = resolve(toys.toy("fednova", privacy={"secure_sum": True}))
     count = len(list(all_rules()))
     monkeypatch.setattr(manifest, "installed", tuple)
     check_run(settings, run.world, run.sites)
@@ -58,8 +58,8 @@ def test_rows_of_a_package_that_is_absent_are_not_checked(monkeypatch: pytest.Mo
 
 def test_a_site_checks_for_itself_what_protects_it() -> None:
     run = ready()
-    check_at_site(settle(toys.toy("feddf")), run.world, run.sites)
-    hostile = settle(toys.toy("fednova", privacy={"secure_sum": True}))
+    check_at_site(resolve(toys.toy("feddf")), run.world, run.sites)
+    hostile = resolve(toys.toy("fednova", privacy={"secure_sum": True}))
     with pytest.raises(IncompatibleMethod, match="secure_sum"):
         check_at_site(hostile, run.world, run.sites)
 
@@ -67,7 +67,7 @@ def test_a_site_checks_for_itself_what_protects_it() -> None:
 def test_data_are_checked_before_they_are_split() -> None:
     rows = torch.rand(20, 3), torch.arange(20) % 2
     table = from_tensors("rows", rows, rows, kind="table")
-    settings = settle(toys.toy(data={"public_resize": True}))
+    settings = resolve(toys.toy(data={"public_resize": True}))
     check_data(settings, toys.blobs())
     with pytest.raises(ConfigError, match=r"data\.public_resize"):
         check_data(settings, table)

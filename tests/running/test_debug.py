@@ -14,7 +14,7 @@ import pytest
 import toys
 from fedstill.cli import call
 from fedstill.config.experiment import from_tree
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import (
     ClientFailed,
     ConfigError,
@@ -97,14 +97,14 @@ def test_who_asks_for_tolerance_goes_on_to_the_quorum(engine: str, tmp_path: Pat
 def test_a_simulation_stops_and_a_federation_tolerates_unless_the_config_says_otherwise(
     flower: dict[str, str], said: dict[str, str], comes_to: str, tmp_path: Path
 ) -> None:
-    settings = settle(toys.toy(engine="flower", flower=flower, clients=said, base=tmp_path))
+    settings = resolve(toys.toy(engine="flower", flower=flower, clients=said, base=tmp_path))
     assert settings.rules.failures == comes_to
     written = tomllib.loads(settings.toml)["clients"]
     unwritten = bool(flower) and comes_to == "tolerate"
     assert written.get("failures") == (None if unwritten else comes_to), (
         "what sites have accepted keeps its bytes"
     )
-    assert settle(from_tree(tomllib.loads(settings.toml), {}, tmp_path)).toml == settings.toml
+    assert resolve(from_tree(tomllib.loads(settings.toml), {}, tmp_path)).toml == settings.toml
 
 
 def test_a_failure_in_the_census_stops_the_run_and_is_in_the_journal(

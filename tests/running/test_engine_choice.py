@@ -15,7 +15,7 @@ from torch import Tensor
 
 import toys
 from fedstill import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Plan, Stage, Step, TrainingStart
@@ -84,10 +84,10 @@ def test_the_choice_stands_in_the_config_and_a_resume_keeps_it(
 
 
 def test_explain_says_what_was_chosen_and_why() -> None:
-    said = dict(run_estimate(prepare(settle(auto()), toys.blobs())).lines())["engine"]
+    said = dict(run_estimate(prepare(resolve(auto()), toys.blobs())).lines())["engine"]
     assert said.startswith("vectorised (")
     assert "MFLOP in a client's step" in said
-    said = dict(run_estimate(prepare(settle(auto(engine="serial")), toys.blobs())).lines())[
+    said = dict(run_estimate(prepare(resolve(auto(engine="serial")), toys.blobs())).lines())[
         "engine"
     ]
     assert said.startswith("serial (auto would take vectorised")
@@ -145,7 +145,7 @@ class CustomThatDraws(Custom):
 
 
 def chosen(method: object = "fedavg", **changes: object) -> Prepared:
-    return prepare(settle(toys.toy(method, **{"engine": "auto", **changes})), toys.blobs())
+    return prepare(resolve(toys.toy(method, **{"engine": "auto", **changes})), toys.blobs())
 
 
 def test_it_is_the_default() -> None:

@@ -12,7 +12,7 @@ import torch
 
 import fedstill
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.running.preparation import prepare
 
@@ -56,7 +56,7 @@ def test_features_are_computed_once_and_made_again_where_the_cache_is_damaged(
     pretrained: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "fedstill.backbone")
-    settings = settle(toys.toy(data=of(pretrained)))
+    settings = resolve(toys.toy(data=of(pretrained)))
     assert settings.named.model.name == "mlp", "toys name it"
     first = prepare(settings, toys.blobs())
     assert caplog.text.count("are computed once") == 2
@@ -151,4 +151,4 @@ def test_what_has_no_features_is_refused_in_one_line(
     if said["features_of"].get("file") == "FILE":
         said = {**said, "features_of": {**said["features_of"], "file": str(pretrained)}}
     with pytest.raises(ConfigError, match=line):
-        prepare(settle(toys.toy(data=said)), toys.blobs())
+        prepare(resolve(toys.toy(data=said)), toys.blobs())

@@ -14,7 +14,7 @@ import pytest
 import toys
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.codec import encode
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.extensions import NoRecorder, StageResult
@@ -92,7 +92,7 @@ def test_over_flower_they_are_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_explain_knows_their_bytes_before_the_run(name: str, tmp_path: Path) -> None:
-    prepared = prepare(settle(EXPERIMENTS[name]), toys.blobs())
+    prepared = prepare(resolve(EXPERIMENTS[name]), toys.blobs())
     figure = kept_update_bytes(prepared)
     assert figure == sizes(made(EXPERIMENTS[name], tmp_path / "run"))
     assert any(f"{figure:,} bytes" in value for _, value in run_estimate(prepared).lines())
@@ -129,7 +129,7 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_with_secure_sums_there_is_nothing_to_keep() -> None:
-    settings = settle(toys.toy(privacy={"secure_sum": True}, keep_updates=True))
+    settings = resolve(toys.toy(privacy={"secure_sum": True}, keep_updates=True))
     with pytest.raises(ConfigError, match="keep_updates"):
         prepare(settings, toys.blobs())
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ClientFailed, ConfigError
 from fedstill.engines.vectorised import train_stack
 from fedstill.running import journal as journals
@@ -155,16 +155,16 @@ def test_steps_count_through_joined_epochs(tmp_path: Path) -> None:
 def test_a_single_example_is_an_error_at_the_start() -> None:
     single = experiment(sizes=[40, 1, 40])
     with pytest.raises(ConfigError, match=r"client 1 .*plan\.norm"):
-        prepare(settle(single), toys.blobs())
+        prepare(resolve(single), toys.blobs())
     prepare(
-        settle(experiment(sizes=[40, 1, 40], plan={"epochs": 1, "norm": "frozen"})), toys.blobs()
+        resolve(experiment(sizes=[40, 1, 40], plan={"epochs": 1, "norm": "frozen"})), toys.blobs()
     )
-    prepare(settle(experiment("mlp", sizes=[40, 1, 40])), toys.blobs())
+    prepare(resolve(experiment("mlp", sizes=[40, 1, 40])), toys.blobs())
 
 
 def test_a_batch_of_one_is_an_error_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"plan\.batch"):
-        prepare(settle(experiment(plan={"epochs": 1, "batch": 1})), toys.blobs())
+        prepare(resolve(experiment(plan={"epochs": 1, "batch": 1})), toys.blobs())
 
 
 def test_only_clients_that_are_drawn_count() -> None:
@@ -173,7 +173,7 @@ def test_only_clients_that_are_drawn_count() -> None:
         one_of_three = {"clients": 3, "sampled": 1}
         try:
             prepare(
-                settle(experiment(sizes=[1, 40, 1], seed=seed, rounds=1, topology=one_of_three)),
+                resolve(experiment(sizes=[1, 40, 1], seed=seed, rounds=1, topology=one_of_three)),
                 toys.blobs(),
             )
         except ConfigError as error:

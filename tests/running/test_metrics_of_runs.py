@@ -16,7 +16,7 @@ from sklearn import metrics as sk
 
 import fedstill
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.validation import WrongConfig
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.extensions import RoundResult
@@ -148,7 +148,7 @@ def test_a_resumed_run_has_the_same_metrics(tmp_path: Path) -> None:
     names = [*ALL, *(f"own_test_{name}" for name in METRICS), "own_test_confusions"]
     for one, other in zip(whole.history, again.history, strict=True):
         assert {name: one[name] for name in names} == {name: other[name] for name in names}
-    assert settle(fedstill.load(tmp_path / "cut/config.toml")).rank_by == "auc"
+    assert resolve(fedstill.load(tmp_path / "cut/config.toml")).rank_by == "auc"
 
 
 def test_tasks_have_metrics_too(tmp_path: Path) -> None:
@@ -211,14 +211,14 @@ def of_clients(method: object = "fedavg", **changes: object) -> fedstill.Experim
 
 
 def prepared(**changes: object) -> Prepared:
-    return prepare(settle(of_clients(**changes)), hospitals())
+    return prepare(resolve(of_clients(**changes)), hospitals())
 
 
 def test_own_tests_have_the_metrics_of_a_common_model(tmp_path: Path) -> None:
     data = hospitals()
     run = fedstill.run(of_clients(metrics=ALL), tmp_path / "run", data=data)
     # The run standardises the table, so the model is asked about standardised rows.
-    inputs = prepare(settle(of_clients()), data).sites.own_tests
+    inputs = prepare(resolve(of_clients()), data).sites.own_tests
     by_client = run.summary["own_test_auc_by_client"]
     assert by_client.keys() == {"0", "1"}, "the third test set has one class"
     for client in (0, 1):
@@ -236,7 +236,7 @@ def test_models_of_clients_are_tested_on_their_own_tests(tmp_path: Path, engine:
         of_clients("ditto", metrics=ALL, engine=engine), tmp_path / "run", data=hospitals()
     )
     assert run.summary["own_test_auc_by_client"].keys() == {"0", "1"}
-    stages = settle(of_clients("ditto")).method.personal
+    stages = resolve(of_clients("ditto")).method.personal
     answers = [event for event in events(tmp_path / "run", "client") if event["name"] in stages]
     last = {event["client"]: event["site_metrics"] for event in answers}
     assert run.summary["own_test_recall_by_client"]["0"] == last[0]["recall"]
@@ -272,15 +272,15 @@ def test_a_predictor_for_each_client_is_tested_on_that_clients_examples() -> Non
 )
 def test_names_that_are_no_metrics_are_refused(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(WrongConfig, match=key) as caught:
-        settle(toys.toy(**changes))
+        resolve(toys.toy(**changes))
     assert [problem.key for problem in caught.value.problems] == [key]
     assert caught.value.problems[0].hint
 
 
 def test_the_metric_that_ranks_is_recorded() -> None:
-    settings = settle(toys.toy(metrics=("f1",), rank_by="auc"))
+    settings = resolve(toys.toy(metrics=("f1",), rank_by="auc"))
     assert settings.metrics == ("f1", "auc")
-    assert settle(toys.toy(rank_by="accuracy")).metrics == ()
+    assert resolve(toys.toy(rank_by="accuracy")).metrics == ()
 
 
 def test_the_positive_class_is_named(tmp_path: Path) -> None:
@@ -295,9 +295,9 @@ def test_the_positive_class_is_named(tmp_path: Path) -> None:
     assert chosen["healthy"]["recall"] == chosen["ill"]["specificity"]
     assert chosen["healthy"]["recall"] != chosen["ill"]["recall"]
     with pytest.raises(ConfigError, match="positive_class"):
-        prepare(settle(of_rare(positive_class="sick")), rare())
+        prepare(resolve(of_rare(positive_class="sick")), rare())
     with pytest.raises(ConfigError, match="positive_class"):
-        prepare(settle(toys.toy(positive_class="class 1")), toys.blobs())
+        prepare(resolve(toys.toy(positive_class="class 1")), toys.blobs())
 
 
 # ---- ranking -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import toys
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError
 from fedstill.engines import hardware
 from fedstill.export.loading import load_model
@@ -146,5 +146,5 @@ def test_a_finished_run_is_not_deleted_for_one_that_cannot_begin_here(
 def test_a_new_run_is_refused_before_anything_is_read(lacking: tuple[str, str]) -> None:
     key, value = lacking[0].replace('"', "").split(" = ")
     with pytest.raises(ConfigError, match=lacking[1]):
-        settle(Experiment(**{key: value}))
-    assert getattr(settle(Experiment(**{key: value}), check_device=False), key) == value
+        resolve(Experiment(**{key: value}))
+    assert getattr(resolve(Experiment(**{key: value}), check_device=False), key) == value

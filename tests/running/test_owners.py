@@ -16,7 +16,7 @@ import fedstill
 import toys
 from fedstill import Experiment, from_clients
 from fedstill.config.data_table import resolved_data_name
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, InfeasiblePartition
 from fedstill.core.extensions import RoundResult
 from fedstill.data.dataset import Dataset
@@ -46,7 +46,7 @@ def hospitals() -> Dataset:
 def ready(partition: dict[str, Any], **changes: Any) -> Prepared:
     table = {"kind": "column", "column": "client", **partition}
     values = {"topology": {"clients": 3}, "model": "logistic", **changes}
-    return prepare(settle(toys.toy(partition=table, **values)), hospitals())
+    return prepare(resolve(toys.toy(partition=table, **values)), hospitals())
 
 
 def test_each_owner_is_a_client_with_its_own_examples_and_test() -> None:
@@ -69,7 +69,7 @@ def test_a_domain_that_is_only_tested_is_named() -> None:
     trained = replace(data, train=data.train.take((data.train.owners != 1).nonzero().flatten()))
     with pytest.raises(ConfigError, match="stream\\.column = 'client': 'chur'"):
         prepare(
-            settle(toys.toy(stream=stream, topology={"clients": 2}, model="logistic", rounds=3)),
+            resolve(toys.toy(stream=stream, topology={"clients": 2}, model="logistic", rounds=3)),
             trained,
         )
 
@@ -104,7 +104,7 @@ def test_owners_with_too_few_examples_are_left_out_and_the_number_of_clients_is_
     with pytest.raises(ConfigError, match=r"topology\.clients"):
         ready({}, topology={"clients": 4})
     with pytest.raises(ConfigError, match=r"partition\.kind = 'column'"):
-        prepare(settle(toys.toy(partition={"kind": "column", "column": "x"})), toys.blobs())
+        prepare(resolve(toys.toy(partition={"kind": "column", "column": "x"})), toys.blobs())
     with pytest.raises((ConfigError, InfeasiblePartition)):
         ready({"least": 100}, topology={"clients": 3})
 
@@ -124,7 +124,7 @@ def test_an_owner_without_a_class_is_passed_over_in_the_tasks_of_that_class(
         rounds=2,
         stream={"kind": "classes", "tasks": 2, "order": [[0], [1]]},
     )
-    run = prepare(settle(what), replace(data, train=data.train.take(keep)))
+    run = prepare(resolve(what), replace(data, train=data.train.take(keep)))
     assert (run.client_names, run.world.stream.absent) == (("bern", "chur", "genf"), {(1, 1)})
     assert [run.world.stream.present(round) for round in (1, 2)] == [[0, 1, 2], [0, 2]]
     owners = run.sites.train.owners

@@ -12,7 +12,7 @@ import torch
 import fedstill
 from fedstill.benchmark.recipes import load_recipe
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.running.compare import Variant, carry_out_runs, seeded, variants
 from fedstill.running.tuning import Tuning, parse_space
 from run_bits import assert_same_bits, bits
@@ -74,7 +74,7 @@ def test_commands_leave_the_threads_of_an_experiment_as_they_are(
     threads: Any, tmp_path: Path
 ) -> None:
     chosen = Experiment(**{**COMMON, **EXPERIMENTS["chain"], "threads": threads})
-    want = settle(chosen).threads
+    want = resolve(chosen).threads
 
     def tuned(number: int) -> list[Variant]:
         space = parse_space(["plan.epochs=1..2"])
@@ -89,6 +89,6 @@ def test_a_table_of_a_paper_has_the_threads_of_a_run(tmp_path: Path) -> None:
     recipe = load_recipe("hiper/table1")
     cell = (next(iter(recipe.rows)), next(iter(recipe.columns)))
     (run,) = recipe.variants([cell], [1], {}, tmp_path)
-    assert run.settings.threads == settle(Experiment()).threads
+    assert run.settings.threads == resolve(Experiment()).threads
     (changed,) = recipe.variants([cell], [1], {"threads": 2}, tmp_path)
     assert changed.settings.threads == (2, 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import CorruptFile
 from fedstill.running.same_run import (
     RunIdentity,
@@ -59,7 +59,7 @@ def test_code_is_known_by_its_digest_and_modules_only_if_they_were_noted(tmp_pat
     module = tmp_path / "beside.py"
     module.write_text("VALUE = 1\n")
     file.write_text(f"import beside\n{file.read_text()}")
-    settings = settle(experiment)
+    settings = resolve(experiment)
     noted = code_digests(settings)
     assert noted.keys() == {str(file), str(module)}
     assert not RunIdentity.noted_in({"sources": noted}).changed_code(settings)
@@ -88,4 +88,4 @@ def test_runs_of_several_seeds_share_the_run_that_they_start_from() -> None:
 
 
 def test_settings_of_toys_have_no_code_but_what_came_from_python() -> None:
-    assert code_digests(settle(toys.toy("fedavg"))) == {}
+    assert code_digests(resolve(toys.toy("fedavg"))) == {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import toys
 from fedstill.attribution.class_changes import find_changes
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.aggregation import weighted_mean
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, IncompatibleMethod, MethodFailed
@@ -161,7 +161,7 @@ def test_a_client_without_a_model_ends_the_run_before_round_1(
 
 
 def test_explain_states_how_many_models_there_are() -> None:
-    ready = prepare(settle(two_models()), toys.blobs())
+    ready = prepare(resolve(two_models()), toys.blobs())
     assert "2 server models" in run_estimate(ready).answer
 
 
@@ -207,7 +207,7 @@ def test_of_tasks_each_client_has_the_accuracy_of_its_model(tmp_path: Path) -> N
 
 
 def test_own_test_sets_are_tested_by_the_clients_model() -> None:
-    sites = prepare(settle(two_models()), toys.blobs()).sites
+    sites = prepare(resolve(two_models()), toys.blobs()).sites
     test = sites.common_test
     assert test is not None
     own = replace(sites, own_tests={0: test, 1: test})

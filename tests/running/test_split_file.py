@@ -17,7 +17,7 @@ import pytest
 import safetensors.numpy
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, CorruptFile, DataError, InfeasiblePartition
 from fedstill.core.files import digest
 from fedstill.core.records import Examples
@@ -65,7 +65,7 @@ def begun(tmp_path: Path) -> Path:
 
 def test_the_file_has_positions_labels_and_ends_and_the_journal_seals_it(whole: Path) -> None:
     labels = toys.blobs().train.labels.numpy()
-    parts = iid(labels, 5, settle(TOY).seed)
+    parts = iid(labels, 5, resolve(TOY).seed)
     arrays = safetensors.numpy.load_file(whole / SPLIT)
     assert arrays["positions"].tolist() == np.concatenate([*parts]).tolist()
     assert arrays["ends"].tolist() == np.cumsum([len(part) for part in parts]).tolist()
@@ -171,7 +171,7 @@ def test_which_client_has_which_network_is_in_the_file(tmp_path: Path) -> None:
         "fedmd", **toys.suited("fedmd"), measure=(), clients={"models": ["mlp", "logistic"]}
     )
     folder = stopped(mixed, tmp_path / "run", 1)
-    ready = prepare(settle(mixed), toys.blobs())
+    ready = prepare(resolve(mixed), toys.blobs())
     named = [ready.world.model(c).label for c in range(ready.world.clients)]
     start = start_of(folder)
     assert start["split"]["networks"] == list(dict.fromkeys(named))
@@ -205,7 +205,7 @@ def nothing(labels: np.ndarray, clients: int) -> list[list[int]]:
 
 
 def test_ones_own_function_may_give_lists(tmp_path: Path) -> None:
-    ready = prepare(settle(TOY.with_values({"partition": own}, "Python")), toys.blobs())
+    ready = prepare(resolve(TOY.with_values({"partition": own}, "Python")), toys.blobs())
     assert [part.tolist() for part in ready.sites.split.tensors()] == own(
         toys.blobs().train.labels.numpy(), 5
     )
@@ -228,7 +228,7 @@ def test_what_is_no_split_is_refused_by_the_clients_number(
     split: Any, kind: type[Exception], said: str
 ) -> None:
     with pytest.raises(kind, match=said):
-        prepare(settle(TOY.with_values({"partition": split}, "Python")), toys.blobs())
+        prepare(resolve(TOY.with_values({"partition": split}, "Python")), toys.blobs())
 
 
 def many(clients: int) -> Dataset:

@@ -11,7 +11,7 @@ import torch
 
 import toys
 from fedstill import from_tensors
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError
 from fedstill.data.dataset import Dataset, DatasetInfo
 from fedstill.running.preparation import Prepared, prepare
@@ -45,7 +45,7 @@ def ready(data: Dataset, stream: Any = None, **said: Any) -> Prepared:
         "model": "logistic",
         "stream": stream or {},
     }
-    return prepare(settle(toys.toy(**{**values, "rounds": 2, "data": said})), data)
+    return prepare(resolve(toys.toy(**{**values, "rounds": 2, "data": said})), data)
 
 
 def test_all_clients_training_rows_together_are_the_default_of_a_table() -> None:
@@ -188,11 +188,11 @@ def test_a_network_of_images_is_refused_with_one_that_fits() -> None:
         ConfigError,
         match=r"model 'cnn' .*'mlp'",
     ):
-        prepare(settle(toys.toy(model="cnn", topology={"clients": 2})), table())
+        prepare(resolve(toys.toy(model="cnn", topology={"clients": 2})), table())
     texts = [(torch.ones(20, 5).int(), torch.arange(20) % 2)] * 2
     with pytest.raises(ConfigError, match=r"model 'mlp' .* texts"):
         prepare(
-            settle(toys.toy(model="mlp", topology={"clients": 2})),
+            resolve(toys.toy(model="mlp", topology={"clients": 2})),
             from_tensors("t", *texts, vocabulary=9),
         )
     with pytest.raises(ConfigError, match=r"data\.mean and data\.std"):

@@ -17,7 +17,7 @@ import torch
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest
 from fedstill.running.compare import Outcome, _next, seeded, with_starts
@@ -55,7 +55,7 @@ def test_it_starts_with_the_other_runs_last_model(first: Path, tmp_path: Path) -
         last["class_accuracy"],
     )
     assert last["accuracy"] > 0.5, "it has learned, so that drawn weights would differ"
-    named = prepare(settle(going_on(first / "model.safetensors")), toys.blobs()).world
+    named = prepare(resolve(going_on(first / "model.safetensors")), toys.blobs()).world
     trained = safetensors.torch.load((first / "model.safetensors").read_bytes())
     assert all(torch.equal(named.initial(c)[k], trained[k]) for c in (-1, 0, 3) for k in trained)
 
@@ -110,7 +110,7 @@ def test_what_it_cannot_start_from_is_refused(
 def test_a_damaged_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(CorruptFile, match=r"m\.safetensors"):
-        prepare(settle(going_on(tmp_path / "m.safetensors")), toys.blobs())
+        prepare(resolve(going_on(tmp_path / "m.safetensors")), toys.blobs())
 
 
 def test_seeds_that_start_from_their_own_seed_are_one_group(first: Path, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_state_dict_of_torch_is_the_same_model(
 ) -> None:
     stored = safetensors.torch.load((first / "model.safetensors").read_bytes())
     torch.save(shape(stored), tmp_path / "net.pth", _use_new_zipfile_serialization=not old)
-    start = prepare(settle(going_on(tmp_path / "net.pth")), toys.blobs()).world.initial(-1)
+    start = prepare(resolve(going_on(tmp_path / "net.pth")), toys.blobs()).world.initial(-1)
     assert list(start) == ["body.1.weight", "body.1.bias", "head.weight", "head.bias"], (
         "the network's order"
     )
@@ -214,7 +214,7 @@ def test_a_file_of_torch_that_is_no_model_is_refused(
     monkeypatch.chdir(tmp_path)
     torch.save(value, tmp_path / "net.pt")
     with pytest.raises(error, match=words) as caught:
-        prepare(settle(going_on(tmp_path / "net.pt")), toys.blobs())
+        prepare(resolve(going_on(tmp_path / "net.pt")), toys.blobs())
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "was_run").exists()
 
@@ -243,7 +243,7 @@ def test_a_small_file_of_torch_makes_no_large_model(attack: str, old: bool, tmp_
             pytest.skip("the older format does not compress")
         compressed(tmp_path / "net.pt")
     with pytest.raises(CorruptFile, match=r"net\.pt"):
-        prepare(settle(going_on(tmp_path / "net.pt")), toys.blobs())
+        prepare(resolve(going_on(tmp_path / "net.pt")), toys.blobs())
 
 
 @pytest.mark.parametrize("kept", [0, 10, 900], ids=str)
@@ -251,7 +251,7 @@ def test_a_damaged_file_of_torch_is_named(kept: int, first: Path, tmp_path: Path
     path = saved(first, tmp_path / "net.pt")
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(CorruptFile, match=r"net\.pt") as caught:
-        prepare(settle(going_on(path)), toys.blobs())
+        prepare(resolve(going_on(path)), toys.blobs())
     assert "\n" not in str(caught.value)
 
 
@@ -275,9 +275,9 @@ def test_what_fits_is_taken_and_the_rest_is_drawn_and_named(
     )
     stored = safetensors.torch.load((first / "model.safetensors").read_bytes())
     drawn = prepare(
-        settle(replace(experiment, start_from="", start_from_partial=False)), toys.blobs()
+        resolve(replace(experiment, start_from="", start_from_partial=False)), toys.blobs()
     ).world.initial(0)
-    ours = prepare(settle(experiment), toys.blobs()).world.initial(0)
+    ours = prepare(resolve(experiment), toys.blobs()).world.initial(0)
     assert list(ours) == list(drawn)
     assert all(torch.equal(ours[k], (drawn if k == "head.weight" else stored)[k]) for k in ours)
     halfway = stopped(experiment, tmp_path / "stopped", 1)
@@ -292,6 +292,6 @@ def test_a_start_in_parts_without_any_part_is_refused(tmp_path: Path) -> None:
         r"body\.1\.bias, head"
     )
     with pytest.raises(ConfigError, match=words):
-        prepare(settle(going_on(tmp_path / "net.pt", start_from_partial=True)), toys.blobs())
+        prepare(resolve(going_on(tmp_path / "net.pt", start_from_partial=True)), toys.blobs())
     with pytest.raises(ConfigError, match="start_from_partial"):
-        settle(toys.toy(start_from_partial=True))
+        resolve(toys.toy(start_from_partial=True))

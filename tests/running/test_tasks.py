@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, Interrupted
 from fedstill.core.records import Stage
 from fedstill.metrics import tasks as over
@@ -33,7 +33,7 @@ IID = {"kind": "iid"}
 
 def ready(**stream: Any) -> Prepared:
     changes = {"rounds": 6, "partition": IID} | stream.pop("also", {})
-    return prepare(settle(toys.toy(stream=stream, **changes)), toys.blobs())
+    return prepare(resolve(toys.toy(stream=stream, **changes)), toys.blobs())
 
 
 def seen_by(prepared: Prepared, client: int, round: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_tasks_and_clients_cut_the_training_set(kind: dict[str, str], compose: s
     pieces = [p[tasks.of_task(p, t)] for p in prepared.sites.split.tensors() for t in range(3)]
     assert torch.cat(pieces).sort().values.tolist() == list(range(len(train)))
     if compose == "clients_first" and kind["kind"] != "drift":
-        plain = prepare(settle(toys.toy(rounds=6, partition=IID)), toys.blobs())
+        plain = prepare(resolve(toys.toy(rounds=6, partition=IID)), toys.blobs())
         assert all(
             torch.equal(a, b)
             for a, b in zip(
@@ -149,8 +149,8 @@ def test_drift_goes_from_one_split_to_another() -> None:
     data = toys.blobs(size=6000)
     skewed = {"kind": "dirichlet", "alpha": 0.3, "min_size": 4}
     what = toys.toy(rounds=5, partition=skewed, stream={"kind": "drift", "tasks": 5})
-    prepared = prepare(settle(what), data)
-    plain = prepare(settle(toys.toy(rounds=5, partition=skewed)), data)
+    prepared = prepare(resolve(what), data)
+    plain = prepare(resolve(toys.toy(rounds=5, partition=skewed)), data)
     tasks = prepared.sites.tasks
     assert tasks is not None
     mixes = np.array([_shares(prepared, t, labels) for t in range(5)])
@@ -233,7 +233,7 @@ def test_domains_of_a_column_have_their_own_training_and_test_examples(tmp_path:
     what = toys.toy(
         rounds=2, partition=IID, stream={"kind": "domains", "column": "hospital", "tasks": 2}
     )
-    prepared = prepare(settle(what), data)
+    prepared = prepare(resolve(what), data)
     seen = [prepared.sites.view(c, Stage(2, 0, "train", (c,))).data.owners for c in range(6)]
     assert all(own is not None and (own == 1).all() for own in seen)
     run(what, tmp_path / "run", data)
@@ -314,13 +314,13 @@ def test_a_stream_of_ones_own_from_a_file(tmp_path: Path) -> None:
         "    return Cut(task, (everything,) * tasks)\n"
     )
     what = {"kind": f"{tmp_path / 'mine.py'}:halves", "tasks": 2}
-    prepared = prepare(settle(toys.toy(rounds=4, partition=IID, stream=what)), toys.blobs())
+    prepared = prepare(resolve(toys.toy(rounds=4, partition=IID, stream=what)), toys.blobs())
     assert prepared.sites.tasks is not None
     assert prepared.sites.tasks.task_of is not None
     assert prepared.sites.tasks.task_of.tolist() == [0] * 150 + [1] * 150
     with pytest.raises(ConfigError, match="task 3"):
         prepare(
-            settle(toys.toy(rounds=3, partition=IID, stream={**what, "tasks": 3})), toys.blobs()
+            resolve(toys.toy(rounds=3, partition=IID, stream={**what, "tasks": 3})), toys.blobs()
         )
 
 
@@ -338,7 +338,7 @@ def test_peers_have_one_exchange_a_task(name: str, tmp_path: Path) -> None:
     assert ends == wanted.get(name, [0, 1, 2, 3])
     assert len(run_matrices(tmp_path)[0].percent) == 3 if ends else name == "local_only"
     with pytest.raises(ConfigError, match="rounds = 3"):
-        settle(
+        resolve(
             toys.toy(
                 name, rounds=6, topology={"clients": 4}, stream={"kind": "classes", "tasks": 3}
             )

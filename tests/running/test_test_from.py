@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.data.sources import load_dataset
@@ -21,7 +21,7 @@ from fedstill.running.runner import run
 
 
 def settings(seed: int = 0, **data: Any) -> Settings:
-    return settle(toys.toy(seed=seed, data={"name": "digits", **data}, topology={"clients": 4}))
+    return resolve(toys.toy(seed=seed, data={"name": "digits", **data}, topology={"clients": 4}))
 
 
 def test_held_out_examples_are_a_fifth_of_each_class_and_no_clients() -> None:
@@ -67,7 +67,7 @@ def test_they_are_the_same_for_every_seed_and_size() -> None:
 def test_what_leaves_nothing_or_has_no_meaning_is_refused(
     data: dict[str, Any], more: dict[str, Any], said: str
 ) -> None:
-    asked = settle(
+    asked = resolve(
         toys.toy(
             data={"name": "digits", "test_from": "held_out", **data},
             topology={"clients": 4},

@@ -16,7 +16,7 @@ import torch
 
 import fedstill
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.capabilities import Addition
 from fedstill.core.errors import ConfigError, CorruptFile, IncompatibleMethod
@@ -59,7 +59,7 @@ def test_only_the_head_is_trained_sent_and_kept(pretrained: Path, tmp_path: Path
 def test_it_is_the_whole_network_with_a_body_that_has_no_gradient(pretrained: Path) -> None:
     """One client, one round, by hand: the head is trained on the features of the file's body."""
     run = experiment(pretrained, rounds=1, topology={"clients": 1, "sampled": 1}, partition="iid")
-    ready = prepare(settle(run), toys.blobs())
+    ready = prepare(resolve(run), toys.blobs())
     spec, whole = (
         ready.world.model(SERVER),
         safetensors.torch.load_file(pretrained / "model.safetensors"),
@@ -146,7 +146,7 @@ def test_a_checkpoint_has_all_that_a_state_says_of_its_network(
 def test_a_model_file_has_the_entries_that_are_not_trained(
     pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready = prepare(settle(experiment(pretrained)), toys.blobs())
+    ready = prepare(resolve(experiment(pretrained)), toys.blobs())
     spec = ready.world.model(SERVER)
     params = ready.world.initial(SERVER)
     x = ready.sites.inputs.plain(ready.sites.train.values[:20])
@@ -177,7 +177,7 @@ def test_a_low_rank_change_starts_as_the_network_and_is_all_that_moves(
     run = experiment(
         pretrained, model=lora, start_from_partial=True, train_only=("head.", "*.lora_*"), rounds=2
     )
-    ready = prepare(settle(run), toys.blobs())
+    ready = prepare(resolve(run), toys.blobs())
     spec, whole = (
         ready.world.model(SERVER),
         safetensors.torch.load_file(pretrained / "model.safetensors"),
@@ -243,7 +243,7 @@ def test_what_cannot_be_kept_is_refused_in_one_line(
     changes: dict[str, Any], line: str, pretrained: Path
 ) -> None:
     with pytest.raises(ConfigError, match=line):
-        prepare(settle(experiment(pretrained, **changes)), toys.blobs())
+        prepare(resolve(experiment(pretrained, **changes)), toys.blobs())
 
 
 TIED = """
@@ -268,7 +268,7 @@ def test_a_body_that_stays_may_use_one_tensor_twice(tmp_path: Path) -> None:
     run = experiment(weights, model=tied)
     assert fedstill.run(run, tmp_path / "one", data=toys.blobs()).accuracy is not None
     with pytest.raises(ConfigError, match=r"body\.1\.weight and body\.3\.weight"):
-        prepare(settle(toys.toy(measure=(), model=tied)), toys.blobs())
+        prepare(resolve(toys.toy(measure=(), model=tied)), toys.blobs())
 
 
 def test_the_model_is_taken_out_whole(pretrained: Path, tmp_path: Path) -> None:
@@ -282,6 +282,6 @@ def test_the_model_is_taken_out_whole(pretrained: Path, tmp_path: Path) -> None:
 def test_a_head_that_a_second_one_adds_to_must_be_trained(pretrained: Path) -> None:
     with pytest.raises(IncompatibleMethod, match=r"head\.weight"):
         prepare(
-            settle(experiment(pretrained, method="fedrod", train_only=("body.1.",))), toys.blobs()
+            resolve(experiment(pretrained, method="fedrod", train_only=("body.1.",))), toys.blobs()
         )
-    prepare(settle(experiment(pretrained, method="fedrod")), toys.blobs())
+    prepare(resolve(experiment(pretrained, method="fedrod")), toys.blobs())

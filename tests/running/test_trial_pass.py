@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import toys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, FedstillError, IncompatibleMethod
 from fedstill.core.registry import names, register
 from fedstill.data.sources import from_tensors
@@ -78,7 +78,7 @@ class Branching(Halves):
 
 
 def ready(model: str, method: str = "fedavg", **changes: object) -> Prepared:
-    return prepare(settle(toys.toy(method, model=model, **changes)), toys.blobs())
+    return prepare(resolve(toys.toy(method, model=model, **changes)), toys.blobs())
 
 
 @pytest.mark.parametrize("changes", [{"method": "moon"}, {"measure": ("tsne",)}])
@@ -184,7 +184,7 @@ def test_a_network_that_grows_too_large_with_images_is_not_built(
 
     values, labels = torch.zeros(10, 3, 512, 512, dtype=torch.uint8), torch.arange(10) % 2
     data = from_tensors("large", (values, labels), (values[:2], labels[:2]), classes=["a", "b"])
-    settings = settle(toys.toy(model="cnn", partition="iid", topology={"clients": 2}))
+    settings = resolve(toys.toy(model="cnn", partition="iid", topology={"clients": 2}))
     monkeypatch.setattr(contract, "module", built)
     with pytest.raises(ConfigError, match=r"536,926,146 .*512 x 512"):
         prepare(settings, data)

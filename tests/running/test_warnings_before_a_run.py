@@ -15,7 +15,7 @@ from PIL import Image
 import fedstill
 import toys
 from fedstill.cli import call
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import DataError, InfeasiblePartition, UnknownName
 from fedstill.core.registry import lookup
 from fedstill.data.dataset import Dataset
@@ -37,7 +37,7 @@ def _data(trained: list[int], tested: list[int], names: tuple[str, ...] = NAMES)
 
 def _said(data: Dataset, **changes: object) -> list[str]:
     what = {"model": "logistic", "partition": "iid", "measure": (), **changes}
-    return list(setting_warnings(prepare(settle(toys.toy(**what)), data)))
+    return list(setting_warnings(prepare(resolve(toys.toy(**what)), data)))
 
 
 def test_data_with_all_classes_are_passed_over() -> None:

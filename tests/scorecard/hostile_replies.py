@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fedstill.config.experiment import Experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import Diverged, FedstillError, TooFewReplies, on_one_line
 from fedstill.core.extensions import Engine, NoRecorder, Recorder, StageResult
 from fedstill.core.keys import generator, seed_for
@@ -198,7 +198,7 @@ def diverging(trials: int) -> Trials:
 
 def prepared(experiment: Experiment) -> Prepared:
     """A run that is ready to start."""
-    return prepare(settle(experiment))
+    return prepare(resolve(experiment))
 
 
 def one_round(ready: Prepared, change: Change, recorder: Recorder | None = None) -> State:

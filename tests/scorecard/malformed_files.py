@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fedstill.config.experiment import Experiment, load
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.codec import decode, encode
 from fedstill.core.errors import FedstillError, on_one_line
 from fedstill.core.records import Payload
@@ -57,7 +57,7 @@ def malformed(trials: int) -> Trials:
 
 def _kinds(place: Path) -> list[tuple[str, Probe]]:
     """What is changed in turn."""
-    text = settle(small_run("fedntd")).toml
+    text = resolve(small_run("fedntd")).toml
     config = place / "config.toml"
 
     def letters(draw: random.Random) -> str:
@@ -67,10 +67,10 @@ def _kinds(place: Path) -> list[tuple[str, Probe]]:
                 draw.choice((0, 10, 34, 61, 91, 93, 955, 0xFFFF))
             )
         config.write_text("".join(changed), encoding="utf-8")
-        return _read(lambda: settle(load(config)))
+        return _read(lambda: resolve(load(config)))
 
     def values(draw: random.Random) -> str:
-        return _read(lambda: settle(_mutated(draw)))
+        return _read(lambda: resolve(_mutated(draw)))
 
     others = [
         ("a journal", _journal(place)),

@@ -12,7 +12,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.capabilities import Permit
 from fedstill.core.errors import IncompatibleMethod, TooFewReplies
@@ -41,7 +41,7 @@ def secret_sums(trials: int) -> Trials:
         share = GONE[trial % len(GONE)]
         step = draw.choice(("shares", "vectors", "answers"))
         problems[f"sum {trial}, {share:.0%} gone before their {step}"] = _summed(trial, share, step)
-    ready = prepare(settle(small_run("fedavg", rounds=1)))
+    ready = prepare(resolve(small_run("fedavg", rounds=1)))
     for name in registry.names("method"):
         if Permit.LINEAR_AGGREGATE not in registry.lookup("method", name).build().permits:
             problems[f"method {name}"] = _refused(name, ready)
@@ -105,7 +105,7 @@ def least_p_value(numbers: Masks) -> float:
 
 def _refused(name: str, ready: Prepared) -> str:
     """What was wrong with the refusal of a method; ``ready``: a run that is like it otherwise."""
-    settings = settle(small_run(name, rounds=1, privacy={"secure_sum": True}))
+    settings = resolve(small_run(name, rounds=1, privacy={"secure_sum": True}))
     planned = PlannedRun(settings, ready.world, ready.sites)
     try:
         for rule in RULES:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import FedstillError, on_one_line
 from fedstill.core.files import digest
 from fedstill.running.journal import read_journal, without_times
@@ -38,7 +38,7 @@ def kills(trials: int) -> Trials:
                 wanted[method] = evidence_of(place / method), time.perf_counter() - began
             want, seconds = wanted[method]
             folder, config = place / f"killed{trial}", place / f"{method}.toml"
-            config.write_text(settle(small_run(method, rounds=6)).toml, encoding="utf-8")
+            config.write_text(resolve(small_run(method, rounds=6)).toml, encoding="utf-8")
             problems[f"{method}, kill {trial + 1}"] = _killed(
                 config, folder, draw.uniform(0, seconds), want
             )

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import fedstill
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import Refused
 from fedstill.core.files import digest
 from fedstill.core.records import Payload, Stage
@@ -107,7 +107,7 @@ def _requests(place: Path) -> dict[str, Callable[[], str]]:
     from fedstill.flower.site import Clerk
     from fedstill.flower.site_settings import Site
 
-    settings = settle(small_run("fedavg", engine="flower"))
+    settings = resolve(small_run("fedavg", engine="flower"))
     ready, data = prepare(settings), read_data(settings)
     everyone = tuple(range(settings.clients))
     stage, down = Stage(1, 0, "train", everyone), Payload(params=ready.world.initial(0))

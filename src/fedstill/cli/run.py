@@ -74,12 +74,12 @@ def run_command(  # noqa: PLR0913 - the options of the command run
             clients.failures.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
-    from fedstill.config.resolve import settle
+    from fedstill.config.resolve import resolve
     from fedstill.report.progress import followed
     from fedstill.running import runner
 
     experiment = experiment_of(config, set_, engine, federation)
-    settings = settle(experiment)
+    settings = resolve(experiment)
     with tracebacks(debug), followed(settings.rounds, settings.named.method.label, quiet) as watch:
         try:
             result = runner.run(
@@ -336,14 +336,14 @@ def explain(
             clients.
         split: Draw the data of each client, by class.
     """
-    from fedstill.config.resolve import settle
+    from fedstill.config.resolve import resolve
     from fedstill.report import catalogue, terminal
     from fedstill.report.terminal import drawn_data
     from fedstill.running import explain as explained
     from fedstill.running.preparation import prepare
     from fedstill.running.setting_warnings import setting_warnings
 
-    settings = settle(experiment_of(config, set_, engine, federation))
+    settings = resolve(experiment_of(config, set_, engine, federation))
     screen = terminal.console(sentences=True)
     rows = [
         (

@@ -1,7 +1,7 @@
 """Resolve an experiment: every value read, checked and completed, before any data are read.
 
-``settle`` reads the parts of the config one by one. If one is wrong, it goes on to read all others,
-so that one message has everything that is wrong.
+``resolve`` reads the parts of the config one by one. If one is wrong, it still reads all others, so
+that one message has everything that is wrong.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ from fedstill.metrics.classification import ACCURACY, RANKING, RECORDED, unknown
 DEFAULT_CLIENTS = 20
 
 
-def settle(experiment: Experiment, check_device: bool = True) -> Settings:
+def resolve(experiment: Experiment, check_device: bool = True) -> Settings:
     """Resolve and check every value of an experiment.
 
     ``check_device``: whether this machine must have the run's device. A run that is only read may
@@ -88,7 +88,7 @@ def settle(experiment: Experiment, check_device: bool = True) -> Settings:
     check_is_experiment(experiment)
     parts = Parts(experiment)
     try:
-        settings = _settled(parts)
+        settings = _resolved(parts)
     except WrongConfig as error:
         problems = parts.problems(error)
         raise WrongConfig([_with_advice(problem, experiment) for problem in problems]) from error
@@ -97,7 +97,7 @@ def settle(experiment: Experiment, check_device: bool = True) -> Settings:
     return settings
 
 
-def _settled(parts: Parts) -> Settings:
+def _resolved(parts: Parts) -> Settings:
     """The settings of a config's parts. Raises ConfigError for the first part that is wrong."""
     settings = Settings(
         **as_table(parts.top),
@@ -136,7 +136,7 @@ class Parts:
     experiment: Experiment
 
     def problems(self, first: WrongConfig) -> list[Problem]:
-        """The problems of all parts. ``first``: the error at which settling stopped."""
+        """The problems of all parts. ``first``: the error of the part that was read first."""
         problems = dict.fromkeys(first.problems)
         for name, part in vars(Parts).items():
             if not isinstance(part, cached_property):
@@ -146,8 +146,8 @@ class Parts:
             except WrongConfig as error:
                 problems |= dict.fromkeys(error.problems)
             except ConfigError:
-                # An error without records, such as a file that cannot be imported. Settling raises
-                # it once all problems are solved.
+                # An error without records, such as a file that cannot be imported, is raised once all
+                # other problems are solved.
                 continue
         return list(problems)
 
@@ -353,10 +353,10 @@ def _with_advice(problem: Problem, experiment: Experiment) -> Problem:
 
 
 def _accepts(experiment: Experiment, key: str) -> bool:
-    """Whether an experiment can be settled, as far as a dotted key is concerned."""
+    """Whether an experiment can be resolved, as far as a dotted key is concerned."""
     parts = Parts(experiment)
     try:
-        _settled(parts)
+        _resolved(parts)
     except WrongConfig as error:
         blocked = [problem.key for problem in parts.problems(error) if problem.code in BLOCKING]
         return key not in blocked

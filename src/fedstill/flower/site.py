@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from filelock import FileLock
 
 from fedstill.config.experiment import from_tree
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings
 from fedstill.config.stages import takes_census
 from fedstill.core.codec import MAX_LOCAL_ENTRIES, decode, encoded_parts
@@ -192,7 +192,7 @@ class Clerk:
             raise Refused(f"the configuration is not TOML: {error}") from error
         # Resolving the settings imports the code that they name, so this comes first.
         self._check_code(tree)
-        settings = settle(from_tree(tree, {}, None))
+        settings = resolve(from_tree(tree, {}, None))
 
         if not settings.on_sites and self.dataset is None:
             self._check_files(tree)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedstill.config.experiment import Experiment, from_tree
 from fedstill.config.overrides import COMMAND_LINE, leaf_keys
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import as_table
@@ -342,7 +342,7 @@ def answer_query(
     """
     client_changes = client_changes or ClientChanges()
     with code_of_run(folder):
-        settings = settle(_experiment(folder, client, query, changes or {}))
+        settings = resolve(_experiment(folder, client, query, changes or {}))
         prepared = prepare_again(settings, folder, data)
         external = tuple(_external_teacher(path, prepared) for path in teachers)
         clients = current_clients(prepared, folder, client, client_changes)

@@ -29,7 +29,7 @@ import torch
 from fedstill.config.experiment import Experiment, check_is_experiment
 from fedstill.config.named_tables import read_named, schema_of_name
 from fedstill.config.overrides import Origin, check_set_once, overriding_fields
-from fedstill.config.resolve import Parts, read_package_tables, read_stream, settle
+from fedstill.config.resolve import Parts, read_package_tables, read_stream, resolve
 from fedstill.config.settings import PEERS, Settings
 from fedstill.config.validation import keys_of
 from fedstill.core import registry
@@ -189,7 +189,7 @@ def _without(table: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
 
 
 def _variant(experiment: Experiment, setting: Mapping[str, Any], out: Path) -> Variant:
-    settings = settle(experiment, check_device=False)
+    settings = resolve(experiment, check_device=False)
     values = [f"{k}={v}" for k, v in setting.items()]
     label = " ".join([settings.named.method.label, *values])
     folder = _folder(out, [Path(settings.named.method.name.partition(":")[0]).stem, *values])
@@ -228,7 +228,7 @@ def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Varia
     The machine is checked when the run starts, because another machine may have finished it.
     """
     chosen = with_seed(experiment, seed)
-    settings = settle(chosen, check_device=False)
+    settings = resolve(chosen, check_device=False)
     return Variant(label, chosen, settings, _of_seed(folder, settings))
 
 

@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 
 from fedstill.config.experiment import OBJECT_TABLES, bind, from_tree
 from fedstill.config.named_tables import NAME_KEYS
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, CorruptFile, DiskFull, NoRun, RunBusy, RunExists
 from fedstill.core.files import (
@@ -113,7 +113,7 @@ def settings_of(folder: Path, **live: Any) -> Settings:
             target = type(live_object)
         bind(table, name, target)
     with code_of_run(folder):
-        return settle(from_tree(tree, {}, folder), check_device=False)
+        return resolve(from_tree(tree, {}, folder), check_device=False)
 
 
 def runs_below(folder: Path) -> list[Path]:

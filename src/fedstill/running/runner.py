@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedstill.config.data_table import DEFAULT_MODELS
 from fedstill.config.experiment import Experiment, check_is_experiment
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import named_path, sweep, write_whole
@@ -65,7 +65,7 @@ def dataset_of(experiment: Experiment, data: object) -> Dataset:
         return data
     check_is_experiment(experiment)
     name = experiment.table("data").get("name", UNNAMED)
-    return read_in_memory(settle(experiment.with_values({"data.name": name}, "Python")), data)
+    return read_in_memory(resolve(experiment.with_values({"data.name": name}, "Python")), data)
 
 
 def read_in_memory(settings: Settings, data: object) -> Dataset:
@@ -134,7 +134,7 @@ def run(  # noqa: PLR0913 - the options of the command run
     if data is not None:
         dataset = dataset_of(experiment, data)
         configured = with_data(experiment, dataset)
-    settings = settle(configured)
+    settings = resolve(configured)
     for table in settings.tables.values():
         table.check_new_run()
     _check_debug(debug, settings)

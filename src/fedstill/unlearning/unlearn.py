@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedstill.config.experiment import Experiment, from_tree
-from fedstill.config.resolve import settle
+from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings, written_plan
 from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.files import (
@@ -124,7 +124,7 @@ class UnlearningPlan:
             strategy=strategy,
             rounds=rounds,
             experiment=experiment,
-            settings=settle(experiment),
+            settings=resolve(experiment),
         )
 
     @cached_property
