@@ -146,8 +146,8 @@ class Parts:
             except WrongConfig as error:
                 problems |= dict.fromkeys(error.problems)
             except ConfigError:
-                # An error without records, such as a file that cannot be imported. It is raised once
-                # all other problems are solved.
+                # An error without records (such as a file that cannot be imported) is raised as
+                # soon as all other problems are solved.
                 continue
         return list(problems)
 
