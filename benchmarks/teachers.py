@@ -1,32 +1,54 @@
-"""What teachers cost: seconds a round of FedSeq and of SFedKD with K teachers, their logits cached
-and not.
+"""The cost of teachers: seconds a round of FedSeq, and of SFedKD with K teachers in float32 and in
+bfloat16.
 
 ``python -m benchmarks.teachers [--images 500] [--epochs 5] [--repeats 3]``: workload W2, a chain of
-ten clients.
-Cached: inputs are not augmented, and a teacher's logits are computed once a client and round.
-Not cached: inputs are mirrored at random, and every teacher is run on every batch. The contestants
-take turns, one round each; the first round, which has no teachers, warms them up. Ratios are to
-FedSeq's round of the same turn; of seconds on the clock, and of the processor's seconds in all
-threads, which other work on the machine disturbs less.
+ten clients. In the table "cached", inputs are not augmented, and a teacher's logits are computed
+once for each client and round. In the table "not cached", inputs are flipped at random, and every
+teacher runs on every batch. The contestants take turns, one round each; the first round, which has
+no teachers, is a warm-up. Ratios compare with FedSeq's round of the same turn, in seconds on the
+clock and in processor seconds of all threads. Other programs disturb the latter less.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from benchmarks.ours import Ours
 from benchmarks.speed import spread
 from benchmarks.workloads import WORKLOADS, Workload
 from fedstill.config.resolve import resolve
-from fedstill.engines.hardware import workers
+from fedstill.engines.hardware import has_bfloat16, workers
 from fedstill.report import terminal
 from fedstill.running.preparation import prepare
 
+AUGMENTATIONS: dict[str, list[str]] = {"cached": [], "not cached": ["flip"]}
+"""The augmentations of each table."""
+
+
+@dataclass
+class Contestant:
+    """A run that takes turns with others, and the times of its rounds."""
+
+    name: str
+    run: Ours
+    seconds: list[float] = field(default_factory=list)
+    processor_seconds: list[float] = field(default_factory=list)
+
+    def run_round(self) -> None:
+        """Run one round, and note its times."""
+        began = time.perf_counter()
+        processor_began = time.process_time()
+        self.run.run_round()
+        self.seconds.append(time.perf_counter() - began)
+        self.processor_seconds.append(time.process_time() - processor_began)
+
 
 def workload(clients: int, images: int, epochs: int) -> Workload:
-    """Workload W2, or, for a quick look, one of another size."""
+    """Workload W2, or one of another size for a quick look."""
     full = WORKLOADS["W2"]
     about = (
         f"a chain of {clients} clients, {images} images of 3 x 32 x 32 each, {epochs} epochs of "
@@ -36,61 +58,72 @@ def workload(clients: int, images: int, epochs: int) -> Workload:
     return replace(full, about=about, clients=clients, sampled=clients, images=images, plan=plan)
 
 
-def measure(made: Workload, ks: list[int], repeats: int, cached: bool) -> list[tuple[str, ...]]:
-    """Rows of one table: the setting, seconds a round, times FedSeq's seconds, times FedSeq's
-    processor seconds.
-    """
-    changes = {"data": {"augment": [] if cached else ["flip"]}}
-    data = made.dataset()
-    methods = {"FedSeq": {"name": "fedseq"}, **{f"K = {k}": {"name": "sfedkd", "k": k} for k in ks}}
-    running = {}
-    for label, fields in methods.items():
-        experiment = replace(made.experiment("fedseq", **changes), method=fields)
-        running[label] = Ours(prepare(resolve(experiment), data))
-        running[label].run_round()
-    clock: dict[str, list[float]] = {label: [] for label in running}
-    busy: dict[str, list[float]] = {label: [] for label in running}
-    for _ in range(repeats):
-        for label, one in running.items():
-            began, used = time.perf_counter(), time.process_time()
-            one.run_round()
-            clock[label].append(time.perf_counter() - began)
-            busy[label].append(time.process_time() - used)
+def contestants(chain: Workload, ks: Sequence[int], augment: list[str]) -> list[Contestant]:
+    """FedSeq, and SFedKD with each number of teachers at each precision."""
+    settings: dict[str, dict[str, Any]] = {"FedSeq": {"method": {"name": "fedseq"}}}
+    for k in ks:
+        sfedkd = {"method": {"name": "sfedkd", "k": k}}
+        settings[f"K = {k}"] = sfedkd
+        if has_bfloat16("cpu"):
+            settings[f"K = {k}, bf16"] = {**sfedkd, "teacher_precision": "bf16"}
+
+    data = chain.dataset()
+    fedseq = chain.experiment("fedseq", data={"augment": augment})
     return [
-        (n, spread(clock[n]), *(spread(_ratios(t[n], t["FedSeq"])) for t in (clock, busy)))
-        for n in running
+        Contestant(name, Ours(prepare(resolve(replace(fedseq, **changes)), data)))
+        for name, changes in settings.items()
     ]
 
 
-def _ratios(one: list[float], base: list[float]) -> list[float]:
-    return [a / b for a, b in zip(one, base, strict=True)]
+def rows(entrants: Sequence[Contestant], repeats: int) -> list[tuple[str, ...]]:
+    """Rows of one table: the name, seconds a round, and both ratios to FedSeq."""
+    for contestant in entrants:
+        contestant.run.run_round()
+    for _ in range(repeats):
+        for contestant in entrants:
+            contestant.run_round()
+    base = entrants[0]
+    return [
+        (
+            contestant.name,
+            spread(contestant.seconds),
+            spread(ratios(contestant.seconds, base.seconds)),
+            spread(ratios(contestant.processor_seconds, base.processor_seconds)),
+        )
+        for contestant in entrants
+    ]
 
 
-if __name__ == "__main__":
+def ratios(seconds: Sequence[float], base: Sequence[float]) -> list[float]:
+    """The ratio of each turn."""
+    return [a / b for a, b in zip(seconds, base, strict=True)]
+
+
+def main() -> None:
+    """Print a table for cached logits, and one for others."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("clients", 10), ("images", 500), ("epochs", 5), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--k", default="1,3,5,7,10", help="numbers of teachers")
-    parser.add_argument("--tables", choices=("both", "cached", "uncached"), default="both")
-    given = parser.parse_args()
-    ks = [int(k) for k in given.k.split(",")]
-    if max(ks) > given.clients:
+    parser.add_argument("--table", choices=AUGMENTATIONS, help="only one of the two tables")
+    options = parser.parse_args()
+    ks = [int(k) for k in options.k.split(",")]
+    if max(ks) > options.clients:
         parser.error(
-            f"--k {max(ks)}: a chain of {given.clients} clients leaves no more teachers than that"
+            f"--k {max(ks)}: a chain of {options.clients} clients leaves no more teachers than that"
         )
-    made = workload(given.clients, given.images, given.epochs)
+
+    chain = workload(options.clients, options.images, options.epochs)
     screen = terminal.console()
     screen.print(
-        f"{made.about}; {workers()} workers, {given.repeats} turns: median (smallest to largest)"
+        f"{chain.about}; {workers()} workers, {options.repeats} turns: median (smallest to largest)"
     )
-    for cached in [
-        c for c in (True, False) if given.tables in ("both", "cached" if c else "uncached")
-    ]:
-        rows = measure(made, ks, given.repeats, cached)
-        heads = [
-            "cached" if cached else "not cached",
-            "seconds a round",
-            "times FedSeq's",
-            "processor, times FedSeq's",
-        ]
-        screen.print(terminal.table(heads, rows))
+    for table, augment in AUGMENTATIONS.items():
+        if options.table in (None, table):
+            titles = [table, "seconds a round", "times FedSeq's", "processor, times FedSeq's"]
+            cells = rows(contestants(chain, ks, augment), options.repeats)
+            screen.print(terminal.table(titles, cells))
+
+
+if __name__ == "__main__":
+    main()

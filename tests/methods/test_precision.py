@@ -74,7 +74,14 @@ def test_bfloat16_is_in_forward_passes_alone(augment: tuple[str, ...]) -> None:
         seen: list[tuple[bool, ...]] = []
         carry = TrainingStart(start, teachers={"t": start})
         plan = Plan(epochs=2, lr=0.1)
-        setup = TrainingSetup(plan=plan, stage=stage, inputs=inputs, seed=7, precision=kind)  # type: ignore[arg-type]
+        setup = TrainingSetup(
+            plan=plan,
+            stage=stage,
+            inputs=inputs,
+            seed=7,
+            precision=kind,  # type: ignore[arg-type]
+            teacher_precision=kind,  # type: ignore[arg-type]
+        )
         params[kind] = train(Watched(seen), carry, view, setup).params
         assert seen
         assert set(seen) == {(kind == "bf16",) * 4}
@@ -82,6 +89,39 @@ def test_bfloat16_is_in_forward_passes_alone(augment: tuple[str, ...]) -> None:
         assert value.dtype == torch.float32
         assert not rounded(value), "the weights that are kept are float32"
     assert_near(params["bf16"], params["fp32"], start)
+
+
+@pytest.mark.parametrize("augment", [(), ("flip",)])
+def test_teachers_alone_compute_in_bfloat16(augment: tuple[str, ...]) -> None:
+    ready = prepare(resolve(toys.toy()), toys.blobs())
+    stage = Stage(1, 0, "train", (0,))
+    view, start = ready.sites.view(0, stage), ready.world.initial(0)
+    seen: list[tuple[bool, ...]] = []
+    setup = TrainingSetup(
+        plan=Plan(epochs=2, lr=0.1),
+        stage=stage,
+        inputs=replace(ready.sites.inputs, steps=augment),
+        seed=7,
+        teacher_precision="bf16",
+    )
+    train(Watched(seen), TrainingStart(start, teachers={"t": start}), view, setup)
+    assert set(seen) == {(False, False, True, True)}
+
+
+def test_the_teachers_of_all_engines_compute_in_bfloat16() -> None:
+    states = {
+        (engine, precision): stacking.rounds(
+            stacking.ready("fedntd", engine, teacher_precision=precision)
+        )[0].params
+        for engine in ("serial", "pooled", "vectorised")
+        for precision in ("bf16", None)
+    }
+    serial, exact = states["serial", "bf16"], states["serial", None]
+    assert all(torch.equal(serial[k], states["pooled", "bf16"][k]) for k in serial)
+    assert any(not torch.equal(serial[k], exact[k]) for k in serial)
+    start = stacking.ready("fedntd", "serial").world.initial(0)
+    assert_near(serial, exact, start)
+    assert_near(states["vectorised", "bf16"], serial, start)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +163,9 @@ def test_what_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="'tf32'"):
         resolve(Experiment(precision="tf32"))
     monkeypatch.setattr(hardware, "has_bfloat16", lambda device: False)
-    with pytest.raises(ConfigError, match="bfloat16"):
-        resolve(Experiment(precision="bf16"))
+    for key in ("precision", "teacher_precision"):
+        with pytest.raises(ConfigError, match=f"{key} .*bfloat16"):
+            resolve(Experiment(**{key: "bf16"}))
     assert resolve(Experiment()).precision == "fp32"
 
 

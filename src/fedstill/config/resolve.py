@@ -93,7 +93,7 @@ def resolve(experiment: Experiment, check_device: bool = True) -> Settings:
         problems = parts.problems(error)
         raise WrongConfig([_with_advice(problem, experiment) for problem in problems]) from error
     if check_device:
-        check_machine(settings.precision, settings.device)
+        check_machine(settings.precisions, settings.device)
     return settings
 
 

@@ -34,6 +34,7 @@ from fedstill.core.records import Plan
 from fedstill.core.registry import LIVE
 from fedstill.core.rounds import Schedule
 from fedstill.core.screen import Rules
+from fedstill.engines.hardware import Precision
 from fedstill.measures.choice import measured_rounds
 
 OfPackage = TypeVar("OfPackage", bound=PackageTable)
@@ -83,6 +84,14 @@ class Settings(TopKeys):
     def method(self) -> Method:
         """The method, which acts in the stages of the schedule."""
         return self.schedule.method
+
+    @property
+    def precisions(self) -> dict[str, Precision]:
+        """The number formats of passes, by their keys."""
+        return {
+            "precision": self.precision,
+            "teacher_precision": self.teacher_precision or self.precision,
+        }
 
     @property
     def exchange_each_round(self) -> bool:

@@ -159,6 +159,10 @@ class TopKeys:
     """The device on which networks are trained; auto: a CUDA card if there is one."""
     precision: Precision = "fp32"
     """The number format of training. Weights, the optimiser and evaluation use float32."""
+    teacher_precision: Literal["bf16"] | None = None
+    """The number format of frozen teachers' passes; by default, that of training. With bf16, the
+    weights and the loss stay in float32.
+    """
     reuse: bool = True
     """Whether fedstill takes models that clients train alone from a cache, if training would give
     the same bits.

@@ -47,6 +47,8 @@ class TrainingSetup:
     seed: int
     """The run's seed, from which all random numbers are drawn by key."""
     precision: Precision = "fp32"
+    teacher_precision: Precision = "fp32"
+    """The precision of the passes of frozen teachers."""
     by_epoch: bool = False
     """Whether to store the parameters after each epoch for measures."""
     lr_round: int | None = None
@@ -321,7 +323,7 @@ class LoneClient(TrainingClients):
             models=frozen_teachers(self.start.teachers, self.view.model),
             fixed_inputs=fixed_inputs,
             workers=side_by_side,
-            precision=self.setup.precision,
+            precision=self.setup.teacher_precision,
         )
 
     def module(self) -> nn.Module:

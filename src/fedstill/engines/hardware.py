@@ -8,7 +8,7 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -165,20 +165,24 @@ def check_precision(precision: Precision, device: str) -> None:
         )
 
 
-def check_machine(precision: Precision, device: str) -> None:
-    """Raise ConfigError if this machine has no such device, or would emulate the precision."""
+def check_machine(precisions: Mapping[str, Precision], device: str) -> None:
+    """Raise ConfigError if this machine has no such device, or would emulate a precision.
+
+    ``precisions``: by the key of the config.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device = 'cuda': torch sees no CUDA device here; "
             "set device = 'cpu' for a new run, or install torch for CUDA"
         )
-    if precision == "bf16" and not has_bfloat16(device):
+    keys = [key for key, precision in precisions.items() if precision == "bf16"]
+    if keys and not has_bfloat16(device):
         kind = "processor"
         if device == "cuda":
             kind = "CUDA device"
         raise ConfigError(
-            f"precision = 'bf16': this {kind} has no units for bfloat16, and would imitate it "
-            "slowly; set 'fp32' for a new run"
+            f"{keys[0]} = 'bf16': this {kind} has no units for bfloat16, and would imitate it "
+            "slowly; leave the key out for a new run"
         )
 
 

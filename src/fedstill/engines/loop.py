@@ -161,6 +161,7 @@ class Training:
             module=module,
             teacher_table=clients.teacher_table,
             precision=self.setup.precision,
+            teacher_precision=self.setup.teacher_precision,
             device=clients.device,
             teacher_on_batch=clients.teacher_on_batch,
         )
@@ -182,7 +183,13 @@ class Training:
             reads_epoch=lambda: self.networks.epoch_was_read,
             batch_size=self.plan.batch,
             batches=whole_batches(self.plan, clients.sizes[0]),
-            kind=(type(self.work), clients.view.model, self.plan, self.setup.precision),
+            kind=(
+                type(self.work),
+                clients.view.model,
+                self.plan,
+                self.setup.precision,
+                self.setup.teacher_precision,
+            ),
         )
 
     def close(self) -> None:

@@ -155,6 +155,7 @@ def inputs_of(engine: SerialEngine, job: ClientJob) -> ReplyInputs:
         engine.sites.inputs,
         torch.get_num_threads(),
         engine.precision,
+        engine.teacher_precision,
         tuple(hook.cache_key(stage) for hook in engine.hooks),
     ]
     if engine.world.stream.tasks > 1:

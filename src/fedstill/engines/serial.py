@@ -201,6 +201,7 @@ class SerialEngine:
     memory: Memory = field(default_factory=Memory)
     threads: ThreadCounts = field(default_factory=ThreadCounts)
     precision: Precision = "fp32"
+    teacher_precision: Precision = "fp32"
     hooks: tuple[ClientHook, ...] = ()
     """The hooks that extend the clients' work, in order."""
     reply_cache: ReplyCache | None = None
@@ -338,6 +339,7 @@ class SerialEngine:
             inputs=self.sites.inputs,
             seed=started.job.seed,
             precision=self.precision,
+            teacher_precision=self.teacher_precision,
             by_epoch=self._keeps_epochs(stage) and started.start.model is None,
             lr_round=self.world.stream.within(stage.round),
             rule=self._gradient_rule(started.view, stage),

@@ -581,7 +581,7 @@ class Stack(TrainingClients):
         return [Examples(*pair) for pair in zip(values, labels, strict=True)]
 
     def _outputs(self, teacher: FrozenModel, kind: str, examples: Examples) -> Tensor:
-        passes = ModelPasses(teacher.spec, self.setup.inputs, self.setup.precision)
+        passes = ModelPasses(teacher.spec, self.setup.inputs, self.setup.teacher_precision)
         if kind == "logits":
             return passes.logits(teacher.params, examples)
         return passes.features(teacher.params, examples)

@@ -69,6 +69,7 @@ class Networks:
     module: nn.Module
     teacher_table: TeacherTable
     precision: Precision
+    teacher_precision: Precision
     device: torch.device
     teacher_on_batch: TeacherOnBatch | None = None
     """None under ``vmap``, where each client may have another teacher: it then runs here."""
@@ -88,11 +89,19 @@ class Networks:
         module = contract.module(teacher.spec, "frozen").eval()
         run = contract.forward if kind == "logits" else contract.features
         with torch.no_grad():
-            return lowered(run, self.precision, self.device)(module, teacher.params, inputs.x)
+            return self.lowered_teacher(run)(module, teacher.params, inputs.x)
 
     def frozen(self, start: TrainingStart, name: str) -> FrozenModel:
         """A teacher of what training starts from."""
         return frozen(start.teachers[name], self.model)
+
+    def lowered(self, function: Callable[P, T]) -> Callable[P, T]:
+        """A pass of the student at its precision."""
+        return lowered(function, self.precision, self.device)
+
+    def lowered_teacher(self, function: Callable[P, T]) -> Callable[P, T]:
+        """A pass of a teacher at the teachers' precision."""
+        return lowered(function, self.teacher_precision, self.device)
 
 
 class BatchStep:
@@ -150,7 +159,8 @@ class BatchStep:
         return self._features
 
     def head(self, features: Tensor) -> Tensor:
-        return self._lowered(contract.head)(self._networks.module, self.params, features)
+        networks = self._networks
+        return networks.lowered(contract.head)(networks.module, self.params, features)
 
     def run(
         self,
@@ -158,8 +168,9 @@ class BatchStep:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        network = self._networks.module
-        return self._lowered(function)(network, self.params, self.x, *args, **kwargs)
+        networks = self._networks
+        run = networks.lowered(function)
+        return run(networks.module, self.params, self.x, *args, **kwargs)
 
     def run_teacher(
         self,
@@ -172,7 +183,8 @@ class BatchStep:
         teacher = self._networks.frozen(self._start, name)
         network = contract.module(teacher.spec, "frozen").eval()
         params = {k: v.detach() for k, v in teacher.params.items()}
-        return self._lowered(function)(network, params, x, *args, **kwargs)
+        run = self._networks.lowered_teacher(function)
+        return run(network, params, x, *args, **kwargs)
 
     def teacher(self, name: str, raw: bool = False) -> Tensor:
         logits = self._networks.teacher(self._start, name, "logits", self._inputs)
@@ -201,9 +213,6 @@ class BatchStep:
         if head is None:
             return logits
         return torch.where(head, logits, OFF)
-
-    def _lowered(self, function: Callable[P, T]) -> Callable[P, T]:
-        return lowered(function, self._networks.precision, self._networks.device)
 
 
 # ---- frozen teachers -----------------------------------------------------------------------------

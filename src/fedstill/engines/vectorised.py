@@ -124,6 +124,7 @@ class VectorisedEngine(PooledEngine):
             inputs=self.sites.inputs,
             seed=seed,
             precision=self.precision,
+            teacher_precision=self.teacher_precision,
             by_epoch=self._keeps_epochs(stage),
             lr_round=self.world.stream.within(stage.round),
         )

@@ -648,7 +648,7 @@ KILLED: Answer = (
 def _check_machine(run: Variant) -> None:
     """Raise ConfigError if this machine lacks something that an unfinished run needs."""
     try:
-        check_machine(run.settings.precision, run.settings.device)
+        check_machine(run.settings.precisions, run.settings.device)
     except ConfigError:
         if not _is_up_to_date(run):
             raise

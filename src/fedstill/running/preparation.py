@@ -128,6 +128,7 @@ class Prepared:
             memory=memory or Memory(),
             threads=ThreadCounts(*settings.threads),
             precision=settings.precision,
+            teacher_precision=settings.precisions["teacher_precision"],
             hooks=hooks,
             reply_cache=reply_cache,
             **options,
@@ -353,7 +354,7 @@ def _noted_sums(settings: Settings, folder: Path) -> Moments | None:
 
 def _check_machine(settings: Settings) -> None:
     """Raise ConfigError for what this machine lacks, and make its arithmetic repeatable."""
-    check_machine(settings.precision, settings.device)
+    check_machine(settings.precisions, settings.device)
     steady(settings.device)
     if settings.reuse:
         reuse_bytes()  # raises if the environment variable is not a number
