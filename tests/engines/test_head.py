@@ -26,7 +26,7 @@ OTHER = initial(SPEC, 3)
 
 def step(head: torch.Tensor | None) -> BatchStep:
     params = {k: v.clone().requires_grad_() for k, v in initial(SPEC, 1).items()}
-    networks = Networks(SPEC, module(SPEC), lambda *_: None, "fp32", torch.device("cpu"))
+    networks = Networks(SPEC, module(SPEC), lambda *_: None, "fp32", "fp32", torch.device("cpu"))
     index = torch.arange(len(Y))
     start = TrainingStart(params, {"old": OTHER}, head=head)
     return BatchStep(networks, start, params, StepInputs(X, Y, index, index, None, 0))

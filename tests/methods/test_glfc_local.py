@@ -44,7 +44,7 @@ def test_the_loss_by_hand(first: bool, class_weights: tuple[float, ...] | None) 
     if class_weights is not None:
         carry = replace(carry, class_weights=torch.tensor(class_weights))
         of_labels = np.array(class_weights)[y.numpy()]
-    networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
+    networks = Networks(spec, module(spec), lambda *_: None, "fp32", "fp32", torch.device("cpu"))
     index = torch.arange(6)
     terms = LocalGLFC(GLFCLocal(), 2).terms(
         BatchStep(networks, carry, new, StepInputs(x, y, index, index, None, 0)), carry

@@ -160,7 +160,7 @@ def test_the_objective_by_hand(alpha: float) -> None:
     carry = TrainingStart(
         params, constants=known, head=torch.tensor([False, False, False, True, True])
     )
-    networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
+    networks = Networks(spec, module(spec), lambda *_: None, "fp32", "fp32", torch.device("cpu"))
     index = torch.arange(9)
     work = Rehearse(Replay(alpha=alpha, beta=0.7), 2)
     terms = work.terms(
