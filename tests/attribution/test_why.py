@@ -26,10 +26,10 @@ from fedstill.attribution.replays import accuracies_by_round, measure_round
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.records import Stage
-from fedstill.core.rounds import Without, unchanged
+from fedstill.core.rounds import unchanged
 from fedstill.measures.contributions import Contributions
 from fedstill.running.journal import LATER_LOOKS, add_looks, looks_of
-from fedstill.running.replay import Replay
+from fedstill.running.replay import Replay, Without
 
 CONFIG = """
 rounds = 6

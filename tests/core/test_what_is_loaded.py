@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 FILES = 33
-LINES = 7_528
+LINES = 7_180
 """Ceilings, which may fall and not rise. The goal is 40 files and 6,500 lines."""
 
 NEEDED = [

@@ -14,9 +14,8 @@ from fedstill.core.codec import encode
 from fedstill.core.errors import CorruptFile
 from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.core.records import Payload, State
-from fedstill.core.rounds import Without
 from fedstill.running.checkpoint import Position
-from fedstill.running.replay import Replay, checkpoints_of
+from fedstill.running.replay import Replay, Without, checkpoints_of
 from fedstill.running.runner import run
 from fedstill.running.runs import read_run
 

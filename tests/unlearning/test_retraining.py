@@ -13,13 +13,12 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core.records import World
 from fedstill.core.registry import register
-from fedstill.core.rounds import Without
 from fedstill.core.topology import Parallel
 from fedstill.core.trees import same_bits
 from fedstill.data.dataset import Dataset, DatasetInfo
 from fedstill.data.sources import from_tensors
 from fedstill.running.journal import Event, read_journal, without_times
-from fedstill.running.replay import Replay
+from fedstill.running.replay import Replay, Without
 from fedstill.running.result import Result
 from fedstill.running.runner import run
 from fedstill.unlearning.request import UnlearningRequest, strategy_named

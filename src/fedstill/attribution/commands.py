@@ -278,9 +278,8 @@ def _print_without(
 ) -> int:
     from fedstill.attribution import class_changes
     from fedstill.attribution.replays import accuracies_by_round
-    from fedstill.core.rounds import Without
     from fedstill.report import terminal
-    from fedstill.running.replay import Replay
+    from fedstill.running.replay import Replay, Without
     from fedstill.running.runs import read_run
 
     replay = Replay.of_round(directory, span.first)

@@ -31,22 +31,15 @@ from fedstill.core.checks import (
     reply_code,
 )
 from fedstill.core.errors import ClientFailed
-from fedstill.core.extensions import (
-    Engine,
-    NoRecorder,
-    Recorder,
-    Requests,
-    RoundHook,
-    StageActor,
-    StageProvider,
-    StageResult,
-)
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, World
 from fedstill.core.screen import Refusal, Rules, screen
+from fedstill.core.stage_results import NoRecorder, Recorder, Requests, StageResult
 
 if TYPE_CHECKING:
+    # The loop calls extensions, but it does not need their base classes.
+    from fedstill.core.extensions import Engine, RoundHook, StageActor, StageProvider
     from fedstill.core.topology import Topology
 
 
@@ -57,30 +50,6 @@ StageChange = Callable[[Sequence[Stage]], Sequence[Stage]]
 def unchanged(stages: Sequence[Stage]) -> Sequence[Stage]:
     """The stages of the run."""
     return stages
-
-
-@dataclass(frozen=True)
-class Without:
-    """A ``StageChange`` that leaves clients out of the rounds from ``first`` to ``last``.
-
-    ``last``: None for the end of the run.
-    """
-
-    clients: frozenset[int]
-    first: int = 1
-    last: int | None = None
-
-    def __call__(self, stages: Sequence[Stage]) -> Sequence[Stage]:
-        """The stages without these clients; a stage without any client is dropped."""
-        changed = [self._remaining(stage) for stage in stages]
-        return [stage for stage in changed if stage.clients]
-
-    def _remaining(self, stage: Stage) -> Stage:
-        is_over = self.last is not None and stage.round > self.last
-        if stage.round < self.first or is_over:
-            return stage
-        clients = tuple(client for client in stage.clients if client not in self.clients)
-        return replace(stage, clients=clients)
 
 
 @dataclass(frozen=True)

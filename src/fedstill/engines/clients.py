@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core import trees
-from fedstill.core.extensions import GradientRule
 from fedstill.core.keys import generator, seed_for, to_device
 from fedstill.core.records import Examples, Plan, Stage, Tensors, TrainingStart, View
 from fedstill.engines.hardware import Precision, workers
@@ -29,6 +28,7 @@ from fedstill.models.contract import joins_last_example
 from fedstill.models.functional import channels_last
 
 if TYPE_CHECKING:
+    from fedstill.core.extensions import GradientRule
     from fedstill.data.inputs import Inputs
 
 STEP_FIELDS = ("params", "teachers", "trace", "constants", "head", "class_weights")

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fedstill.core import trees
 from fedstill.core.checks import bad_return, terms_of
-from fedstill.core.extensions import GradientRule
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Step, Tensors, TrainingResult, TrainingStart, View
@@ -40,6 +39,7 @@ from fedstill.models import contract
 from fedstill.models.contract import draws_random_numbers, freeze_norms
 
 if TYPE_CHECKING:
+    from fedstill.core.extensions import GradientRule
     from fedstill.engines.cuda_graphs import StepRecorder
 
 Terms = dict[str, Tensor]

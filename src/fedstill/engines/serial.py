@@ -22,7 +22,6 @@ from fedstill.core.checks import (
     place,
 )
 from fedstill.core.errors import ChangedInPlace, ClientFailed, CorruptFile
-from fedstill.core.extensions import ClientHook, Fields, GradientRule
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
@@ -48,6 +47,7 @@ from fedstill.engines.loop import Trained, train
 from fedstill.engines.step import FrozenModel, frozen
 
 if TYPE_CHECKING:
+    from fedstill.core.extensions import ClientHook, Fields, GradientRule
     from fedstill.data.inputs import Inputs
 
 log = logging.getLogger("fedstill.engine")

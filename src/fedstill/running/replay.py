@@ -28,6 +28,33 @@ from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.selection import STOP_REASON
 
+# ---- rounds with other clients -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Without:
+    """A ``StageChange`` that leaves clients out of the rounds from ``first`` to ``last``.
+
+    ``last``: None for the end of the run.
+    """
+
+    clients: frozenset[int]
+    first: int = 1
+    last: int | None = None
+
+    def __call__(self, stages: Sequence[Stage]) -> Sequence[Stage]:
+        """The stages without these clients; a stage without any client is dropped."""
+        changed = [self._remaining(stage) for stage in stages]
+        return [stage for stage in changed if stage.clients]
+
+    def _remaining(self, stage: Stage) -> Stage:
+        is_over = self.last is not None and stage.round > self.last
+        if stage.round < self.first or is_over:
+            return stage
+        clients = tuple(client for client in stage.clients if client not in self.clients)
+        return replace(stage, clients=clients)
+
+
 # ---- the run and its checkpoint ------------------------------------------------------------------
 
 Announce = Callable[[int, int], None]

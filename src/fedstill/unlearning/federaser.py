@@ -30,10 +30,11 @@ from fedstill.core.extensions import StageActor, StageProvider, StageResult
 from fedstill.core.fields import Count, PositiveShare
 from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage, State, Tensors, World
-from fedstill.core.rounds import Schedule, Without
+from fedstill.core.rounds import Schedule
 from fedstill.core.topology import Topology
 from fedstill.models.contract import trainable_names
 from fedstill.running.preparation import Prepared
+from fedstill.running.replay import Without
 from fedstill.unlearning.request import UnlearningRequest
 from fedstill.unlearning.strategy import (
     NewRounds,

@@ -44,10 +44,11 @@ from fedstill.core.records import (
     View,
     World,
 )
-from fedstill.core.rounds import Schedule, Without
+from fedstill.core.rounds import Schedule
 from fedstill.losses import cross_entropy
 from fedstill.models import contract
 from fedstill.running.preparation import Prepared
+from fedstill.running.replay import Without
 from fedstill.unlearning.request import UnlearningRequest
 from fedstill.unlearning.strategy import (
     NewRounds,

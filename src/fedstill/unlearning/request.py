@@ -96,7 +96,7 @@ STRATEGIES = {
         Part(
             "fine_tuning",
             "Train on without the forgotten data; the baseline.",
-            "fedstill.unlearning.fine_tuning:FineTuning",
+            "fedstill.unlearning.retraining:FineTuning",
         ),
         Part(
             "federaser",

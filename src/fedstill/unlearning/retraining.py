@@ -1,9 +1,17 @@
-"""Retraining: the run once more without the forgotten data. It is exact.
+"""The strategies that only train without the forgotten data: retraining, which is exact, and
+fine-tuning, which is the baseline.
 
+Retraining is the run once more without the forgotten data.
 Reading: "as if the data had never been used" is read as the run with the same config and the table
 ``[unlearning]``. Client ids, the split of all other data, samples of clients and all draws stay the
 same; forgotten clients do not act. Training starts at the last kept checkpoint before a client with
 forgotten data was scheduled, if there is one, because nothing before it depends on these data.
+
+Fine-tuning adds rounds without the forgotten data to the run. It has no guarantee.
+Source: a baseline of Golatkar, Achille and Soatto, "Eternal Sunshine of the Spotless Net: Selective
+Forgetting in Deep Networks" (2020), section 5: it relies on catastrophic forgetting.
+Reading: in a federation, the remaining clients continue with the run's method and plan. The
+learning rate goes on falling. The number of rounds is an option.
 """
 
 from __future__ import annotations
@@ -20,17 +28,26 @@ from numpy.typing import NDArray
 from fedstill.config.experiment import from_tree
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.extensions import Event
+from fedstill.core.fields import Count
 from fedstill.core.files import read_file, read_toml
-from fedstill.core.rounds import Schedule, Without
+from fedstill.core.rounds import Schedule
 from fedstill.data.client_split import ClientSplit
 from fedstill.running import runner
 from fedstill.running.checkpoint import Restored
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared
+from fedstill.running.replay import Without
 from fedstill.unlearning.certificate import write_certificate
 from fedstill.unlearning.request import TABLE, UnlearningRequest, UnlearningTable
-from fedstill.unlearning.strategy import NewRounds, OriginalRun, StartPoint, Strategy
+from fedstill.unlearning.strategy import (
+    NewRounds,
+    OriginalRun,
+    StartPoint,
+    Strategy,
+    check_continues,
+    continued,
+)
 
 
 @dataclass(frozen=True)
@@ -114,6 +131,34 @@ def _events_before(original: OriginalRun, restored: Restored) -> Sequence[Event]
     data = read_file(original.folder / "journal.jsonl")[: restored.journal.length]
     events: list[Event] = [json.loads(line) for line in data.splitlines()]
     return events[1:]
+
+
+# ---- the baseline --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FineTuning(Strategy):
+    """Train on without the forgotten data."""
+
+    whole_clients_only: ClassVar[bool] = False
+
+    repair_rounds: Count = 5
+    """The number of further rounds."""
+
+    def check(self, original: OriginalRun, request: UnlearningRequest) -> None:
+        """Raise IncompatibleMethod for a run that cannot go on."""
+        check_continues(original, "fine_tuning")
+
+    def rounds(self, original: OriginalRun, request: UnlearningRequest) -> NewRounds:
+        """The rounds after the last one."""
+        last = original.last_round
+        return NewRounds(first=last + 1, last=last + self.repair_rounds)
+
+    def start(
+        self, original: OriginalRun, request: UnlearningRequest, prepared: Prepared
+    ) -> StartPoint:
+        """The end of the original run."""
+        return continued(original, prepared)
 
 
 # ---- in a federation -----------------------------------------------------------------------------

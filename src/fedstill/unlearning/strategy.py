@@ -23,7 +23,7 @@ from fedstill.core.extensions import Event, NoRecorder, StageActor, StageProvide
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage, State, Tensors, World
-from fedstill.core.rounds import ANSWERED, Schedule, Without, run_round
+from fedstill.core.rounds import ANSWERED, Schedule, run_round
 from fedstill.core.trees import same_bits
 from fedstill.data.client_split import ClientSplit
 from fedstill.data.dataset import Dataset
@@ -32,7 +32,7 @@ from fedstill.running.directory import settings_of
 from fedstill.running.extensions import run_context
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare_again
-from fedstill.running.replay import checkpoints_of
+from fedstill.running.replay import Without, checkpoints_of
 from fedstill.running.selection import STOP_REASON
 from fedstill.unlearning.request import UnlearningRequest, UnlearningTable
 
