@@ -13,7 +13,14 @@ from fedstill.data.partition.dirichlet import (
     public_split,
 )
 from fedstill.data.partition.rules import Draw, Parts, cached_split
-from fedstill.data.partition.sharding import column, iid, pathological, shard_rows, sharding
+from fedstill.data.partition.sharding import (
+    column,
+    flower_datasets,
+    iid,
+    pathological,
+    shard_rows,
+    sharding,
+)
 
 __all__ = [
     "ClientSplit",
@@ -25,6 +32,7 @@ __all__ = [
     "dirichlet_draw",
     "extended_dirichlet",
     "extended_dirichlet_draw",
+    "flower_datasets",
     "hiper",
     "hybrid",
     "iid",

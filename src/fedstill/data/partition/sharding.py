@@ -1,19 +1,20 @@
 """Partitions without Dirichlet distributions: ``iid`` (equal parts), ``sharding`` (equal blocks of
-single classes), ``pathological`` (a few classes for each client, in random amounts), and ``column``
-(each value of a column is a client).
+single classes), ``pathological`` (a few classes for each client, in random amounts), ``column``
+(each value of a column is a client), and ``flower_datasets`` (any partitioner of Flower Datasets).
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Interval
 from numpy.typing import ArrayLike, NDArray
 
-from fedstill.core.errors import DataError, InfeasiblePartition
+from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition, UnknownName
 from fedstill.core.fields import Count, Positive, Seed
 from fedstill.core.keys import numpy_generator
 from fedstill.core.registry import register
@@ -248,7 +249,7 @@ def _random_cuts(size: int, owners: int, stream: np.random.RandomState) -> Label
 # Registered without @partition, which rejects empty clients, because a client may have no examples
 # in a task.
 @register("partition", "column")
-def column(  # noqa: PLR0913 - the fields of the partition's config table  # noqa: PLR0913 - the fields of the partition's config table
+def column(  # noqa: PLR0913 - the fields of the partition's config table
     labels: ArrayLike,
     clients: int,
     groups: ArrayLike | None,
@@ -321,3 +322,85 @@ def _with_mix(
         shuffled = stream.permutation(examples[labels[examples] == label])
         subset.append(shuffled[: max(round(share * scale), min_count)])
     return np.sort(np.concatenate(subset))
+
+
+# ---- partitioners of Flower Datasets -------------------------------------------------------------
+
+_LABEL_COLUMN = "label"
+"""The column of labels in the data set for the partitioner."""
+
+_POSITION_COLUMN = "position"
+"""The column of the examples' positions."""
+
+
+@partition("flower_datasets")
+def flower_datasets(
+    labels: Labels,
+    clients: Count,
+    seed: Seed,
+    partitioner: str = "IidPartitioner",
+    options: dict[str, bool | int | float | str] | None = None,
+) -> Parts:
+    """Uses a partitioner of Flower Datasets, such as DirichletPartitioner with options alpha = 0.3.
+    It only gets the labels.
+
+    Raises UnknownName for an unknown class, and ConfigError if the partitioner raises an error, or
+    if Flower Datasets is not installed.
+
+    labels: Class ids (n,).
+    seed: The seed of the split; by default, the seed of the run.
+    partitioner: The name of the partitioner's class.
+    options: The arguments of its constructor. fedstill sets num_partitions, partition_by and seed.
+    """
+    partitioner_class = _partitioner_class(partitioner)
+    parameters = inspect.signature(partitioner_class).parameters
+    from_run = {"num_partitions": clients, "partition_by": _LABEL_COLUMN, "seed": seed % 2**32}
+    arguments = {name: value for name, value in from_run.items() if name in parameters}
+    arguments |= options or {}
+    for name in arguments:
+        if name not in parameters:
+            raise UnknownName("option", name, parameters, place=f"partition {partitioner}")
+    try:
+        parts = _loaded_parts(partitioner_class(**arguments), labels)
+    # Partitioners raise these for unsuitable options or labels, in the constructor or at the first
+    # load.
+    except (TypeError, ValueError, KeyError, NotImplementedError) as error:
+        raise ConfigError(
+            f"partition {partitioner} failed: {type(error).__name__}: {error}"
+        ) from error
+    if len(parts) != clients:
+        raise ConfigError(
+            f"partition {partitioner} returned {len(parts)} parts for {clients} clients; change "
+            "its options"
+        )
+    return parts
+
+
+def _loaded_parts(partitioner: Any, labels: Labels) -> list[Labels]:
+    """The positions of the examples in each part of a partitioner."""
+    import datasets
+
+    columns = {_LABEL_COLUMN: labels, _POSITION_COLUMN: np.arange(len(labels))}
+    partitioner.dataset = datasets.Dataset.from_dict(columns)
+    return [
+        np.asarray(partitioner.load_partition(number)[_POSITION_COLUMN], dtype=np.int64)
+        for number in range(int(partitioner.num_partitions))
+    ]
+
+
+def _partitioner_class(name: str) -> Any:
+    try:
+        from flwr_datasets import partitioner as partitioners
+    except ImportError as error:
+        raise ConfigError(
+            "partition flower_datasets needs Flower Datasets: pip install "
+            f"'fedstill[flower-datasets]' ({error})"
+        ) from error
+    names = [
+        class_name
+        for class_name in dir(partitioners)
+        if class_name.endswith("Partitioner") and class_name != "Partitioner"
+    ]
+    if name not in names:
+        raise UnknownName("partitioner", name, names, place="Flower Datasets")
+    return getattr(partitioners, name)
