@@ -18,7 +18,7 @@ from fedstill.core.records import ModelSpec
 from fedstill.core.trees import only, same_bits
 from fedstill.models import contract
 from fedstill.models.building import is_added, personal_logits, with_both_heads
-from fedstill.models.model_file import read_model, save_model
+from fedstill.running.model_file import read_model, save_model
 from fedstill.running.preparation import prepare
 from fedstill.running.start_weights import start_of
 

@@ -539,21 +539,6 @@ def _is_plain(value: Any, depth: int, word: int) -> bool:
     return isinstance(value, bool) or _number_or_none(value)
 
 
-def event_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """A reply's metrics as fields of its event; the method's report becomes fields, too.
-
-    >>> event_fields({"steps": 3, "report": {"helper": 2}, "seconds": 0.5})
-    {'steps': 3, 'helper': 2, 'seconds': 0.5}
-    """
-    fields: dict[str, Any] = {}
-    for name, value in metrics.items():
-        if name == METHOD_REPORT:
-            fields |= value
-        else:
-            fields[name] = value
-    return fields
-
-
 def json_value(value: Any) -> Any:
     """A value for JSON: NaN and infinity become null."""
     if isinstance(value, Mapping):

@@ -29,11 +29,11 @@ from fedstill.export.trained_model import TrainedModel, network_of
 from fedstill.methods.fit import Queries, fitted_models, student_models
 from fedstill.models.contract import Predictor, predictor
 from fedstill.models.ensemble import CombinedPredictor
-from fedstill.models.model_file import FINAL, read_final
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints, StoredMemory
 from fedstill.running.directory import SUFFIX, readable, settings_of, trust_run
 from fedstill.running.driver import remote_engine
+from fedstill.running.model_file import FINAL, read_final
 from fedstill.running.result import Result
 from fedstill.running.same_run import RunIdentity
 from fedstill.running.selection import STOP_REASON, best_round_of

@@ -30,13 +30,13 @@ from fedstill.methods.fit import FIT, probed, queries_of
 from fedstill.methods.qkt import QKT
 from fedstill.metrics import class_accuracy
 from fedstill.models.contract import predictor
-from fedstill.models.model_file import read_model
 from fedstill.querying.hooks import query_reasons
 from fedstill.querying.queries import QueryTable, Why, picked
 from fedstill.querying.rules import rule_of, with_known_queries
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.directory import code_of_run, settings_of
 from fedstill.running.extensions import Extensions, run_context
+from fedstill.running.model_file import read_model
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.world import RunWorld
 

@@ -17,7 +17,7 @@ from fedstill.core.capabilities import Need
 from fedstill.core.errors import Interrupted
 from fedstill.core.extensions import Event, Fields, Observer, RoundResult, StageKeeper, StageResult
 from fedstill.core.records import State
-from fedstill.core.screen import event_fields
+from fedstill.core.screen import METHOD_REPORT
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.serial import Memory
 from fedstill.running.checkpoint import Checkpoints
@@ -396,3 +396,18 @@ def events_of_clients(result: StageResult, file_fields: Mapping[int, Fields]) ->
     for client in stage.clients:
         if client not in result.payloads:
             yield {**position, "client": client, "idle": True}
+
+
+def event_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """A reply's metrics as fields of its event; the method's report becomes fields, too.
+
+    >>> event_fields({"steps": 3, "report": {"helper": 2}, "seconds": 0.5})
+    {'steps': 3, 'helper': 2, 'seconds': 0.5}
+    """
+    fields: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if name == METHOD_REPORT:
+            fields |= value
+        else:
+            fields[name] = value
+    return fields

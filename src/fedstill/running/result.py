@@ -24,10 +24,10 @@ from fedstill.core.screen import json_value
 from fedstill.metrics.accuracy import forgetting_by_class
 from fedstill.metrics.classification import METRICS, RECORDED
 from fedstill.metrics.local_models import QUERY_MEASURES, UNTAUGHT
-from fedstill.models.model_file import FINAL, MODEL_SEAL, read_final
 from fedstill.running import journal as journals
 from fedstill.running.frame import frame_of_clients, frame_of_events
 from fedstill.running.journal import Event, events_by_name, first_event
+from fedstill.running.model_file import FINAL, MODEL_SEAL, read_final
 from fedstill.running.numbers import RunNumbers
 from fedstill.running.same_run import check_journal
 from fedstill.running.selection import STOP_REASON, selection_summary

@@ -39,7 +39,7 @@ from fedstill.engines.passes import ModelPasses
 from fedstill.models import contract
 from fedstill.models.building import is_added
 from fedstill.models.functional import SHARD
-from fedstill.models.model_file import FINAL, read_final
+from fedstill.running.model_file import FINAL, read_final
 
 # A model that a run starts from instead of drawn weights: another run's final one, or one in a
 # file.
