@@ -9,6 +9,7 @@ of a client's event have the form that a client may report (``core.screen``).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Required
 
@@ -337,7 +338,7 @@ def malformed_events(events: Sequence[Any]) -> dict[int, str]:
     checks what the fields of several events must have in common.
     """
     problems: dict[int, str] = {}
-    positions_by_name: dict[str, list[int]] = {}
+    positions_by_name: defaultdict[str, list[int]] = defaultdict(list)
     for position, event in enumerate(events):
         if not isinstance(event, dict) or not isinstance(event.get("event"), str):
             problems[position] = "is not an event"
@@ -345,7 +346,7 @@ def malformed_events(events: Sequence[Any]) -> dict[int, str]:
         name = event["event"]
         if name == "measure" and event.get("measure") == CONTRIBUTIONS:
             name = f"measure {CONTRIBUTIONS}"
-        positions_by_name.setdefault(name, []).append(position)
+        positions_by_name[name].append(position)
 
     for name, positions in positions_by_name.items():
         schema = SCHEMAS.get(name)
@@ -396,16 +397,17 @@ class JournalChecker:
 
     def problem(self, event: Event) -> str:
         """What is wrong with the next event; empty if nothing is."""
+        name = event["event"]
+        if name == "client" and self._has_started:
+            # Most events are of clients, whose order is free.
+            return self._problem_of_report(event)
         problem = self._problem_of_order(event)
         if problem:
             return problem
-        name = event["event"]
         if name == "start":
             return self._begin(event)
         if name in ("initial", "round"):
             return self._problem_of_classes(event) or _problem_of_tables(event)
-        if name == "client":
-            return self._problem_of_report(event)
         if name == "task":
             return self._problem_of_task(event)
         if name == "measure" and event["measure"] == CONTRIBUTIONS:

@@ -132,7 +132,11 @@ class RunNumbers:
 
         ``classes``: the number of classes; by default, from the event ``start``, or else 0.
         """
-        by_name = events_by_name(events)
+        return RunNumbers.of_groups(events_by_name(events), classes)
+
+    @staticmethod
+    def of_groups(by_name: Mapping[str, Sequence[Event]], classes: int | None = None) -> RunNumbers:
+        """The numbers in events that are grouped by their names; ``classes``: as for ``of``."""
         if classes is None:
             start = first_event(by_name, "start")
             classes = len(start.get("classes", ()))
@@ -397,12 +401,11 @@ def _none_if_undefined(value: float) -> float | None:
 
 def _transposed(events: Sequence[Event]) -> dict[str, Sequence[Any]]:
     """By field, the values of all events; None for an event without the field."""
-    fields: tuple[str, ...] = ()
-    if events:
-        fields = tuple(events[0])
-    if all(tuple(event) == fields for event in events):
+    distinct_fields = set(map(tuple, events))
+    if len(distinct_fields) == 1:
         # Most events of a kind have the same fields in the same order.
-        columns = zip(*(event.values() for event in events), strict=True)
+        (fields,) = distinct_fields
+        columns = zip(*map(dict.values, events), strict=True)
         return dict(zip(fields, columns, strict=True))
     names = dict.fromkeys(chain.from_iterable(events))
     return {name: [event.get(name) for event in events] for name in names}

@@ -121,8 +121,16 @@ class Run:
         These are the learning rates and, if clients have no personal models, the
         ``personal_accuracy`` of the global model.
         """
-        events = [self.start, self.initial, *self.rounds, *self.clients, *self.measures]
-        numbers = RunNumbers.of([event for event in (*events, *self.task_ends) if event])
+        numbers = RunNumbers.of_groups(
+            {
+                "start": _if_any(self.start),
+                "initial": _if_any(self.initial),
+                "round": self.rounds,
+                "client": self.clients,
+                "measure": self.measures,
+                "task": self.task_ends,
+            }
+        )
         numbers.add(LearningRates.of(self.settings, self.start).numbers(self.clients))
         if not self.has_personal_models:
             numbers.add([_personal_accuracy(numbers.class_accuracy, self.label_counts)])
@@ -160,6 +168,13 @@ class Run:
         }
         without_teacher = sum(not chosen for chosen in teachers.values())
         return QueryCount(without_teacher=without_teacher, total=len(teachers))
+
+
+def _if_any(event: Event) -> list[Event]:
+    """A list with the event, or without any if the run has not written it."""
+    if not event:
+        return []
+    return [event]
 
 
 def _personal_accuracy(
