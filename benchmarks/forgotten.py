@@ -1,39 +1,35 @@
 """How well each strategy of ``fedstill unlearn`` forgets a client, beside an exact result.
 
-``python -m benchmarks.forgotten [FOLDER]`` prints the tables from the certificates in a folder or
-its pack, by default results/unlearning-digits. ``--train`` trains the runs first: digits, five
-clients, five seeds. In *only owner*, client 0 alone has class 7. In *one of many*, all clients have
-similar data, and a third of those of client 0 have a planted trigger.
+``python -m benchmarks.forgotten`` prints the tables of all studies from the certificates of their
+packs, results/unlearning-NAME. ``--study NAME`` prints those of one study. ``--train FOLDER`` first
+trains its runs in a folder: two scenarios, five seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from fedstill import Experiment, from_clients, load_dataset, run
+from fedstill.core.errors import Diverged
 from fedstill.data.dataset import Dataset
 from fedstill.report import terminal
 from fedstill.running.directory import readable
-from fedstill.unlearning.certificate import read_certificate
+from fedstill.unlearning.certificate import CERTIFICATE, read_certificate
 from fedstill.unlearning.report import COLUMNS, verification_table
 from fedstill.unlearning.request import STRATEGIES, UnlearningRequest, strategy_named
 from fedstill.unlearning.unlearn import unlearn
 from fedstill.unlearning.verification import Backdoor
 
-FOLDER = Path("results/unlearning-digits")
+RESULTS = Path("results")
 CLIENTS = 5
 SEEDS = (1, 2, 3, 4, 5)
-OWNED = 7
-"""The class of which client 0 is the only owner."""
-BACKDOOR = Backdoor(target=0, size=2)
-SCENARIOS: Mapping[str, Backdoor | None] = {"only-owner": None, "one-of-many": BACKDOOR}
-"""The backdoor of each scenario."""
 
 SHOWN = [
     replace(column, digits=0)
@@ -42,81 +38,197 @@ SHOWN = [
 ]
 """The columns of the tables: all shares except these."""
 
-SETTINGS = {
-    "rounds": 8,
+KEPT = {
     "threads": 1,
     "measure": (),
     "keep_updates": True,
     "keep_checkpoints_every": 1,
-    "model": {"name": "mlp"},
-    "plan": {"epochs": 3, "batch": 20, "lr": 0.1},
 }
+"""The settings of all studies: one thread, and everything that a strategy needs."""
 
 
-def digits_of_clients(scenario: str, seed: int) -> Dataset:
-    """The digits of all clients, dealt out at random except for what the scenario says."""
-    digits = load_dataset("digits")
-    backdoor = SCENARIOS[scenario]
-    owners = np.random.default_rng(seed).integers(0, CLIENTS, len(digits.train))
-    if backdoor is None:
-        owners[digits.train.labels.numpy() == OWNED] = 0
-    else:
-        digits = backdoor.planted(digits, np.flatnonzero(owners == 0)[::3])
-    pairs = []
-    for client in range(CLIENTS):
-        part = digits.train.take(torch.as_tensor(np.flatnonzero(owners == client)))
-        pairs.append((part.values, part.labels))
-    test = (digits.test.values, digits.test.labels)
-    return from_clients("digits", pairs, test=test, classes=digits.classes)
+@dataclass(frozen=True)
+class Scenario:
+    """A client that leaves.
+
+    ``client``: its number. ``only_class``: a class of which it is the only owner. ``backdoor``: a
+    trigger that is planted into a third of its images.
+    """
+
+    name: str
+    client: int = 0
+    only_class: int | None = None
+    backdoor: Backdoor | None = None
 
 
-def train(folder: Path, scenario: str, seed: int) -> None:
-    """Train the original run of a scenario, and unlearn its client 0 by every strategy."""
-    data = digits_of_clients(scenario, seed)
-    place = folder / scenario / f"seed{seed}"
-    experiment = Experiment(**SETTINGS, seed=seed, data={"public": 100})
-    run(experiment, place / "original", data)
-    for name in STRATEGIES:
-        exact = None
-        if name != "retraining":
-            exact = place / "retraining"
-        unlearn(
-            place / "original",
-            UnlearningRequest(clients=(0,)),
-            strategy_named(name, {}),
-            place / name,
-            exact=exact,
-            backdoor=SCENARIOS[scenario],
-            data=data,
+@dataclass(frozen=True)
+class Study:
+    """A data set, its scenarios, and how models are trained.
+
+    ``settings``: keys of the config beside ``KEPT``; ``data.name`` names the data. With a
+    partition, clients are those of the partition. Without one, the examples are dealt out as the
+    scenario says. ``sizes``: of the training and the test set, drawn at random; None for all.
+    """
+
+    settings: Mapping[str, Any]
+    scenarios: Sequence[Scenario]
+    sizes: tuple[int, int] | None = None
+
+    def experiment(self, seed: int) -> Experiment:
+        """The original run, with client 0 in it."""
+        return Experiment(**KEPT, **self.settings, seed=seed)
+
+    def dataset(self, scenario: Scenario, seed: int) -> Dataset | None:
+        """The examples of each client, or None if the config names all of them."""
+        if "partition" in self.settings:
+            return None
+        dataset = load_dataset(self.settings["data"]["name"])
+        draws = np.random.default_rng(seed)
+        train, test = dataset.train, dataset.test
+        if self.sizes is not None:
+            train_size, test_size = self.sizes
+            train = train.take(torch.as_tensor(draws.permutation(len(train))[:train_size]))
+            test = test.take(torch.as_tensor(draws.permutation(len(test))[:test_size]))
+        owners = draws.integers(0, CLIENTS, len(train))
+        if scenario.only_class is not None:
+            owners[train.labels.numpy() == scenario.only_class] = scenario.client
+        dataset = replace(dataset, train=train, test=test)
+        if scenario.backdoor is not None:
+            of_client = np.flatnonzero(owners == scenario.client)
+            dataset = scenario.backdoor.planted(dataset, of_client[::3])
+        pairs = []
+        for client in range(CLIENTS):
+            part = dataset.train.take(torch.as_tensor(np.flatnonzero(owners == client)))
+            pairs.append((part.values, part.labels))
+        return from_clients(
+            dataset.name, pairs, test=(test.values, test.labels), classes=dataset.classes
         )
 
 
-def print_tables(folder: Path) -> None:
+BACKDOOR = Backdoor(target=0, size=2)
+ONE_OF_MANY = Scenario("one-of-many", backdoor=BACKDOOR)
+
+STUDIES: Mapping[str, Study] = {
+    "digits": Study(
+        settings={
+            "data": {"name": "digits", "public": 100},
+            "rounds": 8,
+            "model": "mlp",
+            "plan": {"epochs": 3, "batch": 20, "lr": 0.1},
+        },
+        scenarios=(Scenario("only-owner", only_class=7), ONE_OF_MANY),
+    ),
+    "heart": Study(
+        settings={
+            "data": {"name": "heart_disease", "public": 50},
+            "partition": {"kind": "column", "column": "hospital"},
+            "topology": {"clients": 4},
+            "rounds": 30,
+            "model": "logistic",
+            "plan": {"epochs": 5, "batch": 16, "lr": 0.01, "momentum": 0.9},
+        },
+        scenarios=(Scenario("switzerland", client=3), Scenario("hungary", client=1)),
+    ),
+    "blood": Study(
+        settings={
+            "data": {"name": "pbc_blood28", "public": 100},
+            "rounds": 8,
+            "model": "cnn",
+            "plan": {"epochs": 2, "batch": 20, "lr": 0.02},
+        },
+        scenarios=(Scenario("only-owner", only_class=7), ONE_OF_MANY),
+        sizes=(1500, 1000),
+    ),
+    "cifar10": Study(
+        settings={
+            "data": {"name": "cifar10", "public": 100},
+            "rounds": 10,
+            "model": "cnn",
+            "plan": {"epochs": 2, "batch": 20, "lr": 0.02},
+        },
+        scenarios=(Scenario("only-owner", only_class=7), ONE_OF_MANY),
+        sizes=(2000, 1000),
+    ),
+}
+
+
+def train(study: Study, scenario: Scenario, seed: int, folder: Path) -> None:
+    """Train the original run of a scenario, and unlearn its client by every strategy."""
+    data = study.dataset(scenario, seed)
+    run(study.experiment(seed), folder / "original", data)
+    for name in STRATEGIES:
+        exact = None
+        if name != "retraining":
+            exact = folder / "retraining"
+        try:
+            unlearn(
+                folder / "original",
+                UnlearningRequest(clients=(scenario.client,)),
+                strategy_named(name, {}),
+                folder / name,
+                exact=exact,
+                backdoor=scenario.backdoor,
+                data=data,
+            )
+        except Diverged as error:
+            print(f"{folder / name}: {error}")
+    remove_models(folder)
+
+
+def remove_models(folder: Path) -> None:
+    """Delete the models and updates of runs, which take gigabytes and which packs leave out."""
+    for path in folder.rglob("*.safetensors"):
+        if path.name != "split.safetensors":
+            path.unlink()
+
+
+def certificates_of(strategy: str, folder: Path) -> list[Mapping[str, Any]]:
+    """The certificates of a strategy in a scenario, of all seeds on which it did not diverge."""
+    folders = [folder / f"seed{seed}" / strategy for seed in SEEDS]
+    return [read_certificate(path) for path in folders if (path / CERTIFICATE).is_file()]
+
+
+def print_tables(study: Study, folder: Path) -> None:
     """A table for each scenario: the mean over seeds, with its 95 % interval, of each model."""
     screen = terminal.console()
-    for scenario in SCENARIOS:
+    for scenario in study.scenarios:
         rows: dict[str, Sequence[str]] = {}
         for name in STRATEGIES:
-            if name != "retraining":
-                place = readable(folder) / scenario
-                certificates = [read_certificate(place / f"seed{seed}" / name) for seed in SEEDS]
-                table = verification_table(certificates, SHOWN)
-                rows |= {"exact": table.rows["exact"], **rows, **table.rows}
+            if name == "retraining":
+                continue
+            certificates = certificates_of(name, readable(folder) / scenario.name)
+            table = dict(verification_table(certificates, SHOWN).rows)
+            if len(certificates) < len(SEEDS):
+                table[f"{name} ({len(certificates)} of {len(SEEDS)} seeds)"] = table.pop(name)
+            # "exact" and "original" are the same in all tables, and the exact model comes first.
+            rows.setdefault("exact", table["exact"])
+            for model, texts in table.items():
+                rows.setdefault(model, texts)
         cells = [[model, *texts] for model, texts in rows.items()]
-        screen.print(terminal.table([scenario, *(column.title for column in SHOWN)], cells))
+        titles = [column.title for column in SHOWN]
+        screen.print(terminal.table([scenario.name, *titles], cells))
 
 
 def main() -> None:
     """Print the tables; with ``--train``, after the runs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
-    parser.add_argument("--train", action="store_true", help="train the runs first")
+    parser.add_argument("--study", choices=STUDIES, help="one study (default: all)")
+    parser.add_argument("--train", type=Path, metavar="FOLDER", help="train its runs there first")
     options = parser.parse_args()
-    if options.train:
-        for scenario in SCENARIOS:
+    names = list(STUDIES)
+    if options.study:
+        names = [options.study]
+    for name in names:
+        study = STUDIES[name]
+        folder = RESULTS / f"unlearning-{name}"
+        if options.train is not None:
+            folder = options.train / f"unlearning-{name}"
             for seed in SEEDS:
-                train(options.folder, scenario, seed)
-    print_tables(options.folder)
+                for scenario in study.scenarios:
+                    train(study, scenario, seed, folder / scenario.name / f"seed{seed}")
+        if len(names) > 1:
+            terminal.console().print(name)
+        print_tables(study, folder)
 
 
 if __name__ == "__main__":
