@@ -4,8 +4,8 @@ benchmarks.frame [--against COMMIT]``.
 The runs are those of results/fedadkd-table1-full, 200 rounds of ten clients each, repeated under
 other seeds until there are 100. Each command is a process of its own. Seconds of ``load_runs``
 count from the end of the imports. Its memory is the peak of the process; the last column is the
-peak before the call, which torch and pandas take. With ``--against``, another commit writes the
-same report.
+peak before the call, which NumPy, pandas and pydantic take. With ``--against``, another commit
+writes the same report.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from fedstill.core.fields import check_ranges
 from fedstill.core.keys import seed_for
 from fedstill.methods.pfnm import PFNM
 from fedstill.models import contract
-from fedstill.running.model_file import read_model, save_model
+from fedstill.running.model_files import read_model, save_model
 from fedstill.running.preparation import Prepared
 from fedstill.running.runner import run
 

@@ -18,9 +18,8 @@ from fedstill.core.records import ModelSpec
 from fedstill.core.trees import only, same_bits
 from fedstill.models import contract
 from fedstill.models.building import is_added, personal_logits, with_both_heads
-from fedstill.running.model_file import read_model, save_model
+from fedstill.running.model_files import read_model, save_model, start_of
 from fedstill.running.preparation import prepare
-from fedstill.running.start_weights import start_of
 
 PLAIN = contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8,)})
 BOTH = replace(PLAIN, adds=("own_head", "shift"))

@@ -23,7 +23,7 @@ from fedstill.data.sources import load_dataset
 from fedstill.models.contract import initial, spec_for
 from fedstill.querying.answers import ClientChanges, answer_query, with_new_data
 from fedstill.running.journal import read_journal
-from fedstill.running.model_file import read_model, save_model
+from fedstill.running.model_files import read_model, save_model
 from fedstill.running.preparation import prepare
 from fedstill.running.result import Result
 from fedstill.running.runner import run, settings_of

@@ -159,3 +159,14 @@ def test_pandas_is_not_imported_by_commands_that_do_not_need_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_loading_does_not_import_torch(runs: Path) -> None:
+    program = (
+        "import sys, fedstill\n"
+        "frame = fedstill.load_runs(sys.argv[1])\n"
+        "print(len(frame) > 0, 'torch' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", program, str(runs)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert output.split() == ["True", "False"]

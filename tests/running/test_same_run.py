@@ -9,13 +9,8 @@ import pytest
 import toys
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import CorruptFile
-from fedstill.running.same_run import (
-    RunIdentity,
-    check_same,
-    code_digests,
-    comparable_start,
-    settings_but_seed,
-)
+from fedstill.running.runs import settings_but_seed
+from fedstill.running.same_run import RunIdentity, check_same, code_digests, comparable_start
 from newcomer import mine
 
 START = {

@@ -24,7 +24,7 @@ from fedstill.core.records import SERVER, Reply, Stage, State, World
 from fedstill.core.trees import same_bits
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models import building, contract
-from fedstill.running.model_file import read_model, save_model
+from fedstill.running.model_files import read_model, save_model
 from fedstill.running.preparation import prepare
 
 pytestmark = pytest.mark.usefixtures("with_threads")

@@ -24,7 +24,7 @@ from fedstill.core.files import digest
 from fedstill.export.loading import load_model
 from fedstill.querying.answers import answer_query
 from fedstill.running.directory import settings_of
-from fedstill.running.model_file import read_model
+from fedstill.running.model_files import read_model
 from fedstill.running.replay import Replay
 from fedstill.running.runner import resume, run
 from fedstill.running.same_run import other_settings

@@ -37,9 +37,16 @@ from fedstill.benchmark.suites import (
     read_choice,
     slug,
 )
-from fedstill.config.overrides import flat
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, RunExists, on_one_line
-from fedstill.core.files import digest, make_folder, parse_toml, read_file, read_toml, write_whole
+from fedstill.core.files import (
+    digest,
+    flat,
+    make_folder,
+    parse_toml,
+    read_file,
+    read_toml,
+    write_whole,
+)
 from fedstill.core.registry import names as registered_names
 from fedstill.core.user_modules import code_named_by, trust_code_of, trust_content
 from fedstill.running.compare import Variant

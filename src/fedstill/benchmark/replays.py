@@ -43,7 +43,7 @@ from fedstill.config.experiment import from_tree
 from fedstill.core.errors import ConfigError, CorruptFile, DataAbsent
 from fedstill.core.files import make_folder, write_whole
 from fedstill.core.keys import numpy_generator, seed_for
-from fedstill.core.screen import json_value
+from fedstill.core.reports import json_value
 from fedstill.report.table_files import csv_text
 from fedstill.running.compare import Variant, seeded
 from fedstill.running.journal import Event, without_times

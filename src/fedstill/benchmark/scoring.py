@@ -18,7 +18,7 @@ import numpy as np
 
 from fedstill.core.errors import CorruptFile, Diverged, Interrupted, RunsFailed, TooFewReplies
 from fedstill.metrics import tasks as task_metrics
-from fedstill.metrics.values import Values
+from fedstill.metrics.accuracy import Values
 from fedstill.running.compare import Outcome, Variant
 from fedstill.running.journal import Event, read_journal
 from fedstill.running.numbers import RunNumbers

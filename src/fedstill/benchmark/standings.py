@@ -25,8 +25,8 @@ from fedstill.benchmark.scoring import Score, read_events, score_of, task_rows
 from fedstill.benchmark.suites import TEST_SEEDS, Suite, load_suite, suite_names
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.metrics import ranks as rank_metrics
+from fedstill.metrics.accuracy import Values
 from fedstill.metrics.ranks import Difference, paired_difference
-from fedstill.metrics.values import Values
 from fedstill.running.runs import Spread, spread
 
 NOT_REPLAYED = "not replayed"

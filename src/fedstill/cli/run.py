@@ -117,7 +117,7 @@ def resume_command(
     from fedstill.report.progress import followed
     from fedstill.running import runner
     from fedstill.running.directory import settings_of, trust_run
-    from fedstill.running.same_run import check_config
+    from fedstill.running.journal import check_config
 
     check_config(directory)
     if trust_code:
@@ -201,7 +201,8 @@ def _metrics(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _of_selection(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Which round was selected as the best one, by what, and why the run stopped early."""
     from fedstill.report.terminal import percent
-    from fedstill.running.selection import STOP_REASON, BestRound
+    from fedstill.running.journal import STOP_REASON
+    from fedstill.running.selection import BestRound
 
     rows = []
     best = BestRound.of_summary(summary)

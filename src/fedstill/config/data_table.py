@@ -14,16 +14,9 @@ from fedstill.config.tables import DataTable, FlowerTable
 from fedstill.config.validation import WrongConfig, contradiction, validated
 from fedstill.core import registry
 from fedstill.core.errors import on_one_line
-from fedstill.core.fields import value_text
+from fedstill.core.fields import nfc, value_text
 from fedstill.core.files import check_windows_path
-from fedstill.data.dataset import (
-    DEFAULT_TEXT_LENGTH,
-    PLURALS,
-    DatasetInfo,
-    Kind,
-    ReadingOptions,
-    nfc,
-)
+from fedstill.data.dataset import DEFAULT_TEXT_LENGTH, PLURALS, DatasetInfo, Kind, ReadingOptions
 from fedstill.data.encoding import BYTES, TableInputs, category_name
 from fedstill.data.sources.folders import likely_kind, local_folder
 

@@ -18,7 +18,7 @@ from fedstill.config.tables import NO_STREAM, StreamTable
 from fedstill.config.validation import CommandLineText, keys_of
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import value_text
-from fedstill.core.files import named_path, parse_toml
+from fedstill.core.files import flat, named_path, parse_toml
 
 # Origins.
 
@@ -228,21 +228,6 @@ def with_working_directory_paths(value: Any, base: Path | None, is_path: bool = 
 
 
 # Dotted keys.
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a tree of settings, by dotted key.
-
-    >>> flat({"seed": 1, "plan": {"train": {"lr": 0.1}}})
-    {'seed': 1, 'plan.train.lr': 0.1}
-    """
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            values |= flat(value, f"{prefix}{key}.")
-        else:
-            values[f"{prefix}{key}"] = value
-    return values
 
 
 def is_name(key: str) -> bool:

@@ -31,7 +31,7 @@ from fedstill.core.screen import MAX_EXAMPLES, Failures, MostExamples, Rules
 from fedstill.core.stream import Head
 from fedstill.data.dataset import Broken, Kind, Missing, Mode, Value
 from fedstill.engines.hardware import Precision
-from fedstill.metrics.classification import ACCURACY
+from fedstill.metrics.classification import ACCURACY, SelectionData
 
 NO_STREAM = NAMED["stream"].default
 """The kind of a run with one task."""
@@ -129,8 +129,6 @@ class StreamTable(Table):
 Side = Annotated[int, Interval(ge=1, le=4096)]
 Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
 Attack = Literal["sign_flip", "scaled", "label_flip"]
-SelectionData = Literal["held_out", "public", "test"]
-"""The data that compare rounds: held-out examples, labelled public examples, or the test set."""
 Change = Literal["crop", "crop_reflect", "flip", "cutout", "rotation"]
 """A step of augmentation."""
 

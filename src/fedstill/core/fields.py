@@ -7,6 +7,7 @@ values of a config by the same annotations.
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from datetime import date
@@ -14,7 +15,7 @@ from functools import lru_cache
 from inspect import isclass
 from pathlib import PurePath
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval, Len
 
@@ -29,6 +30,8 @@ CountOrZero = Annotated[int, Interval(ge=0, le=1_000_000)]
 Candidates = Annotated[tuple[Positive, ...], Len(1, 100)]
 """Values among which a method chooses the best."""
 Seed = Annotated[int, Interval(ge=0, lt=2**63)]
+
+Name = TypeVar("Name")
 
 TYPES: Mapping[Any, str] = {
     bool: "a valid boolean",
@@ -164,6 +167,16 @@ def plain_value(value: Any) -> Any:
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return value.tolist()
     return value
+
+
+def nfc(name: Name) -> Name:
+    """A name in Unicode's composed form (NFC), in which equal names have equal characters.
+
+    macOS writes file names in decomposed form. Values that are not texts do not change.
+    """
+    if isinstance(name, str):
+        return unicodedata.normalize("NFC", name)  # type: ignore[return-value]
+    return name
 
 
 def as_table(record: Any) -> dict[str, Any]:

@@ -472,6 +472,21 @@ def parse_toml(data: bytes) -> dict[str, Any]:
         raise ValueError("its values are nested too deeply") from error
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a tree of settings, by dotted key.
+
+    >>> flat({"seed": 1, "plan": {"train": {"lr": 0.1}}})
+    {'seed': 1, 'plan.train.lr': 0.1}
+    """
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
+    return values
+
+
 def _advice_on_path(text: str, error: str) -> str:
     """The remedy if the line of the error has a Windows path in double quotes, where a backslash
     begins an escape; empty otherwise.

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock
@@ -19,7 +19,9 @@ from platformdirs import user_cache_dir
 
 from fedstill.core.errors import ConfigError, DiskFull
 from fedstill.core.files import replaced_folder, write_whole
-from fedstill.data.dataset import DatasetInfo, Decoded, Split
+
+if TYPE_CHECKING:
+    from fedstill.data.dataset import Decoded, Split
 
 # The cache folder contains decoded data, slow partitions and replies of clients.
 
@@ -108,6 +110,9 @@ def _read(folder: Path) -> Decoded | None:
 
     Source digests are not stored: data are verified before they are written.
     """
+    # Lazy, because readers of runs need the cache folder, and no data.
+    from fedstill.data.dataset import DatasetInfo, Decoded
+
     try:
         entry = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         splits = {
@@ -127,6 +132,8 @@ def _read_split(folder: Path, split: str, shape: list[int], *, has_owners: bool)
     values = np.load(folder / f"{split}-values.npy", mmap_mode="c", allow_pickle=False)
     if list(values.shape) != shape:
         raise ValueError(f"{folder}: {split} does not match about.json")
+    from fedstill.data.dataset import Split  # lazy, as above
+
     labels = _read_numbers(folder, split, "labels", shape[0])
     owners = None
     if has_owners:

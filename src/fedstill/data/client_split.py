@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Positions = NDArray[np.int64]
 """Positions of examples in a training set."""
@@ -68,6 +69,8 @@ class ClientSplit(Sequence[Positions]):
 
     def tensors(self) -> Iterator[Tensor]:
         """The positions of each client as a tensor that shares the array's memory."""
+        import torch  # lazy, because readers of runs need no tensors
+
         positions = torch.from_numpy(self.positions)
         for client in range(len(self)):
             start, end = bounds(self.ends, client)
@@ -86,6 +89,8 @@ class ClientSplit(Sequence[Positions]):
 
     def label_table(self, labels: Tensor, classes: int) -> Tensor:
         """The label counts of all clients as a tensor (clients, C) on the CPU."""
+        import torch  # lazy, as above
+
         cells = torch.from_numpy(self.owners) * classes
         cells = cells + labels.cpu()[torch.from_numpy(self.positions)]
         counts = torch.bincount(cells, minlength=len(self) * classes)

@@ -5,16 +5,16 @@ as tensors (used by runs).
 from __future__ import annotations
 
 import hashlib
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fedstill.core.errors import ConfigError
+from fedstill.core.fields import nfc
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples
 
@@ -52,18 +52,6 @@ FILE = "<file>"
 
 DEFAULT_TEXT_LENGTH = 64
 """The default number of tokens of a text."""
-
-Name = TypeVar("Name")
-
-
-def nfc(name: Name) -> Name:
-    """A name in Unicode's composed form (NFC), in which equal names have equal characters.
-
-    macOS writes file names in decomposed form. Values that are not texts do not change.
-    """
-    if isinstance(name, str):
-        return unicodedata.normalize("NFC", name)  # type: ignore[return-value]
-    return name
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from fedstill.core.codec import table_of_unique_keys
 from fedstill.core.errors import ConfigError, DataError, on_one_line
+from fedstill.core.fields import nfc
 from fedstill.core.files import digest, read_file
-from fedstill.data.dataset import DatasetInfo, Value, nfc
+from fedstill.data.dataset import DatasetInfo, Value
 
 # The names of the inputs. A column of numbers is one input; a categorical column is one input for
 # each category. Behind all others there is one input for each marked column, 1 where it is missing.

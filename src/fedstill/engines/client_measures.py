@@ -17,7 +17,7 @@ from fedstill.core.checks import MutationGuard, journal_fields
 from fedstill.core.errors import FedstillError
 from fedstill.core.extensions import ClientHook
 from fedstill.core.records import RULED_OUT, SERVER, Examples, Stage, Tensors, View, World
-from fedstill.core.screen import ENGINE, METHOD_REPORT, PROBE, SERVER_FIELDS
+from fedstill.core.reports import ENGINE, METHOD_REPORT, PROBE, SERVER_FIELDS
 from fedstill.core.user_code import reason
 from fedstill.core.user_modules import class_identity
 from fedstill.data.inputs import Inputs

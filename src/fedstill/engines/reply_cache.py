@@ -33,7 +33,7 @@ from fedstill.core.files import digest, read_file, remove, write_whole
 from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import card_named
 from fedstill.core.records import Examples, ModelSpec, Payload, Plan, Reply, Stage, View
-from fedstill.core.screen import METHOD_REPORT
+from fedstill.core.reports import METHOD_REPORT
 from fedstill.core.user_modules import class_identity, source_digest
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.serial import ClientJob, SerialEngine

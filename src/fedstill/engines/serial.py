@@ -39,7 +39,7 @@ from fedstill.core.records import (
     View,
     World,
 )
-from fedstill.core.screen import METHOD_REPORT
+from fedstill.core.reports import METHOD_REPORT
 from fedstill.core.trees import dtype_of
 from fedstill.engines.clients import TrainingSetup, trained_labels
 from fedstill.engines.hardware import Precision, ThreadCounts, keep_freed_memory, torch_threads

@@ -21,7 +21,7 @@ from fedstill.core.fields import plain_value
 from fedstill.core.files import digest, in_shell, named_path, read_file
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import NOTHING, SERVER, Payload, State
-from fedstill.core.screen import json_value
+from fedstill.core.reports import json_value
 from fedstill.core.trees import same_bits
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, PLURALS, DatasetInfo
 from fedstill.engines.step import frozen
@@ -33,11 +33,11 @@ from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints, StoredMemory
 from fedstill.running.directory import SUFFIX, readable, settings_of, trust_run
 from fedstill.running.driver import remote_engine
-from fedstill.running.model_file import FINAL, read_final
+from fedstill.running.journal import STOP_REASON
+from fedstill.running.model_files import FINAL, body_of, read_final
 from fedstill.running.result import Result
 from fedstill.running.same_run import RunIdentity
-from fedstill.running.selection import STOP_REASON, best_round_of
-from fedstill.running.start_weights import body_of
+from fedstill.running.selection import best_round_of
 from fedstill.running.world import RunWorld, started, world_of
 
 log = logging.getLogger("fedstill.trained")

@@ -28,7 +28,7 @@ from fedstill.core.errors import (
 from fedstill.core.files import digest, make_folder, remove, sync_folder
 from fedstill.core.process_settings import set_environment
 from fedstill.core.records import NOTHING, Payload, Reply, Stage, Tensors
-from fedstill.core.screen import is_count, json_value, wrong_report
+from fedstill.core.reports import is_count, json_value, wrong_report
 from fedstill.engines.serial import Version
 from fedstill.flower import QUIET, check_flower_installed
 

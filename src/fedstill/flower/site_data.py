@@ -15,10 +15,11 @@ from torch import Tensor
 from fedstill.config.settings import Settings
 from fedstill.continual.task_test import TASK_TEST
 from fedstill.core.errors import Refused
+from fedstill.core.fields import nfc
 from fedstill.core.files import digest, write_secret
 from fedstill.core.records import Examples, Tensors
 from fedstill.core.stream import Stream, tasks_of_times
-from fedstill.data.dataset import PLURALS, Dataset, examples_digest, nfc
+from fedstill.data.dataset import PLURALS, Dataset, examples_digest
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import concatenated
 from fedstill.flower.facts import Facts

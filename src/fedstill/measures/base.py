@@ -39,7 +39,7 @@ from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.engines.passes import ModelPasses, correct_by_class
 from fedstill.engines.serial import Sites
 from fedstill.metrics import class_accuracy
-from fedstill.metrics.values import Values
+from fedstill.metrics.accuracy import Values
 from fedstill.models import contract
 
 T = TypeVar("T")

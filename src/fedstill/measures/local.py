@@ -15,7 +15,6 @@ import torch
 from fedstill.core.extensions import StageResult
 from fedstill.core.records import Examples, Tensors
 from fedstill.core.registry import register
-from fedstill.core.screen import counts as are_all_counts
 from fedstill.engines.client_measures import AtClient
 from fedstill.engines.passes import correct_by_class
 from fedstill.measures.base import (
@@ -26,7 +25,7 @@ from fedstill.measures.base import (
     are_counts,
     none_for_nan,
 )
-from fedstill.metrics import class_accuracy
+from fedstill.metrics.accuracy import class_accuracy, wrong_table
 from fedstill.metrics.local_models import (
     by_epoch,
     local_accuracies,
@@ -316,23 +315,3 @@ def _accuracy(params: Tensors, data: Examples, context: EvaluationContext) -> fl
     predict = context.predictor(params)
     correct = correct_by_class(predict, data, context.inputs, context.world.classes)
     return int(correct.sum()) / len(data)
-
-
-def wrong_table(label: str, table: Any, classes: int) -> str:
-    """The reason why a table of correct predictions is invalid; empty if it is valid.
-
-    The table has ``counts`` of examples by class (C,), and the correct predictions ``before``
-    (optional) and ``after``. label: the table's name, for the message. classes: C; 0 if unknown.
-    """
-    required = {"counts", "after"}
-    if not isinstance(table, Mapping) or not required <= table.keys() <= {*required, "before"}:
-        return f"{label} is not a table with counts and after"
-    for name, value in table.items():
-        if not are_all_counts(value):
-            return f"{label}: {name} is not a list of counts"
-        if len(value) != (classes or len(table["counts"])):
-            return f"{label}: {name} has {len(value)} numbers for {classes} classes"
-    for name in ("before", "after"):
-        if any(right > n for right, n in zip(table.get(name, ()), table["counts"], strict=False)):
-            return f"{label}: {name} has more correct predictions than examples"
-    return ""

@@ -44,7 +44,7 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.registry import method
-from fedstill.core.screen import PROBE
+from fedstill.core.reports import PROBE
 from fedstill.core.trees import dtype_of
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import predictor

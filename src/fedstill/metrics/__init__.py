@@ -4,6 +4,10 @@ Accuracies and shares are in [0, 1]. The accuracy of a class without test exampl
 in a journal). Metrics ignore such classes, and return NaN if there are no others.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from fedstill.metrics.accuracy import (
     average_accuracy,
     class_accuracy,
@@ -16,7 +20,9 @@ from fedstill.metrics.accuracy import (
     top1,
     uniform_accuracy,
 )
-from fedstill.metrics.local_models import query_accuracy_gain, query_forgetting
+
+if TYPE_CHECKING:
+    from fedstill.metrics.local_models import query_accuracy_gain, query_forgetting
 
 __all__ = [
     "average_accuracy",
@@ -32,3 +38,11 @@ __all__ = [
     "top1",
     "uniform_accuracy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from fedstill.metrics import local_models  # lazy, because it imports torch
+
+        return getattr(local_models, name)
+    raise AttributeError(f"module 'fedstill.metrics' has no attribute {name!r}")

@@ -2,19 +2,64 @@
 the forgetting of classes over rounds.
 
 Accuracies are in [0, 1]. The accuracy of a class without test examples is NaN; such classes are
-ignored (see ``values``).
+ignored, and results are NaN if there are no others. ``None`` in a list stands for NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.label_counts import TensorLike
-from fedstill.metrics.values import Values, mean_over_classes, same_classes, values
+from fedstill.core.reports import counts as are_all_counts
+
+if TYPE_CHECKING:
+    from fedstill.core.label_counts import TensorLike
+
+Values = NDArray[np.float64]
+
+
+def values(numbers: TensorLike, dims: int, name: str) -> Values:
+    """Numbers as a float64 array with ``dims`` axes, ``None`` as NaN. For another number of axes,
+    raises ConfigError, whose message contains ``name``.
+
+    >>> values([0.5, None], 1, "accuracies")
+    array([0.5, nan])
+    """
+    if hasattr(numbers, "detach"):
+        # A tensor; readers of runs have none, and do not import torch.
+        numbers = numbers.detach().cpu().double().numpy()
+    array = np.array(numbers, dtype=np.float64)
+    if array.ndim != dims:
+        raise ConfigError(f"{name} must have {dims} axes, but have shape {array.shape}")
+    return array
+
+
+def same_classes(*arrays: Values) -> None:
+    """Raise ConfigError unless all arrays have the same number of classes (their last axis)."""
+    if len({a.shape[-1] for a in arrays}) > 1:
+        raise ConfigError(
+            f"arrays have different numbers of classes: shapes {[a.shape for a in arrays]}"
+        )
+
+
+def mean_over_classes(numbers: Values, weights: Values) -> float:
+    """The mean of numbers (C,) with weights (C,) >= 0; NaN numbers are ignored. NaN if the sum of
+    the weights is 0.
+
+    >>> mean_over_classes(np.array([1.0, np.nan, 0.0]), np.array([1.0, 5.0, 3.0]))
+    0.25
+    """
+    measured = ~np.isnan(numbers)
+    weights = weights[measured]
+    total = float(weights.sum())
+    if not total > 0:
+        return float("nan")
+    return float(weights @ numbers[measured]) / total
 
 
 def top1(correct: TensorLike, total: TensorLike) -> float:
@@ -260,3 +305,23 @@ def running_consistency(class_accuracy: TensorLike) -> list[float]:
     return [float("nan")] * min(len(accuracy), 1) + [
         consistency(a, b) for a, b in pairwise(accuracy)
     ]
+
+
+def wrong_table(label: str, table: Any, classes: int) -> str:
+    """The reason why a table of correct predictions is invalid; empty if it is valid.
+
+    The table has ``counts`` of examples by class (C,), and the correct predictions ``before``
+    (optional) and ``after``. label: the table's name, for the message. classes: C; 0 if unknown.
+    """
+    required = {"counts", "after"}
+    if not isinstance(table, Mapping) or not required <= table.keys() <= {*required, "before"}:
+        return f"{label} is not a table with counts and after"
+    for name, value in table.items():
+        if not are_all_counts(value):
+            return f"{label}: {name} is not a list of counts"
+        if len(value) != (classes or len(table["counts"])):
+            return f"{label}: {name} has {len(value)} numbers for {classes} classes"
+    for name in ("before", "after"):
+        if any(right > n for right, n in zip(table.get(name, ()), table["counts"], strict=False)):
+            return f"{label}: {name} has more correct predictions than examples"
+    return ""

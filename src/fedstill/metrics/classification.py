@@ -14,18 +14,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedstill.core.errors import suggestion
-from fedstill.metrics.values import Values
+from fedstill.metrics.accuracy import Values
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CALIBRATION_BINS = 15
 """The number of bins of the expected calibration error, of equal width in confidence."""
+
+SelectionData = Literal["held_out", "public", "test"]
+"""The data that compare rounds: held-out examples, labelled public examples, or the test set."""
 
 LEAST_PROBABILITY = float(np.finfo(np.float64).eps)
 """The log loss replaces lower probabilities by this one, as in scikit-learn."""
@@ -80,6 +84,8 @@ class Predictions:
         Probabilities are the softmax of the logits in float64; there are no scores if a logit is
         not finite.
         """
+        import torch  # lazy, because readers of runs only need the names of metrics
+
         classes = logits.shape[1]
         cells = torch.bincount(labels * classes + predicted, minlength=classes * classes)
         confusion = cells.reshape(classes, classes).numpy()

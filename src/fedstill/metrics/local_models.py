@@ -19,10 +19,12 @@ from fedstill.metrics.accuracy import (
     class_accuracy,
     forgetting,
     in_local_accuracy,
+    mean_over_classes,
     out_local_accuracy,
+    same_classes,
     uniform_accuracy,
+    values,
 )
-from fedstill.metrics.values import mean_over_classes, same_classes, values
 
 # The accuracy of local models on their client's classes and on other classes: knowledge outside of
 # the local distribution (KOLD).

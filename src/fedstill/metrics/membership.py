@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.label_counts import TensorLike
-from fedstill.metrics.values import Values, values
+from fedstill.metrics.accuracy import Values, values
 
 RATES = (0.001, 0.01)
 """The false positive rates at which true positive rates are computed."""

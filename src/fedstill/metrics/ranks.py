@@ -17,7 +17,7 @@ import numpy as np
 
 from fedstill.core.keys import numpy_generator, seed_for
 from fedstill.core.label_counts import TensorLike
-from fedstill.metrics.values import Values
+from fedstill.metrics.accuracy import Values
 
 CONFIDENCE = 0.95
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstill.core.screen import is_count
+from fedstill.core.reports import is_count
+from fedstill.metrics.accuracy import Values
 from fedstill.metrics.classification import CALIBRATION_BINS, Predictions, Scores
-from fedstill.metrics.values import Values
 
 HISTOGRAMS = ("held_out_histograms", "site_scores")
 """The fields of a client's report with histograms of scores: on its held-out examples and on its

@@ -19,16 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.label_counts import TensorLike
-from fedstill.metrics.accuracy import forgetting
-from fedstill.metrics.values import Values, same_classes, values
+from fedstill.metrics.accuracy import Values, forgetting, same_classes, values
 
-Tasks = TensorLike | None
+if TYPE_CHECKING:
+    from fedstill.core.label_counts import TensorLike
+
+Tasks: TypeAlias = "TensorLike | None"
 
 
 def final_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:

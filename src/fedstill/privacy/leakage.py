@@ -21,8 +21,8 @@ from fedstill.core.records import SERVER, Examples, Payload, Stage, Tensors
 from fedstill.core.registry import register
 from fedstill.core.trees import same_bits
 from fedstill.measures.base import EvaluationContext, Measure, Numbers, SaysLogits
+from fedstill.metrics.accuracy import Values
 from fedstill.metrics.membership import LEAST_OUT, attack, confidences, likelihood_ratios
-from fedstill.metrics.values import Values
 from fedstill.privacy.noise import GROUP, Privacy
 
 # ---- membership inference ------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from fedstill.core.extensions import Engine, Event, Exchanges, Fields, Observer,
 from fedstill.core.files import write_whole
 from fedstill.core.method import ClientWork
 from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage, Tensors
-from fedstill.core.screen import METHOD_REPORT, stage_mismatch
+from fedstill.core.reports import METHOD_REPORT
+from fedstill.core.screen import stage_mismatch
 from fedstill.privacy.masking import TIMES, Masking
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.protocol import (

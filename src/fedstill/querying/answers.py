@@ -36,7 +36,7 @@ from fedstill.querying.rules import rule_of, with_known_queries
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.directory import code_of_run, settings_of
 from fedstill.running.extensions import Extensions, run_context
-from fedstill.running.model_file import read_model
+from fedstill.running.model_files import read_model
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.world import RunWorld
 

@@ -32,7 +32,7 @@ from fedstill.core.extensions import (
     StageResult,
 )
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, Tensors, View, World
-from fedstill.core.screen import REASONS
+from fedstill.core.reports import REASONS
 from fedstill.methods.fit import FIT, Queries, anyone_asks, queries_of
 from fedstill.metrics.local_models import answers
 from fedstill.querying.queries import (

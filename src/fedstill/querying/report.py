@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedstill.core.errors import CorruptFile
-from fedstill.core.screen import REASONS
+from fedstill.core.reports import REASONS
 from fedstill.methods.fit import FIT
 from fedstill.querying.queries import because
 from fedstill.report.blocks import (

@@ -263,7 +263,7 @@ def query(  # noqa: PLR0913 - the options of the command query
     from fedstill.report import terminal
     from fedstill.running.directory import trust_run
     from fedstill.running.journal import parse_class_numbers, parse_client_number
-    from fedstill.running.model_file import save_model
+    from fedstill.running.model_files import save_model
 
     _check_options(classes=classes, by=by, under=under, need=need)
     check_may_overwrite(out, MODEL)

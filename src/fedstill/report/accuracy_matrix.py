@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.metrics import tasks as task_metrics
+from fedstill.metrics.accuracy import Values, values
 from fedstill.metrics.tasks import TABLE, Definition, by_task
-from fedstill.metrics.values import Values, values
 from fedstill.running.runs import Run, find
 
 Unit = Literal["percent", "share"]

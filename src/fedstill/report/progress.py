@@ -26,7 +26,7 @@ from fedstill.core.files import neutral
 from fedstill.metrics.classification import METRICS
 from fedstill.report.terminal import SafeConsole, percent
 from fedstill.running.compare import Outcome
-from fedstill.running.selection import STOP_REASON
+from fedstill.running.journal import STOP_REASON
 
 EVERY = 10.0
 """Seconds between two lines. The first and the last round always have a line, and so has the end of

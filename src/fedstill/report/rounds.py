@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from fedstill.metrics.accuracy import Values
 from fedstill.metrics.classification import METRICS, Metric
-from fedstill.metrics.values import Values
 from fedstill.report.blocks import (
     Chart,
     Choice,

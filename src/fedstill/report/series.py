@@ -16,7 +16,7 @@ import numpy as np
 
 from fedstill.core.errors import CorruptFile
 from fedstill.measures.base import seconds_at_clients
-from fedstill.metrics.values import Values
+from fedstill.metrics.accuracy import Values
 from fedstill.running.journal import Event
 from fedstill.running.runs import JOURNAL, Group, Run, Spread
 

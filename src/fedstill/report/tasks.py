@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedstill.metrics import tasks as task_metrics
-from fedstill.metrics.values import Values
+from fedstill.metrics.accuracy import Values
 from fedstill.report.blocks import Block, Chart, Gallery, Paragraph, Section, group_label, line_key
 from fedstill.report.figures import (
     ACCURACY,

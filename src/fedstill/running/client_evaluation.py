@@ -24,10 +24,10 @@ from fedstill.data.views import SiteViews
 from fedstill.engines.hardware import workers
 from fedstill.engines.passes import Outputs, correct_by_example, outputs_by_example
 from fedstill.metrics import class_accuracy
+from fedstill.metrics.accuracy import Values
 from fedstill.metrics.classification import CONFUSION, NO_METRICS, Predictions, RunMetrics
 from fedstill.metrics.local_models import personal_answers
 from fedstill.metrics.score_histograms import auc_error, concatenated, from_histograms
-from fedstill.metrics.values import Values
 from fedstill.running.evaluation import Predict
 
 # ---- on the common test set ----------------------------------------------------------------------

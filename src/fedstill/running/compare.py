@@ -41,16 +41,15 @@ from fedstill.methods.fit import FIT
 from fedstill.methods.ridge import RIDGE
 from fedstill.running.client_data import NOISE, TRAIN, scale_data, split_data
 from fedstill.running.directory import clear, locked
-from fedstill.running.journal import read_journal
-from fedstill.running.preparation import read_data, reading_options, with_pixels
-from fedstill.running.same_run import (
-    RunIdentity,
+from fedstill.running.journal import (
+    STOP_REASON,
     check_journal,
     is_finished,
+    read_journal,
     start_of_journal,
-    why_not_same,
 )
-from fedstill.running.selection import STOP_REASON
+from fedstill.running.preparation import read_data, reading_options, with_pixels
+from fedstill.running.same_run import RunIdentity, why_not_same
 from fedstill.running.trackers import ready_trackers
 
 LONGEST_NAME = 255

@@ -25,14 +25,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock, Timeout
 
-from fedstill.config.experiment import OBJECT_TABLES, bind, from_tree
-from fedstill.config.named_tables import NAME_KEYS
-from fedstill.config.resolve import resolve
-from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, CorruptFile, DiskFull, NoRun, RunBusy, RunExists
 from fedstill.core.files import (
     RUN_TABLE,
@@ -47,11 +43,13 @@ from fedstill.core.files import (
     write_note,
     write_whole,
 )
-from fedstill.core.method import Method
 from fedstill.core.registry import LIVE, short_name
 from fedstill.core.user_modules import code_named_by, trust_code_of
 from fedstill.data.cache import cache_folder
 from fedstill.running.split_file import SPLIT
+
+if TYPE_CHECKING:
+    from fedstill.config.settings import Settings
 
 log = logging.getLogger("fedstill.pack")
 
@@ -91,6 +89,12 @@ def settings_of(folder: Path, **live: Any) -> Settings:
     Raises NoRun if the directory holds no run, CorruptFile if config.toml is damaged, ConfigError
     for an object of another table, and for one that the run finds by its name.
     """
+    # Lazy, because readers of journals need no settings, and torch takes long to import.
+    from fedstill.config.experiment import OBJECT_TABLES, bind, from_tree
+    from fedstill.config.named_tables import NAME_KEYS
+    from fedstill.config.resolve import resolve
+    from fedstill.core.method import Method
+
     path = folder / "config.toml"
     try:
         tree = read_toml(path)

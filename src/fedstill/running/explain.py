@@ -16,12 +16,13 @@ import numpy as np
 from torch import Tensor
 
 from fedstill.config.named_tables import NAME_KEYS, NAMED
-from fedstill.config.overrides import Origins, flat
+from fedstill.config.overrides import Origins
 from fedstill.config.settings import Settings
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
 from fedstill.config.validation import descriptions
 from fedstill.core import docstrings, registry
 from fedstill.core.codec import encoded_parts
+from fedstill.core.files import flat
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Payload, Plan, Stage, World
 from fedstill.core.rounds import expected_reply

@@ -25,17 +25,17 @@ from fedstill.core.files import (
     neutral,
     replace_file,
 )
-from fedstill.metrics.values import Values
+from fedstill.metrics.accuracy import Values
 from fedstill.running.directory import readable
 from fedstill.running.journal import (
     Event,
+    check_journal,
     events_by_name,
     read_journal,
     without_garbage_collection,
 )
 from fedstill.running.numbers import BY_CLASS, Numbers, is_chosen
 from fedstill.running.runs import Run, RunFolder, label_runs, read_run, run_folders
-from fedstill.running.same_run import check_journal
 
 if TYPE_CHECKING:
     import pandas

@@ -23,17 +23,18 @@ from typing import Any, NamedTuple
 import pydantic_core
 
 from fedstill.core.errors import CorruptFile, UnknownName
+from fedstill.core.fields import nfc
 from fedstill.core.files import (
     digest,
     disk_error,
+    in_shell,
     open_to_append,
     open_to_read,
     read_file,
     sync_folder,
     write_whole,
 )
-from fedstill.core.screen import json_value
-from fedstill.data.dataset import nfc
+from fedstill.core.reports import json_value
 from fedstill.running.journal_schema import Event as Event
 from fedstill.running.journal_schema import (
     JournalChecker,
@@ -51,6 +52,9 @@ VERSIONS = ("fedstill", "torch", "numpy", "python", "card")
 
 CONFIG_SEAL = "config_sha256"
 """The field of the event ``start`` that has the SHA-256 of the run's config.toml."""
+
+STOP_REASON = "stopped_because"
+"""The field of the last round's event that says why the run stopped before its last round."""
 
 MAX_DIGITS = 19
 """The most characters of an integer that is read as a number; a longer one is read as None.
@@ -336,6 +340,23 @@ def _varies(key: str) -> bool:
     return key.startswith("seconds") or key == CONFIG_SEAL
 
 
+def start_of_journal(folder: Path) -> Mapping[str, Any]:
+    """The event ``start`` of the run in a folder; empty if it has not started or is damaged."""
+    try:
+        with open_to_read(folder / "journal.jsonl") as journal:
+            start = json.loads(journal.readline())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if isinstance(start, Mapping):
+        return start
+    return {}
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in a folder is finished."""
+    return (folder / "summary.json").is_file()
+
+
 # Looks at rounds that `fedstill why` took after the run.
 
 
@@ -397,3 +418,152 @@ def _read_later_looks(folder: Path) -> list[Look]:
             raise CorruptFile(f"{path}, line {number}: {problem}; delete the file, and ask again")
         looks.append(look)
     return looks
+
+
+# Whether a directory still holds what its run wrote.
+
+
+def check_config(folder: Path) -> None:
+    """Raise CorruptFile for a config.toml that is not the one with which the run began.
+
+    Its SHA-256 is in the journal's first event.
+    """
+    path = folder / "config.toml"
+    try:
+        noted = _noted_config(folder)
+        same = not noted or noted == digest(read_file(path))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, CorruptFile):
+        return  # it has not begun, or is damaged, which whoever reads it will say
+    if not same:
+        config = in_shell(path.resolve())
+        raise CorruptFile(
+            f"{path} has changed since the run began, and a run can only continue with its own "
+            "settings: restore the file. To use other settings, such as more rounds, start a new "
+            f"run from this run's model: fedstill run {config} --out NEW -s "
+            f"start_from={in_shell(folder.resolve())}"
+        )
+
+
+def check_checkpoints(folder: Path) -> None:
+    """Raise CorruptFile for an unfinished run with rounds in its journal and no checkpoint: it
+    would begin anew.
+    """
+    journal = folder / "journal.jsonl"
+    has_checkpoint = any((folder / "checkpoints").glob("*.json"))
+    if is_finished(folder) or has_checkpoint or not journal.is_file():
+        return
+    last = max((event.get("round") or 0 for event in read_journal(journal)), default=0)
+    if last:
+        text = (
+            f"{folder} has come to round {last}, and has no checkpoint to go on from (a pack keeps "
+            "none): put its folder checkpoints back, or start again with"
+        )
+        raise CorruptFile(f"{text} fedstill.run(..., overwrite=True)", f"{text} --overwrite")
+
+
+def check_journal(folder: Path, events: Sequence[Event]) -> None:
+    """Raise CorruptFile for the journal of a finished run that lacks events.
+
+    events: the journal's. The journal of an unfinished run may end anywhere, even in half a line;
+    that of a finished run ends in its last round or task, and events of packages' observers. In
+    between, each round counts its replies, and the last checkpoint knows the SHA-256.
+    """
+    if not is_finished(folder):
+        return
+    path = folder / "summary.json"
+    try:
+        summary = dict(json.loads(read_file(path)))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CorruptFile(
+            f"{path} is damaged: {error}; delete it, then `fedstill resume` the run"
+        ) from error
+    journal = folder / "journal.jsonl"
+    data = read_file(journal)
+    problem = _gap(events) or _problem_of_end(events, summary)
+    if not problem and not data.endswith(b"\n"):
+        problem = "it ends in half a line"
+    if not problem:
+        problem = _change_before_checkpoint(folder, data)
+    if problem:
+        config = in_shell(folder / "config.toml")
+        raise CorruptFile(
+            f"{journal} is not what was written: {problem}; restore the file, or begin the run "
+            f"anew: fedstill run {config} --out {in_shell(folder)} --overwrite"
+        )
+
+
+def _noted_config(folder: Path) -> str:
+    """The SHA-256 of a run's config.toml in the run's journal; empty if the journal has none."""
+    journal = folder / "journal.jsonl"
+    if not journal.is_file():
+        return ""
+    events = read_journal(journal, limit=1)
+    if not events:
+        return ""
+    return str(events[0].get(CONFIG_SEAL, ""))
+
+
+def _gap(events: Sequence[Event]) -> str:
+    """A sentence on the first round or reply that a journal lacks; empty if it is complete."""
+    number = 0
+    replies = 0
+    refused = 0
+    for event in events:
+        if event["event"] == "client":
+            refused += "refused" in event
+            replies += "refused" not in event and "idle" not in event
+        if event["event"] != "round":
+            continue
+        number += 1
+        if event.get("round") != number:
+            return f"round {number} is missing"
+        counts = {"replies": replies, "refused": refused}
+        for key, count in counts.items():
+            noted = event.get(key, count)
+            if noted != count:
+                events_of = "refused clients"
+                if key == "replies":
+                    events_of = "clients' replies"
+                return f"round {number} has events of {count} of its {noted} {events_of}"
+        replies = 0
+        refused = 0
+    return ""
+
+
+def _change_before_checkpoint(folder: Path, data: bytes) -> str:
+    """How a journal's bytes differ from those that the newest checkpoint knows; empty if they do
+    not, or without a checkpoint.
+    """
+    newest = max((folder / "checkpoints").glob("*.json"), default=None)
+    if newest is None:
+        return ""
+    try:
+        manifest = json.loads(read_file(newest))["manifest"]
+        length, sha = manifest["journal"]
+        number = manifest["round"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""  # whoever reads the checkpoint will say that it is damaged
+    if digest(data[:length]) == sha:
+        return ""
+    return f"an event up to round {number} is missing or has changed"
+
+
+def _problem_of_end(events: Sequence[Event], summary: Mapping[str, Any]) -> str:
+    """How the events of a journal contradict a summary; empty if they do not."""
+    rounds = [event for event in events if event["event"] == "round"]
+    expected = summary.get("stopped_in_round", summary.get("rounds", len(rounds)))
+    if len(rounds) != expected:
+        return f"it has {len(rounds)} rounds, and summary.json {expected}"
+    accuracy = None
+    if rounds:
+        accuracy = rounds[-1].get("accuracy")
+    if accuracy != summary.get("accuracy", accuracy):
+        return f"its last round has accuracy {accuracy}, and summary.json {summary['accuracy']}"
+    # Packages' observers may add events after a round's.
+    run_events = [event["event"] for event in events if event["event"] in RUN_EVENTS]
+    end = "round"
+    if "final_accuracy" in summary:
+        end = "task"
+    if rounds and run_events[-1] != end:
+        return f"it ends in the event {run_events[-1]!r}, and not in {end!r}"
+    return ""

@@ -4,7 +4,7 @@ Every reader relies on this schema and on nothing else, so a journal is checked 
 read (``running.journal.read_journal``). An event has the fields that are listed here, and any
 further ones: measures, methods and packages add their own. A further field of a round or of a
 measure may hold any JSON, except that a field ``…_by_client`` is a table of clients. Further fields
-of a client's event have the form that a client may report (``core.screen``).
+of a client's event have the form that a client may report (``core.reports``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict
 
-from fedstill.config.tables import SelectionData
-from fedstill.core.records import SERVER
-from fedstill.core.screen import (
+from fedstill.core.reports import (
     COUNTED,
     MAX_COUNT,
     MAX_NAMES,
@@ -29,7 +27,9 @@ from fedstill.core.screen import (
     has_valid_form,
     is_number,
 )
-from fedstill.measures.local import wrong_table
+from fedstill.core.stages import SERVER
+from fedstill.metrics.accuracy import wrong_table
+from fedstill.metrics.classification import SelectionData
 from fedstill.metrics.score_histograms import HISTOGRAMS, wrong_histograms
 
 Event = dict[str, Any]

@@ -24,11 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstill.core.records import Plan
+from fedstill.core.stages import Plan
 from fedstill.metrics import tasks
-from fedstill.metrics.accuracy import best_and_recent
+from fedstill.metrics.accuracy import Values, best_and_recent
 from fedstill.metrics.classification import CONFUSION, METRICS, best_round
-from fedstill.metrics.values import Values
 from fedstill.running.journal import Event, events_by_name, first_event
 
 Indices = NDArray[np.int64]

@@ -50,10 +50,10 @@ from fedstill.running.compatibility import check_data, check_run
 from fedstill.running.directory import code_of_run
 from fedstill.running.extensions import client_extensions, hostile_clients, run_context
 from fedstill.running.journal import read_journal
+from fedstill.running.model_files import as_features
 from fedstill.running.split_file import StoredSplit, stored_split
 from fedstill.running.splitting import stream_of, task_data
 from fedstill.running.standardisation import UNSCALED, Moments, Scaler
-from fedstill.running.start_weights import as_features
 from fedstill.running.world import (
     ENGINES,
     EngineChoice,

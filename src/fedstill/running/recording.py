@@ -17,7 +17,7 @@ from fedstill.core.capabilities import Need
 from fedstill.core.errors import Interrupted
 from fedstill.core.extensions import Event, Fields, Observer, RoundResult, StageKeeper, StageResult
 from fedstill.core.records import State
-from fedstill.core.screen import METHOD_REPORT
+from fedstill.core.reports import METHOD_REPORT
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.serial import Memory
 from fedstill.running.checkpoint import Checkpoints

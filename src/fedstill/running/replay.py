@@ -24,9 +24,8 @@ from fedstill.engines.serial import Memory, SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Position, Restored, StoredMemory
 from fedstill.running.directory import settings_of
 from fedstill.running.extensions import Extensions, run_context, run_extensions
-from fedstill.running.journal import read_journal
+from fedstill.running.journal import STOP_REASON, read_journal
 from fedstill.running.preparation import Prepared, prepare_again
-from fedstill.running.selection import STOP_REASON
 
 # ---- rounds with other clients -------------------------------------------------------------------
 

@@ -20,17 +20,16 @@ from fedstill.core.errors import CorruptFile
 from fedstill.core.files import digest, in_shell, named_path, read_file, write_whole
 from fedstill.core.records import SERVER, State
 from fedstill.core.registry import short_name
-from fedstill.core.screen import json_value
+from fedstill.core.reports import json_value
 from fedstill.metrics.accuracy import forgetting_by_class
 from fedstill.metrics.classification import METRICS, RECORDED
 from fedstill.metrics.local_models import QUERY_MEASURES, UNTAUGHT
 from fedstill.running import journal as journals
 from fedstill.running.frame import frame_of_clients, frame_of_events
-from fedstill.running.journal import Event, events_by_name, first_event
-from fedstill.running.model_file import FINAL, MODEL_SEAL, read_final
+from fedstill.running.journal import STOP_REASON, Event, check_journal, events_by_name, first_event
+from fedstill.running.model_files import FINAL, MODEL_SEAL, read_final
 from fedstill.running.numbers import RunNumbers
-from fedstill.running.same_run import check_journal
-from fedstill.running.selection import STOP_REASON, selection_summary
+from fedstill.running.selection import selection_summary
 from fedstill.running.setting_warnings import frequent_class_warning
 from fedstill.running.split_file import read_label_counts
 

@@ -30,11 +30,10 @@ from fedstill.running.directory import (
     trust_run,
 )
 from fedstill.running.driver import Driver, check_calls, place_of, remote_engine
+from fedstill.running.journal import STOP_REASON, check_checkpoints, check_config
 from fedstill.running.preparation import prepare, prepare_again, reading_options
 from fedstill.running.recording import OnRound, Progress, Quiet
 from fedstill.running.result import Result
-from fedstill.running.same_run import check_checkpoints, check_config
-from fedstill.running.selection import STOP_REASON
 from fedstill.running.setting_warnings import log_warnings
 from fedstill.running.trackers import Track, behind, ready_trackers, send_late
 

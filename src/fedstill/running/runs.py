@@ -9,23 +9,31 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from fedstill.config.overrides import flat
 from fedstill.core.errors import ConfigError, CorruptFile
-from fedstill.core.files import read_toml
+from fedstill.core.files import flat, read_toml
 from fedstill.core.registry import short_name
 from fedstill.data.client_split import LabelCounts
 from fedstill.metrics.classification import METRICS
 from fedstill.running import journal as journals
 from fedstill.running.directory import folder_of, packs_below, readable
-from fedstill.running.journal import Event, events_by_name, first_event, with_later_looks
+from fedstill.running.journal import (
+    STOP_REASON,
+    Event,
+    check_config,
+    check_journal,
+    events_by_name,
+    first_event,
+    with_later_looks,
+)
 from fedstill.running.numbers import LearningRates, Numbers, RunNumbers
-from fedstill.running.same_run import check_config, check_journal, settings_but_seed
-from fedstill.running.selection import STOP_REASON, BestRound, best_round
+
+if TYPE_CHECKING:
+    from fedstill.running.selection import BestRound
 from fedstill.running.split_file import label_counts_of, networks_of, read_split
 
 CONFIG = "config.toml"
@@ -93,6 +101,8 @@ class Run:
     @property
     def best(self) -> BestRound | None:
         """The best round, or None if the run did not compare its rounds."""
+        from fedstill.running.selection import best_round  # lazy, because few readers need it
+
         return best_round(self.start, self.rounds)
 
     def versions(self, name: str) -> list[str]:
@@ -444,6 +454,38 @@ class LabelledRuns(Generic[R]):
 
     label: str
     runs: Sequence[R]
+
+
+def settings_but_seed(settings: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
+    """What runs that differ in their seed only have in common, by dotted key.
+
+    settings: all values of a config. start: the run's event ``start``, for the digests of the
+    user's files. Of a run that another one starts from, only what runs of several seeds share.
+    """
+    shared = {key: value for key, value in settings.items() if key != "seed"}
+    if shared.pop("engine_reason", ""):
+        # The choice of auto depends on a run's clients, and so on the seed.
+        shared["engine"] = "auto"
+    sources = start.get("sources")
+    if not isinstance(sources, Mapping):
+        sources = {}
+    for path, sha in sources.items():
+        shared[f"sources.{PurePath(path).name}"] = str(sha)[:12]
+    if "start_from" in shared:
+        shared["start_from"] = _without_seed(str(shared["start_from"]))
+    return shared
+
+
+def _without_seed(place: str) -> str:
+    """The name of a run in a path to its model: without the file and the folder of its seed."""
+    parts = [
+        part
+        for part in PurePath(place).parts
+        if part != "model.safetensors" and not re.fullmatch(r"seed\d+", part)
+    ]
+    if parts:
+        return parts[-1]
+    return place
 
 
 def _shared_settings(run: Configured) -> dict[str, Any]:

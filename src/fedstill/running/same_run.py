@@ -10,21 +10,17 @@ The numbers of a run depend on
 The journal's first event, ``start``, notes all of these but the settings. Two runs are the same if
 settings, code, models and data agree. A run may go on with other versions: it gets a warning and an
 event ``resumed``, since its bits may then differ.
-
-A directory still holds its run if config.toml, journal and checkpoints are what the run wrote.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import platform
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,29 +28,28 @@ import torch
 
 from fedstill.config.experiment import fingerprint
 from fedstill.config.named_tables import texts_in
-from fedstill.config.overrides import flat
 from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, CorruptFile, UntrustedCode
-from fedstill.core.files import digest, in_shell, open_to_read, read_file
+from fedstill.core.files import digest, flat, open_to_read, read_file
 from fedstill.core.process_settings import card_named
 from fedstill.core.records import State
 from fedstill.core.registry import LIVE
-from fedstill.core.screen import json_value
+from fedstill.core.reports import json_value
 from fedstill.core.user_modules import files_of
 from fedstill.data.sources.catalog import KNOWN
 from fedstill.running.client_data import NOISE, TRAIN
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import (
-    CONFIG_SEAL,
-    RUN_EVENTS,
     VERSIONS,
     Event,
     Journal,
-    read_journal,
+    check_config,
+    is_finished,
+    start_of_journal,
     without_times,
 )
-from fedstill.running.start_weights import seal
+from fedstill.running.model_files import seal
 from fedstill.running.world import RunWorld
 from fedstill.version import VERSION
 
@@ -408,40 +403,6 @@ def settings_by_key(folder: Path) -> dict[str, Any]:
     return flat(settings_of(folder).tree)
 
 
-def settings_but_seed(settings: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
-    """What runs that differ in their seed only have in common, by dotted key.
-
-    settings: all values of a config. start: the run's event ``start``, for the digests of the
-    user's files. Of a run that another one starts from, only what runs of several seeds share.
-    """
-    shared = {key: value for key, value in settings.items() if key != "seed"}
-    if shared.pop("engine_reason", ""):
-        # The choice of auto depends on a run's clients, and so on the seed.
-        shared["engine"] = "auto"
-    for path, sha in RunIdentity.noted_in(start).code.items():
-        shared[f"sources.{PurePath(path).name}"] = str(sha)[:12]
-    if "start_from" in shared:
-        shared["start_from"] = _without_seed(str(shared["start_from"]))
-    return shared
-
-
-def start_of_journal(folder: Path) -> Mapping[str, Any]:
-    """The event ``start`` of the run in a folder; empty if it has not started or is damaged."""
-    try:
-        with open_to_read(folder / "journal.jsonl") as journal:
-            start = json.loads(journal.readline())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if isinstance(start, Mapping):
-        return start
-    return {}
-
-
-def is_finished(folder: Path) -> bool:
-    """Whether the run in a folder is finished."""
-    return (folder / "summary.json").is_file()
-
-
 def _identifying(settings: Settings, expected: Settings) -> Mapping[str, Any]:
     """The settings that identify a run: all but the reason for an engine, and an engine with the
     serial engine's bits, or one that ``auto`` chose.
@@ -463,164 +424,3 @@ def _has_known_examples(data: DataTable) -> bool:
     if data.image_column or data.label_column or data.images or data.form:
         return False
     return data.public_from in (TRAIN, NOISE)
-
-
-def _without_seed(place: str) -> str:
-    """The name of a run in a path to its model: without the file and the folder of its seed."""
-    parts = [
-        part
-        for part in PurePath(place).parts
-        if part != "model.safetensors" and not re.fullmatch(r"seed\d+", part)
-    ]
-    if parts:
-        return parts[-1]
-    return place
-
-
-# Whether a directory still holds what its run wrote.
-
-
-def check_config(folder: Path) -> None:
-    """Raise CorruptFile for a config.toml that is not the one with which the run began.
-
-    Its SHA-256 is in the journal's first event.
-    """
-    path = folder / "config.toml"
-    try:
-        noted = _noted_config(folder)
-        same = not noted or noted == digest(read_file(path))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, CorruptFile):
-        return  # it has not begun, or is damaged, which whoever reads it will say
-    if not same:
-        config = in_shell(path.resolve())
-        raise CorruptFile(
-            f"{path} has changed since the run began, and a run can only continue with its own "
-            "settings: restore the file. To use other settings, such as more rounds, start a new "
-            f"run from this run's model: fedstill run {config} --out NEW -s "
-            f"start_from={in_shell(folder.resolve())}"
-        )
-
-
-def check_checkpoints(folder: Path) -> None:
-    """Raise CorruptFile for an unfinished run with rounds in its journal and no checkpoint: it
-    would begin anew.
-    """
-    journal = folder / "journal.jsonl"
-    has_checkpoint = any((folder / "checkpoints").glob("*.json"))
-    if is_finished(folder) or has_checkpoint or not journal.is_file():
-        return
-    last = max((event.get("round") or 0 for event in read_journal(journal)), default=0)
-    if last:
-        text = (
-            f"{folder} has come to round {last}, and has no checkpoint to go on from (a pack keeps "
-            "none): put its folder checkpoints back, or start again with"
-        )
-        raise CorruptFile(f"{text} fedstill.run(..., overwrite=True)", f"{text} --overwrite")
-
-
-def check_journal(folder: Path, events: Sequence[Event]) -> None:
-    """Raise CorruptFile for the journal of a finished run that lacks events.
-
-    events: the journal's. The journal of an unfinished run may end anywhere, even in half a line;
-    that of a finished run ends in its last round or task, and events of packages' observers. In
-    between, each round counts its replies, and the last checkpoint knows the SHA-256.
-    """
-    if not is_finished(folder):
-        return
-    path = folder / "summary.json"
-    try:
-        summary = dict(json.loads(read_file(path)))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise CorruptFile(
-            f"{path} is damaged: {error}; delete it, then `fedstill resume` the run"
-        ) from error
-    journal = folder / "journal.jsonl"
-    data = read_file(journal)
-    problem = _gap(events) or _problem_of_end(events, summary)
-    if not problem and not data.endswith(b"\n"):
-        problem = "it ends in half a line"
-    if not problem:
-        problem = _change_before_checkpoint(folder, data)
-    if problem:
-        config = in_shell(folder / "config.toml")
-        raise CorruptFile(
-            f"{journal} is not what was written: {problem}; restore the file, or begin the run "
-            f"anew: fedstill run {config} --out {in_shell(folder)} --overwrite"
-        )
-
-
-def _noted_config(folder: Path) -> str:
-    """The SHA-256 of a run's config.toml in the run's journal; empty if the journal has none."""
-    journal = folder / "journal.jsonl"
-    if not journal.is_file():
-        return ""
-    events = read_journal(journal, limit=1)
-    if not events:
-        return ""
-    return str(events[0].get(CONFIG_SEAL, ""))
-
-
-def _gap(events: Sequence[Event]) -> str:
-    """A sentence on the first round or reply that a journal lacks; empty if it is complete."""
-    number = 0
-    replies = 0
-    refused = 0
-    for event in events:
-        if event["event"] == "client":
-            refused += "refused" in event
-            replies += "refused" not in event and "idle" not in event
-        if event["event"] != "round":
-            continue
-        number += 1
-        if event.get("round") != number:
-            return f"round {number} is missing"
-        counts = {"replies": replies, "refused": refused}
-        for key, count in counts.items():
-            noted = event.get(key, count)
-            if noted != count:
-                events_of = "refused clients"
-                if key == "replies":
-                    events_of = "clients' replies"
-                return f"round {number} has events of {count} of its {noted} {events_of}"
-        replies = 0
-        refused = 0
-    return ""
-
-
-def _change_before_checkpoint(folder: Path, data: bytes) -> str:
-    """How a journal's bytes differ from those that the newest checkpoint knows; empty if they do
-    not, or without a checkpoint.
-    """
-    newest = max((folder / "checkpoints").glob("*.json"), default=None)
-    if newest is None:
-        return ""
-    try:
-        manifest = json.loads(read_file(newest))["manifest"]
-        length, sha = manifest["journal"]
-        number = manifest["round"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return ""  # whoever reads the checkpoint will say that it is damaged
-    if digest(data[:length]) == sha:
-        return ""
-    return f"an event up to round {number} is missing or has changed"
-
-
-def _problem_of_end(events: Sequence[Event], summary: Mapping[str, Any]) -> str:
-    """How the events of a journal contradict a summary; empty if they do not."""
-    rounds = [event for event in events if event["event"] == "round"]
-    expected = summary.get("stopped_in_round", summary.get("rounds", len(rounds)))
-    if len(rounds) != expected:
-        return f"it has {len(rounds)} rounds, and summary.json {expected}"
-    accuracy = None
-    if rounds:
-        accuracy = rounds[-1].get("accuracy")
-    if accuracy != summary.get("accuracy", accuracy):
-        return f"its last round has accuracy {accuracy}, and summary.json {summary['accuracy']}"
-    # Packages' observers may add events after a round's.
-    run_events = [event["event"] for event in events if event["event"] in RUN_EVENTS]
-    end = "round"
-    if "final_accuracy" in summary:
-        end = "task"
-    if rounds and run_events[-1] != end:
-        return f"it ends in the event {run_events[-1]!r}, and not in {end!r}"
-    return ""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedstill.config.settings import Settings
 from fedstill.config.stages import held_out_share
-from fedstill.config.tables import SelectionData, StopTable
+from fedstill.config.tables import StopTable
 from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import Event, Fields, Observer, RoundResult, of_some_clients
@@ -32,9 +32,11 @@ from fedstill.metrics.classification import (
     METRICS,
     Predictions,
     RunMetrics,
+    SelectionData,
     larger_is_better,
 )
 from fedstill.metrics.score_histograms import concatenated, from_histograms
+from fedstill.running.journal import STOP_REASON
 
 log = logging.getLogger("fedstill.run")
 
@@ -48,9 +50,6 @@ BEST = ("best_round", "best_round_score", "best_round_accuracy")
 """The fields of a round's event with the best round so far: its number, its score, and its accuracy
 on the test set.
 """
-
-STOP_REASON = "stopped_because"
-"""The field of the last round's event that says why the run stopped before its last round."""
 
 DATA_NAMES: Mapping[SelectionData, str] = {
     "held_out": "held-out data",

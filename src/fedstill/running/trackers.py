@@ -18,10 +18,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from fedstill.config.overrides import flat
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, Interrupted, UnknownName, cut_reason
-from fedstill.core.files import in_shell, read_file, write_whole
+from fedstill.core.files import flat, in_shell, read_file, write_whole
 from fedstill.core.process_settings import set_environment
 from fedstill.running.journal import VERSIONS, Event, read_journal
 from fedstill.running.numbers import OF_ROUND, LearningRates, Numbers, numbers_of

@@ -24,7 +24,7 @@ from fedstill.engines.serial import SerialEngine
 from fedstill.engines.vectorised import MAX_STACK, VectorisedEngine, stacking_obstacle
 from fedstill.models import contract
 from fedstill.models.building import ADDED, hold
-from fedstill.running.start_weights import Start, sent_start, start_of
+from fedstill.running.model_files import Start, sent_start, start_of
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ from typing import Any
 from fedstill.core.errors import CorruptFile
 from fedstill.core.files import digest, in_shell, read_file, write_whole
 from fedstill.core.records import SERVER
-from fedstill.core.screen import json_value
+from fedstill.core.reports import json_value
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import read_journal
-from fedstill.running.model_file import FINAL
+from fedstill.running.model_files import FINAL
 from fedstill.unlearning.request import UnlearningRequest, UnlearningTable
 from fedstill.unlearning.strategy import OriginalRun, Strategy
 from fedstill.unlearning.verification import Backdoor, measurements, new_client_events

@@ -30,10 +30,9 @@ from fedstill.data.dataset import Dataset
 from fedstill.running.checkpoint import Checkpoints, KeptUpdate, Restored, kept_updates
 from fedstill.running.directory import settings_of
 from fedstill.running.extensions import run_context
-from fedstill.running.journal import read_journal
+from fedstill.running.journal import STOP_REASON, read_journal
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.replay import Without, checkpoints_of
-from fedstill.running.selection import STOP_REASON
 from fedstill.unlearning.request import UnlearningRequest, UnlearningTable
 
 # ---- what a strategy gets ------------------------------------------------------------------------

@@ -21,14 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.core.errors import DataError
-from fedstill.data.dataset import (
-    FILE,
-    Decoded,
-    ReadingOptions,
-    ReadRequest,
-    nfc,
-    shortened_list,
-)
+from fedstill.core.fields import nfc
+from fedstill.data.dataset import FILE, Decoded, ReadingOptions, ReadRequest, shortened_list
 from fedstill.data.encoding import is_missing
 from fedstill.data.sources.encode import owners_of, read_frames, schema_of
 from fedstill.data.sources.images import (

@@ -21,7 +21,7 @@ import torch.utils.data as torch_data
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError, DataError, UnknownName, on_one_line
-from fedstill.core.fields import Count, kind_text, plain_value, problem
+from fedstill.core.fields import Count, kind_text, nfc, plain_value, problem
 from fedstill.core.process_settings import process_settings
 from fedstill.data.dataset import (
     FILE,
@@ -32,7 +32,6 @@ from fedstill.data.dataset import (
     ReadingOptions,
     ReadRequest,
     as_dataset,
-    nfc,
 )
 from fedstill.data.sources.image_sets import read_columns
 from fedstill.data.sources.load import FIELDS, request_of_fields

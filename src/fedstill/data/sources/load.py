@@ -21,7 +21,7 @@ from fedstill.core.errors import (
     UnknownName,
     on_one_line,
 )
-from fedstill.core.fields import Count, kind_text, plain_value
+from fedstill.core.fields import Count, kind_text, nfc, plain_value
 from fedstill.core.process_settings import process_settings
 from fedstill.core.registry import Entry, lookup, names, register, short_name
 from fedstill.core.user_code import reason
@@ -34,7 +34,6 @@ from fedstill.data.dataset import (
     ReadRequest,
     Split,
     as_dataset,
-    nfc,
 )
 from fedstill.data.sources import catalog
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData

@@ -12,14 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedstill.core.errors import DataError
-from fedstill.data.dataset import (
-    FILE,
-    Kind,
-    ReadingOptions,
-    ReadRequest,
-    nfc,
-    shortened_list,
-)
+from fedstill.core.fields import nfc
+from fedstill.data.dataset import FILE, Kind, ReadingOptions, ReadRequest, shortened_list
 
 # What a column holds, by its Arrow type.
 

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
+from fedstill.core.fields import nfc
 from fedstill.core.stream import tasks_of_times
-from fedstill.data.dataset import DEFAULT_OPTIONS, Decoded, ReadingOptions, nfc, shortened_list
+from fedstill.data.dataset import DEFAULT_OPTIONS, Decoded, ReadingOptions, shortened_list
 
 SPLITS = ("train", "validation", "test")
 """The splits, in the order in which they are read."""

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
-from fedstill.data.dataset import PLURALS, Decoded, Digests, Split, nfc
+from fedstill.core.fields import nfc
+from fedstill.data.dataset import PLURALS, Decoded, Digests, Split
 from fedstill.data.sources.catalog import KnownData
 from fedstill.data.sources.splits import SPLITS
 
