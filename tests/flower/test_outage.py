@@ -123,6 +123,32 @@ def test_the_server_learns_that_a_run_is_there_while_its_process_starts(
     assert noted == ["token", "closed"]
 
 
+@pytest.mark.parametrize("status", [401, 403, 503])
+def test_a_server_survives_a_run_whose_token_is_no_longer_valid(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token ends with the run, before the run's process does. Flower's retries would then send
+    SIGINT to the process that asks, which is the server.
+    """
+    from fedstill.flower.deployment import tasks
+
+    federation = folder.init(
+        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
+    )
+    ending = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(tasks.Door, "command", lambda door: ending)
+    statuses = [status] * 3
+    with answering(statuses, b"{}") as address:
+        door = Door(address, federation.key, federation.signing_key)
+        run = tasks.RunProcess.start(door, "token", {})
+        assert run.is_alive()
+        assert run.is_alive()
+        run.process.kill()
+        run.process.wait(60)
+        assert not run.is_alive()
+    assert statuses == [status]
+
+
 def test_a_site_whose_reply_is_refused_prints_the_reason_and_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

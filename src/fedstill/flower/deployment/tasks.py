@@ -80,7 +80,9 @@ class Door:
     ) -> RuntimeHttpClient:
         """A client of Flower's for this address, with the key in each request.
 
-        ``outage``: for how many seconds it repeats a request that fails.
+        ``outage``: for how many seconds it repeats a request that fails. With 0, a request that
+        fails raises httpx.HTTPError at once. Otherwise, an answer with status 401 ends this
+        process, because Flower's retries send it SIGINT.
         """
         check_flower_installed()
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
@@ -92,8 +94,10 @@ class Door:
             OperatorKey(self.key.read_bytes()),
         ]
         scheme, verify = trusting(self.authority)
-        retry = make_simple_http_retry_invoker()
-        retry.max_time = outage
+        retry = None
+        if outage:
+            retry = make_simple_http_retry_invoker()
+            retry.max_time = outage
         return RuntimeHttpClient(
             f"{scheme}://{self.address}",
             interceptors=[*every_request, *interceptors],
@@ -161,7 +165,8 @@ class RunProcess:
         assert process.stdin is not None
         with process.stdin as stream:
             stream.write(token.encode())
-        # It is asked again soon, and the process shows that it is there, too.
+        # The next heartbeat comes soon, so retries are not needed. They would end the server: the
+        # token ends with the run, and the process a moment later.
         client = door.client("SuperExec", RuntimeTokenHttpInterceptor(token), outage=0.0)
         return RunProcess(process, client)
 
