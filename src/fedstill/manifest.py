@@ -56,6 +56,8 @@ class OuterPackage:
     ``measures``: subclasses of ``measures.base.Measure``.
     ``explanations``: ``(console, prepared)``, which print the last part of ``fedstill explain``;
     ``split_explanations``: what it prints above the split of the data, if that is drawn.
+    ``label_keys``: the dotted keys of settings that name a variant of a method, such as a strategy;
+    the labels of runs show their values after the name of the method.
     ``report_sections``: ``(report)``, a ``report.page.Report``, which return a section of the
     HTML page (``report.blocks.Section``) or None; ``follows`` is the section that they follow.
     ``comparison_notes``: ``(runs by label)``, which return a sentence for below the table of a
@@ -85,6 +87,7 @@ class OuterPackage:
     measures: tuple[Part, ...] = ()
     explanations: tuple[Part, ...] = ()
     split_explanations: tuple[Part, ...] = ()
+    label_keys: tuple[str, ...] = ()
     report_sections: tuple[PlacedPart, ...] = ()
     comparison_notes: tuple[Part, ...] = ()
     world_extensions: tuple[Part, ...] = ()
@@ -373,6 +376,7 @@ PACKAGES = (
                 "fedstill.unlearning.request:check_config",
             ),
         ),
+        label_keys=("unlearning.strategy",),
         report_sections=(
             PlacedPart(
                 "unlearning",
@@ -432,6 +436,11 @@ def explanations() -> list[Part]:
 def split_explanations() -> list[Part]:
     """What all packages say of the split in ``fedstill explain``."""
     return list(chain.from_iterable(package.split_explanations for package in installed()))
+
+
+def label_keys() -> list[str]:
+    """The keys of settings that name a variant of a method in the labels of runs."""
+    return list(chain.from_iterable(package.label_keys for package in installed()))
 
 
 def report_sections() -> list[PlacedPart]:

@@ -99,6 +99,18 @@ def test_overrides_stand_above_the_file_and_the_file_above_defaults(tmp_path: Pa
     assert origins["clients.norm_limit"] == origins["plan.train.momentum"] == "default"
 
 
+def test_another_engine_drops_the_reason_for_the_former_one(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('engine = "vectorised"\nengine_reason = "small steps"\n', encoding="utf-8")
+
+    same_engine = resolve(load(config, ("rounds=3",)))
+    assert same_engine.engine_reason == "small steps"
+    overridden = resolve(load(config, ("engine=serial",)))
+    assert overridden.engine_reason == ""
+    assert "engine_reason" not in overridden.toml
+    assert "engine_reason" not in overridden.origins
+
+
 def test_an_override_of_the_plan_that_changes_nothing_is_refused(tmp_path: Path) -> None:
     """A resolved config says every stage's own plan, which stands above the common one."""
     again = tmp_path / "resolved.toml"

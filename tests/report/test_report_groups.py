@@ -12,7 +12,7 @@ from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.metrics.classification import METRICS
 from fedstill.report import data_split, series
 from fedstill.report.summary import COLUMNS, columns, rows
-from fedstill.running.runs import differing, groups, split_text
+from fedstill.running.runs import differing, group_labels, groups, split_text
 from run_bits import resealed
 
 
@@ -87,6 +87,30 @@ def test_labels_name_what_differs_within_a_method(some_runs: Path) -> None:
     assert [g.label for g in groups([some_runs])][:2] == [
         "fedavg, alpha=1.0, lr=0.2",
         "fedavg, alpha=0.5, lr=0.1",
+    ]
+
+
+@pytest.mark.uses("unlearning")
+def test_labels_of_unlearned_runs_name_the_strategy() -> None:
+    original = {"method.name": "fedavg", "rounds": 3}
+    retraining = {
+        "method.name": "fedavg",
+        "rounds": 5,
+        "unlearning.strategy": "retraining",
+        "unlearning.clients": [0],
+        "unlearning.first_round": 1,
+    }
+    sifu = {**retraining, "unlearning.strategy": "sifu", "unlearning.options.epsilon": 1.0}
+    assert group_labels([original, retraining, sifu]) == [
+        "fedavg",
+        "fedavg, retraining",
+        "fedavg, sifu",
+    ]
+    of_two_clients = {**retraining, "unlearning.clients": [0, 1]}
+    assert group_labels([original, retraining, of_two_clients]) == [
+        "fedavg",
+        "fedavg, retraining, clients=[0]",
+        "fedavg, retraining, clients=[0, 1]",
     ]
 
 

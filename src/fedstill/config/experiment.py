@@ -116,8 +116,9 @@ class Experiment(TopKeys):
 
         ``origin``: the name of their source, such as an option of a command. A value that names
         another thing, such as ``{"method": "fedntd"}``, is set before all fields, and removes the
-        fields of the former thing as ``with_other_name`` says. Raises ConfigError if the origin is
-        an option, and another option has set the key.
+        fields of the former thing as ``with_other_name`` says. Another engine removes
+        ``engine_reason``, which explains the former one. Raises ConfigError if the origin is an
+        option, and another option has set the key.
         """
         source = Origin(origin)
         check_set_once(values, self.origins, source)
@@ -131,6 +132,9 @@ class Experiment(TopKeys):
             else:
                 _set(tree, key, values[key])
         origins = {**self.origins, **dict.fromkeys(leaf_keys(values), source)}
+        if "engine" in values and "engine_reason" not in values:
+            tree["engine_reason"] = ""
+            origins.pop("engine_reason", None)
         return from_tree(tree, origins, self.base)
 
     def _with_other_name(self, table: str, name: str) -> str | dict[str, Any]:

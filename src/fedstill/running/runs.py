@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from fedstill import manifest
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import flat, read_toml
 from fedstill.core.registry import short_name
@@ -580,19 +581,31 @@ def split_text(settings: Mapping[str, Any]) -> str:
 def group_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return labels that distinguish groups of runs by their settings.
 
-    A label is the method's name, and the settings in which groups with this method differ.
+    A label is the name of the method, the name of its variant (such as a strategy of unlearning),
+    and the settings in which groups with these names differ.
+
+    >>> fedavg = {"method.name": "fedavg", "rounds": 5}
+    >>> group_labels([fedavg, {**fedavg, "rounds": 9}, {"method.name": "fedntd", "rounds": 5}])
+    ['fedavg, rounds=5', 'fedavg, rounds=9', 'fedntd']
     """
-    by_method: dict[str, list[Mapping[str, Any]]] = {}
+    by_names: dict[str, list[Mapping[str, Any]]] = {}
     for values in settings:
-        by_method.setdefault(method_of(values), []).append(values)
-    titles_by_method = {method: _key_titles(of_method) for method, of_method in by_method.items()}
+        by_names.setdefault(_names_in_label(values), []).append(values)
+    titles_by_names = {names: _key_titles(namesakes) for names, namesakes in by_names.items()}
+
     labels = []
     for values in settings:
-        method = method_of(values)
-        titles = titles_by_method[method]
+        names = _names_in_label(values)
+        titles = titles_by_names[names]
         parts = [f"{title}={value_text(values.get(key, UNSET))}" for key, title in titles.items()]
-        labels.append(", ".join([method, *parts]))
+        labels.append(", ".join([names, *parts]))
     return labels
+
+
+def _names_in_label(settings: Mapping[str, Any]) -> str:
+    """Return the names of a method and of its variants, with commas between them."""
+    variants = [str(settings[key]) for key in manifest.label_keys() if key in settings]
+    return ", ".join([method_of(settings), *variants])
 
 
 def _key_titles(settings: Sequence[Mapping[str, Any]]) -> dict[str, str]:
