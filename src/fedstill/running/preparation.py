@@ -26,7 +26,7 @@ from fedstill.core.fields import Share, problem
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import steady
-from fedstill.core.records import SERVER, Examples, Payload, Plan, Reply, Stage, Tensors
+from fedstill.core.records import NOTHING, SERVER, Examples, Payload, Plan, Reply, Stage, Tensors
 from fedstill.core.rounds import run_round
 from fedstill.data.cache import cache_folder, reuse_bytes
 from fedstill.data.dataset import Dataset
@@ -283,50 +283,52 @@ def _cache_obstacle(prepared: Prepared, engine: SerialEngine) -> str:
     return ""
 
 
-class _StackTried(Exception):
-    """A trial has shown whether a method can be stacked."""
-
-    def __init__(self, obstacle: str) -> None:
-        super().__init__(obstacle)
-        self.obstacle = obstacle
-
-
-@dataclass(frozen=True)
+@dataclass
 class _StackTrial:
-    """An engine that tries the first stage in which several clients train, and ends the round."""
+    """An engine that tries to stack the first stage in which several clients train.
 
-    engine: SerialEngine
+    The clients are idle in that stage and in all later ones, so the rest of the round trains
+    nothing. ``obstacle``: why torch cannot stack the stage; None before the trial.
+    """
+
+    engine: VectorisedEngine
+    obstacle: str | None = None
 
     def run(
         self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
-        """The replies of a stage that is not tried."""
+        """The replies of a stage: those of the engine before the trial, idle ones from then on."""
         trains_several = stage.name in self.engine.world.plans and len(payloads) > 1
-        if trains_several and isinstance(self.engine, VectorisedEngine):
-            raise _StackTried(self.engine.method_obstacle(work, stage, payloads, seed))
-        return self.engine.run(work, stage, payloads, seed)
+        if self.obstacle is None and trains_several:
+            self.obstacle = self.engine.method_obstacle(work, stage, payloads, seed)
+        if self.obstacle is None:
+            return self.engine.run(work, stage, payloads, seed)
+        return [Reply(client, NOTHING, examples=0, idle=True) for client in payloads]
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """Keep what these clients remember of a stage."""
+        """Keep the new states of these clients."""
         self.engine.commit(stage, clients)
 
 
 def _method_obstacle(prepared: Prepared, engine: SerialEngine) -> str:
-    """Why torch cannot stack a method's work; empty if it can. A stack of the smallest client,
-    twice, trains one step.
+    """Why torch cannot stack a method's work; empty if it can.
+
+    A stack of the smallest client, twice, trains one step.
     """
+    if not isinstance(engine, VectorisedEngine):
+        return ""
     world = prepared.world
-    context = run_context(prepared, _StackTrial(engine))
+    trial = _StackTrial(engine)
+    context = run_context(prepared, trial)
     try:
         with drawing_from(seed_for(world.seed, 0, 0, SERVER, "run")):
             state = replace(prepared.settings.method.initial_state(world), round=1)
             run_round(state, context.schedule(1, world), context)
-    except _StackTried as tried:
-        return tried.obstacle
-    # A mistake in the method is an error of the run, which has the words for it.
+    # A mistake in the method is an error of the run, which has the words for it. A method may also
+    # need the replies that the trial does without.
     except Exception as error:
         log.debug("the trial of a stack failed", exc_info=error)
-    return ""
+    return trial.obstacle or ""
 
 
 def _noted_sums(settings: Settings, folder: Path) -> Moments | None:
