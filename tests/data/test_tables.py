@@ -4,6 +4,7 @@ is refused.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,7 @@ def test_a_table_is_read_alike_from_parquet_and_csv(place: Path) -> None:
         assert data.about.features == ("alter", "größe", "pain=1", "pain=2", "pain=3")
         assert data.about.binary_features == (2, 3, 4)
         assert data.about.owners == ("a", "b")
-        assert (
-            data.about.notes[0] == "train: 1 of 10 rows were left out, as they miss a value (a 1)"
-        )
+        assert re.search(r"train: 1 of 10 .*\(a 1\)", data.about.notes[0])
         assert data.input_shape == (5,)
         kept = [i for i in range(10) if i != 1]
         assert data.train.owners is not None
@@ -141,18 +140,17 @@ def test_all_columns_of_numbers_are_a_table_where_nothing_is_said(place: Path) -
         (
             {},
             {**WANTED},
-            r"train: example 1 has no value in column 'alter' \(1 of 10 rows miss one\); set "
-            r"data.missing",
+            r"train: example 1 .*'alter' \(1 of 10 .*data\.missing",
         ),
         (
             {"alter": [float("inf")] * 10},
             WANTED,
-            "example 0 has a value that is not finite in column 'alter'",
+            "example 0 .*'alter'",
         ),
         (
             {"alter": [float("nan")] * 10},
             {**WANTED, "missing": "drop"},
-            "every row misses a value .*data.columns",
+            "data.columns",
         ),
         (
             {"pain": [4] * 10},
@@ -169,12 +167,12 @@ def test_all_columns_of_numbers_are_a_table_where_nothing_is_said(place: Path) -
         (
             {"ward": [None, *"abababab", "a"]},
             {**WANTED, "owner": "ward", "missing": "drop"},
-            "example 0 has no 'ward', its",
+            "example 0 .*'ward'",
         ),
         (
             {"ward": [1.0, NAN] * 5},
             {**WANTED, "owner": "ward", "missing": "drop"},
-            "example 1 has no 'ward', its owner",
+            "example 1 .*'ward'",
         ),
         (
             {"pain": [2**60] * 10},
@@ -285,15 +283,16 @@ def test_a_number_that_is_cut_off_is_not_missed(place: Path) -> None:
 @pytest.mark.parametrize(
     ("odd", "said"),
     [
-        ([1.0, 2.0], "example 4 has 2 values, the first 3; correct it, or leave it out"),
-        ([[1.0, 2.0]], "example 4 has 1 channels, the first 2; leave it out"),
+        ([1.0, 2.0], "example 4 has 2 values"),
+        ([[1.0, 2.0]], "example 4 has 1 channels"),
     ],
 )
 def test_a_length_is_asked_for_only_where_it_helps(odd: list[Any], said: str, place: Path) -> None:
     usual = [[1.0, 2.0]] * 2 if isinstance(odd[0], list) else [1.0, 2.0, 3.0]
     name, _ = both(lists([odd if i == 4 else usual for i in range(10)]), place)
-    with pytest.raises(DataError, match=f"{said}$"):
+    with pytest.raises(DataError, match=said) as refusal:
         load_dataset(name)
+    assert "data.length" not in str(refusal.value)
 
 
 def test_texts_are_token_ids(place: Path) -> None:
@@ -309,7 +308,7 @@ def test_texts_are_token_ids(place: Path) -> None:
             ("x", "y"),
         )
         assert (data.train.values[:2] > 0).sum(1).tolist() == [2, 1]
-        assert data.about.notes[0].startswith("train: 33.3 % of the texts are longer than 3 tokens")
+        assert "train: 33.3 %" in data.about.notes[0]
     name, _ = both(rows, place)
     assert load_dataset(name).train.values[1].sum() == 0, "a text without words is padding alone"
 

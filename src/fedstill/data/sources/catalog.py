@@ -1,5 +1,7 @@
-"""The catalogue of data sets that have a name: for each its source, sizes, shape, classes and
-checksums, and the mean and standard deviation that normalise it.
+"""The catalogue of known data sets.
+
+An entry has the source of a data set, its sizes, shape, classes and checksums, and the mean and
+standard deviation that normalise it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from fedstill.data.dataset import DEFAULT_OPTIONS, Digests, ReadingOptions, half
 class KnownData:
     """A data set of the catalogue.
 
-    Source of mean and std: FedNTD's and FedSeq's codes; 0.5 where they have none.
+    Source of mean and std: the official code of FedNTD and FedSeq. Data sets that neither uses have
+    0.5.
     """
 
     name: str
@@ -24,17 +27,17 @@ class KnownData:
     shape: tuple[int, ...]
     """The shape of an example."""
     options: ReadingOptions = DEFAULT_OPTIONS
-    """How columns become examples, unless a config says otherwise."""
+    """The default options for reading columns."""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The number of examples of each split."""
     total: int | None = None
-    """The number of examples of all splits, where there is no official split."""
+    """The number of all examples, if there is no official split."""
     digests: Mapping[str, Digests] = field(default_factory=dict)
-    """The checksums of each split, if they are recorded."""
+    """The recorded checksums of each split."""
     remedy: str = ""
-    """How to get the data, in words that follow "it is not here"."""
+    """How to get the data, as the last clause of a message."""
     hub: str | None = None
     """The name on the Hugging Face hub."""
     system: str | None = None
@@ -81,6 +84,49 @@ _CIFAR10_CLASSES = (
     "ship",
     "truck",
 )
+_FASHION_MNIST_CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+_BLOODMNIST_CLASSES = (
+    "basophil",
+    "eosinophil",
+    "erythroblast",
+    "immature granulocytes(myelocytes, metamyelocytes and promyelocytes)",
+    "lymphocyte",
+    "monocyte",
+    "neutrophil",
+    "platelet",
+)
+_PATHMNIST_CLASSES = (
+    "adipose",
+    "background",
+    "debris",
+    "lymphocytes",
+    "mucus",
+    "smooth muscle",
+    "normal colon mucosa",
+    "cancer-associated stroma",
+    "colorectal adenocarcinoma epithelium",
+)
+_PBC_BLOOD28_CLASSES = (
+    "basophil",
+    "eosinophil",
+    "erythroblast",
+    "ig",
+    "lymphocyte",
+    "monocyte",
+    "neutrophil",
+    "platelet",
+)
 _HAR_CLASSES = (
     "WALKING",
     "WALKING_UPSTAIRS",
@@ -102,7 +148,7 @@ _CIFAR100_CLASSES = """
 """
 
 
-# ---- data sets that a config can name -----------------------------------------------------------
+# Data sets that a config can name.
 
 DIGITS = KnownData(
     name="digits",
@@ -126,18 +172,7 @@ MNIST = KnownData(
 )
 FASHION_MNIST = KnownData(
     name="fashion-mnist",
-    classes=(
-        "T-shirt/top",
-        "Trouser",
-        "Pullover",
-        "Dress",
-        "Coat",
-        "Sandal",
-        "Shirt",
-        "Sneaker",
-        "Bag",
-        "Ankle boot",
-    ),
+    classes=_FASHION_MNIST_CLASSES,
     shape=(1, 28, 28),
     mean=(0.2860,),
     std=(0.3530,),
@@ -192,16 +227,7 @@ HAM10000 = KnownData(
 )
 BLOODMNIST = KnownData(
     name="bloodmnist",
-    classes=(
-        "basophil",
-        "eosinophil",
-        "erythroblast",
-        "immature granulocytes(myelocytes, metamyelocytes and promyelocytes)",
-        "lymphocyte",
-        "monocyte",
-        "neutrophil",
-        "platelet",
-    ),
+    classes=_BLOODMNIST_CLASSES,
     shape=(3, 28, 28),
     mean=half(3),
     std=half(3),
@@ -210,17 +236,7 @@ BLOODMNIST = KnownData(
 )
 PATHMNIST = KnownData(
     name="pathmnist",
-    classes=(
-        "adipose",
-        "background",
-        "debris",
-        "lymphocytes",
-        "mucus",
-        "smooth muscle",
-        "normal colon mucosa",
-        "cancer-associated stroma",
-        "colorectal adenocarcinoma epithelium",
-    ),
+    classes=_PATHMNIST_CLASSES,
     shape=(3, 28, 28),
     mean=half(3),
     std=half(3),
@@ -228,7 +244,7 @@ PATHMNIST = KnownData(
     remedy=_from_zenodo("pathmnist"),
 )
 
-# ---- smaller copies of published data sets: folders that are verified where their name is found --
+# Smaller copies of published data sets. A folder with one of these names is verified.
 
 CIFAR100_SMALL = KnownData(
     name="cifar100-small",
@@ -241,16 +257,7 @@ CIFAR100_SMALL = KnownData(
 )
 PBC_BLOOD28 = KnownData(
     name="pbc_blood28",
-    classes=(
-        "basophil",
-        "eosinophil",
-        "erythroblast",
-        "ig",
-        "lymphocyte",
-        "monocyte",
-        "neutrophil",
-        "platelet",
-    ),
+    classes=_PBC_BLOOD28_CLASSES,
     shape=(3, 28, 28),
     mean=half(3),
     std=half(3),
@@ -266,16 +273,14 @@ HAM10000_28 = KnownData(
     sizes={"train": 7_023, "validation": 1_012, "test": 1_980},
     digests=CHECKSUMS["ham10000_28"],
 )
+_HEART_DISEASE_COLUMNS = "age sex cp trestbps chol fbs restecg thalach exang oldpeak"
 HEART_DISEASE = KnownData(
     name="heart_disease",
     classes=("healthy", "disease"),
     shape=(15,),
     options=ReadingOptions(
         kind="table",
-        columns=(
-            *("age", "sex", "cp", "trestbps", "chol"),
-            *("fbs", "restecg", "thalach", "exang", "oldpeak"),
-        ),
+        columns=tuple(_HEART_DISEASE_COLUMNS.split()),
         categorical=(("cp", (1, 2, 3, 4)), ("restecg", (0, 1, 2))),
         missing="drop",
     ),
@@ -326,7 +331,7 @@ _FOLDERS = (
 )
 
 KNOWN_FOLDERS = {entry.name: entry for entry in _FOLDERS}
-"""The folders that are verified, by name."""
+"""The data sets of verified folders, by name."""
 
 KNOWN = {entry.name: entry for entry in REGISTERED} | KNOWN_FOLDERS
 """All data sets of the catalogue by name."""

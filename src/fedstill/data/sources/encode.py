@@ -1,4 +1,4 @@
-"""The rows of columns as the arrays of a data set: tables, vectors, series and texts."""
+"""Encoding of columns as the arrays of a data set: tables, vectors, series and texts."""
 
 from __future__ import annotations
 
@@ -60,24 +60,23 @@ from fedstill.data.sources.tables import (
 from fedstill.data.sources.verify import RawSplit, checked_label, decoded_with_class_ids
 
 Tables = Mapping[str, pa.Table]
-"""The columns that are read of each split."""
+"""The columns to read, by split."""
 
 FileFrame = TypeVar("FileFrame", CsvFrame, ParquetFrame)
 
 
 def read_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema) -> Decoded:
-    """All rows of {split: frame} as arrays.
+    """Encode all rows of ``frames``, which has a frame for each split.
 
-    Numbers are float32, and NaN where ``missing = "mean"`` fills them in later. Labels that are
-    text become ids in alphabetical order. Raises DataError for a row that lacks a value, unless the
-    options say what to do about it, for one that holds an infinite value, and for lists of
-    different lengths.
+    Numbers are float32. A number is NaN if ``missing = "mean"`` fills it in later. Labels that are
+    texts become ids in alphabetical order. Raises DataError for a missing value (unless the options
+    permit it), an infinite value, and lists of different lengths.
     """
     options = schema.options
     split_tables = _split_tables(source, frames, schema)
     tables = split_tables.tables
-    # Messages on a missing value look up its text in the frame. Where a column divides the rows
-    # into splits, the number of a row of a split is not its number in the frame.
+    # A message about a missing value looks up its text in the frame. If a column divides the rows
+    # into splits, row numbers of a split and of the frame differ.
     frames_of_messages: Mapping[str, Frame] = frames
     if options.split_column:
         frames_of_messages = {}
@@ -117,7 +116,7 @@ def read_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema) -
 def _column_warnings(
     schema: TableSchema, train: pa.Table, raw_splits: Mapping[str, RawSplit]
 ) -> list[str]:
-    """Warnings about columns that are left out, and about values that may be meant otherwise."""
+    """Warnings about columns that are left out, and about values that may be misread."""
     options = schema.options
     categorical = dict(options.categorical)
     numeric = [name for name in options.columns if name not in categorical]
@@ -145,7 +144,7 @@ def frames_of(
 
 
 def schema_of(source: str, frames: Mapping[str, Frame], request: ReadRequest) -> TableSchema | None:
-    """The schema of a data set, by the columns of its first split; None for images."""
+    """The schema of the columns of the first split; None for images."""
     first_split = min(frames, key=SPLITS.index)
     frame = frames[first_split]
 
@@ -161,16 +160,16 @@ def schema_of(source: str, frames: Mapping[str, Frame], request: ReadRequest) ->
 
 @dataclass(frozen=True)
 class _SplitTables:
-    """The table of each split, and a warning about rows that are in none."""
+    """The table of each split, and a warning about rows without a split."""
 
     tables: Tables
     warning: str = ""
 
 
 def _split_tables(source: str, frames: Mapping[str, Frame], schema: TableSchema) -> _SplitTables:
-    """The columns to read of every split, of the types of the first split."""
+    """Read the columns of every split. Their types must be those of the first split."""
     options = schema.options
-    # Only a table has a way to treat rows that lack a whole column.
+    # Only tables can fill in or drop the values of a missing column.
     optional = options.kind == "table" and options.missing != "refuse"
     tables: dict[str, pa.Table] = {}
     first_part = ""
@@ -191,26 +190,26 @@ def _split_tables(source: str, frames: Mapping[str, Frame], schema: TableSchema)
 
 
 def _check_columns(part: str, frame: Frame, first_part: str, schema: TableSchema) -> None:
-    """Raise DataError for a split without one of the columns to read, which the first split has.
+    """Raise DataError if a split lacks a column to read, which the first split has.
 
-    part, first_part: what is read, for messages.
+    part, first_part: the names of the files or splits, for messages.
     """
     present = frame.schema.names
     absent = [name for name in schema.names if name not in (FILE, *present)]
     if absent:
         names = ", ".join(map(repr, present))[:300] or "none"
         raise DataError(
-            f"{part} has no column {absent[0]!r} among {names}, and {first_part} has it; write it "
-            "there, or name the columns to read in data.columns"
+            f"{part} has no column {absent[0]!r} (its columns are {names}), but {first_part} has "
+            "it; add the column, or list the columns to read in data.columns"
         )
 
 
 def _divided(source: str, tables: Tables, column: str) -> _SplitTables:
-    """The rows of one table, divided by the split that a column names; others are left out."""
+    """Divide a table by a column of split names. Rows without a known name are left out."""
     if len(tables) > 1:
         raise DataError(
-            f"{source}: data.split_column is for one table, and there are files of the splits "
-            f"{', '.join(tables)}; leave it out"
+            f"{source}: data.split_column divides a single table, but there are files for the "
+            f"splits {', '.join(tables)}; remove the key"
         )
     (table,) = tables.values()
     distinct = distinct_values(table[column])
@@ -221,10 +220,10 @@ def _divided(source: str, tables: Tables, column: str) -> _SplitTables:
         if len(rows):
             by_split[split] = rows
     if "train" not in by_split:
+        examples = ", ".join(map(repr, distinct.values[:5]))
         raise DataError(
-            f"{source}: no row is of the split train by column {column!r}, which has "
-            f"{', '.join(map(repr, distinct.values[:5]))}; its values must be train, validation "
-            "and test"
+            f"{source}: column {column!r} assigns no row to the split train; its values are "
+            f"{examples}, but must be train, validation and test"
         )
 
     unsplit_count = int(np.count_nonzero(split_of_row == ""))
@@ -241,14 +240,14 @@ def _divided(source: str, tables: Tables, column: str) -> _SplitTables:
 
 @dataclass(frozen=True, eq=False)
 class _Encoded:
-    """The values of each split, for all rows, and what they are."""
+    """The values of all rows by split, and their description."""
 
     values: Mapping[str, NDArray[Any]]
     info: DatasetInfo
 
 
 def _table_values(source: str, tables: Tables, options: ReadingOptions) -> _Encoded:
-    """Rows (n, features), with the marks of missing numbers behind them."""
+    """Rows (n, features). The last features mark missing numbers."""
     categorical = dict(options.categorical)
     train = tables.get("train", next(iter(tables.values())))
     categories = []
@@ -272,7 +271,7 @@ def _table_values(source: str, tables: Tables, options: ReadingOptions) -> _Enco
 
 
 def _columns_with_gaps(values: Mapping[str, NDArray[Any]], info: DatasetInfo) -> tuple[str, ...]:
-    """The columns in which a row of any split has no value."""
+    """The columns with a missing value in any split."""
     has_gap = np.logical_or.reduce([np.isnan(rows).any(0) for rows in values.values()])
     return tuple(name for name, feature in first_features(info).items() if has_gap[feature])
 
@@ -301,13 +300,12 @@ def _text_values(source: str, tables: Tables, options: ReadingOptions) -> _Encod
         if column.null_count:
             row = int(np.flatnonzero(null_mask(column.combine_chunks()))[0])
             raise DataError(
-                f"{source}, {split}: example {row} has no text; leave it out, or write a word"
+                f"{source}, {split}: example {row} has no text; remove the row or add a text"
             )
         tokens = encoded(column.to_pylist(), options.tokenizer, options.vocabulary, length)
         values[split] = tokens.ids
         info = replace(info, vocabulary=tokens.vocabulary, tokenizer_sha=tokens.sha).with_notes(
-            f"{split}: {100 * tokens.cut_share:.1f} % of the texts are longer than {length} "
-            "tokens: cut"
+            f"{split}: {100 * tokens.cut_share:.1f} % of the texts were cut to {length} tokens"
         )
     return _Encoded(values, info)
 
@@ -325,7 +323,7 @@ ENCODERS: Mapping[str, Callable[[str, Tables, ReadingOptions], _Encoded]] = {
 
 @dataclass(frozen=True)
 class _CompleteRows:
-    """Which rows (n,) of a split are examples, and notes on those that are left out."""
+    """A mask (n,) of the rows of a split that are examples, and notes on all other rows."""
 
     mask: NDArray[np.bool_]
     notes: tuple[str, ...]
@@ -333,7 +331,7 @@ class _CompleteRows:
 
 @dataclass(frozen=True)
 class _Rows:
-    """All rows of a split: their values, and the table and the frame that they come from."""
+    """All rows of a split: their values, and their table and frame."""
 
     source: str
     split: str
@@ -343,10 +341,9 @@ class _Rows:
     frame: Frame | None
 
     def complete(self, schema: TableSchema, info: DatasetInfo) -> _CompleteRows:
-        """The rows that have all values and a label.
+        """Select the rows that have all values and a label.
 
-        Raises DataError for a row without a value or a label if the options refuse such rows, and
-        for an infinite value.
+        Raises DataError for an infinite value, and for an incomplete row that the options refuse.
         """
         options = schema.options
         notes = []
@@ -361,14 +358,14 @@ class _Rows:
             if options.unlabelled == "refuse":
                 raise DataError(self._missing_label(schema.label, unlabelled))
             notes.append(
-                f"{self.split}: {unlabelled.sum():,} of {len(unlabelled):,} rows were left out, as "
-                "they have no label"
+                f"{self.split}: {unlabelled.sum():,} of {len(unlabelled):,} rows without a label "
+                "were left out"
             )
         complete = ~gaps & ~unlabelled
         if not complete.any():
             raise DataError(
-                f"{self.source}: every row misses a value or its label; set data.columns to "
-                "columns that have values"
+                f"{self.source}: every row lacks a value or its label; set data.columns to "
+                "columns with values"
             )
         return _CompleteRows(complete, tuple(notes))
 
@@ -381,20 +378,20 @@ class _Rows:
         return RawSplit(self.values[complete], labels, owners)
 
     def _gaps(self, options: ReadingOptions, info: DatasetInfo) -> NDArray[np.bool_]:
-        """Which rows (n,) lack a value that nothing fills in."""
-        nothing = np.zeros(len(self.values), dtype=bool)
+        """A mask (n,) of the rows with a missing value that is not filled in later."""
+        no_gaps = np.zeros(len(self.values), dtype=bool)
         if self.values.dtype.kind != "f":
-            return nothing
+            return no_gaps
         self._check_finite(info)
         if options.missing == "mean" and options.kind == "table":
-            return nothing
-        if options.kind == "series":  # the end of a series that is too short is NaN as well
+            return no_gaps
+        if options.kind == "series":  # short series end with NaN, which are not gaps
             return _lists(self.source, self.table, options).has_gap()
         has_gap: NDArray[np.bool_] = np.isnan(self.values).reshape(len(self.values), -1).any(1)
         return has_gap
 
     def _check_finite(self, info: DatasetInfo) -> None:
-        """Raise DataError for a value that is infinite."""
+        """Raise DataError for an infinite value."""
         is_infinite = np.isinf(self.values).reshape(len(self.values), -1)
         rows = np.flatnonzero(is_infinite.any(1))
         if not len(rows):
@@ -404,9 +401,7 @@ class _Rows:
         if info.features:
             feature = int(np.flatnonzero(is_infinite[row])[0])
             place = f" in column {info.features[feature]!r}"
-        raise DataError(
-            f"{self.source}: example {row} has a value that is not finite{place}; correct it"
-        )
+        raise DataError(f"{self.source}: example {row} has an infinite value{place}; correct it")
 
     def _missing_value(
         self, options: ReadingOptions, info: DatasetInfo, gaps: NDArray[np.bool_]
@@ -419,12 +414,12 @@ class _Rows:
             column = column_of_feature(info, feature)
             place = f" in column {column!r}"
             hint = missing_text_hint(self.frame, column, row)
-        remedy = "'drop' to leave such rows out"
+        remedy = "'drop' to skip such rows"
         if options.kind == "table":
             remedy += ", or 'mean'"
         return (
             f"{self.source}: example {row} has no value{place} ({gaps.sum():,} of {len(gaps):,} "
-            f"rows miss one); {hint}set data.missing = {remedy}"
+            f"rows lack one); {hint}set data.missing = {remedy}"
         )
 
     def _missing_label(self, column: str, unlabelled: NDArray[np.bool_]) -> str:
@@ -432,13 +427,13 @@ class _Rows:
         hint = missing_text_hint(self.frame, column, row)
         return (
             f"{self.source}: example {row} has no label ({unlabelled.sum():,} of "
-            f"{len(unlabelled):,} rows have none); {hint}set data.unlabelled = 'drop' to leave "
-            "such rows out"
+            f"{len(unlabelled):,} rows have none); {hint}set data.unlabelled = 'drop' to skip "
+            "such rows"
         )
 
 
 def missing_text_hint(frame: Frame | None, column: str, row: int) -> str:
-    """How a text that means missing, such as NA, is read as a name instead; "" for other gaps."""
+    """A hint that a text such as NA was read as missing; empty for other gaps."""
     if not isinstance(frame, CsvFrame) or frame.options.missing_values:
         return ""
     text = frame.missing_text_at(column, row)
@@ -446,24 +441,27 @@ def missing_text_hint(frame: Frame | None, column: str, row: int) -> str:
         return ""
     examples = [candidate for candidate in MISSING_TEXTS if candidate != text][:1]
     return (
-        f"{text} means missing in a CSV file: where it is a name, write it in quotes, or list the "
-        f"marks of this file, as in data.missing_values = {examples}; where it means missing, "
+        f"{text} means a missing value in a CSV file; if it is a name, quote it, or list this "
+        f"file's missing values, as in data.missing_values = {examples}; if a value is missing, "
     )
 
 
 NAMED_OWNERS = 12
-"""The number of owners that a note names."""
+"""The largest number of owners in a note."""
 
 
 def _left_out(
     gaps: NDArray[np.bool_], owners: NDArray[np.int64] | None, names: Sequence[str]
 ) -> str:
-    """The number of rows that are left out, in all and by owner."""
-    note = f"{gaps.sum():,} of {len(gaps):,} rows were left out, as they miss a value"
+    """A note on the number of rows left out, in total and by owner."""
+    note = f"{gaps.sum():,} of {len(gaps):,} rows with a missing value were left out"
     if owners is None:
         return note
     by_owner = np.bincount(owners[gaps], minlength=len(names))
-    counts = [f"{name} {n:,}" for name, n in zip(names, by_owner.tolist(), strict=True) if n]
+    counts = []
+    for name, count in zip(names, by_owner.tolist(), strict=True):
+        if count:
+            counts.append(f"{name} {count:,}")
     return f"{note} ({shortened_list(counts, NAMED_OWNERS)})"
 
 
@@ -475,16 +473,16 @@ def labels_of(source: str, column: pa.ChunkedArray, complete: NDArray[np.bool_])
     distinct = distinct_values(column)
     rows = np.flatnonzero(complete)
     codes = distinct.codes[rows]
-    used, first = np.unique(codes, return_index=True)
-    labels = {
-        code: checked_label(source, row, distinct.values[code])
-        for code, row in zip(used.tolist(), rows[first].tolist(), strict=True)
-    }
+    distinct_codes, first_positions = np.unique(codes, return_index=True)
+    first_rows = rows[first_positions].tolist()
+    labels = {}
+    for code, row in zip(distinct_codes.tolist(), first_rows, strict=True):
+        labels[code] = checked_label(source, row, distinct.values[code])
     return [labels[code] for code in codes.tolist()]
 
 
 def _check_label_types(source: str, splits: Mapping[str, RawSplit]) -> None:
-    """Raise DataError if one split has names for labels, and train numbers, and none is in both."""
+    """Raise DataError if train has numbers as labels and another split names, or vice versa."""
     if "train" not in splits:
         return
     train_labels = set(splits["train"].labels)
@@ -494,8 +492,8 @@ def _check_label_types(source: str, splits: Mapping[str, RawSplit]) -> None:
         is_same_type = _has_names(labels) == _has_names(train_labels)
         if not is_same_type and train_texts.isdisjoint(map(str, labels)):
             raise DataError(
-                f"{source}: the labels of {name} are {_first_labels(labels)}, those of train "
-                f"{_first_labels(train_labels)}; make them alike"
+                f"{source}: {name} has the labels {_first_labels(labels)}, but train has "
+                f"{_first_labels(train_labels)}; use the same labels in both"
             )
 
 
@@ -509,7 +507,7 @@ def _first_labels(labels: set[int | str]) -> str:
 
 
 def _stray_label_warning(splits: Mapping[str, RawSplit]) -> str:
-    """A warning about labels that are numbers but for a few texts, which are classes then."""
+    """A warning about a few texts among labels that are numbers: each becomes a class."""
     counts = Counter[str]()
     for split in splits.values():
         counts.update(map(str, split.labels))
@@ -517,21 +515,21 @@ def _stray_label_warning(splits: Mapping[str, RawSplit]) -> str:
     for label, count in counts.items():
         if not re.match(NUMBER, label):
             strays[label] = count
-    # If half of the labels or more are texts, the labels are meant to be names.
+    # If at least half of the labels are texts, the labels are names.
     if not 0 < 2 * strays.total() < counts.total():
         return ""
     most_common = [(label[:60], count) for label, count in strays.most_common(3)]
     listed = ", ".join(f"{label!r} ({count:,})" for label, count in most_common)
     first_label = most_common[0][0]
     return (
-        f"labels are numbers but for {listed}, each a class of its own; if one means missing, set "
-        f"data.missing_values = [{first_label!r}]"
+        f"labels are numbers except {listed}; each of these is a class. If it means a missing "
+        f"label, set data.missing_values = [{first_label!r}]"
     )
 
 
 @dataclass(frozen=True)
 class Owners:
-    """The names of owners in order, and by split the number of each row's owner."""
+    """The ordered names of owners, and the index of each row's owner, by split."""
 
     names: tuple[str, ...] = ()
     codes: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
@@ -543,9 +541,9 @@ NO_OWNERS = Owners()
 def owners_of(
     source: str, tables: Tables, column: str, frames: Mapping[str, Frame] = MappingProxyType({})
 ) -> Owners:
-    """The owners that a column names: numbers in order of size, texts in alphabetical order.
+    """The owners in a column: numbers in ascending order, texts in alphabetical order.
 
-    frames: where the tables come from, for messages. Raises DataError for a row without an owner.
+    frames: the frames of the tables, for messages. Raises DataError for a row without an owner.
     """
     by_split = {split: distinct_values(table[column]) for split, table in tables.items()}
     names: list[Any] = []
@@ -553,15 +551,15 @@ def owners_of(
         unowned = np.flatnonzero(distinct.codes < 0)
         if len(unowned):
             row = int(unowned[0])
+            hint = missing_text_hint(frames.get(split), column, row)
             raise DataError(
-                f"{source}, {split}: example {row} has no {column!r}, its owner; "
-                f"{missing_text_hint(frames.get(split), column, row)}write the owner"
+                f"{source}, {split}: example {row} has no owner in column {column!r}; {hint}add it"
             )
         names += distinct.values
     ordered = names_in_order(names)
-    number = {name: index for index, name in enumerate(ordered)}
+    index_of = {name: index for index, name in enumerate(ordered)}
     codes = {
-        split: distinct.mapped(lambda value: number[category_name(value)], missing=-1)
+        split: distinct.mapped(lambda value: index_of[category_name(value)], missing=-1)
         for split, distinct in by_split.items()
     }
     return Owners(ordered, codes)
@@ -571,10 +569,10 @@ def owners_of(
 
 
 def _digests(table: pa.Table, schema: TableSchema) -> Digests:
-    """The digests of inputs and labels, as they were read.
+    """The digests of the raw inputs and labels.
 
-    Numbers count as float32, row by row; texts as UTF-8 with a zero byte after each. Labels are a
-    byte each, as for images; labels that are names count as texts.
+    Numbers are hashed as float32, row by row, and texts as UTF-8 with a zero byte after each. A
+    label is one byte, as for images; labels that are names are hashed as texts.
     """
     options = schema.options
     labels = table[schema.label].to_pylist()
@@ -613,10 +611,10 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class ListColumn:
-    """Lists of numbers (``depth`` 1) or lists of such lists (``depth`` 2), one for each example.
+    """A column of lists of numbers (``depth`` 1) or of lists of such lists (``depth`` 2).
 
-    length: the values that are kept of each innermost list; 0 keeps all, and then all lists must
-    have the same length. source: the place of the column, for messages.
+    length: the number of values to keep of each innermost list. With 0, all values are kept, and
+    all lists must have the same length. source: the name of the column's file, for messages.
     """
 
     source: str
@@ -628,23 +626,23 @@ class ListColumn:
     def of(source: str, column: pa.ChunkedArray, depth: int, length: int) -> ListColumn:
         """The column of a table."""
         array = column.combine_chunks()
-        if isinstance(array, pa.ChunkedArray):  # of extension types, and in older versions
+        if isinstance(array, pa.ChunkedArray):  # extension types, and older versions of pyarrow
             array = array.chunk(0)
         return ListColumn(source, array, depth, length)
 
     def values(self) -> Floats:
-        """(n, D) or (n, channels, L) float32; longer lists are cut, shorter ones end with NaN.
+        """(n, D) or (n, channels, L), float32. Long lists are cut; short lists are padded with NaN.
 
-        An example is NaN if it is null or has a list that is. Raises DataError if all are, or if
-        lengths differ.
+        An example that is null or has a null list is NaN. Raises DataError if this is true of all
+        examples, or if lengths differ.
         """
         rows = np.flatnonzero(~self._has_null_list())
         if not len(rows):
             raise DataError(
-                f"{self.source}: no example has all its values; write them, or leave the column out"
+                f"{self.source}: no example has all its values; add them, or remove the column"
             )
         if len(rows) == len(self.array):
-            # Arrow's memory must not be written to.
+            # Arrow's memory is read-only, so a writable copy is needed.
             return np.require(self._stacked(self.array, rows), requirements=["W"])
         complete = self._stacked(self.array.take(pa.array(rows)), rows)
         values = np.full((len(self.array), *complete.shape[1:]), np.nan, dtype=np.float32)
@@ -652,7 +650,7 @@ class ListColumn:
         return values
 
     def has_gap(self) -> NDArray[np.bool_]:
-        """Which examples (n,) are null, or lack a list or one of the numbers that are kept."""
+        """A mask (n,) of the examples that lack a list or a number to keep."""
         has_gap = self._has_null_list()
         rows = np.arange(len(self.array))
         numbers = self.array
@@ -668,7 +666,7 @@ class ListColumn:
         return has_gap
 
     def _has_null_list(self) -> NDArray[np.bool_]:
-        """Which examples (n,) are null, or have a list that is."""
+        """A mask (n,) of the examples that are null or have a null list."""
         has_null = np.zeros(len(self.array), dtype=bool)
         rows = np.arange(len(self.array))
         array = self.array
@@ -680,7 +678,7 @@ class ListColumn:
         return has_null
 
     def _stacked(self, array: pa.Array, rows: NDArray[np.int64]) -> Floats:
-        """The values of examples without a null list; ``rows``: their numbers, for messages."""
+        """The values of examples without null lists. ``rows``: their row numbers, for messages."""
         shape = [len(array)]
         for level in range(self.depth):
             sizes = _sizes(array)
@@ -700,21 +698,21 @@ class ListColumn:
         *,
         is_innermost: bool,
     ) -> None:
-        """Raise DataError for a list of another length than the first, or of none."""
+        """Raise DataError for an empty list, or one that is not as long as the first."""
         wrong = np.flatnonzero((sizes != sizes[0]) | (sizes < 1))
         if not len(wrong):
             return
-        lists_an_example = max(1, int(np.prod(shape[1:])))
-        example = rows[wrong[0] // lists_an_example]
+        lists_per_example = max(1, int(np.prod(shape[1:])))
+        example = rows[wrong[0] // lists_per_example]
         parts = "channels"
-        remedy = "leave it out"
+        remedy = "remove it"
         if is_innermost:
             parts = "values"
-            remedy = "correct it, or leave it out"
+            remedy = "correct or remove it"
         if is_innermost and self.depth > 1:
-            remedy = "set data.length to cut and fill up all to one length"
+            remedy = "set data.length to cut or pad all series to one length"
         raise DataError(
-            f"{self.source}: example {example} has {sizes[wrong[0]]} {parts}, the first "
+            f"{self.source}: example {example} has {sizes[wrong[0]]} {parts}, but the first has "
             f"{sizes[0]}; {remedy}"
         )
 
@@ -726,7 +724,7 @@ def _floats(numbers: pa.Array) -> Floats:
 
 
 def _sizes(array: Any) -> NDArray[np.int64]:
-    """The length of each list; 0 for one that is null."""
+    """The length of each list; 0 for null."""
     if pa.types.is_fixed_size_list(array.type):
         sizes = np.full(len(array), array.type.list_size, dtype=np.int64)
     else:
@@ -736,14 +734,14 @@ def _sizes(array: Any) -> NDArray[np.int64]:
 
 
 def _places(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The place of each number in its list."""
+    """The position of each number in its list."""
     starts = np.cumsum(sizes) - sizes
     places: NDArray[np.int64] = np.arange(sizes.sum()) - np.repeat(starts, sizes)
     return places
 
 
 def _cut_or_filled(numbers: Floats, sizes: NDArray[np.int64], length: int) -> Floats:
-    """Lists as rows of one length: cut, or filled up with NaN."""
+    """Lists as rows of one length, cut or padded with NaN."""
     rows = np.full((len(sizes), length), np.nan, dtype=np.float32)
     places = _places(sizes)
     fits = places < length
