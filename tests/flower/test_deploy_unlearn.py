@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from fedstill.running.recording import Progress
 from fedstill.running.result import Result
 from fedstill.running.runner import run
 from flowers import needs_flower
+from processes import deployed, events, fedstill_, over, same_bits, serial_of
+from processes import experiment as digits
 
 pytestmark = [needs_flower, pytest.mark.uses("unlearning")]
 
@@ -197,3 +200,34 @@ def test_an_unfinished_run_is_refused(federation: Federation) -> None:
         retrain_in_federation(original, LEAVING)
     with pytest.raises(ConfigError, match="client 7"):
         retrain_in_federation(federated(federation, "another"), 7)
+
+
+@pytest.mark.slow
+def test_a_client_leaves_a_federation_of_processes(tmp_path: Path) -> None:
+    """Over TLS, with listed keys: the server names the run itself, and the client's process, which
+    still runs, no longer gets in.
+    """
+    original = tmp_path / "run"
+    new = tmp_path / "run-without-client2-retraining"
+    trained = digits("fedavg", "parallel", keep_updates=True)
+    with deployed(tmp_path, CLIENTS) as deployment:
+        federation = deployment.federation
+        finished = over(deployment, trained, original)
+        assert finished.returncode == 0, finished.stderr + deployment.log("server")[-3000:]
+        assert list((original / "updates").glob("client2-*"))
+
+        unlearned = fedstill_("deploy", "unlearn", str(federation.folder), str(LEAVING))
+        assert unlearned.returncode == 0, unlearned.stderr + deployment.log("server")[-3000:]
+
+    without = replace(trained, unlearning={"clients": [LEAVING]})
+    same_bits(new, serial_of(without, tmp_path / "serial"))
+    assert {event["client"] for event in events(new) if event["event"] == "client"} == {0, 1}
+    assert not federation.listed_key(LEAVING).exists()
+    assert not list((original / "updates").glob("client2-*"))
+    assert f"not deleted: {original}" in unlearned.stdout
+    checked = fedstill_("unlearn", str(new), "--check")
+    assert checked.returncode == 0, checked.stderr
+    model = bytearray((new / "model.safetensors").read_bytes())
+    model[-1] ^= 1
+    (new / "model.safetensors").write_bytes(model)
+    assert fedstill_("unlearn", str(new), "--check").returncode == 1

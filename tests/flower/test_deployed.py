@@ -60,6 +60,22 @@ def test_over_the_deployment_the_bits_are_the_serial_engines(
     )
 
 
+def test_a_run_starts_from_the_model_of_the_run_before_it(
+    three: Deployment, tmp_path: Path
+) -> None:
+    """The server sends the model to the sites. FedNTD distils from it in the first round."""
+    first = experiment("fedavg", "parallel", measure=())
+    done = over(three, first, tmp_path / "first")
+    assert done.returncode == 0, done.stderr + three.log("server")[-3000:]
+
+    second = experiment("fedntd", "parallel", start_from=str(tmp_path / "first"), seed=4)
+    done = over(three, second, tmp_path / "run")
+    assert done.returncode == 0, done.stderr + three.log("server")[-3000:]
+    same_bits(tmp_path / "run", serial_of(second, tmp_path / "serial"))
+    clients = [event for event in events(tmp_path / "run") if event["event"] == "client"]
+    assert not [event for event in clients if "refused" in event]
+
+
 # Flower's own, in packing an app
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
 def test_the_app_runs_by_itself(three: Deployment, tmp_path: Path) -> None:
