@@ -5,6 +5,7 @@ next step.
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,6 +120,25 @@ def test_a_mistake_is_one_line_with_a_key_or_a_file_and_a_next_step(
     assert said.isprintable()
     assert mistake.names in said
     assert NEXT_STEP.search(said)
+
+
+HOSTILE = {
+    "many unknown keys": "\n".join(f"key{i} = 1" for i in range(50_000)),
+    "many unknown keys of a table": "[plan]\n" + "\n".join(f"key{i} = 1" for i in range(50_000)),
+    "a long key": "k" * 1_000_000 + " = 1",
+    "a long table": "[data." + "k" * 1_000_000 + "]",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_config_is_refused_at_once_and_in_a_short_message(
+    name: str, tmp_path: Path
+) -> None:
+    """A site reads the configs of its server; the time must not grow with the square of a size."""
+    start = time.process_time()
+    printed = message(Mistake(HOSTILE[name]), tmp_path)
+    assert time.process_time() - start < 10
+    assert len(printed) < 20_000
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ TERMINAL = [
     "\b\b",
     "\r",
     "\u202e",
+    "a\u200bb",
+    "a\u061cb",
+    "a\u2060b",
     "\x1b]8;;http://x\x1b\\",
 ]
 FORMULAS = ["=cmd|' /C calc'!A0", "+1+cmd", "-2+3+cmd", "@SUM(1)", "\t=1", "-", "=1"]
@@ -61,7 +64,7 @@ def test_a_terminal_gets_no_commands(name: str, capsys: pytest.CaptureFixture[st
     say(f"unknown class {name}", 2)
     captured = capsys.readouterr()
     for printed in (captured.out, captured.err):
-        assert not set(printed) & set("\x1b\x9b\x07\b\r\u202e")
+        assert not set(printed) & set("\x1b\x9b\x07\b\r\u202e\u200b\u061c\u2060")
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from fedstill.core.errors import ConfigError, on_one_line, suggestion
+from fedstill.core.errors import ConfigError, cut_reason, on_one_line, suggestion
 from fedstill.core.fields import value_text
 
 if TYPE_CHECKING:
@@ -69,13 +69,14 @@ def sentence(problem: Problem) -> str:
     >>> sentence(Problem(code=UNKNOWN_KEY, key="lr", place="my.toml, line 3", hint="use plan.lr"))
     "my.toml, line 3: unknown key 'lr'; use plan.lr"
     """
-    statement = f"{problem.key} {problem.reason}"
+    key = cut_reason(problem.key)
+    statement = f"{key} {problem.reason}"
     if problem.code == UNKNOWN_KEY:
-        statement = f"unknown key {problem.key!r}"
+        statement = f"unknown key {key!r}"
     if problem.code == MISSING_KEY:
-        statement = f"{problem.key} is missing, and has no default"
+        statement = f"{key} is missing, and has no default"
     if problem.code == UNKNOWN_NAME:
-        statement = f"{problem.key}: {problem.reason}"
+        statement = f"{key}: {problem.reason}"
     if problem.place:
         statement = f"{problem.place}: {statement}"
     if problem.hint:
@@ -303,16 +304,25 @@ def defaults_of(schema: Schema) -> dict[str, Any]:
 # Values that are checked against a schema.
 
 
+MOST_UNKNOWN = 20
+"""How many unknown keys of a table an error names; a hostile file may have a million."""
+
+
 def validated(schema: Schema, entries: Mapping[str, Any], table: str) -> dict[str, Any]:
     """The value of every key of a schema: the one in ``entries``, or the default. Lists become
     tuples.
 
     ``table``: the name that messages put before each key; empty for the keys outside all tables.
-    Raises WrongConfig with all values that are wrong, missing keys and unknown keys.
+    Raises WrongConfig with all values that are wrong, missing keys, and at most MOST_UNKNOWN
+    unknown keys.
     """
+    known = set(keys_of(schema))
+    unknown = [key for key in entries if key not in known]
+    unchecked = set(unknown[MOST_UNKNOWN:])
     values = {}
     for key, value in entries.items():
-        values[str(key)] = tuple(value) if isinstance(value, list) else value
+        if key not in unchecked:
+            values[str(key)] = tuple(value) if isinstance(value, list) else value
 
     errors = _errors(schema, values)
     lists = _lists_of_texts(schema, values, errors)

@@ -443,8 +443,12 @@ def _resumable_run(path: Path) -> Path | None:
 
 MARKS_OF_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 LINE_OF_ERROR = re.compile(r"\(at line (\d+), ")
-DEEP_KEY = re.compile(rb"""(?:([\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){100}""")
-"""A dotted key whose parsing would take minutes: the time grows with the square of its parts."""
+DEEP_KEY = re.compile(rb"""(?<![\w-])(?:([\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){100}""")
+"""A dotted key whose parsing would take minutes: the time grows with the square of its parts.
+
+The search begins at whole parts only and never goes back inside one, so that its own time does not
+grow with the square of a part's length.
+"""
 
 QUOTED_WINDOWS_PATH = re.compile(r'"([A-Za-z]:\\[^"]*)"')
 
@@ -581,10 +585,10 @@ def replace_file(path: Path, data: bytes, kind: Kind) -> None:
 # reports and the terminal.
 
 UNPRINTABLE = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]"
 )
-"""Characters that command a terminal, or change the direction of a text; tab and newline are not
-among them.
+"""Characters that command a terminal, change the direction of a text, or have no width, so that two
+names look alike. Tab and newline are not among them, nor are the joiners that some scripts need.
 """
 
 FORMULA = re.compile(r"[=+\-@\t]")

@@ -5,13 +5,13 @@ client.
 from __future__ import annotations
 
 import time
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from platformdirs import user_data_path
 
 from fedstill.config.experiment import from_tree
+from fedstill.core.files import parse_toml
 from fedstill.flower import say
 from fedstill.flower.messages import Request, SiteReply, require_flower
 from fedstill.flower.site import Clerk, Does, prune_states
@@ -76,7 +76,7 @@ def _server_app() -> Any:
                 raise ValueError("resume needs out, the run's directory")
             runner.resume(out, grid=grid)
             return
-        tree = tomllib.loads(str(config["config"]))
+        tree = parse_toml(str(config["config"]).encode())
         runner.run(from_tree({**tree, "engine": "flower"}, {}, None), out, grid=grid)
 
     return app

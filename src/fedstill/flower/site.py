@@ -12,7 +12,6 @@ import json
 import logging
 import secrets
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +33,15 @@ from fedstill.core.errors import (
     cut_reason,
 )
 from fedstill.core.extensions import SiteGuard, SiteNotebook
-from fedstill.core.files import digest, make_folder, read_file, remove, sweep, write_secret
+from fedstill.core.files import (
+    digest,
+    make_folder,
+    parse_toml,
+    read_file,
+    remove,
+    sweep,
+    write_secret,
+)
 from fedstill.core.label_counts import CENSUS, Census
 from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import process_settings
@@ -187,8 +194,8 @@ class Clerk:
         not allow.
         """
         try:
-            tree = tomllib.loads(request.config)
-        except (ValueError, RecursionError) as error:
+            tree = parse_toml(request.config.encode())
+        except ValueError as error:
             raise Refused(f"the configuration is not TOML: {error}") from error
         # Resolving the settings imports the code that they name, so this comes first.
         self._check_code(tree)
