@@ -15,13 +15,14 @@ pytest.importorskip("cryptography")
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment, from_tree
 from fedstill.config.settings import Settings
-from fedstill.core.errors import ConfigError
+from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.flower.deployment import folder
 from fedstill.flower.deployment.folder import Federation
 from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.remote_runs import FlowerRuns
 from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import Site
+from fedstill.running.directory import settings_of
 from fedstill.running.journal import read_journal
 from fedstill.running.recording import Progress
 from fedstill.running.result import Result
@@ -181,6 +182,47 @@ def test_its_files_are_deleted_and_what_is_left_is_listed(
     journal = (new / "journal.jsonl").read_bytes()
     assert call(["deploy", "unlearn", str(federation.folder), "2", str(original)]) == 0
     assert (new / "journal.jsonl").read_bytes() == journal
+
+
+@pytest.mark.usefixtures("server")
+def test_a_run_that_started_from_the_models_of_its_runs_is_trained_again_from_the_new_one(
+    federation: Federation, place: Path
+) -> None:
+    """Also if the client was already absent from the later run."""
+    from fedstill.unlearning.certificate import check_certificate
+
+    first = federated(federation, "first")
+    later = federated(federation, "later", start_from=str(first), unlearning={"clients": [LEAVING]})
+    assert call(["deploy", "unlearn", str(federation.folder), "2", str(later)]) == 0
+    new = place / "later-without-client2-retraining"
+
+    expected = federated(federation, "never", unlearning={"clients": [LEAVING]})
+    restarted = federated(
+        federation, "again", start_from=str(expected), unlearning={"clients": [LEAVING]}
+    )
+    models = [folder / "model.safetensors" for folder in (new, restarted, later)]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    assert models[0].read_bytes() != models[2].read_bytes()
+    assert (place / "first-without-client2-retraining" / "certificate.json").is_file()
+    assert not list((first / "updates").glob("client2-*"))
+    assert check_certificate(new).original_checked
+
+
+def test_a_certificate_of_a_run_that_started_from_an_old_model_is_refused(
+    federation: Federation, place: Path
+) -> None:
+    from fedstill.unlearning.certificate import check_certificate, write_certificate
+    from fedstill.unlearning.request import UnlearningRequest
+    from fedstill.unlearning.retraining import Retraining
+    from fedstill.unlearning.strategy import OriginalRun
+
+    first = federated(federation, "first")
+    later = federated(federation, "later", start_from=str(first), unlearning={"clients": [LEAVING]})
+    events = read_journal(first / "journal.jsonl")
+    original = OriginalRun(first, settings_of(first), events)
+    write_certificate(original, later, UnlearningRequest(clients=(LEAVING,)), Retraining())
+    with pytest.raises(CorruptFile, match="first"):
+        check_certificate(later)
 
 
 def test_a_client_that_took_part_in_no_run_stays_in_the_federation(

@@ -12,8 +12,9 @@ from fedstill.config.experiment import load
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
-from fedstill.unlearning.request import strategy_named
+from fedstill.unlearning.request import UnlearningRequest, strategy_named
 from fedstill.unlearning.strategy import OriginalRun
+from fedstill.unlearning.unlearn import unlearn
 
 TABLE = """
 rounds = 1
@@ -131,6 +132,23 @@ def test_an_unfinished_run_is_finished_first(tmp_path: Path) -> None:
     (folder / "summary.json").unlink()
     with pytest.raises(ConfigError, match="fedstill resume"):
         OriginalRun.of(folder, toys.blobs())
+
+
+def test_a_run_that_started_from_a_model_that_knows_the_data_is_refused(tmp_path: Path) -> None:
+    first, later, new = tmp_path / "first", tmp_path / "later", tmp_path / "new"
+    request = UnlearningRequest(clients=(1,))
+    retraining = strategy_named("retraining", {})
+    run(toys.toy("fedavg", rounds=1), first, toys.blobs())
+    run(toys.toy("fedavg", rounds=1, start_from=str(first)), later, toys.blobs())
+    with pytest.raises(ConfigError, match="first"):
+        unlearn(later, request, retraining, data=toys.blobs())
+
+    unlearn(first, request, retraining, new, data=toys.blobs())
+    clean = tmp_path / "clean"
+    run(toys.toy("fedavg", rounds=1, start_from=str(new)), clean, toys.blobs())
+    unlearn(clean, request, retraining, data=toys.blobs())
+    with pytest.raises(ConfigError, match="new"):
+        unlearn(clean, UnlearningRequest(clients=(2,)), retraining, data=toys.blobs())
 
 
 def test_the_table_of_a_config_is_checked() -> None:

@@ -153,7 +153,8 @@ def unlearn_command(directory: Path, client: int, *runs: Path) -> int:
     """Remove a client, train the models of its runs again without it, and delete its files on this
     machine.
 
-    Every new run has a certificate. The command prints what it cannot delete.
+    A run that started from the model of one of these runs is trained again, too. Every new run has
+    a certificate. The command prints what it cannot delete.
 
     Args:
         directory: The federation's folder.
@@ -163,13 +164,14 @@ def unlearn_command(directory: Path, client: int, *runs: Path) -> int:
     """
     from fedstill.flower import remote_runs
     from fedstill.flower.deployment import control, folder
+    from fedstill.running.runs import runs_of_client
 
     federation = folder.load_federation(directory)
     folders = list(runs) or control.run_folders(federation)
-    concerned = [run for run in folders if remote_runs.acted_in(run, client)]
+    concerned = runs_of_client(folders, client)
     if not concerned:
         raise ConfigError(
-            f"client {client} took part in none of {len(folders)} runs; name the directory of a "
+            f"client {client} contributed to none of {len(folders)} runs; name the directory of a "
             "run, or use `fedstill deploy remove`"
         )
     removals = [part.load() for part in manifest.client_removals()]

@@ -39,7 +39,7 @@ from fedstill.running.extensions import run_extensions
 from fedstill.running.preparation import Prepared
 from fedstill.running.recording import Progress
 from fedstill.running.result import Result
-from fedstill.running.runs import CONFIG, JOURNAL
+from fedstill.running.runs import JOURNAL
 from fedstill.running.same_run import name_for_clients
 from fedstill.running.standardisation import sums_stage, sums_work
 from fedstill.version import VERSION
@@ -419,14 +419,6 @@ class Deletion:
 
     deleted: Sequence[Path]
     left: Sequence[str]
-
-
-def acted_in(run: Path, client: int) -> bool:
-    """Whether a client took part in the run in a directory; False if there is no run."""
-    if not (run / CONFIG).is_file() or not (run / JOURNAL).is_file():
-        return False
-    events = journals.read_journal(run / JOURNAL)
-    return any(event["event"] == "client" and event["client"] == client for event in events)
 
 
 def delete_traces(federation: Federation, client: int, runs: Sequence[Path]) -> Deletion:

@@ -42,6 +42,73 @@ JOURNAL = "journal.jsonl"
 SUMMARY = "summary.json"
 
 
+# The runs from whose models a run started
+
+
+def start_run(directory: Path) -> Path | None:
+    """Return the directory of the run from whose model the run in ``directory`` started.
+
+    None if it started from no model, or from a file that is in no run's directory.
+    """
+    place = read_toml(directory / CONFIG).get("start_from", "")
+    if not place:
+        return None
+    path = Path(place).resolve()
+    if path.is_file():
+        path = path.parent
+    if not _has_events(path):
+        return None
+    return path
+
+
+def lineage(directory: Path) -> list[Path]:
+    """Return a run's directory, that of the run from whose model it started, and so on.
+
+    The list is empty if there is no run in ``directory``.
+    """
+    folders: list[Path] = []
+    folder: Path | None = directory
+    if not _has_events(directory):
+        return folders
+    while folder is not None and folder not in folders:
+        folders.append(folder)
+        folder = start_run(folder)
+    return folders
+
+
+def contributed(directory: Path, client: int) -> bool:
+    """Return whether a client of a federation contributed to the model of a run: it took part in
+    this run, or in one from whose model the run started. False if there is no run.
+    """
+    return any(_took_part(folder, client) for folder in lineage(directory))
+
+
+def runs_of_client(directories: Iterable[Path], client: int) -> list[Path]:
+    """Return the runs to which a client of a federation contributed: those in ``directories``, and
+    those from whose models they started, which come first.
+    """
+    found: dict[Path, None] = {}
+    for directory in directories:
+        earliest_first = reversed(lineage(directory.resolve()))
+        found |= dict.fromkeys(folder for folder in earliest_first if contributed(folder, client))
+    return list(found)
+
+
+def _has_events(directory: Path) -> bool:
+    return (directory / CONFIG).is_file() and (directory / JOURNAL).is_file()
+
+
+def _took_part(directory: Path, client: int) -> bool:
+    """Return whether a client took part in a run over a federation.
+
+    Clients of a simulation have numbers, too, but they are no sites.
+    """
+    if not read_toml(directory / CONFIG).get("flower", {}).get("federation"):
+        return False
+    events = journals.read_journal(directory / JOURNAL)
+    return any(event["event"] == "client" and event["client"] == client for event in events)
+
+
 @dataclass(frozen=True)
 class QueryCount:
     """How many queries clients asked, and how many of them had no teacher."""

@@ -21,6 +21,7 @@ from fedstill.core.reports import json_value
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import read_journal
 from fedstill.running.model_files import FINAL
+from fedstill.running.runs import contributed, start_run
 from fedstill.unlearning.request import UnlearningRequest, UnlearningTable
 from fedstill.unlearning.strategy import OriginalRun, Strategy
 from fedstill.unlearning.verification import Backdoor, measurements, new_client_events
@@ -160,7 +161,9 @@ def _check_files(folder: Path, seals: Mapping[str, str]) -> None:
 
 
 def _check_events(folder: Path, certificate: Mapping[str, Any]) -> None:
-    """Raise CorruptFile if a forgotten client acts in a round that was trained without it."""
+    """Raise CorruptFile if a forgotten client acts in a round that was trained without it, or, in a
+    federation, contributed to the model from which the run started.
+    """
     forgotten = set(certificate["request"]["clients"]) - {SERVER}
     first = settings_of(folder).table(UnlearningTable).first_round
     for event in read_journal(folder / "journal.jsonl"):
@@ -169,4 +172,11 @@ def _check_events(folder: Path, certificate: Mapping[str, Any]) -> None:
             raise CorruptFile(
                 f"{folder}: client {event['client']} is to be forgotten, and acts in round "
                 f"{event['round']}; unlearn again"
+            )
+    start = start_run(folder)
+    for client in forgotten:
+        if start is not None and contributed(start, client):
+            raise CorruptFile(
+                f"{folder} started from the model of {start}, to which client {client} "
+                "contributed; unlearn again"
             )

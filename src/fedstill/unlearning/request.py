@@ -45,6 +45,13 @@ class UnlearningRequest:
     def __bool__(self) -> bool:
         return bool(self.clients or self.classes or self.examples)
 
+    def covers(self, request: UnlearningRequest) -> bool:
+        """Whether a model that has forgotten this has also forgotten what ``request`` names."""
+        clients = set(request.clients) <= set(self.clients)
+        classes = set(request.classes) <= set(self.classes)
+        examples = set(request.examples) <= set(self.examples)
+        return clients and classes and examples
+
     @property
     def text(self) -> str:
         """The request in words, for messages and tables."""

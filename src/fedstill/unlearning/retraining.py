@@ -38,6 +38,7 @@ from fedstill.running.directory import settings_of
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared
 from fedstill.running.replay import Without
+from fedstill.running.runs import contributed, start_run
 from fedstill.unlearning.certificate import write_certificate
 from fedstill.unlearning.request import TABLE, UnlearningRequest, UnlearningTable
 from fedstill.unlearning.strategy import (
@@ -169,7 +170,9 @@ class FineTuning(Strategy):
 def retrain_in_federation(directory: Path, client: int) -> Path:
     """Run a finished run again without a client, where it ran (``core.extensions.ClientRemoval``).
 
-    The new directory is beside the old one, with a certificate.
+    The new directory is beside the old one, with a certificate. If the run started from the model
+    of a run to which the client contributed, that run is trained again first, and the new run
+    starts from its new model.
     """
     original = _original(directory, client)
     clients = tuple(sorted({*original.earlier_request.clients, client}))
@@ -180,6 +183,9 @@ def retrain_in_federation(directory: Path, client: int) -> Path:
         runner.resume(folder)
     else:
         tree = read_toml(directory / "config.toml")
+        start = start_run(directory)
+        if start is not None and contributed(start, client):
+            tree["start_from"] = str(retrain_in_federation(start, client))
         tree[TABLE] = {"clients": list(clients), "strategy": "retraining"}
         runner.run(from_tree(tree, {}, directory), folder)
     write_certificate(original, folder, request, Retraining())

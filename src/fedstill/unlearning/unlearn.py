@@ -38,6 +38,7 @@ from fedstill.running.journal import START
 from fedstill.running.preparation import Prepared, prepare, reading_options
 from fedstill.running.recording import Progress, Quiet
 from fedstill.running.result import Result
+from fedstill.running.runs import lineage
 from fedstill.unlearning.certificate import write_certificate
 from fedstill.unlearning.request import STRATEGIES, TABLE, UnlearningRequest
 from fedstill.unlearning.strategy import NewRounds, OriginalRun, StartPoint, Strategy
@@ -201,7 +202,29 @@ def _check(original: OriginalRun, request: UnlearningRequest, strategy: Strategy
             f"{original.folder} has already unlearned something, and {name} needs a run that has "
             "not; name both requests for the original run, or use retraining"
         )
+    _check_start_models(original, request)
     strategy.check(original, request)
+
+
+def _check_start_models(original: OriginalRun, request: UnlearningRequest) -> None:
+    """Raise ConfigError if the run started from a model that may know the forgotten data: that of a
+    run on the same data, which has not forgotten them.
+    """
+    for folder in lineage(original.folder)[1:]:
+        tree = read_toml(folder / "config.toml")
+        forgotten = UnlearningRequest(
+            **{
+                field.name: tuple(tree.get(TABLE, {}).get(field.name, ()))
+                for field in fields(request)
+            }
+        )
+        is_same_data = tree["data"]["name"] == original.settings.data.name
+        if is_same_data and not forgotten.covers(request):
+            raise ConfigError(
+                f"{original.folder} started from the model of {folder}, which knows the data to "
+                "forget; unlearn from that run first, then train this one again with start_from = "
+                "the directory of the new model"
+            )
 
 
 def _new_experiment(
