@@ -129,7 +129,7 @@ AT_CLIENTS = {
         def begin(self, payload, client_state, view, world):  # HERE
             return payload.params
         """,
-        "LocalTraining.begin gives a dict, not a TrainingStart",
+        "a TrainingStart",
         "in begin",
     ),
     "words for a report": (
@@ -257,38 +257,24 @@ def test_a_function_that_predictors_gave_is_named_when_it_is_called(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("part", "mistake", "text"),
+    ("part", "mistake", "kind"),
     [
-        (
-            "aggregate",
-            "state.next(params=replies[0].content.params)",
-            "Mine.aggregate gives None, not a State",
-        ),
-        (
-            "aggregate",
-            "return replies[0].content.params",
-            "Mine.aggregate gives a dict, not a State",
-        ),
-        (
-            "payload_for_client",
-            "return state.params",
-            "Mine.payload_for_client gives a dict, not a Payload",
-        ),
-        ("work", "LocalTraining(self)", "Mine.work gives None, not a ClientWork"),
-        (
-            "work",
-            "return LocalTraining",
-            "Mine.work gives the class LocalTraining itself, not a ClientWork",
-        ),
+        ("aggregate", "state.next(params=replies[0].content.params)", "a State"),
+        ("aggregate", "return replies[0].content.params", "a State"),
+        ("payload_for_client", "return state.params", "a Payload"),
+        ("work", "LocalTraining(self)", "a ClientWork"),
+        ("work", "return LocalTraining", "a ClientWork"),
     ],
 )
 def test_what_a_method_gives_must_be_what_it_is_asked_for(
-    part: str, mistake: str, text: str, tmp_path: Path
+    part: str, mistake: str, kind: str, tmp_path: Path
 ) -> None:
     experiment, line = mine(tmp_path, server=at_the_server(part, mistake))
     with pytest.raises(MethodFailed) as caught:
         run(experiment, tmp_path / "run", toys.blobs())
-    assert str(caught.value).endswith(f"{text} (mine.py, line {line - 1}, in {part})")
+    message = str(caught.value)
+    assert f"Mine.{part} " in message
+    assert message.endswith(f"{kind} (mine.py, line {line - 1}, in {part})")
 
 
 def test_down_that_returns_nothing_is_said_before_a_round_is_over(tmp_path: Path) -> None:
@@ -297,15 +283,10 @@ def test_down_that_returns_nothing_is_said_before_a_round_is_over(tmp_path: Path
     )
     with pytest.raises(MethodFailed) as caught:
         run(experiment, tmp_path / "run", toys.blobs())
-    why = (
-        "Mine.payload_for_client gives None to all 4 clients in every stage, so nobody does "
-        "anything: does it lack a return?"
-    )
-    place = f"(mine.py, line {line - 1}, in payload_for_client)"
-    assert (
-        str(caught.value)
-        == f"round 1, stage 'train': Mine.payload_for_client failed: {why} {place}"
-    )
+    message = str(caught.value)
+    assert message.startswith("round 1, stage 'train': Mine.payload_for_client failed: ")
+    assert "None" in message
+    assert message.endswith(f"(mine.py, line {line - 1}, in payload_for_client)")
     chain, _ = mine(
         tmp_path,
         server=at_the_server("payload_for_client", "return None"),
@@ -356,10 +337,7 @@ def test_what_fold_makes_of_the_models_entries_is_said_in_its_stage(
     with pytest.raises(MethodFailed) as caught:
         run(experiment, tmp_path / "run", toys.blobs())
     said = str(caught.value)
-    assert said.startswith(
-        "round 1, stage 'train': Mine.aggregate failed: Mine.aggregate gives other parameters than "
-        "the model has"
-    )
+    assert said.startswith("round 1, stage 'train': Mine.aggregate failed: ")
     assert why in said
     assert said.endswith(f"(mine.py, line {line - 1}, in aggregate)")
 

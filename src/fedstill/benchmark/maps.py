@@ -192,11 +192,12 @@ class MethodMap:
         hurts = sum(cell.sign == -1 for cell in self.cells)
         undecided = len(self.cells) - helps - hurts
         best = max(self.cells, key=lambda cell: cell.gain)
+        counts = f"helps in {helps} of {len(self.cells)} cells and hurts in {hurts}, on all seeds"
+        gain = f"{100 * best.gain:+.1f} points over {self.floor}"
+        floor_accuracy = f"{100 * best.floor_accuracy:.1f} %"
         return (
-            f"{self.row} helps in {helps} of {len(self.cells)} cells and hurts in {hurts}, on all "
-            f"seeds. In {undecided} cells the seeds disagree. It helps most at "
-            f"{best.name}: {100 * best.gain:+.1f} points over {self.floor} at "
-            f"{100 * best.floor_accuracy:.1f} %"
+            f"{self.row} {counts}. In {undecided} cells the seeds disagree. It helps most at "
+            f"{best.name}: {gain} at {floor_accuracy}"
         )
 
 
@@ -234,7 +235,7 @@ def _name_of_new_row(suite: Suite, method: str) -> str:
 def make_map(
     suite: Suite, row: str, axes: Mapping[str, Sequence[Any]], out: Path, execute: Execute
 ) -> MethodMap:
-    """Execute the runs of a row's map, or those that are not finished yet, and return the map.
+    """Execute the unfinished runs of a row's map, and return the map.
 
     The method has the fields chosen in the suite, or its defaults, and the floor's learning rate.
     Raises ConfigError for too many cells, and for values that cannot be run.
@@ -251,7 +252,7 @@ def make_map(
     recipe = replace(suite.recipe, columns=columns, only={})
     floor_runs = _runs(suite, recipe, suite.floor, axes, out)
     runs = _runs(suite, recipe, row, axes, out)
-    # Incompatible settings are an error now, not after the runs of the floor.
+    # Check the settings before the runs of the floor, which take long.
     prepare(runs[0].settings)
     settings = _settings_by_cell(floor_runs)
     scored = scored_runs([*floor_runs, *runs], execute)
@@ -292,7 +293,7 @@ def _runs(
 
 
 def _settings_by_cell(runs: Iterable[Variant]) -> dict[str, dict[int, Setting]]:
-    """The settings of runs by cell and seed, without runs that have none."""
+    """The settings of runs by cell and seed. Runs without a setting are left out."""
     settings: dict[str, dict[int, Setting]] = {}
     for run in runs:
         by_seed = settings.setdefault(column_of(run), {})
@@ -413,14 +414,20 @@ def map_lines(maps: Mapping[str, MethodMap], method: str, setting: Setting) -> I
 
 
 def _cell_sentence(cell: MapCell, setting: Setting) -> str:
-    there = cell.setting
+    """The nearest cell, and its setting beside that of the run ("here")."""
+    of_cell = cell.setting
+    divergence = f"{of_cell.labels_apart:.2f} (here {setting.labels_apart:.2f})"
+    steps = (
+        f"{of_cell.steps_per_example:.3g} local steps per example "
+        f"(here {setting.steps_per_example:.3g})"
+    )
+    clients = (
+        f"{100 * of_cell.clients_share:.0f} % of clients per round "
+        f"(here {100 * setting.clients_share:.0f} %)"
+    )
     return (
         f"the nearest cell of the ranking's maps (digits) is {cell.name}: label divergence "
-        f"{there.labels_apart:.2f} (here {setting.labels_apart:.2f}), "
-        f"{there.steps_per_example:.3g} local steps per example (here "
-        f"{setting.steps_per_example:.3g}), {100 * there.clients_share:.0f} % of clients per round "
-        f"(here {100 * setting.clients_share:.0f} %). FedAvg reached "
-        f"{100 * cell.floor_accuracy:.1f} % there."
+        f"{divergence}, {steps}, {clients}. FedAvg reached {100 * cell.floor_accuracy:.1f} % there."
     )
 
 
@@ -505,10 +512,10 @@ def parse_map(text: str) -> MethodMap:
             in_cell.setdefault(line["method"], {})[int(line["seed"])] = line
         # The first cell has the method, then the floor.
         row, floor = dict.fromkeys(itertools.chain.from_iterable(lines.values()))
-        cells = [
-            _parse_cell(dict(zip(axes, values, strict=True)), in_cell[row], in_cell[floor])
-            for values, in_cell in lines.items()
-        ]
+        cells = []
+        for values, in_cell in lines.items():
+            cell_values = dict(zip(axes, values, strict=True))
+            cells.append(_parse_cell(cell_values, in_cell[row], in_cell[floor]))
     except (KeyError, ValueError, TypeError) as error:
         raise CorruptFile(
             f"this is not a map's table of runs: {type(error).__name__}: {error}"
@@ -519,11 +526,13 @@ def parse_map(text: str) -> MethodMap:
 
 def _parse_cell(values: Mapping[str, str], lines: Lines, floor_lines: Lines) -> MapCell:
     if not lines or lines.keys() != floor_lines.keys():
-        raise ValueError(f"cell {', '.join(values.values())} has other seeds of the floor")
+        cell = ", ".join(values.values())
+        raise ValueError(f"cell {cell}: the seeds of the method and of the floor differ")
     settings = {}
     for seed, line in floor_lines.items():
-        if line[SETTING_FIELDS[0]]:
-            settings[seed] = Setting(*(float(line[name]) for name in SETTING_FIELDS))
+        if line[SETTING_FIELDS[0]]:  # empty for runs without a setting
+            numbers = [float(line[name]) for name in SETTING_FIELDS]
+            settings[seed] = Setting(*numbers)
     return MapCell(
         values={key: _parse_value(value) for key, value in values.items()},
         scores={seed: Score.from_texts(line) for seed, line in lines.items()},
@@ -540,8 +549,9 @@ def _parse_value(text: str) -> Any:
 
 
 def shipped_maps() -> dict[str, MethodMap]:
-    """The maps that ship, by the method's registered name, in the order of ``SHIPPED_METHODS``;
-    any others follow.
+    """The maps in the package by a method's registered name, in the order of ``SHIPPED_METHODS``.
+
+    Maps of other methods follow.
     """
     folder = _map_folder()
     if not folder.is_dir():
@@ -554,7 +564,7 @@ def shipped_maps() -> dict[str, MethodMap]:
 
 
 def ship_map(method_map: MethodMap, method: str) -> Path:
-    """Write a map to the package; its path."""
+    """Write a map to the package and return its path."""
     folder = _map_folder()
     make_folder(folder)
     path = folder / f"{method}.csv"

@@ -130,13 +130,14 @@ def _axis_start(values: Sequence[float]) -> float:
 def _row_trace(row: RowPoint, side: str, colour: str) -> Trace:
     """A point with its name on one side; ``side`` is empty if there is no room for the name."""
     text = ""
-    position = "top center"  # of no effect without a text
+    position = "top center"  # has no effect without a text
     if side:
         text = escaped(row.name)
         position = side
     symbol = "circle"
     if row.is_bound:
         symbol = "diamond-open"
+    accuracy = f"accuracy {100 * row.accuracy:.1f} %"
     return new_trace(
         "scatter",
         mode="markers+text",
@@ -147,7 +148,7 @@ def _row_trace(row: RowPoint, side: str, colour: str) -> Trace:
         x=[rounded(row.learned)],
         y=[rounded(row.kept_share)],
         marker={"size": 10, "symbol": symbol, "color": colour},
-        hovertemplate=f"learned %{{x:.1%}}, kept %{{y:.1%}}: accuracy {100 * row.accuracy:.1f} %",
+        hovertemplate=f"learned %{{x:.1%}}, kept %{{y:.1%}}: {accuracy}",
     )
 
 
@@ -206,8 +207,8 @@ class _Box:
 
 
 def label_sides(points: Sequence[LabelledPoint], x_span: float, y_span: float) -> list[str]:
-    """For each point, the first side on which its label covers no point and no earlier label;
-    empty if there is none.
+    """Choose the side of each label: the first one on which it covers no point and no earlier
+    label; empty if there is none.
 
     ``x_span``, ``y_span``: lengths of the axes, in units of the data.
     """
@@ -239,7 +240,7 @@ def _label_box(label: str, marker: _Box, direction: tuple[float, float]) -> _Box
     right, up = direction
     half_width = CHARACTER_WIDTH / 2 * len(label)
     vertical_distance = LABEL_DISTANCE
-    if right:  # a label at a corner may overlap the marker's height
+    if right:  # a label at a corner is beside the marker and need not clear it vertically
         vertical_distance = LABEL_DISTANCE_BESIDE
     return _Box(
         x=marker.x + right * (half_width + LABEL_DISTANCE_BESIDE),
@@ -315,7 +316,7 @@ def _percentages(accuracies: Sequence[float]) -> list[float]:
 
 
 def task_matrix(row: RankedRow, column: str) -> Figure | None:
-    """The accuracy on each task at each task's end, the mean over seeds; None without tasks."""
+    """The mean accuracy over seeds on each task at the end of each task; None without tasks."""
     matrices = [
         np.array(matrix, dtype=np.float64)
         for (run_column, _seed), matrix in row.tasks.items()
@@ -325,11 +326,12 @@ def task_matrix(row: RankedRow, column: str) -> Figure | None:
     if len(shapes) != 1:
         return None
     mean = np.mean(matrices, axis=0)
+    ends, tasks = mean.shape
     category: dict[str, Any] = {"type": "category", "showgrid": False}
     trace = new_trace(
         "heatmap",
-        x=[f"after {number}" for number in range(1, len(mean) + 1)],
-        y=[f"task {number}" for number in range(1, len(mean.T) + 1)],
+        x=[f"after {number}" for number in range(1, ends + 1)],
+        y=[f"task {number}" for number in range(1, tasks + 1)],
         z=[_percentages(accuracies) for accuracies in mean.T],
         zmin=0,
         zmax=100,

@@ -87,7 +87,7 @@ def checked_return(value: object, kind: type[T], function: Callable[..., Any], e
     """
     if isinstance(value, kind):
         return value
-    raise bad_return(function, f"gives {kind_text(value)}, not {expected}")
+    raise bad_return(function, f"returns {kind_text(value)} instead of {expected}")
 
 
 def bad_return(function: Callable[..., Any], problem: str) -> BadReturn:
@@ -173,7 +173,7 @@ def check_round_has_work(payload_for_client: Callable[..., Any], stage: Stage) -
         clients = f"all {len(stage.clients)} clients"
     raise bad_return(
         payload_for_client,
-        f"gives None to {clients} in every stage, so nobody does anything: does it lack a return?",
+        f"returns None for {clients} in every stage, so no client has work; is a return missing?",
     )
 
 
@@ -190,7 +190,7 @@ def check_entries(
         return
     difference = group_difference("params", new.params, old.params)
     if difference:
-        raise bad_return(aggregate, f"gives other parameters than the model has: {difference}")
+        raise bad_return(aggregate, f"returns parameters that do not match the model: {difference}")
 
 
 def check_norm(state: State, stage: Stage, accepted: Sequence[Reply], world: World) -> None:
