@@ -1,5 +1,7 @@
-"""Requests and answers as the content of Flower messages: one header, which holds the groups of a
-small message, and one array of bytes for each group of a large one. A federation's server signs its
+"""Requests and replies as the content of Flower messages, and their signatures.
+
+A message has a header and the groups of a payload. The header of a small message contains the
+groups. In a large message, each group is an array of bytes. The server of a federation signs its
 requests.
 """
 
@@ -37,19 +39,19 @@ if TYPE_CHECKING:
     from flwr.app import Array, ConfigRecord, Message, RecordDict
 
 
-# Requests of the server and answers of clients: a JSON header beside a payload
+# Requests of the server and replies of clients: a JSON header and a payload
 
 
 MAX_HEADER = 1 << 20
-"""The most characters of an answer's header."""
+"""The maximum number of characters in the header of a reply."""
 
 MAX_REQUEST = 16 << 20
-"""The most characters of a request's header, which holds the names, means and spreads of all
-columns of a table.
+"""The maximum number of characters in the header of a request. It includes the names, means and
+standard deviations of all columns of a table.
 """
 
 START = "start_from"
-"""The group of a request that holds the model which the run starts from."""
+"""The name of the group with the model that the run starts from."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,13 @@ class Request:
     """One stage for one client.
 
     ``version``: of fedstill. ``config``: the run's resolved configuration as TOML. ``sha``: its
-    SHA-256. ``run``: the run's identity. ``memory``: the version of the client's state that the
-    server counts as current; None: it has none. ``named``: the files of states that the server's
-    checkpoints name; the site keeps them, and the answer does not depend on them. ``facts``: what
-    all sites must agree on about data that only they see. ``reply_limit``: the most bytes of the
-    reply, which the server alone knows; 0: no limit of its own. ``start``: the model that the run
-    starts from, if the site may lack it; the facts have its SHA-256, and the answer does not depend
-    on whether it is sent again.
+    SHA-256. ``run``: the run's identity. ``memory``: the current version of the client's state
+    according to the server; None if the client has no state. ``named``: the state files that the
+    server's checkpoints name. The site keeps them; the reply does not depend on them. ``facts``:
+    properties of the sites' data on which all sites must agree. ``reply_limit``: the maximum number
+    of bytes of the reply, which only the server knows; 0 for the default limit. ``start``: the
+    model that the run starts from, if the site may lack it. The facts include its SHA-256, and the
+    reply does not depend on whether it is sent again.
     """
 
     version: str
@@ -80,15 +82,15 @@ class Request:
     start: Tensors = field(default_factory=dict)
 
     def groups(self) -> Payload:
-        """The groups that are sent: the payload's, and the model that the run starts from."""
+        """The groups to send: those of the payload, and the model that the run starts from."""
         if not self.start:
             return self.payload
         return Payload({**self.payload, START: self.start})
 
     def header(self) -> str:
-        """Everything that is sent but the payload, as JSON.
+        """Everything except the payload, as JSON.
 
-        Raises ConfigError where no site would read it.
+        Raises ConfigError if it exceeds the limit of the sites.
         """
         names = ("version", "config", "sha", "run", "client", "memory", "facts")
         values = {name: getattr(self, name) for name in names}
@@ -108,22 +110,20 @@ class Request:
         return replace(self, payload=payload)
 
     def digest(self) -> str:
-        """SHA-256 of everything that the answer depends on."""
-        question = replace(self, named=())
-        return digest(question.header().encode(), *encoded_parts(self.payload))
+        """SHA-256 of everything that determines the reply."""
+        without_named = replace(self, named=())
+        return digest(without_named.header().encode(), *encoded_parts(self.payload))
 
     @staticmethod
     def of(header: str, payload: Payload) -> Request:
-        """The request in a header and the groups that were sent; raises BadPayload for a malformed
-        one.
-        """
+        """Read a request from its header and groups. Raises BadPayload if it is malformed."""
         values = _json(header, MAX_REQUEST)
         run = _typed(values, "run", str)
         if not run.isalnum():
             raise BadPayload("run must be letters and digits")
         start = payload.get(START, {})
         if not isinstance(start, Mapping):
-            raise BadPayload(f"{START} is no model")
+            raise BadPayload(f"{START} is not a model")
         if start:
             groups = {name: group for name, group in payload.items() if name != START}
             payload = Payload(groups)
@@ -143,11 +143,11 @@ class Request:
 
 
 STAGE_FIELDS = ("round", "index", "name", "clients", "view", "sequential")
-"""The parts of a stage in a request's header."""
+"""The fields of a stage in the header of a request, in order."""
 
 
 def _stage_fields(stage: Stage) -> list[Any]:
-    """A stage as a list for JSON; ``_stage`` reads it."""
+    """A stage as a list for JSON, which ``_stage`` reads."""
     return [
         stage.round,
         stage.index,
@@ -159,9 +159,9 @@ def _stage_fields(stage: Stage) -> list[Any]:
 
 
 def _stage(parts: list[Any]) -> Stage:
-    """The stage in a header; raises BadPayload for a malformed one."""
+    """Read the stage in a header. Raises BadPayload if it is malformed."""
     if len(parts) != len(STAGE_FIELDS):
-        raise BadPayload("stage does not have six parts")
+        raise BadPayload(f"stage must have {len(STAGE_FIELDS)} fields")
     values = dict(zip(STAGE_FIELDS, parts, strict=True))
     view: Literal["public", "private"] = "private"
     if values["view"] == "public":
@@ -178,10 +178,10 @@ def _stage(parts: list[Any]) -> Stage:
 
 @dataclass(frozen=True)
 class SiteReply:
-    """One client's work on one stage, or the reason why it failed.
+    """The reply of a client to one stage, or the reason why the client failed.
 
-    ``memory``: the version of the client's state that this stage left; None for none. ``idle``: the
-    client has no data in the round's task, which is no failure.
+    ``memory``: the version of the client's state after this stage; None if it has no state.
+    ``idle``: whether the client has no data in the round's task, which is not a failure.
     """
 
     client: int
@@ -196,7 +196,7 @@ class SiteReply:
 
     @staticmethod
     def from_reply(reply: Reply, memory: Version | None) -> SiteReply:
-        """A reply that leaves a site, with the version of the memory that it leaves there."""
+        """Make the reply that a site sends. ``memory``: as in this class."""
         return SiteReply(
             client=reply.client,
             round=reply.round,
@@ -210,7 +210,7 @@ class SiteReply:
         )
 
     def reply(self) -> Reply:
-        """The reply in this answer."""
+        """The reply as the federated loop takes it."""
         return Reply(
             client=self.client,
             content=self.content,
@@ -223,7 +223,7 @@ class SiteReply:
         )
 
     def header(self) -> str:
-        """Everything but the payload, as JSON."""
+        """Everything except the payload, as JSON."""
         names = ("client", "round", "stage", "examples", "metrics", "memory", "failure")
         values = {name: getattr(self, name) for name in names}
         if self.idle:
@@ -232,7 +232,7 @@ class SiteReply:
 
     @staticmethod
     def of(header: str, content: Payload) -> SiteReply:
-        """The answer in a header and a payload; raises BadPayload for a malformed one."""
+        """Read a reply from its header and payload. Raises BadPayload if it is malformed."""
         values = _json(header, MAX_HEADER)
         return SiteReply(
             client=_count(values, "client"),
@@ -248,7 +248,7 @@ class SiteReply:
 
 
 def _metrics(report: dict[str, Any]) -> dict[str, Any]:
-    """A client's report; raises BadPayload for a wrong one."""
+    """Check a client's report. Raises BadPayload if it is invalid."""
     problem = wrong_report(report)
     if problem:
         raise BadPayload(problem)
@@ -256,7 +256,7 @@ def _metrics(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json(text: str, limit: int) -> dict[str, Any]:
-    """The object in a header; raises BadPayload for anything else, and a header over the limit."""
+    """Read the JSON object in a header. Raises BadPayload if it is malformed or too long."""
     if len(text) > limit:
         raise BadPayload(f"a header of {len(text)} characters is over the limit of {limit}")
     try:
@@ -269,7 +269,7 @@ def _json(text: str, limit: int) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
-    """A number in a header; raises ValueError for one that is not finite."""
+    """Read a number in a header. Raises ValueError if it is not finite."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is not finite")
@@ -279,7 +279,7 @@ def _finite(text: str) -> float:
 def _typed(values: Mapping[str, Any], name: str, kind: type) -> Any:
     value = values.get(name)
     if type(value) is not kind:
-        raise BadPayload(f"{name} is missing, or no {kind.__name__}")
+        raise BadPayload(f"{name} is missing or not of type {kind.__name__}")
     return value
 
 
@@ -298,24 +298,24 @@ def _count(values: Mapping[str, Any], name: str) -> int:
 
 def _names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise BadPayload("named is no list of file names")
+        raise BadPayload("named is not a list of file names")
     return tuple(value)
 
 
 FILE_NAME = re.compile(r"[a-z0-9-][a-z0-9.-]{0,199}")
-"""The names of files that hold a client's state."""
+"""The names of files with a client's state."""
 
 
 def _version(value: Any) -> Version | None:
-    """The file and SHA-256 of a client's state; raises BadPayload for anything else but None."""
+    """Read the file name and SHA-256 of a client's state, or None. Raises BadPayload otherwise."""
     if value is None:
         return None
     is_pair = isinstance(value, list) and len(value) == 2
     if not is_pair or not all(isinstance(part, str) for part in value):
-        raise BadPayload("memory is no file name and SHA-256")
+        raise BadPayload("memory is not a file name and a SHA-256")
     name, sha = value
     if not FILE_NAME.fullmatch(name):
-        raise BadPayload(f"memory has a strange name, {name[:40]!r}")
+        raise BadPayload(f"memory has an invalid file name, {name[:40]!r}")
     if len(sha) > 64 or not sha.isalnum():
         raise BadPayload("memory has no SHA-256")
     return name, sha
@@ -325,32 +325,34 @@ STAGE = "train.stage"
 """The app's action for a stage of a method."""
 
 WHOAMI = "query.whoami"
-"""The app's action that tells which client a node is."""
+"""The app's action that returns the client of a node."""
 
 RAISED = 2
-"""Flower's error code for a ClientApp that raised: asking again would raise again."""
+"""Flower's error code for an exception in a ClientApp. A retry would raise it again."""
 
-TOO_MANY_ENTRIES = "the message holds too many groups and tensors"
+TOO_MANY_ENTRIES = "the message has too many groups and tensors"
 
 HEADER_BYTES = 1 << 20
-"""The most bytes of groups that stand in a message's header. Flower sends each record and each
-array by itself: a small message is sent faster as a whole.
+"""The maximum number of bytes of groups in a header. Flower sends each record and each array
+separately, so a small message is faster as a single record.
 """
 
 _STYPE = "fedstill.payload"
 _SALTED = "fedstill.salted"
-"""What the arrays of a message hold: the bytes of a group, or with ``SALT_BYTES`` after them."""
+"""The types of arrays: the bytes of a group, without or with ``SALT_BYTES`` random bytes."""
 
 SALT_BYTES = 16
-"""Random bytes in the header and after each group of an answer. Flower names records and arrays by
-their SHA-256, and tells a site which ones the server has: without them, a site could try what
-another has sent.
+"""The number of random bytes in the header and after each group of a reply.
+
+Flower identifies records and arrays by their SHA-256, and tells a site which of them the server
+has. Without random bytes, a site could test guesses of what another site has sent.
 """
 
 
 def require_flower() -> None:
-    """Import Flower with telemetry, update checks and installs at run time off; ConfigError if it
-    is not here.
+    """Disable Flower's telemetry, update checks and installs at run time.
+
+    Raises ConfigError if Flower is not installed.
     """
     set_environment(QUIET)
     check_flower_installed()
@@ -358,15 +360,16 @@ def require_flower() -> None:
 
 @dataclass
 class Contents:
-    """Makes the contents of messages. A group that several requests hold is encoded once, for equal
-    arrays, which Flower uploads once.
+    """Makes the contents of messages.
+
+    A group of several requests is encoded once. Its arrays are equal, so Flower uploads it once.
     """
 
-    # By the identity of a group, which the requests hold meanwhile.
+    # Keys have the identity of a group. The requests keep the group alive.
     _arrays: dict[tuple[str, int], Array] = field(default_factory=dict)
 
     def of_request(self, request: Request) -> RecordDict:
-        """A request as a message's content."""
+        """The content of a message with a request."""
         header = {"json": request.header()}
         groups = request.groups()
         return _records(header, groups, lambda name: self._array(groups, name))
@@ -379,19 +382,19 @@ class Contents:
 
 
 def answer_content(answer: SiteReply) -> RecordDict:
-    """An answer as a message's content."""
+    """The content of a message with a reply."""
     payload = answer.content
     header = {"json": answer.header(), "salt": secrets.token_bytes(SALT_BYTES)}
     return _records(header, payload, lambda name: _array(payload, name, _SALTED))
 
 
 def _records(header: dict[str, Any], payload: Payload, array: Callable[[str], Array]) -> RecordDict:
-    """A header and a payload as records; ``array`` makes the array of a group."""
+    """A header and a payload as records. ``array`` makes the array of a group."""
     from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
     groups = [encoded_parts(_one_group(payload, name)) for name in payload]
-    size = sum(len(part) for parts in groups for part in parts)
-    if size <= HEADER_BYTES:
+    group_sizes = [sum(map(len, parts)) for parts in groups]
+    if sum(group_sizes) <= HEADER_BYTES:
         header["groups"] = [b"".join(parts) for parts in groups]
         return RecordDict({"header": ConfigRecord(header)})
 
@@ -419,17 +422,17 @@ def _array(payload: Payload, name: str, kind: str) -> Array:
 def header_and_payload(
     records: RecordDict, limit: int, entries: int = MAX_ENTRIES
 ) -> tuple[str, Payload]:
-    """The two halves of a message's content; raises BadPayload for anything else, or more than the
-    limits.
+    """The header and the payload of a message.
 
-    ``limit``: of bytes; ``entries``: of groups and tensors.
+    ``limit``: the maximum number of bytes. ``entries``: the maximum number of groups and tensors.
+    Raises BadPayload for other contents, and for more than the limits.
     """
     header = config_record(records, "header")
     text = None
     if header is not None:
         text = header.get("json")
     if header is None or not isinstance(text, str):
-        raise BadPayload("the message is not fedstill's: it has no header")
+        raise BadPayload("this is not a message of fedstill: it has no header")
     encoded = _encoded_groups(records, header)
     size = sum(len(data) for data in encoded)
     if size > limit:
@@ -441,7 +444,7 @@ def header_and_payload(
     for number, data in enumerate(encoded):
         decoded = decode(data, limit, min(entries, MAX_ENTRIES))
         if len(decoded) != 1 or set(decoded) & set(payload):
-            raise BadPayload(f"part {number} does not hold one group of its own")
+            raise BadPayload(f"part {number} is not a single new group")
         payload.update(decoded)
         entries -= sum(map(_entries, decoded.values()))
     if entries < 0:
@@ -450,10 +453,10 @@ def header_and_payload(
 
 
 def config_record(records: RecordDict, name: str) -> ConfigRecord | None:
-    """The config record of a name; None without one.
+    """The config record with a name; None if there is none.
 
-    Flower's views by kind, such as ``config_records``, are cyclic garbage, which keeps a message
-    and its arrays in memory.
+    Flower's views by type, such as ``config_records``, are not used: they form reference cycles,
+    which keep a message and its arrays in memory.
     """
     from flwr.app import ConfigRecord
 
@@ -464,9 +467,9 @@ def config_record(records: RecordDict, name: str) -> ConfigRecord | None:
 
 
 def _encoded_groups(records: RecordDict, header: Mapping[str, Any]) -> Sequence[bytes | memoryview]:
-    """The bytes of each group, from a header or from arrays; raises BadPayload for other records.
+    """The bytes of each group, from the header or from arrays, without a copy.
 
-    They are not copied.
+    Raises BadPayload for other records.
     """
     from flwr.app import ArrayRecord
 
@@ -477,7 +480,7 @@ def _encoded_groups(records: RecordDict, header: Mapping[str, Any]) -> Sequence[
         return list(in_header)
     if in_header is None and isinstance(arrays, ArrayRecord) and len(records) == 2:
         return [_without_salt(arrays[key]) for key in sorted(arrays)]
-    raise BadPayload("the message is not fedstill's: it holds other records")
+    raise BadPayload("this is not a message of fedstill: it has other records")
 
 
 def _without_salt(array: Array) -> memoryview:
@@ -489,35 +492,35 @@ def _without_salt(array: Array) -> memoryview:
 
 
 def _entries(group: object) -> int:
-    """How many entries of a payload a group counts as."""
+    """The number of entries of a group, towards the limit of a message."""
     if isinstance(group, Mapping):
         return len(group)
     return 1
 
 
-# Instructions: messages that a federation's server signs, so that a site acts for nobody else
+# Instructions: messages with a signature of the federation's server. A site obeys no other message.
 
 
 SIGNED = "signed"
-"""The record of a message that holds the server's signature."""
+"""The name of the record with the server's signature."""
 
 PURPOSE = "fedstill instruction"
-"""Stands in each signed statement: the key signs nothing else."""
+"""A constant in each signed statement. The key signs no other statements."""
 
 CLOCK_SECONDS = 300.0
-"""By how much the clocks of server and site may differ."""
+"""The maximum difference between the clocks of server and site."""
 
 KEPT_SECONDS = 86_400.0
-"""How long a site remembers an instruction after it has expired."""
+"""The time for which a site remembers an expired instruction."""
 
 USED_NAME = re.compile(r"(\d{1,12})-[0-9a-f]{32}")
-"""The file that stands for a used instruction: when it expires, and its number."""
+"""The name of the file for a used instruction: its time of expiry and its number."""
 
 
 def sign_all(messages: Sequence[Message], run: int, key: Ed25519PrivateKey) -> None:
-    """Add the server's signature to messages for sites; bytes that several hold are hashed once.
+    """Add the server's signature to messages for sites. Shared bytes are hashed once.
 
-    run: its number in Flower.
+    run: the run's number in Flower.
     """
     digests: Digests = {}
     for message in messages:
@@ -529,9 +532,9 @@ def sign(
 ) -> None:
     """Add the server's signature to a message for a site.
 
-    It covers the run, the site's node, the kind and all content of the message, and the time at
-    which it expires. A random number makes it usable once. run: its number in Flower. digests: as
-    in ``content_digest``.
+    It covers the run, the site's node, the kind and the content of the message, and its time of
+    expiry. A random number ensures that it is used once. run: the run's number in Flower. digests:
+    as in ``content_digest``.
     """
     from flwr.app import ConfigRecord
 
@@ -552,14 +555,14 @@ def sign(
 
 
 Digests = dict[int, str]
-"""The SHA-256 of some bytes, by their identity."""
+"""SHA-256 digests by the identity of the bytes."""
 
 
 def content_digest(records: RecordDict, digests: Digests | None = None) -> str:
-    """SHA-256 of the content of a message: its configs and arrays, with their names and forms.
+    """SHA-256 of the content of a message: its configs and arrays, with names, types and shapes.
 
-    digests: the known digests of arrays' data, to which the others are added. It is valid only as
-    long as the arrays exist.
+    digests: known digests of the arrays' data. New ones are added. They are valid only as long as
+    the arrays exist.
     """
     from flwr.app import ArrayRecord, ConfigRecord
 
@@ -578,7 +581,7 @@ def content_digest(records: RecordDict, digests: Digests | None = None) -> str:
 
 
 def _array_digest(key: str, array: Array, digests: Digests) -> list[Any]:
-    """The name and form of an array, and the SHA-256 of its data."""
+    """The name, type and shape of an array, and the SHA-256 of its data."""
     data = array.data
     if id(data) not in digests:
         digests[id(data)] = digest(data)
@@ -587,20 +590,20 @@ def _array_digest(key: str, array: Array, digests: Digests) -> list[Any]:
 
 @dataclass(frozen=True)
 class InstructionCheck:
-    """Finds out at a site whether a message is an instruction of the federation's server.
+    """Checks at a site that a message is an instruction of the federation's server.
 
-    ``server_key``: the file with the server's public key, as the site got it with its own key.
-    ``used``: a folder with an empty file for each instruction that the site has carried out.
+    ``server_key``: the file with the server's public key, which the site received with its own key.
+    ``used``: a folder with an empty file for each executed instruction.
     """
 
     server_key: Path
     used: Path
 
     def __call__(self, message: Message, node: int) -> None:
-        """Take the signature out of a message; raises Refused unless it is the server's.
+        """Remove and check the signature of a message. Raises Refused unless it is the server's.
 
-        It must be for this site, run, kind and content, not expired, and not used before. node: the
-        number that this site has in Flower.
+        The signature must match this site, run, kind and content. It must not have expired or have
+        been used before. node: the number of this site in Flower.
         """
         from flwr.app import MetricRecord
 
@@ -627,7 +630,7 @@ class InstructionCheck:
         self._use(float(statement["until"]), str(statement["number"]))
 
     def _signed_statement(self, signature: Any) -> dict[str, Any]:
-        """The statement that the server has signed; raises Refused for any other."""
+        """The signed statement. Raises Refused unless the server has signed it."""
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
@@ -635,7 +638,7 @@ class InstructionCheck:
         try:
             key = load_pem_public_key(self.server_key.read_bytes())
         except (OSError, ValueError) as error:
-            raise Refused(f"{self.server_key} is no public key: {error}", "signature") from error
+            raise Refused(f"{self.server_key} is not a public key: {error}", "signature") from error
         if not isinstance(key, Ed25519PublicKey) or not isinstance(signature, Mapping):
             raise Refused("the message has no signature of the server", "signature")
         try:
@@ -649,7 +652,7 @@ class InstructionCheck:
         return statement
 
     def _use(self, until: float, number: str) -> None:
-        """Note that an instruction is carried out; raises Refused for one that was before."""
+        """Record that an instruction is used. Raises Refused if it was used before."""
         make_folder(self.used)
         for path in self.used.iterdir():
             note = USED_NAME.fullmatch(path.name)
@@ -658,7 +661,7 @@ class InstructionCheck:
         try:
             (self.used / f"{until:.0f}-{number}").touch(exist_ok=False)
         except FileExistsError:
-            raise Refused("the instruction was carried out before", "signature") from None
+            raise Refused("the instruction was executed before", "signature") from None
         sync_folder(self.used)
 
 
@@ -717,27 +720,27 @@ PUBLIC_REASONS: Mapping[Topic, str] = {
     "version": "the site has another version of fedstill than the server: install the same",
     "work": "the work failed at the site",
 }
-"""All reasons that leave a site. They are constants, because a reason with a value in it would
-reveal data: a class name, a count, a path.
+"""All reasons that leave a site. They are constants, because values in a reason, such as a class
+name, a count or a path, would reveal data.
 """
 
 SEE_LOG = "; the site's log has the details"
 
 
 def public_reason(topic: Topic) -> str:
-    """The reason that leaves a site, for an error or a refusal about a topic."""
+    """The reason that leaves a site for an error or a refusal about a topic."""
     return PUBLIC_REASONS[topic] + SEE_LOG
 
 
 def topic_of(error: BaseException) -> Topic:
-    """What an error at a site is about."""
+    """The topic of an error at a site."""
     if isinstance(error, FedstillError):
         return error.topic
     return "work"
 
 
 def error_text(error: BaseException) -> str:
-    """The text of an error of fedstill; of another error, its type and its text."""
+    """The text of an error, with its type unless it is an error of fedstill."""
     if isinstance(error, FedstillError):
         return str(error)
     return on_one_line(error)
