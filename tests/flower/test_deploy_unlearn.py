@@ -15,11 +15,11 @@ pytest.importorskip("cryptography")
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment, from_tree
 from fedstill.config.settings import Settings
-from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.errors import ConfigError, CorruptFile, DiskFull
 from fedstill.flower.deployment import folder
 from fedstill.flower.deployment.folder import Federation
 from fedstill.flower.engine import LoopbackGrid
-from fedstill.flower.remote_runs import FlowerRuns
+from fedstill.flower.remote_runs import FlowerRuns, delete_traces
 from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.running.directory import settings_of
@@ -223,6 +223,23 @@ def test_a_certificate_of_a_run_that_started_from_an_old_model_is_refused(
     write_certificate(original, later, UnlearningRequest(clients=(LEAVING,)), Retraining())
     with pytest.raises(CorruptFile, match="first"):
         check_certificate(later)
+
+
+@pytest.mark.parametrize("linked", ["updates", "memory", "sites", "sites/run"])
+def test_nothing_is_deleted_behind_a_link(linked: str, federation: Federation, place: Path) -> None:
+    elsewhere = place / "elsewhere"
+    victims = [elsewhere / "client2-round1-stage0.safetensors", elsewhere / "client2" / "state"]
+    victims.append(elsewhere / "run" / "client2" / "state")
+    for victim in victims:
+        victim.parent.mkdir(parents=True, exist_ok=True)
+        victim.write_bytes(b"")
+    link = place / "planted" / linked
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere)
+    with pytest.raises((ConfigError, DiskFull), match=linked):
+        delete_traces(federation, LEAVING, [place / "planted"])
+    assert all(victim.is_file() for victim in victims)
+    assert federation.client(LEAVING).is_dir()
 
 
 def test_a_client_that_took_part_in_no_run_stays_in_the_federation(

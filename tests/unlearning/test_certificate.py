@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,14 @@ from fedstill.core.errors import CorruptFile
 from fedstill.core.files import digest
 from fedstill.running.result import Result
 from fedstill.running.runner import run
-from fedstill.unlearning.certificate import CERTIFICATE, check_certificate
+from fedstill.unlearning.certificate import (
+    CERTIFICATE,
+    SEAL,
+    _canonical,
+    check_certificate,
+    read_certificate,
+)
+from fedstill.unlearning.report import verification_table
 from fedstill.unlearning.request import UnlearningRequest, strategy_named
 from fedstill.unlearning.strategy import OriginalRun
 from fedstill.unlearning.unlearn import unlearn
@@ -184,3 +192,67 @@ def test_the_command_checks(made: Path, copied: Path, capsys: pytest.CaptureFixt
     path.write_bytes(path.read_bytes() + b" ")
     assert call(["unlearn", str(copied / "tuned"), "--check"]) != 0
     assert str(path) in capsys.readouterr().err
+
+
+def resealed(folder: Path, path: tuple[str, ...], value: object) -> None:
+    """Change an entry of a certificate as somebody does who knows how it is sealed."""
+    certificate = read(folder)
+    table: Any = certificate
+    for key in path[:-1]:
+        table = table[key]
+    table[path[-1]] = value
+    certificate[SEAL] = digest(_canonical(certificate))
+    (folder / CERTIFICATE).write_text(json.dumps(certificate), encoding="utf-8")
+
+
+ENTRIES = [
+    ("request",),
+    ("request", "clients"),
+    ("strategy",),
+    ("strategy", "name"),
+    ("rounds",),
+    ("rounds", "first"),
+    ("original",),
+    ("unlearned", "model"),
+    ("measurements",),
+]
+
+
+@pytest.mark.parametrize("path", ENTRIES, ids=".".join)
+@pytest.mark.parametrize(
+    "value", [None, 10**400, [[]], float("nan")], ids=["null", "large", "list", "nan"]
+)
+def test_a_strangers_certificate_is_refused_in_one_line(
+    path: tuple[str, ...], value: object, copied: Path
+) -> None:
+    resealed(copied / "exact", path, value)
+    with pytest.raises(CorruptFile, match=path[0]):
+        check_certificate(copied / "exact")
+
+
+NO_MEASUREMENTS: dict[str, object] = {
+    "text": "text",
+    "too large": 10**400,
+    "list": [1],
+    "nan": float("nan"),
+    "inf": float("inf"),
+}
+
+
+@pytest.mark.parametrize("name", NO_MEASUREMENTS)
+def test_a_strangers_measurements_are_left_out(name: str, copied: Path) -> None:
+    value = NO_MEASUREMENTS[name]
+    entries = [value, {"unlearned": value}, {"unlearned": {"test": value}}]
+    for accuracy in entries:
+        resealed(copied / "exact", ("measurements",), {"accuracy": accuracy})
+        assert not verification_table([read_certificate(copied / "exact")]).rows
+
+
+def test_the_request_and_the_strategy_are_those_of_the_config(copied: Path) -> None:
+    check_certificate(copied / "tuned")
+    resealed(copied / "tuned", ("strategy", "name"), "retraining")
+    with pytest.raises(CorruptFile, match="strategy"):
+        check_certificate(copied / "tuned")
+    resealed(copied / "exact", ("request", "clients"), [CLIENT, CLIENT + 1])
+    with pytest.raises(CorruptFile, match="request"):
+        check_certificate(copied / "exact")

@@ -15,7 +15,7 @@ import torch
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, DeployFailed
 from fedstill.core.extensions import RoundHook
-from fedstill.core.files import digest, in_shell, remove, remove_folder
+from fedstill.core.files import digest, in_shell, remove_files, remove_folder
 from fedstill.core.records import Examples, Group, Payload, Stage, Tensors
 from fedstill.core.rounds import expected_reply
 from fedstill.core.screen import MAX_STRING
@@ -424,15 +424,12 @@ class Deletion:
 def delete_traces(federation: Federation, client: int, runs: Sequence[Path]) -> Deletion:
     """Delete the replies, states and files of a client on this machine: in the directories of runs,
     and its folder in the federation's folder.
+
+    Raises DiskFull or ConfigError for a link in place of a folder of replies or states.
     """
-    deleted = []
+    deleted: list[Path] = []
     for run in runs:
-        for path in _files_of_client(run, client):
-            remove(path)
-            deleted.append(path)
-        for path in sorted((run / "sites").glob(f"*/client{client}")):
-            remove_folder(path)
-            deleted.append(path)
+        deleted += _delete_files(run, client)
     folder = federation.client(client)
     if folder.is_dir():
         remove_folder(folder)
@@ -441,13 +438,22 @@ def delete_traces(federation: Federation, client: int, runs: Sequence[Path]) -> 
     return Deletion(deleted, [*left, *BEYOND_REACH])
 
 
-def _files_of_client(run: Path, client: int) -> Iterator[Path]:
-    """The kept replies and the states of a client in a run's directory."""
+def _delete_files(run: Path, client: int) -> Iterator[Path]:
+    """Delete the kept replies and the states of a client in a run's directory; yields their
+    paths.
+    """
     name = re.compile(rf"client{client}-round\d+-stage\d+\.safetensors")
     for folder in CLIENT_FOLDERS:
-        for path in sorted((run / folder).glob("*.safetensors")):
-            if name.fullmatch(path.name):
-                yield path
+        names = remove_files(run / folder, lambda entry: name.fullmatch(entry) is not None)
+        for deleted in sorted(names):
+            yield run / folder / deleted
+
+    # The states of a simulation's sites are in the run's directory, too.
+    for path in sorted((run / "sites").glob(f"*/client{client}")):
+        if path.parent.resolve().parent != run.resolve() / "sites":
+            raise ConfigError(f"{path} leads out of {run}: delete the link, then unlearn again")
+        remove_folder(path)
+        yield path
 
 
 def _left_in(run: Path) -> Iterator[str]:

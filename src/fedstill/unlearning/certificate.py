@@ -14,7 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from fedstill.core.errors import CorruptFile
+from fedstill.core.fields import CountOrZero
 from fedstill.core.files import digest, in_shell, read_file, write_whole
 from fedstill.core.records import SERVER
 from fedstill.core.reports import json_value
@@ -96,6 +99,46 @@ def _rounds(original: OriginalRun, folder: Path) -> dict[str, int]:
 # ---- the check -----------------------------------------------------------------------------------
 
 
+class RequestForm(BaseModel):
+    """The entries of a certificate's request."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    clients: list[CountOrZero]
+    classes: list[CountOrZero]
+    examples: list[CountOrZero]
+
+
+class StrategyForm(BaseModel):
+    """The entries of a certificate's strategy that are read."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+
+
+class RoundsForm(BaseModel):
+    """The rounds of a certificate."""
+
+    model_config = ConfigDict(strict=True)
+
+    first: CountOrZero
+    last: CountOrZero
+
+
+class CertificateForm(BaseModel):
+    """The entries of a certificate that are read. A stranger may have written the file."""
+
+    model_config = ConfigDict(strict=True)
+
+    request: RequestForm
+    strategy: StrategyForm
+    rounds: RoundsForm
+    original: Mapping[str, str]
+    unlearned: Mapping[str, str]
+    measurements: Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class CheckedCertificate:
     """A certificate that was checked.
@@ -111,7 +154,8 @@ def check_certificate(folder: Path) -> CheckedCertificate:
     """Check the certificate in a run's directory, and the files that it names.
 
     Raises CorruptFile, naming the file, if the certificate is missing or has changed, if a file is
-    not the one that it names, or if a forgotten client acts in the new rounds.
+    not the one that it names, if its request or its strategy is not that of the run's config, or if
+    a forgotten client acts in the new rounds.
     """
     certificate = read_certificate(folder)
     path = folder / CERTIFICATE
@@ -121,14 +165,17 @@ def check_certificate(folder: Path) -> CheckedCertificate:
         is_there = (original / "config.toml").is_file()
         if is_there:
             _check_files(original, certificate["original"])
-        _check_events(folder, certificate)
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise CorruptFile(f"{path} lacks {error}; unlearn again") from error
+    _check_request(folder, certificate)
+    _check_events(folder, certificate)
     return CheckedCertificate(certificate, original_checked=is_there)
 
 
 def read_certificate(folder: Path) -> Mapping[str, Any]:
-    """The certificate in a run's directory; raises CorruptFile if it is missing or has changed."""
+    """The certificate in a run's directory; raises CorruptFile if it is missing, has changed, or
+    lacks an entry of ``CertificateForm``.
+    """
     path = folder / CERTIFICATE
     try:
         certificate = json.loads(read_file(path))
@@ -143,6 +190,12 @@ def read_certificate(folder: Path) -> Mapping[str, Any]:
         _canonical(certificate)
     ):
         raise CorruptFile(f"{path} has changed: its SHA-256 is not the one noted; unlearn again")
+    try:
+        CertificateForm.model_validate(certificate)
+    except ValidationError as error:
+        (first, *_) = error.errors(include_url=False, include_context=False, include_input=False)
+        key = ".".join(map(str, first["loc"]))
+        raise CorruptFile(f"{path}, {key}: {first['msg']}; unlearn again") from error
     return certificate
 
 
@@ -158,6 +211,20 @@ def _check_files(folder: Path, seals: Mapping[str, str]) -> None:
                 f"{path} is not the file that the certificate names: its SHA-256 differs; restore "
                 "it, or unlearn again"
             )
+
+
+def _check_request(folder: Path, certificate: Mapping[str, Any]) -> None:
+    """Raise CorruptFile if the run's config forgets something else, or in another way."""
+    table = settings_of(folder).table(UnlearningTable)
+    request = {key: list(ids) for key, ids in asdict(table.request).items()}
+    if certificate["request"] != request:
+        raise CorruptFile(
+            f"{folder / CERTIFICATE}: its request is not that of config.toml; unlearn again"
+        )
+    if certificate["strategy"]["name"] != table.strategy:
+        raise CorruptFile(
+            f"{folder / CERTIFICATE}: its strategy is not that of config.toml; unlearn again"
+        )
 
 
 def _check_events(folder: Path, certificate: Mapping[str, Any]) -> None:

@@ -27,6 +27,10 @@ ATTACKS = (
 )
 
 
+LARGEST = 1e15
+"""The largest absolute value of a number in the table."""
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of the table.
@@ -42,15 +46,18 @@ class Column:
     digits: int = 2
 
     def number(self, certificate: Mapping[str, Any], model: str) -> float | None:
-        """The scaled number of a model; None if it was not measured."""
+        """The scaled number of a model; None if it was not measured, or is no measurement."""
         if MODEL not in self.path and model != UNLEARNED:
             return None
         value: Any = certificate["measurements"]
         for key in self.path:
             if key == MODEL:
                 key = model
-            value = value.get(key, {})
-        if isinstance(value, (int, float)):
+            if not isinstance(value, Mapping):
+                return None
+            value = value.get(key)
+        # A stranger may have written the certificate; NaN is not within the limit.
+        if isinstance(value, (int, float)) and abs(value) <= LARGEST:
             return self.scale * value
         return None
 
