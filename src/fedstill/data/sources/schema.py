@@ -1,4 +1,4 @@
-"""The schema of columns: what each column holds, which of them examples are made of, and why."""
+"""The schema of a table: the type and the role of each column, and the reason for its role."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedstill.core.errors import DataError
 from fedstill.core.fields import nfc
 from fedstill.data.dataset import FILE, Kind, ReadingOptions, ReadRequest, shortened_list
 
-# What a column holds, by its Arrow type.
+# Types of columns.
 
 
 OTHER_TYPES = {
@@ -27,11 +27,11 @@ OTHER_TYPES = {
     "bytes": lambda type_: pa.types.is_binary(type_) or pa.types.is_large_binary(type_),
     "lists": lambda type_: pa.types.is_nested(type_) and not pa.types.is_struct(type_),
 }
-"""Types that are neither numbers nor text, by the word that messages use."""
+"""Types that are neither numbers nor text, by their names in messages."""
 
 
 def holds_numbers(arrow_type: pa.DataType) -> bool:
-    """Whether a column holds numbers, truth values and decimals included."""
+    """Whether a column holds numbers, including truth values and decimals."""
     types = pa.types
     is_integer_or_bool = types.is_integer(arrow_type) or types.is_boolean(arrow_type)
     return bool(is_integer_or_bool or types.is_floating(arrow_type) or types.is_decimal(arrow_type))
@@ -57,7 +57,7 @@ def list_depth(arrow_type: pa.DataType) -> int:
 
 
 def type_name(arrow_type: pa.DataType) -> str:
-    """The word that messages use for a type.
+    """The name of a type in messages.
 
     >>> type_name(pa.int64()), type_name(pa.time32("s")), type_name(pa.string())
     ('numbers', 'time', 'text')
@@ -66,23 +66,28 @@ def type_name(arrow_type: pa.DataType) -> str:
         return "numbers"
     if holds_text(arrow_type):
         return "text"
-    words = (word for word, is_it in OTHER_TYPES.items() if is_it(arrow_type))
-    return next(words, str(arrow_type)[:60])
+    for name, is_of_type in OTHER_TYPES.items():
+        if is_of_type(arrow_type):
+            return name
+    return str(arrow_type)[:60]
 
 
 def type_conflict(
     where: str, name: str, arrow_type: pa.DataType, first: str, first_type: pa.DataType
 ) -> str:
-    """The message on a column that holds different types in two files or splits."""
-    word = type_name(arrow_type)
-    first_word = type_name(first_type)
-    if word == first_word:
-        word = str(arrow_type)[:60]
-        first_word = str(first_type)[:60]
-    return f"{where}: column {name!r} holds {word}, and in {first} {first_word}; make them alike"
+    """The message about a column that has different types in two files or splits."""
+    text = type_name(arrow_type)
+    first_text = type_name(first_type)
+    if text == first_text:
+        text = str(arrow_type)[:60]
+        first_text = str(first_type)[:60]
+    return (
+        f"{where}: column {name!r} holds {text}, but {first_text} in {first}; use the same type in "
+        "both"
+    )
 
 
-# What a file declares about its columns: the metadata of Hugging Face's datasets, and of pandas.
+# Metadata in a file about its columns, written by Hugging Face's datasets and by pandas.
 
 
 def declared_features(schema: pa.Schema) -> Mapping[str, Any]:
@@ -105,7 +110,7 @@ def class_names(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
 
 
 def image_columns(schema: pa.Schema) -> list[str]:
-    """The columns of encoded images: declared as such, or records of ``bytes`` and ``path``."""
+    """The columns of encoded images: declared ones, and records of ``bytes`` and ``path``."""
     features = declared_features(schema)
     columns = []
     for field in schema:
@@ -120,9 +125,9 @@ def image_columns(schema: pa.Schema) -> list[str]:
 
 
 def index_columns(schema: pa.Schema) -> set[str]:
-    """The columns that are the index of a pandas table; in a CSV file, the one without a name.
+    """The index columns of a pandas table. In a CSV file, the index has no name.
 
-    The index of rows that were sorted or selected by their labels reveals the labels.
+    If the rows were sorted or selected by label, the index reveals the labels.
     """
     index = _metadata(schema, b"pandas", "index_columns")
     if not isinstance(index, list):
@@ -131,7 +136,7 @@ def index_columns(schema: pa.Schema) -> set[str]:
 
 
 def _metadata(schema: pa.Schema, key: bytes, *path: str) -> Any:
-    """A value in the JSON that a file has as its metadata; None if it is not there."""
+    """A value in the JSON metadata of a file; None if there is none."""
     try:
         value = json.loads((schema.metadata or {}).get(key, b"{}"))
         for name in path:
@@ -142,21 +147,21 @@ def _metadata(schema: pa.Schema, key: bytes, *path: str) -> Any:
 
 
 def label_column(source: str, schema: pa.Schema, request: ReadRequest) -> str:
-    """The column of labels: the one that the request names, or one with a usual name.
+    """The column of labels: the requested one, or one with a common name.
 
-    Raises DataError if it is not there, or if it is not clear which it is.
+    Raises DataError if there is no such column.
     """
     declared = [name for name in schema.names if class_names(schema, name) is not None]
-    usual = [name for name in ("label", "fine_label") if name in schema.names]
+    common = [name for name in ("label", "fine_label") if name in schema.names]
     last_resort = [name for name in ("labels",) if name in schema.names]
-    label = nfc(request.label) or next(iter([*usual, *declared, *last_resort]), None)
+    label = nfc(request.label) or next(iter([*common, *declared, *last_resort]), None)
     if label is None or label not in schema.names:
         raise DataError(no_column(source, "label", label, schema.names))
     return label
 
 
 def no_column(source: str, role: str, name: str | None, columns: Iterable[str]) -> str:
-    """The message on a column of images or labels that is absent or unclear."""
+    """The message about a missing or ambiguous column of images or labels."""
     problem = f"not one clear {role} column"
     if name:
         problem = f"no column {name!r}"
@@ -165,34 +170,34 @@ def no_column(source: str, role: str, name: str | None, columns: Iterable[str]) 
 
 
 def no_owner(source: str, options: ReadingOptions, columns: Collection[str]) -> str:
-    """The message on a column of owners, or of times, that is not there."""
+    """The message about a missing column of owners or times."""
     remedy = "set partition.column"
     if options.cuts:
         remedy = "correct time_column in site.toml"
     return f"{source} has no column {options.owner!r} among {', '.join(columns)}; {remedy}"
 
 
-# Strays: values that are no numbers, and because of which a column of a CSV file is read as text.
+# Strays: values that are not numbers, because of which a column of a CSV file is read as text.
 
 
-LOOKED_AT = 1000
-"""The number of values at the start of a column that tell whether it is meant to hold numbers."""
+SAMPLE_SIZE = 1000
+"""The number of first values that decide whether a column is meant to hold numbers."""
 
 NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 NUMBER_LIKE = (
     rf"{NUMBER}|^\s*[<>≤≥~]?\s*[-+]?\d+([.,]\d+)?\s*%?\s*$|"
     r"^\s*[-+]?\d{1,3}([.,' ]\d{3})+([.,]\d+)?\s*$"
 )
-"""A number, or a text that means one, such as 12 %, < 0.5, 0,5 and 1,234."""
+"""A number, or a text for a number, such as 12 %, < 0.5, 0,5 and 1,234."""
 
 STRAY_PLACE = b"stray place"
 STRAY_TEXT = b"stray text"
-"""Keys of a field's metadata: the place and the text of its first value that is no number."""
+"""Keys of a field's metadata: the place and the text of its stray."""
 
 
 @dataclass(frozen=True)
 class Stray:
-    """The first value of a column that is no number."""
+    """The first value of a column that is not a number."""
 
     place: str
     text: str
@@ -202,7 +207,7 @@ class Stray:
 
 
 def with_strays(path: str, table: pa.Table) -> pa.Table:
-    """A table in whose metadata text columns have their stray, if most values are numbers."""
+    """Add strays to the metadata of the text columns in which most values are numbers."""
     fields = []
     for field, column in zip(table.schema, table.columns, strict=True):
         stray = None
@@ -215,7 +220,7 @@ def with_strays(path: str, table: pa.Table) -> pa.Table:
 
 
 def stray_of(field: pa.Field) -> Stray | None:
-    """The stray of a column, which is in the metadata of its field."""
+    """The stray in the metadata of a column; None if there is none."""
     metadata = field.metadata or {}
     if STRAY_PLACE not in metadata:
         return None
@@ -223,14 +228,16 @@ def stray_of(field: pa.Field) -> Stray | None:
 
 
 def _first_stray(path: str, column: pa.ChunkedArray) -> Stray | None:
-    sample = column.slice(0, LOOKED_AT).drop_null()
-    numbers = pc.sum(pc.match_substring_regex(sample, NUMBER_LIKE)).as_py() or 0
-    if 2 * numbers <= len(sample):
+    sample = column.slice(0, SAMPLE_SIZE).drop_null()
+    is_number_like = pc.match_substring_regex(sample, NUMBER_LIKE)
+    number_count = pc.sum(is_number_like).as_py() or 0
+    if 2 * number_count <= len(sample):
         return None
-    strays = pc.indices_nonzero(pc.invert(pc.match_substring_regex(column, NUMBER)))
-    if not len(strays):
+    is_number = pc.match_substring_regex(column, NUMBER)
+    stray_rows = pc.indices_nonzero(pc.invert(is_number))
+    if not len(stray_rows):
         return None
-    row = strays[0].as_py()
+    row = stray_rows[0].as_py()
     return Stray(f"{path}: example {row}", column[row].as_py()[:60])
 
 
@@ -238,15 +245,15 @@ def _first_stray(path: str, column: pa.ChunkedArray) -> Stray | None:
 
 
 MOST_NAMED = 12
-"""The number of columns that a warning names."""
+"""The maximum number of columns in a warning."""
 
 SUGGESTED_CATEGORIES = 20
-"""A column of text with at most so many different values is suggested as categorical."""
+"""The maximum number of values of a text column that is suggested as categorical."""
 
 
 @dataclass(frozen=True)
 class ColumnRole:
-    """What a column holds, what it is used for, and why."""
+    """The type of a column, its role, and the reason for the role."""
 
     name: str
     type: str
@@ -259,10 +266,10 @@ class ColumnRole:
 
 @dataclass(frozen=True)
 class TableSchema:
-    """Which columns are read, and as what. ``str(schema)`` explains every column."""
+    """The roles of the columns of a table. ``str(schema)`` explains every column."""
 
     options: ReadingOptions
-    """How examples are made, with the kind, and the columns of a table or of values, resolved."""
+    """The options with the resolved kind and the resolved input columns."""
     label: str
     """The column of labels."""
     classes: tuple[str, ...] | None
@@ -270,26 +277,26 @@ class TableSchema:
     roles: tuple[ColumnRole, ...]
     """The roles of all columns."""
     has_checksums: bool = False
-    """Whether the data will be compared with known checksums."""
+    """Whether the data are compared with known checksums."""
     chosen: bool = False
-    """Whether the user named the columns."""
+    """Whether the user chose the columns."""
 
     @property
     def inputs(self) -> list[str]:
-        """The columns that examples are made of."""
+        """The input columns."""
         if self.options.input:
             return [self.options.input]
         return [*self.options.columns]
 
     @property
     def names(self) -> list[str]:
-        """All columns that are read."""
-        others = [self.label, self.options.owner, self.options.split_column]
-        return list(dict.fromkeys([*self.inputs, *filter(None, others)]))
+        """All columns to read."""
+        extra_columns = [self.label, self.options.owner, self.options.split_column]
+        return list(dict.fromkeys([*self.inputs, *filter(None, extra_columns)]))
 
     @property
     def left_out(self) -> str:
-        """A warning that names the columns that were found and are not read, or ""."""
+        """A warning with the columns that are not read; empty if the user chose the columns."""
         columns = [role for role in self.roles if role.role == "left out"]
         if not columns or self.chosen:
             return ""
@@ -308,8 +315,8 @@ def table_schema(
 ) -> TableSchema | None:
     """The schema of a table, vectors, series or texts; None for images.
 
-    categories: the different values of a column, which a message suggests as categories. Raises
-    DataError naming the key to set if it is not clear what an example is.
+    categories: returns the distinct values of a column, which a message suggests as categories.
+    Raises DataError, with the key to set, if the columns are ambiguous.
     """
     options = request.options
     if _are_images(schema, request):
@@ -341,7 +348,7 @@ def _are_images(schema: pa.Schema, request: ReadRequest) -> bool:
 
 
 def check_images_only(source: str, options: ReadingOptions) -> None:
-    """Raise DataError for keys of tables, texts or lists where the data are images."""
+    """Raise DataError for options of tables, texts or lists if the data are images."""
     keys = {
         "data.columns": options.columns,
         "data.categorical": options.categorical,
@@ -352,13 +359,13 @@ def check_images_only(source: str, options: ReadingOptions) -> None:
     key = next((key for key, value in keys.items() if value), "")
     if key:
         raise DataError(
-            f"{source} holds images, and {key} is for other data; leave it out, or name a file of "
-            "columns"
+            f"{source} holds images, but {key} is for other data; remove it, or name a file "
+            "with columns"
         )
 
 
 def _check_extra_columns(source: str, schema: pa.Schema, options: ReadingOptions) -> None:
-    """Raise DataError if the columns of owners or splits are not there."""
+    """Raise DataError if the column of owners or splits is missing."""
     if options.owner not in ("", FILE) and options.owner not in schema.names:
         raise DataError(no_owner(source, options, schema.names))
     if options.split_column and options.split_column not in schema.names:
@@ -369,7 +376,7 @@ def _check_extra_columns(source: str, schema: pa.Schema, options: ReadingOptions
 
 
 def _check_strays(schema: pa.Schema, options: ReadingOptions, names: Iterable[str]) -> None:
-    """Raise DataError for a column of numbers that is text because of a stray."""
+    """Raise DataError if a stray turns a column of numbers into text."""
     if options.input or options.kind not in ("auto", "table"):
         return
     for name in names:
@@ -381,8 +388,8 @@ def _check_strays(schema: pa.Schema, options: ReadingOptions, names: Iterable[st
         else:
             remedy = f"if it means missing, set data.missing_values = [{stray.text!r}]"
         raise DataError(
-            f"{stray} in column {name!r}, which otherwise holds numbers; {remedy}; or correct it, "
-            "leave the column out with data.columns, or name it in data.categorical if it holds "
+            f"{stray} in column {name!r}, whose values are otherwise numbers; {remedy}; or correct "
+            "it, exclude the column with data.columns, or list it in data.categorical if it holds "
             "names"
         )
 
@@ -390,9 +397,9 @@ def _check_strays(schema: pa.Schema, options: ReadingOptions, names: Iterable[st
 def _candidates(
     source: str, schema: pa.Schema, options: ReadingOptions, label: str
 ) -> _CandidateColumns:
-    """The columns of inputs that the options name, and all others but an index.
+    """The possible input columns: all columns except the index, unless the options name it.
 
-    Raises DataError if a column that they name is not there.
+    Raises DataError if the options name a missing column.
     """
     types = {
         field.name: field.type
@@ -412,14 +419,13 @@ def _candidates(
                 f"data.{key}"
             )
     index = index_columns(schema).difference(*chosen.values())
-    return _CandidateColumns(
-        source, {name: arrow_type for name, arrow_type in types.items() if name not in index}
-    )
+    types_without_index = {name: type_ for name, type_ in types.items() if name not in index}
+    return _CandidateColumns(source, types_without_index)
 
 
 @dataclass(frozen=True)
 class _CandidateColumns:
-    """The columns that examples may be made of."""
+    """The possible input columns."""
 
     source: str
     types: Mapping[str, pa.DataType]
@@ -427,13 +433,13 @@ class _CandidateColumns:
     def resolved(
         self, options: ReadingOptions, categories: Callable[[str], Sequence[Any]] | None
     ) -> ReadingOptions:
-        """The options with their kind, and with the columns of a table or the one of values.
+        """The options with the kind of examples and their input columns.
 
         The first rule that applies decides:
 
         1. ``columns``, ``categorical`` or the kind "table" is set: a table.
-        2. ``input`` is set: the kind that its column can be.
-        3. Another kind is set: the only column that can be of this kind.
+        2. ``input`` is set: the kind that fits its column.
+        3. Another kind is set: the only column that fits this kind.
         4. One column holds lists: vectors or series.
         5. One column holds texts, and none holds numbers or lists: texts.
         6. Columns hold numbers, and none holds texts or lists: a table.
@@ -443,8 +449,8 @@ class _CandidateColumns:
         if options.columns or options.categorical or options.kind == "table":
             if options.kind not in ("auto", "table") or options.input:
                 raise DataError(
-                    f"{self.source}: data.columns and data.categorical are for tables; leave them "
-                    "or data.kind out"
+                    f"{self.source}: data.columns and data.categorical are for tables; remove them "
+                    "or data.kind"
                 )
             return self._with_columns(options)
 
@@ -470,7 +476,7 @@ class _CandidateColumns:
         raise DataError(self._unclear(texts, numbers, categories))
 
     def _by_kind(self) -> dict[Kind, list[str]]:
-        """The columns that could be the values of vectors, series and texts."""
+        """The possible columns of vectors, series and texts."""
         by_kind: dict[Kind, list[str]] = {"vector": [], "series": [], "text": []}
         for name, arrow_type in self.types.items():
             depth = list_depth(arrow_type)
@@ -503,15 +509,15 @@ class _CandidateColumns:
         if names:
             problem = f"{len(names)} such columns ({', '.join(names)})"
         raise DataError(
-            f"{self.source}: data.kind = {kind!r} needs one column of it, and there are {problem}; "
-            "set data.input_column"
+            f"{self.source}: data.kind = {kind!r} needs one column of this kind, but there are "
+            f"{problem}; set data.input_column"
         )
 
     def _with_columns(self, options: ReadingOptions) -> ReadingOptions:
-        """The options of a table with its columns; raises DataError for one without numbers.
+        """The options of a table with its columns.
 
-        A column without any value is one of missing numbers where the config names it: a CSV file
-        of a site may have it.
+        Raises DataError for a column that is neither numbers nor categorical. A column that the
+        config names may be empty, as in a CSV file of a site: its numbers are missing.
         """
         categorical = dict(options.categorical)
         numbers = self._of_numbers()
@@ -521,15 +527,15 @@ class _CandidateColumns:
         if not columns:
             raise DataError(
                 f"{self.source}: no column holds numbers, among {', '.join(self.types) or 'none'}; "
-                "name the columns of a table in data.columns and data.categorical"
+                "list the columns of a table in data.columns and data.categorical"
             )
         for name in columns:
             is_number = name in numbers or pa.types.is_null(self.types[name])
             if name not in categorical and not is_number:
                 raise DataError(
                     f"{self.source}: column {name!r} holds {str(self.types[name])[:60]}, not "
-                    "numbers; name it in data.categorical if its values are names, or leave it out "
-                    "of data.columns"
+                    "numbers; list it in data.categorical if its values are names, or remove it "
+                    "from data.columns"
                 )
         return replace(options, kind="table", columns=columns)
 
@@ -539,7 +545,7 @@ class _CandidateColumns:
         numbers: Sequence[str],
         categories: Callable[[str], Sequence[Any]] | None,
     ) -> str:
-        """The message on columns that could be several kinds of examples, with the keys to set."""
+        """The message about ambiguous columns, with the keys to set."""
         if not texts or not numbers:
             return (
                 f"{self.source}: it is not clear what an example is, among columns "
@@ -561,13 +567,13 @@ class _CandidateColumns:
         return (
             f"{self.source}: it is not clear what an example is: columns of numbers "
             f"({', '.join(numbers)[:200]}) and of text ({', '.join(texts)[:200]}); for a table, "
-            f"write into [data] {keys} (whose they are: partition.column); for texts, "
+            f"write into [data] {keys} (owners: partition.column); for texts, "
             f"input_column = {_toml(most_varied)}"
         )
 
 
 def _toml(value: Any) -> str:
-    """A text, or a list of texts or numbers, as TOML writes it: the same as JSON."""
+    """A text, or a list of texts or numbers, as TOML, which has the same form as JSON."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -580,31 +586,31 @@ def _toml_key(name: str) -> str:
 def _role(
     field: pa.Field, options: ReadingOptions, label: str, index: Collection[str], *, chosen: bool
 ) -> ColumnRole:
-    """What a column is used for. A column may be an input and the owner at once."""
+    """The role of a column. A column that is both input and owner has the role of an input."""
     name = field.name
-    word = type_name(field.type)
+    type_text = type_name(field.type)
     if name == label:
-        return ColumnRole(name, word, "label", "the column of labels")
+        return ColumnRole(name, type_text, "label", "the column of labels")
     if name == options.input or name in options.columns:
-        reason = f"all columns of {word} are"
+        reason = f"all columns of {type_text} are"
         if chosen:
-            reason = "asked for"
+            reason = "chosen"
         if name in dict(options.categorical):
             reason = "a category"
-        return ColumnRole(name, word, "input", reason)
+        return ColumnRole(name, type_text, "input", reason)
     if name == options.owner:
-        return ColumnRole(name, word, "owner", "says whose an example is")
+        return ColumnRole(name, type_text, "owner", "the owner of an example")
     if name == options.split_column:
-        return ColumnRole(name, word, "split", "says which split an example is in")
+        return ColumnRole(name, type_text, "split", "the split of an example")
     if name in index and holds_numbers(field.type):
-        return ColumnRole(name, word, "left out", "the index of a pandas table")
-    return ColumnRole(name, word, "left out", word)
+        return ColumnRole(name, type_text, "left out", "the index of a pandas table")
+    return ColumnRole(name, type_text, "left out", type_text)
 
 
 def check_same_types(
     where: str, table: pa.Table, first: str, first_table: pa.Table, schema: TableSchema
 ) -> None:
-    """Raise DataError for an input column that holds another type than in the first split.
+    """Raise DataError if the type of an input column differs from its type in the first split.
 
     Categories may be numbers in one split and texts in another.
     """
