@@ -1,7 +1,8 @@
 """Preparation of a run: from settings to data, world and engine.
 
-``prepare`` reads the data, splits and scales them, makes the world, checks that all this fits
-together, and chooses an engine. Nothing is trained here, and no file is written.
+``prepare`` reads, splits and scales the data, makes the world, checks that all parts are
+compatible, and chooses an engine. It trains nothing (except a trial step of a stack) and writes no
+file.
 """
 
 from __future__ import annotations
@@ -77,11 +78,11 @@ overflow.
 class Prepared:
     """A run that is ready to start.
 
-    settings: with the engine that ``auto`` has chosen. dataset: as it was read. world: what every
-    side may know. sites: the data of clients and server. scaler: how the values of examples were
-    scaled. notes: what reading and splitting the data left out or did on its own account, a
-    sentence each. client_names: what the data call the clients. metrics: those that the run
-    records beside accuracy.
+    settings: with the engine that ``auto`` chose. dataset: before scaling. world: the knowledge
+    that server and clients share. sites: the data of clients and server. scaler: the scaler of the
+    examples' values. notes: sentences on examples and values that were left out or changed.
+    client_names: the names of the clients in the data. metrics: the recorded metrics in addition to
+    accuracy.
     """
 
     settings: Settings
@@ -98,9 +99,9 @@ class Prepared:
     ) -> SerialEngine:
         """The engine that the settings name, in this process.
 
-        memory: what clients remember; a new memory in this process by default. site: at a site,
-        which does one client's stages: the serial engine, without replies that other runs have
-        cached. measured: whether clients measure their own models.
+        memory: the memory of the clients; a new one by default. site: whether this is a real site,
+        which executes the stages of one client. It uses the serial engine and no reply cache.
+        measured: whether clients measure their own models.
         """
         settings = self.settings
         kind: type[SerialEngine] = SerialEngine
@@ -135,18 +136,17 @@ class Prepared:
         )
 
     def client_measures(self, *, site: bool = False) -> ClientMeasures:
-        """The run's measures that clients take; ``site``: those of a client that is reached over
-        Flower.
-        """
+        """The measures of clients. ``site``: whether the client is a real site."""
         settings = self.settings
-        own_data = site and settings.on_sites
-        return at_clients(measures(settings.measure), settings.measured_in, own_data)
+        has_site_data = site and settings.on_sites
+        return at_clients(measures(settings.measure), settings.measured_in, has_site_data)
 
     def evaluation_context(
         self, folder: Path | None, memory: Memory | None
     ) -> EvaluationContext | None:
-        """What measures may use: the run's directory, what clients remember; None without a common
-        test set.
+        """The context of measures. None if there is no common test set.
+
+        folder: the run's directory. memory: the memory of the clients.
         """
         if self.sites.common_test is None:
             return None
@@ -165,7 +165,7 @@ class Prepared:
         )
 
     def _reply_cache(self) -> StoredReplies:
-        """Replies of other runs, for the stages whose replies may serve again."""
+        """The cache of replies of other runs, for the stages whose replies may be reused."""
         method = self.settings.method
         stages = method.reusable
         if FIT not in method.stages:
@@ -181,14 +181,14 @@ def prepare(
     *,
     start: Tensors | None = None,
 ) -> Prepared:
-    """Make a run ready to start.
+    """Prepare a run.
 
-    dataset: in memory, instead of the one that the settings name. stored: the split that a run
-    began with; without it, one is drawn. moments: the mean and spread from the sums of real sites,
-    where these scale the examples; without it, examples stay as they are until the sites have sent
-    them. start: the model that the run starts from, as a client has got it from the server, instead
-    of the file that the settings name. Raises DataError, InfeasiblePartition, ConfigError or
-    IncompatibleMethod.
+    dataset: in memory, instead of the one that the settings name. stored: the split of a run that
+    is continued; by default, a new one is drawn. moments: the mean and standard deviation from the
+    sums of real sites, if these scale the examples. Without them, examples are unscaled until the
+    sites have sent their sums. start: the model that the run starts from, as a client received it
+    from the server, instead of the file that the settings name. Raises DataError,
+    InfeasiblePartition, ConfigError or IncompatibleMethod.
     """
     _check_machine(settings)
     dataset = _read(settings, dataset)
@@ -214,13 +214,13 @@ def prepare(
     if settings.engine != "auto":
         return prepared
     choice = suited_engine_of(prepared)
-    # config.toml names the engine and the reason, so a resume keeps the engine.
+    # The config.toml of the run has the engine and the reason, so a resumed run keeps the engine.
     chosen = replace(settings, engine=choice.engine, engine_reason=choice.reason)
     return replace(prepared, settings=chosen)
 
 
 def run_metrics(settings: Settings, classes: Sequence[str]) -> RunMetrics:
-    """The metrics that a run records, for classes of these names."""
+    """The recorded metrics of a run. ``classes``: the names of the classes."""
     positive = len(classes) - 1
     if settings.positive_class in classes:
         positive = classes.index(settings.positive_class)
@@ -228,22 +228,23 @@ def run_metrics(settings: Settings, classes: Sequence[str]) -> RunMetrics:
 
 
 def prepare_again(settings: Settings, folder: Path, dataset: Dataset | None = None) -> Prepared:
-    """Make a run ready that began in a directory, with the split and the sums that it began with.
+    """Prepare a run that is continued, with the split and the sums in its directory.
 
-    Raises CorruptFile, too, for files that are not what was written, and UntrustedCode for data
-    that are read by code of somebody else.
+    Raises the errors of ``prepare``, CorruptFile for damaged files, and UntrustedCode if untrusted
+    code reads the data.
     """
     stored = stored_split(folder)
     with code_of_run(folder):
         return prepare(settings, dataset, stored, moments=_noted_sums(settings, folder))
 
 
-# Which engine a run uses if its config says ``auto``.
+# The choice of an engine if the config has ``engine = "auto"``.
 
 
 def suited_engine_of(prepared: Prepared) -> EngineChoice:
-    """The engine that the cost model chooses for a run: to stack clients only if their method,
-    their hooks and their caches permit it.
+    """The engine that the cost model chooses for a run.
+
+    Clients are only stacked if their method, hooks and caches permit it.
     """
     settings = prepared.settings
     work = work_of_stages(settings, prepared.world, prepared.sites)
@@ -263,7 +264,7 @@ def suited_engine_of(prepared: Prepared) -> EngineChoice:
 
 
 def _hook_obstacle(engine: SerialEngine) -> str:
-    """Which hook of the clients cannot act on a stack; empty if all can."""
+    """A sentence on a client hook that does not support stacks; empty if there is none."""
     for hook in engine.hooks:
         if not hook.stackable:
             return f"the client hook {type(hook).__name__} cannot act on stacked clients"
@@ -271,8 +272,9 @@ def _hook_obstacle(engine: SerialEngine) -> str:
 
 
 def _cache_obstacle(prepared: Prepared, engine: SerialEngine) -> str:
-    """Which stage has replies that other runs may use, which those of a stack cannot; empty if none
-    has.
+    """A sentence on a stage whose replies other runs may reuse; empty if there is none.
+
+    Replies of stacked clients cannot be reused.
     """
     if engine.reply_cache is None:
         return ""
@@ -311,7 +313,7 @@ class _StackTrial:
 
 
 def _method_obstacle(prepared: Prepared, engine: SerialEngine) -> str:
-    """Why torch cannot stack a method's work; empty if it can.
+    """The reason why torch cannot stack a method's work; empty if it can.
 
     A stack of the smallest client, twice, trains one step.
     """
@@ -324,18 +326,18 @@ def _method_obstacle(prepared: Prepared, engine: SerialEngine) -> str:
         with drawing_from(seed_for(world.seed, 0, 0, SERVER, "run")):
             state = replace(prepared.settings.method.initial_state(world), round=1)
             run_round(state, context.schedule(1, world), context)
-    # A mistake in the method is an error of the run, which has the words for it. A method may also
-    # need the replies that the trial does without.
+    # The run reports mistakes in the method, with better messages. After the trial, a method may
+    # also fail because it needs the replies of clients that were idle.
     except Exception as error:
         log.debug("the trial of a stack failed", exc_info=error)
     return trial.obstacle or ""
 
 
 def _noted_sums(settings: Settings, folder: Path) -> Moments | None:
-    """The mean and spread from the sums of real sites, as a run's journal has them; None where
-    sites send no sums, or have not sent them yet.
+    """The mean and standard deviation from the sums of real sites, according to the journal.
 
-    Raises CorruptFile for a first event that does not have them.
+    None if sites send no sums, or have not sent them yet. Raises CorruptFile if the first event
+    lacks them.
     """
     journal = folder / "journal.jsonl"
     if settings.data.standardise != "summed" or not settings.on_sites or not journal.is_file():
@@ -355,7 +357,7 @@ def _noted_sums(settings: Settings, folder: Path) -> Moments | None:
 
 
 def _check_machine(settings: Settings) -> None:
-    """Raise ConfigError for what this machine lacks, and make its arithmetic repeatable."""
+    """Raise ConfigError if this machine cannot execute the run; make its arithmetic repeatable."""
     check_machine(settings.precisions, settings.device)
     steady(settings.device)
     if settings.reuse:
@@ -363,7 +365,7 @@ def _check_machine(settings: Settings) -> None:
 
 
 def _read(settings: Settings, dataset: Dataset | None) -> Dataset:
-    """The run's data set: read if there is none in memory, and as the network takes it."""
+    """The run's data set, in the form that the network takes. It is read unless it is given."""
     dataset = with_pixels(dataset or read_data(settings), settings.data)
     return as_features(settings, dataset)
 
@@ -371,7 +373,7 @@ def _read(settings: Settings, dataset: Dataset | None) -> Dataset:
 def _make_world(
     settings: Settings, dataset: Dataset, data: ClientData, start: Tensors | None
 ) -> RunWorld:
-    """What every side may know: numbers, architectures, tasks and queries."""
+    """The knowledge that server and clients share: sizes, architectures, tasks and queries."""
     classes = len(dataset.classes)
     public = len(data.public or ())
     world = world_of(settings, dataset.input_shape, classes, public, dataset.vocabulary)
@@ -382,8 +384,9 @@ def _make_world(
 
 
 def _inputs(settings: Settings, dataset: Dataset, scaler: Scaler) -> Inputs:
-    """How stored values become inputs: pixels by the data set's mean and spread, numbers by the
-    scaler's.
+    """The conversion of stored values to inputs.
+
+    Pixels are normalised with the moments of the data set, other numbers with those of the scaler.
     """
     mean = scaler.mean
     std = scaler.std
@@ -394,7 +397,7 @@ def _inputs(settings: Settings, dataset: Dataset, scaler: Scaler) -> Inputs:
 
 
 def _arrival(settings: Settings) -> Arrival | None:
-    """How the clients' data grow with the rounds; None: all are there from the start."""
+    """The schedule by which clients' data grow; None if they have all data from the start."""
     for part in manifest.arrivals():
         arrival_of = part.load()
         arrival: Arrival | None = arrival_of(settings)
@@ -435,7 +438,7 @@ def site_views(settings: Settings, world: RunWorld, inputs: Inputs, data: Client
 
 
 def _plans_of_views(settings: Settings) -> dict[str, Plan]:
-    """The plan of each stage, as far as it says what clients hold out in it."""
+    """The plans of the stages in which clients hold out data."""
     plans = dict(settings.plans)
     if settings.sites_test_rounds:
         share = held_out_share(settings.plans)
@@ -450,13 +453,13 @@ def _on_device(examples: Examples | None, device: str) -> Examples | None:
 
 
 def _notes_on_tasks(settings: Settings, scaler: Scaler) -> list[str]:
-    """A note where a simulation takes mean and spread from rows of tasks to come."""
+    """A note if a simulation takes the mean and standard deviation also from later tasks."""
     from_rows = scaler.origin in ("pooled", "summed", "own")
     if settings.on_sites or settings.stream.tasks == 1 or not from_rows:
         return []
     return [
-        "mean and spread are of the rows of all tasks, those to come too; declare data.mean and "
-        "data.std instead"
+        "mean and standard deviation are those of the rows of all tasks, including later ones; "
+        "set data.mean and data.std instead"
     ]
 
 
@@ -464,8 +467,9 @@ def _notes_on_tasks(settings: Settings, scaler: Scaler) -> list[str]:
 
 
 def read_data(settings: Settings) -> Dataset:
-    """The data set that the settings name; without examples at a server whose sites have the data,
-    if the settings name none.
+    """Read the data set that the settings name.
+
+    If they name none because the sites have the data, the data set has no examples.
     """
     if settings.on_sites and settings.data.name == NO_DATA:
         return _without_examples(settings)
@@ -473,7 +477,7 @@ def read_data(settings: Settings) -> Dataset:
 
 
 def reading_options(settings: Settings) -> dict[str, Any]:
-    """How the settings have their data set read: keywords of ``load_dataset``."""
+    """The keywords of ``load_dataset`` according to the settings."""
     data = settings.data
     options: dict[str, Any] = {"folder": data.folder or None}
     for key in ("image_column", "label_column"):
@@ -489,9 +493,9 @@ def reading_options(settings: Settings) -> dict[str, Any]:
 
 
 def with_pixels(dataset: Dataset, data: DataTable) -> Dataset:
-    """The data set, with the mean and spread of pixels that ``data.mean`` and ``data.std`` say.
+    """The data set with the moments of pixels in ``data.mean`` and ``data.std``.
 
-    Raises ConfigError for wrong ones. Data sets that hold no images stay as they are.
+    Data sets without images are unchanged. Raises ConfigError for invalid values.
     """
     if dataset.about.kind != "image":
         return dataset
@@ -505,7 +509,7 @@ def with_pixels(dataset: Dataset, data: DataTable) -> Dataset:
 
 
 def _by_channel(key: str, values: tuple[float, ...], dataset: Dataset) -> tuple[float, ...]:
-    """One number for each channel of images, from a config's list of one or of all."""
+    """A number for each channel of images, from a list with one number or one per channel."""
     for value in values:
         if reason := problem(Share, value):
             raise ConfigError(f"data.{key} = {reason}: pixels are numbers in [0, 1] here")
@@ -528,7 +532,7 @@ def _by_channel(key: str, values: tuple[float, ...], dataset: Dataset) -> tuple[
 
 
 def _without_examples(settings: Settings) -> Dataset:
-    """A data set of which only the classes and the form of an example are known."""
+    """A data set without examples, with the classes and the shape of an example."""
     shape, about = unseen_examples(settings.data, settings.flower)
     dtype = {"image": torch.uint8, "text": torch.int64}.get(about.kind, torch.float32)
     pixel_level: tuple[float, ...] = ()
