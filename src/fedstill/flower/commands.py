@@ -266,7 +266,10 @@ def key_command(directory: Path, client: int) -> int:
 
     made = folder.rekey(folder.load_federation(directory), client)
     then = f"Then: fedstill deploy admit {in_shell(directory)}"
-    print(f"{made}: copy client.key to the client's machine, and delete it here. {then}")
+    print(
+        f"{made}: copy client.key to the client's machine, or this whole folder to a new site, "
+        f"and delete it here. {then}"
+    )
     return 0
 
 
