@@ -4,6 +4,7 @@ a run is named.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -88,11 +89,8 @@ def test_where_there_is_no_run_the_error_says_so(what: str, home: Path) -> None:
 
 def test_a_folder_of_other_files_is_left_as_it_is(home: Path) -> None:
     (home / "thesis.txt").write_text("mine")
-    for overwrite, said in (
-        (False, "and what it holds is no run; choose another"),
-        (True, "did not write there"),
-    ):
-        with pytest.raises(RunExists, match=said) as caught:
+    for overwrite in (False, True):
+        with pytest.raises(RunExists, match=re.escape(str(home))) as caught:
             run(toys.toy(rounds=1), home, toys.blobs(), overwrite=overwrite)
         assert "resume" not in str(caught.value)
     assert [path.name for path in home.iterdir()] == ["thesis.txt"]

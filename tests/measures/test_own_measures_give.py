@@ -66,7 +66,7 @@ def test_numbers_of_numpy_and_torch_are_numbers_of_the_journal(tmp_path: Path) -
         ),
         (
             "def look(self, seen, context):\n    return {'client': [1, 2]}",
-            "Mine.look gives client = [1, 2]",
+            "client = [1, 2]",
         ),
         (
             "def look(self, seen, context):\n    return {'a': {1, 2}}",

@@ -214,7 +214,7 @@ def test_ones_own_function_may_give_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("split", "kind", "said"),
     [
-        (twice, ConfigError, "gives an example to client 0 twice"),
+        (twice, ConfigError, "client 0 twice"),
         (
             floats,
             ConfigError,

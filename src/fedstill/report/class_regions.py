@@ -204,7 +204,7 @@ def _gaussian(z: float) -> float:
 ABOUT_UNITS = (
     "Each column is a unit of the last hidden layer. Its colour is the class for which the unit is "
     "most active. Columns are sorted by the model that clients received (top row). A model whose "
-    "row has the same colours kept what it knew."
+    "row has the same colours has not forgotten these classes."
 )
 
 

@@ -1,13 +1,13 @@
 """The table of what a run must have before round 1.
 
-Methods, measures and settings ask for networks, data and stages. Each row of the table (``Rule``)
-says when it applies, what a run then lacks and how to supply it, and which error that is.
+Methods, measures and settings require networks, data and stages. Each row of the table (``Rule``)
+has a condition, a description of the problem with its remedy, and the error to raise.
 ``check_data`` and ``check_run`` go through their rows in order and stop at the first that fails.
 
 A mistake can break several rows. The most basic one comes first: the data, the size of networks,
-the stages of the topology, what the method says of itself, whether networks can be run at all, what
-the method and the measures need, and then single settings. The rows of outer packages follow in the
-order of ``fedstill.manifest``.
+the stages of the topology, the method's own check of the schedule, a trial of the networks, the
+needs of the method and of the measures, and then single settings. The rows of outer packages follow
+in the order of ``fedstill.manifest``.
 """
 
 from __future__ import annotations
@@ -61,11 +61,10 @@ Subject = TypeVar("Subject")
 class Rule(Generic[Subject]):
     """One row of the table.
 
-    applies: whether the settings or the method ask for what the row is about. problem: what is
-    missing then, and what to do about it, in one sentence; empty if nothing is. It may also raise
-    an error itself, where that has a cause or a type of its own. error: the error with that
-    sentence. at_sites: whether a site checks the row for itself, too, because a hostile server
-    would leave it out.
+    applies: whether the row concerns this run. problem: the problem and its remedy in one sentence,
+    or an empty string. The function may also raise an error with a cause or a type of its own.
+    error: the type of error that has this sentence as its message. at_sites: whether sites check
+    the row as well, because a hostile server would leave it out.
     """
 
     applies: Callable[[Subject], bool]
@@ -84,7 +83,7 @@ class Rule(Generic[Subject]):
 
 @dataclass(frozen=True)
 class ReadData:
-    """A data set that was read, and the settings of the run that is to use it."""
+    """A data set and the settings of the run that will use it."""
 
     settings: Settings
     dataset: Dataset
@@ -278,7 +277,7 @@ DATA_RULES: tuple[Rule[ReadData], ...] = (
 
 
 def runs_parts_of_networks(run: PlannedRun) -> bool:
-    """Whether networks are run by their parts: the body, and the head on what it gives."""
+    """Whether networks are run in parts: the body, and the head on the body's output."""
     parts = Need.FEATURES | Need.HEAD | Need.SLIM | Need.LEVELS
     measured = any("features" in measure.needs for measure in run.measures.values())
     return measured or bool(run.network_needs & parts)
@@ -389,7 +388,7 @@ def _scores_by_held_out_data(method: Method, stage: Stage) -> bool:
 
 
 def unfit_class_weights(run: PlannedRun) -> str:
-    """A list of class weights that is not for the run's classes, or gives no class a weight."""
+    """A list of class weights of the wrong length, or with zeros only."""
     classes = run.world.classes
     for stage, plan in run.world.plans.items():
         weights = plan.class_weights
@@ -406,7 +405,7 @@ def unfit_class_weights(run: PlannedRun) -> str:
 
 
 def stated_incompatibility(run: PlannedRun) -> str:
-    """What the method says itself about this schedule."""
+    """The method's own objection to this schedule."""
     problem = run.method.incompatibility(run.first_round, run.world)
     if not problem:
         return ""
@@ -468,7 +467,7 @@ def missing_public_labels(run: PlannedRun) -> str:
 
 
 def unfit_measure(run: PlannedRun) -> str:
-    """A measure that needs what the method, the networks or the data lack."""
+    """A measure with needs that the method, the networks or the data do not meet."""
     setting = MeasuredRun(
         schedule=run.settings.schedule,
         name=run.method_name,
@@ -486,7 +485,7 @@ def unfit_measure(run: PlannedRun) -> str:
 
 
 def missing_selection_data(run: PlannedRun) -> str:
-    """Rounds that are to be compared on data that the run lacks."""
+    """Rounds that would be compared on data that the run lacks."""
     selection_data(run.settings, run.sites, run.stage_names)  # raises ConfigError
     return ""
 
@@ -525,7 +524,7 @@ def flipped_task_labels(run: PlannedRun) -> str:
 
 
 def averages_robustly(run: PlannedRun) -> bool:
-    """Whether a mean is asked for that hostile clients cannot move far."""
+    """Whether the run uses a robust mean, which hostile clients cannot move far."""
     return run.aggregation in ROBUST
 
 
@@ -541,7 +540,7 @@ def forbidden_robust_mean(run: PlannedRun) -> str:
 
 
 def too_few_compared(run: PlannedRun) -> str:
-    """Too few clients side by side for a robust mean."""
+    """Too few clients in a stage for a robust mean."""
     side_by_side = max(len(stage.clients) for stage in run.first_round)
     if side_by_side >= FEWEST_COMPARED:
         return ""
@@ -556,7 +555,7 @@ def too_few_compared(run: PlannedRun) -> str:
 
 
 def unknown_updates(run: PlannedRun) -> str:
-    """Updates that are to be kept, where the server sees none."""
+    """Updates to be stored, where the server sees none."""
     if not run.settings.hides_client_models:
         return ""
     return (
@@ -634,7 +633,7 @@ RULES: tuple[Rule[PlannedRun], ...] = (
 
 
 def all_rules() -> Iterator[Rule[PlannedRun]]:
-    """The rules of this module, and then those of outer packages in the order of the manifest."""
+    """The rules of this module, followed by those of outer packages in the manifest's order."""
     yield from RULES
     for part in manifest.compatibility_rules():
         yield from part.load()
@@ -657,7 +656,7 @@ def check_run(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
 
 
 def check_at_site(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
-    """The same at a site, for the rows that protect it from a hostile server."""
+    """Check the rows that protect a site from a hostile server."""
     run = PlannedRun(settings, world, sites)
     for rule in all_rules():
         if rule.at_sites:

@@ -250,7 +250,7 @@ def _check_foreign(folder: Path) -> list[DirectoryEntry]:
     )
     if foreign:
         raise RunExists(
-            f"{folder} holds what a run did not write there, so nothing is overwritten: "
+            f"{folder} holds files that no run wrote, so nothing is overwritten: "
             f"{_first_five(foreign)}; move it away first"
         )
     return entries
@@ -395,7 +395,7 @@ def check_used(folder: Path) -> None:
     if is_empty:
         return
     if not holds_run(folder):
-        raise RunExists(*_messages(f"{folder} is not empty, and what it holds is no run"))
+        raise RunExists(*_messages(f"{folder} is not empty and holds no run"))
     raise RunExists(
         f"{folder} is not empty; {ANOTHER_DIRECTORY}, continue with "
         f"fedstill.resume({str(folder)!r}), or start again with overwrite=True",
@@ -724,7 +724,7 @@ def _unpack_to(packed: Path, folder: Path) -> Path:
 
 @contextmanager
 def _pack_errors(packed: Path) -> Iterator[None]:
-    """Turn what a damaged or hostile pack raises into CorruptFile."""
+    """Convert the errors of a damaged or hostile pack to CorruptFile."""
     try:
         yield
     except (tarfile.TarError, lzma.LZMAError, EOFError, OSError, ValueError) as error:

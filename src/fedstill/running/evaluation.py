@@ -335,13 +335,13 @@ def client_predictors_of(
 def _check_names(
     method: Method, declared: Mapping[Any, Any], predictors: Predictors, world: World
 ) -> None:
-    """Raises BadReturn for keys that are no clients, and for names that no predictor has."""
+    """Raise BadReturn for keys that are no clients and for names of no predictor."""
     hook = method.client_predictors
     if method.personal:
         raise bad_return(
             hook,
-            "names predictors for clients, and personal says that clients have models of their "
-            "own; leave one of both out",
+            "names predictors for clients, but with personal = True clients have models of their "
+            "own; remove one of the two",
         )
     for client, name in declared.items():
         if client not in range(world.clients):
@@ -349,11 +349,13 @@ def _check_names(
             raise bad_return(hook, f"names a predictor for client {client!r}; {known}")
         if name not in predictors:
             known = _listed(list(predictors)) or "none"
-            raise bad_return(hook, f"names {name!r} for client {client}; predictors gives {known}")
+            raise bad_return(
+                hook, f"names {name!r} for client {client}; predictors returns {known}"
+            )
 
 
 def _no_predictor(method: Method, clients: Sequence[int], predictors: Predictors) -> BadReturn:
-    """The error for clients that no predictor answers for."""
+    """The error for clients without a predictor."""
     numbers = _listed(clients)
     names = _listed(list(predictors))
     if method.has_client_predictors:
@@ -365,7 +367,7 @@ def _no_predictor(method: Method, clients: Sequence[int], predictors: Predictors
     example = f"return dict.fromkeys(range(world.clients), {next(iter(predictors))!r})"
     return bad_return(
         method.predictors,
-        f"gives {names}, and nothing says which answers for {len(clients)} clients ({numbers}); "
+        f"returns {names}, but no predictor is assigned to {len(clients)} clients ({numbers}); "
         f"add client_predictors(self, state, world) to the method, such as: {example}",
     )
 

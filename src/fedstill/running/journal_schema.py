@@ -332,10 +332,10 @@ call for each event takes, and a journal may have hundreds of thousands.
 
 
 def malformed_events(events: Sequence[Any]) -> dict[int, str]:
-    """What is wrong with the fields of some events, by position; empty if nothing is.
+    """The problems with the fields of some events, by position; empty if there are none.
 
     Fields are compared with the schema of the event's name, one event at a time. ``JournalChecker``
-    checks what the fields of several events must have in common.
+    checks relations between the fields of several events.
     """
     problems: dict[int, str] = {}
     positions_by_name: defaultdict[str, list[int]] = defaultdict(list)
@@ -496,7 +496,7 @@ class JournalChecker:
         return ""
 
     def _problem_of_task(self, event: Event) -> str:
-        """In what the end of a task is not one of the run's stream."""
+        """Why the end of a task does not belong to the run's stream; empty if it does."""
         # Without a model of the server before round 1 there is no end of task 0.
         expected = [0, 1]
         if self._task_ends:

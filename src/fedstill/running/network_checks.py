@@ -134,10 +134,10 @@ def _wrong_output(spec: ModelSpec, sites: SiteViews) -> str:
         ) from error
 
     if not isinstance(logits, Tensor):
-        return f"model {spec.label} gives a {type(logits).__name__}, not logits"
+        return f"model {spec.label} returns a {type(logits).__name__}, not logits"
     shape = (len(x), spec.classes)
     if logits.shape != shape:
-        return f"model {spec.label} gives shape {tuple(logits.shape)}, not {shape}"
+        return f"model {spec.label} returns shape {tuple(logits.shape)}, not {shape}"
     return ""
 
 
@@ -218,9 +218,8 @@ def network_warnings(spec: ModelSpec, sites: SiteViews) -> Iterator[str]:
     logits = contract.predictor(spec, entries)(two_examples(sites).cpu())
     if spec.classes > 1 and _are_probabilities(logits):
         yield (
-            f"model {spec.label} gives probabilities, it seems (each row is positive and sums to "
-            "1), and losses take "
-            "logits: leave softmax out of its forward()"
+            f"model {spec.label} seems to return probabilities (each row is positive and sums to "
+            "1), but losses take logits; remove softmax from its forward()"
         )
 
 

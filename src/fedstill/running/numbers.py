@@ -292,7 +292,7 @@ def numbers_of(events: Sequence[Event], classes: int) -> list[Numbers]:
     events: of a whole journal, or of its latest round, in order. classes: how many there are.
     Beside the fields there are three numbers of a whole round: ``loss/TERM``, the mean over
     accepted clients, weighted by their examples; the mean over a measure's looks; and ``epsilon``,
-    what the client that lost most privacy has spent.
+    the largest privacy loss of any client.
     """
     return list(RunNumbers.of(events, classes).columns())
 

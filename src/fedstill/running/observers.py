@@ -1,4 +1,4 @@
-"""What every run records beside its clients' events: accuracies, forgetting, traffic, measures.
+"""The numbers of a run beside its clients' events: accuracies, forgetting, traffic, measures.
 
 Each observer adds fields or events to the journal, and knows what has happened from the journal's
 events alone (``core.extensions.Observer``).
@@ -88,7 +88,7 @@ def _best_of(best: Accuracies, last: Accuracies) -> Accuracies:
 
 @dataclass
 class Traffic(Observer):
-    """How many replies came, and how many bytes were sent."""
+    """The number of replies, and of bytes sent and received."""
 
     world: World
     sends_weights: bool
@@ -108,27 +108,27 @@ class Traffic(Observer):
         return fields
 
     def _bytes_of_weights(self, events: Sequence[Event]) -> int:
-        """What models would have cost: once down and once up for each client that trained."""
+        """The bytes of models sent once down and once up for each client that trained."""
         trained = {e["client"] for e in events if "steps" in e and e["client"] != SERVER}
         models = [Payload(params=self.world.initial(client)) for client in trained]
         return 2 * sum(model.nbytes for model in models)
 
 
 def _bytes_sent(events: Sequence[Event], key: str) -> int:
-    """Bytes between clients and server: what the server computes itself is not sent."""
+    """Bytes between clients and server; the server's own replies are not sent."""
     return sum(event.get(key, 0) for event in events if event["client"] != SERVER)
 
 
 # ---- measures ------------------------------------------------------------------------------------
 
 WHERE = frozenset({"event", "measure", "round", "stage", "name", "seconds"})
-"""Fields of a measure's event that say what happened where. No measure may give one of them."""
+"""Fields that locate a measure's event in the run. No measure may return one of them."""
 
 TIMES = ("seconds_training", "seconds_saving", "seconds_clients")
-"""Fields of a round's event that no measure may give."""
+"""Fields of a round's event that no measure may return."""
 
 OF_MEASURES = "of_measures"
-"""The field of a round's event that lists what measures of the user's own gave it."""
+"""The field of a round's event that lists the fields added by the user's own measures."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Measures(Observer):
     """The hooks of the run's rounds, which extend the world that measures see."""
     folder: Path | None = None
     memory: Memory | None = None
-    """What clients remember, if it is in this process."""
+    """The client states, if they are in this process."""
     _received: Accuracies = ()
     _links: list[Link] = field(default_factory=list)
     """The last two links of a chain that answered."""
@@ -190,7 +190,7 @@ class Measures(Observer):
                 }
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
-        """What the measures make of what clients reported."""
+        """The fields that measures derive from the clients' reports."""
         settings = self.prepared.settings
         reports = RoundReports(
             clients=result.client_events,
@@ -225,7 +225,7 @@ class Measures(Observer):
             self._links = [*self._links, Link(event["client"], event["round"])][-2:]
 
     def _context(self, result: StageResult) -> EvaluationContext | None:
-        """What the measures may use at a stage; None without a common test set."""
+        """The evaluation context of measures at a stage; None without a common test set."""
         context = self.prepared.evaluation_context(self.folder, self.memory)
         if context is None:
             return None
@@ -290,7 +290,7 @@ def _check_client(measure: Measure, fields: Numbers) -> None:
     client = fields.get("client", SERVER)
     if type(client) is not int or client < SERVER:
         raise bad_return(
-            measure.look, f"gives client = {client!r:.40}; give a client's id, or another name"
+            measure.look, f"returns client = {client!r:.40}; return a client's id, or rename it"
         )
 
 
@@ -306,7 +306,7 @@ def _guard(result: StageResult) -> MutationGuard:
 
 
 def warn_of_silence(chosen: Mapping[str, Measure], reports: RoundReports) -> None:
-    """Name the measures that clients take and of which no client reported anything."""
+    """Name the measures taken by clients that no client reported."""
     for name, measure in chosen.items():
         is_taken_by_clients = type(measure).look is Measure.look and measure.gives
         is_reported = any({*measure.gives} & event.keys() for event in reports.clients)
@@ -320,7 +320,7 @@ def fields_of_measures(
     reserved: Collection[str],
     is_tolerant: bool,
 ) -> dict[str, Fields]:
-    """The fields of a round that each measure makes of the clients' reports.
+    """The fields of a round that each measure derives from the clients' reports.
 
     reserved: names of the round's other fields; two measures may not give the same field either.
     is_tolerant: whether a measure that fails is a warning.
@@ -373,7 +373,7 @@ class TaskEnds(Observer):
     prepared: Prepared
     evaluation: Evaluation
     _site_rows: dict[int, SiteRow] = field(default_factory=dict)
-    """What each real site said of its accuracy on every task, in the task under way."""
+    """The accuracies on every task that real sites reported during the current task."""
 
     def __post_init__(self) -> None:
         self.at_sites = self.prepared.settings.sites_have_tasks
@@ -458,7 +458,7 @@ class TaskEnds(Observer):
         yield {**event, "seconds": time.perf_counter() - began}
 
     def on_event(self, event: Event) -> None:
-        """Remember what sites reported, until the task ends."""
+        """Store the sites' reports until the task ends."""
         stages = self.prepared.settings.method.personal or (TASK_TEST,)
         is_report = event["event"] == "client" and event["name"] in stages
         if is_report and "site_by_task" in event:
@@ -500,12 +500,12 @@ class TaskEnds(Observer):
 
     @property
     def _by_classes(self) -> bool:
-        """Whether a test set says by its classes what belongs to which task."""
+        """Whether the classes of a test set determine its tasks."""
         stream = self.prepared.world.stream
         return len(set(stream.by_task)) == stream.tasks
 
     def _of_sites(self, task: int) -> dict[str, Any]:
-        """The rows that real sites said, and their mean; nothing of the untrained model."""
+        """The rows that real sites reported, and their mean; nothing for the untrained model."""
         rows = dict(sorted(self._site_rows.items()))
         if task < 0:
             return {}
@@ -657,7 +657,7 @@ def _answering(result: RoundResult) -> Predictors:
 
 
 def _over_clients(values: Mapping[str, Tensor], client_predictors: Mapping[int, str]) -> Tensor:
-    """The mean over clients of what their predictors have; of one predictor, exactly its own."""
+    """The mean over clients of their predictors' values; exactly the value of a single one."""
     if len(values) == 1:
         return next(iter(values.values()))
     clients = Counter(client_predictors.values())

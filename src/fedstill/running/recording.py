@@ -294,8 +294,8 @@ class RunRecorder:
         self.memory.prune(needed)
 
     def prune(self, state: State) -> None:
-        """Delete what the last checkpoints up to a state do not need; a killed run may have left
-        it.
+        """Delete files that the last checkpoints up to a state do not need. A killed run may have
+        left some.
         """
         self.memory.prune(self.checkpoints.prune(state, self.kept_rounds))
 

@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedstill.resume")
 
-# An experiment on data in memory: what the data say of model, clients and split, where the
-# experiment says nothing.
+# An experiment on data in memory. The data determine the model, the clients and the split, unless
+# the experiment sets them.
 
 
 OWNER = "client"
-"""What the column of owners is called in data that were made of clients' own."""
+"""The name of the column of owners in data that combine the data sets of clients."""
 
 
 UNNAMED = "data"
-"""The name of data in memory, if the experiment gives them none."""
+"""The name of data in memory, unless the experiment sets one."""
 
 
 def dataset_of(experiment: Experiment, data: object) -> Dataset:
@@ -115,18 +115,17 @@ def run(  # noqa: PLR0913 - the options of the command run
     """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
 
     ``data``: a data set in memory, instead of the one that the config names; or other data that
-    ``from_python`` takes, which are then read as ``[data]`` says. ``grid``: for ``engine =
-    "flower"``, the Flower grid whose nodes are the clients; without one they work in this process.
-    ``debug``: the first client that fails ends the run with ClientFailed, its own exception
-    chained, whatever ``clients.failures`` says. ``overwrite``: what fedstill wrote in ``out``
-    before is deleted, when everything else has been checked.
-    ``on_round``: called after every round with what the journal says of it; what it raises ends the
-    run, and ``resume`` goes on with that round measured again. ``track``: trackers that are told of
+    ``from_python`` takes, which are read with the options in ``[data]``. ``grid``: for ``engine =
+    "flower"``, the Flower grid whose nodes are the clients; without one, clients work in this
+    process. ``debug``: the first failing client ends the run with ClientFailed, chained to its own
+    exception, regardless of ``clients.failures``. ``overwrite``: delete the files of an earlier run
+    in ``out`` after all other checks have passed.
+    ``on_round``: called after every round with its event in the journal. An exception in it ends
+    the run; ``resume`` continues and measures that round again. ``track``: trackers that receive
     every round: ``"tensorboard"``, ``"mlflow"``, ``"wandb"``, or your own
-    (``running.trackers.Tracker``); one that fails is a warning. Raises a ConfigError
-    before anything is trained, RunExists for a directory that holds something, ClientFailed,
-    TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good
-    state.
+    (``running.trackers.Tracker``). A failing tracker causes a warning. Raises ConfigError before
+    training, RunExists if the directory is not empty, and ClientFailed, TooFewReplies, Diverged or
+    MethodFailed during the run. The directory then keeps the last good state.
     """
     dataset = None
     configured = experiment
@@ -195,11 +194,11 @@ def resume(
     trust_code: bool = False,
     **live: Any,
 ) -> Result:
-    """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its
-    result at once.
+    """Continue a run from its last complete checkpoint, with bit-identical results. A finished run
+    returns its result at once.
 
-    ``data``, ``debug``, ``on_round``, ``track``: as for ``run``; trackers with a name that the run
-    had go on by themselves.
+    ``data``, ``debug``, ``on_round``, ``track``: as for ``run``; the run's built-in trackers
+    continue without being named.
     ``trust_code``: whether to trust the code that the run names, if the run was not made by this
     user on this machine; without it, such code raises UntrustedCode.
     ``live``: ``method``, ``model`` or ``partition``, the class, network or function that the run

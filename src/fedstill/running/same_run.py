@@ -144,7 +144,7 @@ def _model_places(settings: Settings) -> dict[str, str]:
     return places
 
 
-# The identity of a run that began, and in what the present differs from it.
+# The identity of a run, and the differences of the present code and data from it.
 
 
 MODEL_KEYS = ("start_from", "features_of")
@@ -156,12 +156,12 @@ DATA_FIELDS = {
     "inputs": "the inputs' mean or spread",
     "examples_sha256": "the examples themselves",
 }
-"""The fields of the event ``start`` by which data are known again, and what they are called."""
+"""The fields of the event ``start`` that identify the data, with their names in messages."""
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """By what a run is known again, its settings apart: the notes in its event ``start``.
+    """The identity of a run, apart from its settings, as its event ``start`` notes it.
 
     code: as ``code_digests``. models: SHA-256 by config key. data: the ``DATA_FIELDS`` that the
     event has. Empty for a run that has not begun, or is damaged.
@@ -244,7 +244,7 @@ def name_for_clients(folder: Path) -> str:
 
 
 def comparable_start(start: Event) -> Event:
-    """An event ``start`` without times and without what says by whom and with what a run was made.
+    """An event ``start`` without times, versions and the source of the code.
 
     Two runs of one config on different machines agree in it. The SHA-256 of the examples is left
     out, since not every run notes it.

@@ -34,7 +34,7 @@ from fedstill.data.views import TaskData
 def draw_split(settings: Settings, train: Examples, seed: int | None = None) -> ClientSplit:
     """Split a training set over the run's clients.
 
-    seed: what a partition that draws draws from; by default its own seed, or else the run's. Raises
+    seed: of a random partition; by default the partition's own seed, or else the run's. Raises
     InfeasiblePartition if a client would have no examples, ConfigError for a partition of yours
     that fails.
     """
@@ -109,7 +109,7 @@ def _as_arrays(label: str, parts: object, function: Callable[..., object]) -> li
     if place:
         location = f" ({place})"
     raise ConfigError(
-        f"{label} gives {kind_text(parts)}, not a list with an array of positions for each "
+        f"{label} returns {kind_text(parts)}, not a list with an array of positions for each "
         f"client{location}"
     )
 
@@ -154,7 +154,7 @@ def _check_split(label: str, split: ClientSplit, examples: int) -> None:
         if first == second:
             clients = f"client {first} twice"
         raise ConfigError(
-            f"{label} gives an example to {clients}: that at {example}; each goes to one client, "
+            f"{label} assigns example {example} to {clients}; assign each example to one client, "
             "once"
         )
 
@@ -165,7 +165,7 @@ def _check_split(label: str, split: ClientSplit, examples: int) -> None:
 def cut_into_tasks(settings: Settings, train: Examples, classes: int) -> Cut | None:
     """The task of each training example; None for a run without tasks.
 
-    Raises ConfigError where the kind of stream gives no cut of these examples.
+    Raises ConfigError if the kind of stream cannot cut these examples.
     """
     named = settings.named.stream
     if named.name == NO_STREAM:
