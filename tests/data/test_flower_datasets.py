@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedstill.core.errors import ConfigError, UnknownName
-from fedstill.data.partition.flower_datasets import flower_datasets
+from fedstill.data.partition.sharding import flower_datasets
 
 pytestmark = pytest.mark.skipif(
     find_spec("flwr_datasets") is None,

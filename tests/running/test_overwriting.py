@@ -101,7 +101,7 @@ def test_files_of_those_names_that_are_no_runs_are_left_alone(name: str, tmp_pat
     path = tmp_path / "mine" / name
     path.parent.mkdir(parents=True)
     path.write_text("rounds = 1\n")
-    with pytest.raises(RunExists, match="did not write"):
+    with pytest.raises(RunExists, match=name.split("/")[0]):
         run(toys.toy(rounds=1), tmp_path / "mine", toys.blobs(), overwrite=True)
     assert path.read_text() == "rounds = 1\n"
 
