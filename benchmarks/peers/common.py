@@ -132,11 +132,12 @@ def train(task: Task, round: int, client: int, model: nn.Module) -> nn.Module:
     order = InOrder(task.order(round, client))
     loader = DataLoader(TensorDataset(*task.client(client)), task.about["batch"], sampler=order)
     sgd = task.optimiser(model.train().parameters(), task.rate(round))
+    device = next(model.parameters()).device
     total = 0.0
     for _ in range(task.about["epochs"]):
         for x, y in loader:
             sgd.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
+            loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
             loss.backward()
             sgd.step()
             total += loss.item()

@@ -1,0 +1,478 @@
+"""fedstill on a GPU that is borrowed for minutes: ``python -m benchmarks.card`` measures what it
+can in eight minutes, and writes one JSON file (default: ``results/cards/DEVICE.json``).
+
+Each part runs in a process of its own, with a limit of time; the most important parts come first.
+A part that fails or runs out of time is reported in the file with the last lines of its output, and
+the others go on. The file is written anew after each part, so that nothing is lost if the machine
+is taken back. ``--device cpu --quick`` tries the command in two minutes without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.beside.trees import ROOT, NoSuchCommit, working_tree
+from benchmarks.card_parts import PLAIN, TRANSFORMER
+from fedstill.core.files import write_whole
+from fedstill.engines.hardware import REPLAY, cores, has_bfloat16
+from fedstill.report import terminal
+from fedstill.running.same_run import processor
+from fedstill.version import VERSION
+
+MINUTES = 8.0
+GRACE = 5.0
+"""Seconds in which an interrupted part may report what it has done."""
+
+SHORTEST = 10.0
+"""Seconds that a part needs at least; with less time, it is skipped."""
+
+QUICK_ROUNDS = 3
+
+RECORDED = ", recorded"
+"""The end of the names of trainings whose steps may be recorded."""
+
+LINES = 40
+"""The number of last lines of a part's output that are reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A measurement in a process of its own.
+
+    ``arguments``: of Python. ``seconds``: its limit. ``is_table``: whether its result is its
+    output, not a line of JSON.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    seconds: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    is_table: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How a part ended.
+
+    ``state``: "done", "failed", "out of time", or "skipped". ``result``: its numbers, also those of
+    a part that was interrupted. ``output``: its last lines, unless it is done.
+    """
+
+    name: str
+    state: str
+    seconds: float = 0.0
+    limit: float = 0.0
+    result: dict[str, Any] | None = None
+    output: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A number of a part's result that should be below ``limit`` on an NVIDIA H100."""
+
+    name: str
+    part: str
+    key: str
+    limit: float
+
+    def compared(self, reports: Sequence[Report]) -> dict[str, Any]:
+        """The goal beside the measurement; None where there is none."""
+        value = None
+        for report in reports:
+            if report.name == self.part and report.result:
+                value = report.result[self.key]
+        is_met = None
+        if value is not None:
+            is_met = value < self.limit
+        return {"goal": self.name, "below": self.limit, "measured": value, "met": is_met}
+
+
+# The parts, in the order of their importance.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured on a device. ``data``: a folder for the data of the workloads."""
+
+    device: str
+    quick: bool
+    data: str
+
+    @property
+    def on_card(self) -> bool:
+        """Whether the device is a GPU, which can record steps."""
+        return self.device != "cpu"
+
+    def training(
+        self,
+        workload: str,
+        method: str,
+        *,
+        seconds: float,
+        precision: str = "fp32",
+        recorded: bool = True,
+        rounds: int = 200,
+    ) -> Part:
+        """Rounds of a workload."""
+        if self.quick:
+            rounds = QUICK_ROUNDS
+        fields = {
+            "workload": workload,
+            "method": method,
+            "precision": precision,
+            "rounds": rounds,
+        }
+        name = f"{workload}, {method}, {precision}"
+        if recorded and self.on_card:
+            name += RECORDED
+        part = self.part(name, "rounds", fields, seconds=seconds)
+        return replace(part, environment={REPLAY: str(int(recorded))})
+
+    def part(self, name: str, function: str, fields: Mapping[str, Any], *, seconds: float) -> Part:
+        """A part of ``benchmarks.card_parts``."""
+        common = {"device": self.device, "quick": self.quick, "data": self.data}
+        arguments = ("-m", "benchmarks.card_parts", function, json.dumps({**fields, **common}))
+        return Part(name=name, arguments=arguments, seconds=seconds)
+
+    def resumes(self) -> Part:
+        """Resumes with and without recorded steps, in a chain, and with stacked clients."""
+        runs = [("W2", "fedseq"), ("W2", "sfedkd"), ("W1", "fedntd"), ("W4", "fedavg")]
+        return self.part("bit-identical resumes", "resumes", {"runs": runs}, seconds=40)
+
+    def suite(self) -> Part:
+        """The tests of methods and engines on the device."""
+        fields: dict[str, Any] = {"paths": ["tests/methods", "tests/engines"], "processes": 6}
+        if self.quick:
+            fields = {"paths": ["tests/engines/test_order.py"], "processes": 1}
+        return Part(
+            name="tests of methods and engines",
+            arguments=("-m", "benchmarks.card_parts", "suite", json.dumps(fields)),
+            seconds=110,
+            environment={
+                "FEDSTILL_TEST_DEVICE": self.device,
+                "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            },
+        )
+
+    def peers(self) -> Part:
+        """W1 with the peers that can be installed; they train on the CPU."""
+        options = ["--workloads", "W1", "--pairs", "1", "--rounds", "1", "--minutes", "2"]
+        if self.quick:
+            options = ["--workloads", "W4", "--pairs", "1", "--rounds", "1", "--only", "fedstill"]
+        return Part(
+            name="peers on the CPU",
+            arguments=("-m", "benchmarks.peers", *options),
+            seconds=180,
+            is_table=True,
+        )
+
+    def parts(self) -> list[Part]:
+        """All parts. Their limits add up to about the eight minutes, without the peers."""
+        parts = [
+            self.training("W1", "fedavg", seconds=80),
+            self.training("W4", "fedavg", seconds=20),
+            self.resumes(),
+            self.suite(),
+            self.training("W1", "fedntd", seconds=28),
+            self.training("W2", "sfedkd", seconds=16, rounds=30),
+            self.training("W2", "fedseq", seconds=16, rounds=30),
+            self.training("W3", "fedavg", seconds=18, rounds=30),
+        ]
+        lower = self.lower_precisions()
+        parts += [self.training("W1", "fedavg", seconds=20, precision=p) for p in lower]
+        parts.append(self.training("W1", PLAIN, seconds=18, rounds=10))
+        parts += [self.training("W1", "fedntd", seconds=14, precision=p) for p in lower]
+        parts.append(self.training(TRANSFORMER, "fedavg", seconds=14, rounds=50))
+        if self.on_card:
+            parts += [
+                self.training("W1", method, seconds=12, precision=precision, recorded=False)
+                for precision in ("fp32", *lower)
+                for method in ("fedavg", "fedntd")
+            ]
+        return [*parts, self.peers()]
+
+    def lower_precisions(self) -> list[str]:
+        """The precisions below float32 that the device has."""
+        precisions = []
+        if has_bfloat16(self.device):
+            precisions.append("bf16")
+        if self.on_card:
+            precisions.append("tf32")
+        return precisions
+
+
+def goals(device: str) -> list[Goal]:
+    """The goals for a device; none for the CPU."""
+    if device == "cpu":
+        return []
+    return [
+        Goal("200 rounds of W1, s", "W1, fedavg, fp32, recorded", "seconds_of_all_rounds", 60.0),
+        Goal("a round of W4, s", "W4, fedavg, fp32, recorded", "median_round", 0.005),
+    ]
+
+
+# Carrying parts out.
+
+
+def carry_out(part: Part, limit: float) -> Report:
+    """Run a part until it ends or ``limit`` seconds are over; it then has a moment to report."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **part.environment}
+    began = time.monotonic()
+    is_late = False
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, *part.arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            is_late = True
+            code = _interrupt(process)
+        finally:
+            _kill_group(process)
+        log.seek(0)
+        output = log.read().decode(errors="replace")
+
+    state = "done"
+    if code:
+        state = "failed"
+    result = None
+    if not part.is_table:
+        result = last_json(output)
+        if result is None:
+            state = "failed"
+    if is_late:
+        state = "out of time"
+    lines: list[str] = []
+    if state != "done" or part.is_table:
+        lines = output.splitlines()[-LINES:]
+    return Report(
+        name=part.name,
+        state=state,
+        seconds=round(time.monotonic() - began, 2),
+        limit=round(limit, 1),
+        result=result,
+        output=lines,
+    )
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> int:
+    """Send SIGINT to a part, and wait for its report."""
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End a part and all processes that it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        process.wait()
+
+
+def last_json(output: str) -> dict[str, Any] | None:
+    """The last line of an output that is an object in JSON; None without one."""
+    for line in reversed(output.splitlines()):
+        if not line.startswith("{"):
+            continue
+        try:
+            value: dict[str, Any] = json.loads(line)
+        except ValueError:
+            continue
+        return value
+    return None
+
+
+def same_bits(reports: Sequence[Report]) -> dict[str, bool]:
+    """Whether a training with recorded steps gives the model of the same one without, by name."""
+    digests = {}
+    for report in reports:
+        if report.result and report.result.get("model_sha256"):
+            digests[report.name] = report.result["model_sha256"]
+    compared = {}
+    for name, recorded in digests.items():
+        plain = name.removesuffix(RECORDED)
+        if plain != name and plain in digests:
+            compared[plain] = recorded == digests[plain]
+    return compared
+
+
+# The file.
+
+
+def machine(device: str) -> dict[str, Any]:
+    """The device, its driver, and the versions of all programs."""
+    about: dict[str, Any] = {
+        "device": device_name(device),
+        "processor": processor(),
+        "cores": cores(),
+        "fedstill": VERSION,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+    if device != "cpu":
+        about["memory"] = torch.cuda.get_device_properties(device).total_memory
+        about["cuda"] = torch.version.cuda
+        about["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        about["driver"] = _driver()
+    return about
+
+
+def device_name(device: str) -> str:
+    """The name of a GPU or of the processor."""
+    if device == "cpu":
+        return processor().partition(" (")[0]
+    return torch.cuda.get_device_name(device)
+
+
+def _commit() -> str:
+    """The commit of this tree; "unknown" outside a git repository."""
+    try:
+        tree = working_tree()
+    except (NoSuchCommit, OSError, subprocess.CalledProcessError):
+        return "unknown"
+    if tree.changed:
+        return f"{tree.commit} with changes"
+    return tree.commit
+
+
+def _driver() -> str:
+    """The version of the NVIDIA driver; the error of nvidia-smi if it does not tell it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown: {error}"
+    return (found.stdout or found.stderr).strip()
+
+
+def default_path(device: str) -> Path:
+    """The file of a device under results/cards."""
+    name = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
+    return ROOT / "results" / "cards" / f"{name}.json"
+
+
+@dataclass
+class Card:
+    """The file of all reports, which is written anew after each of them."""
+
+    path: Path
+    about: dict[str, Any]
+    goals: Sequence[Goal]
+    reports: list[Report] = field(default_factory=list)
+
+    def add(self, report: Report) -> None:
+        """Add a report, and write the file."""
+        self.reports.append(report)
+        content = {
+            **self.about,
+            "goals": [goal.compared(self.reports) for goal in self.goals],
+            "same_bits_recorded": same_bits(self.reports),
+            "parts": [asdict(report) for report in self.reports],
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, (json.dumps(content, indent=1) + "\n").encode())
+
+    def measure(self, parts: Sequence[Part], seconds: float) -> None:
+        """Carry out parts, one after another, as long as ``seconds`` last."""
+        end = time.monotonic() + seconds
+        for part in parts:
+            limit = min(part.seconds, end - time.monotonic() - GRACE)
+            if limit < min(SHORTEST, part.seconds):
+                self.add(Report(name=part.name, state="skipped", output=["no time was left"]))
+                continue
+            print(f"{part.name}: at most {limit:.0f} s", file=sys.stderr, flush=True)
+            self.add(carry_out(part, limit))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing failed, and recorded steps gave the same bits."""
+        has_failed = any(report.state == "failed" for report in self.reports)
+        return not has_failed and all(same_bits(self.reports).values())
+
+    def show(self) -> None:
+        """Print the reports and the goals."""
+        screen = terminal.console()
+        rows = [(report.name, report.state, *_figures(report)) for report in self.reports]
+        heads = ["", "", "rounds", "s a round", "s of all", "result"]
+        screen.print(terminal.table(heads, rows))
+        for name, is_same in same_bits(self.reports).items():
+            answer = "the same bits" if is_same else "OTHER BITS"
+            screen.print(f"{name}: recorded steps give {answer}")
+        for goal in self.goals:
+            compared = goal.compared(self.reports)
+            screen.print(
+                f"goal on an H100: {goal.name} below {goal.limit:g}; here {compared['measured']}"
+            )
+        screen.print(f"written: {self.path}", soft_wrap=True)
+
+
+def _figures(report: Report) -> tuple[str, str, str, str]:
+    """Rounds, seconds of a round and of all rounds, and other results."""
+    result = report.result or {}
+    if "median_round" in result:
+        of_all = f"{result['seconds_of_all_rounds']:.1f}"
+        if result["rounds"] < result["rounds_planned"]:
+            of_all = f"about {of_all}"
+        return str(result["rounds"]), f"{result['median_round']:.4g}", of_all, result["engine"]
+    if "passed" in result:
+        return "", "", "", f"{result['passed']} passed, {result['failed']} failed"
+    if report.state != "done" and report.output:
+        return "", "", "", report.output[-1]
+    return "", "", "", ""
+
+
+def main() -> int:
+    """Measure, write the file and print a table; 1 if a part failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.card",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
+    parser.add_argument("--quick", action="store_true", help="smaller workloads, to try it out")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of all parts together")
+    parser.add_argument("--only", default="", help="parts whose name contains this")
+    parser.add_argument("--out", type=Path, help="the file, instead of results/cards/DEVICE.json")
+    options = parser.parse_args()
+    if options.device != "cpu" and not torch.cuda.is_available():
+        parser.error("--device: torch sees no CUDA device here; --device cpu --quick tries it out")
+
+    with tempfile.TemporaryDirectory(prefix="card-") as data:
+        plan = Plan(device=options.device, quick=options.quick, data=data)
+        parts = [part for part in plan.parts() if options.only in part.name]
+        about = {"quick": options.quick, **machine(options.device)}
+        card = Card(options.out or default_path(options.device), about, goals(options.device))
+        card.measure(parts, 60 * options.minutes)
+    card.show()
+    return int(not card.is_complete)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
