@@ -4,6 +4,7 @@ FEDSTILL_TEST_DEVICE.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from contextlib import closing
@@ -51,6 +52,80 @@ def test_as_many_runs_at_once_as_the_card_has_memory_for(monkeypatch: pytest.Mon
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1e15))
         assert jobs_that_fit("cuda") == jobs
         assert jobs_that_fit() == alone
+
+
+def with_cards(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let torch see this many CUDA devices; nothing can be computed on them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"Card {device}")
+
+
+def test_a_config_names_one_of_several_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cards(monkeypatch, 2)
+    assert resolve(toys.toy("fedavg", device="cuda:1")).device == "cuda:1"
+    with pytest.raises(ConfigError, match=r"cuda:2.*cuda:0 \(Card 0\), cuda:1 \(Card 1\)"):
+        resolve(toys.toy("fedavg", device="cuda:2"))
+    assert resolve(toys.toy("fedavg", device="cuda:2"), check_device=False).device == "cuda:2"
+    with_cards(monkeypatch, 0)
+    with pytest.raises(ConfigError, match="cuda:1"):
+        resolve(toys.toy("fedavg", device="cuda:1"))
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:01", "cpu:0", ""])
+def test_an_unknown_device_is_an_error(name: str) -> None:
+    with pytest.raises(ConfigError, match="device"):
+        resolve(toys.toy("fedavg", device=name))
+
+
+def test_mps_needs_a_device_and_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="mps"):
+        resolve(toys.toy("fedavg", device="mps"))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert resolve(toys.toy("fedavg", device="mps")).device == "mps"
+    for precision in ("bf16", "tf32"):
+        with pytest.raises(ConfigError, match="precision"):
+            resolve(toys.toy("fedavg", device="mps", precision=precision))
+
+
+def test_precisions_of_numbered_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cards(monkeypatch, 2)
+    asked = []
+
+    def is_supported(including_emulation: bool = True) -> bool:
+        asked.append(including_emulation)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    assert resolve(toys.toy("fedavg", device="cuda:1", precision="tf32")).device == "cuda:1"
+    with pytest.raises(ConfigError, match="precision = 'bf16'"):
+        resolve(toys.toy("fedavg", device="cuda:1", precision="bf16"))
+    assert asked == [False]
+
+
+def test_a_numbered_card_is_the_current_one_during_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cards(monkeypatch, 2)
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 1)
+    with process_settings.process_settings():
+        process_settings.steady("cuda")
+        assert current == [0]
+        process_settings.steady("cuda:1")
+        assert current == [0, 1]
+        assert "Card cuda:1" in same_run.software("cuda:1")["card"]
+    assert current == [0, 1, 0]
+
+
+def test_ray_distributes_clients_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cards(monkeypatch, 2)
+    over_ray = {"engine": "flower", "flower": {"grid": "ray"}}
+    with pytest.raises(ConfigError, match="device"):
+        resolve(toys.toy("fedavg", device="cuda:1", **over_ray))
+    assert resolve(toys.toy("fedavg", device="cuda", **over_ray)).device == "cuda"
 
 
 def test_no_server_chooses_the_device_of_its_sites() -> None:

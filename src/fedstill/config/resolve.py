@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,7 +71,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.rounds import Schedule
 from fedstill.core.stream import cut_times
-from fedstill.engines.hardware import check_machine, check_precision
+from fedstill.engines.hardware import check_machine, check_precision, is_device
 from fedstill.measures.choice import measures
 from fedstill.metrics.classification import ACCURACY, RANKING, RECORDED, unknown_metric
 
@@ -531,9 +531,19 @@ def _unknown_metric(key: str, name: str, known: Sequence[str]) -> Problem:
     )
 
 
-def _device(top: TopKeys) -> Literal["cpu", "cuda"]:
-    """The device, with "auto" resolved. Entries that are not trained need the CPU."""
+def _device(top: TopKeys) -> str:
+    """The device, with "auto" resolved. Entries that are not trained need the CPU. Raises
+    WrongConfig for an unknown device.
+    """
     if top.device != "auto":
+        if not is_device(top.device):
+            problem = Problem(
+                code=UNKNOWN_NAME,
+                key="device",
+                reason=f"unknown device {value_text(top.device)}",
+                hint="use 'cpu', 'cuda', 'cuda:1', 'mps' or 'auto'",
+            )
+            raise WrongConfig([problem])
         return top.device
     if torch.cuda.is_available() and not top.train_only:
         return "cuda"

@@ -238,6 +238,12 @@ def _check_processes(settings: Settings, device: str) -> None:
             "= 'auto' would depend on the server, but sites may have other devices",
             "set 'cpu' or 'cuda', which the server and all sites then need",
         )
+    if settings.device.startswith("cuda:") and settings.flower.grid == "ray":
+        raise contradiction(
+            "device",
+            f"= {settings.device!r} names one GPU, but Ray distributes the clients",
+            "set 'cuda', and CUDA_VISIBLE_DEVICES in the environment",
+        )
     has_processes = settings.is_deployed or settings.flower.grid == "ray"
     if settings.engine == "flower" and has_processes and settings.live_names:
         raise ConfigError(

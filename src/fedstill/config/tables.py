@@ -153,8 +153,10 @@ class TopKeys:
     """The number of torch threads of each client in a stage with several clients, and of a single
     client, a stack and the server; auto: one.
     """
-    device: Literal["cpu", "cuda", "auto"] = "cpu"
-    """The device on which networks are trained; auto: a CUDA card if there is one."""
+    device: str = "cpu"
+    """The device on which networks are trained: `cpu`, `cuda`, `cuda:1` (the second GPU), or `mps`
+    (untested); auto: a CUDA card if there is one.
+    """
     precision: Precision = "fp32"
     """The number format of training. Weights, the optimiser and evaluation use float32."""
     teacher_precision: Literal["bf16"] | None = None

@@ -264,14 +264,28 @@ def _small_numbers() -> Iterator[None]:
 # CUDA devices.
 
 
-def steady(device: str) -> None:
-    """Make a CUDA device compute the same bits each time, in float32, for the whole process. On the
-    CPU this does nothing.
+def is_cuda(device: str) -> bool:
+    """Whether a device is a GPU with CUDA.
 
-    An operation without a deterministic version only warns.
+    >>> is_cuda("cuda"), is_cuda("cuda:1"), is_cuda("cpu")
+    (True, True, False)
     """
-    if device != "cuda":
+    return device.partition(":")[0] == "cuda"
+
+
+def steady(device: str) -> None:
+    """Make a CUDA device compute the same bits each time, in float32, for the whole process. On
+    other devices this does nothing.
+
+    A device with a number becomes torch's current one, because recorded steps and generators are
+    those of the current device. An operation without a deterministic version only warns.
+    """
+    if not is_cuda(device):
         return
+    index = torch.device(device).index
+    if index is not None:
+        at_the_end(partial(torch.cuda.set_device, torch.cuda.current_device()))
+        torch.cuda.set_device(index)
     # cuBLAS is deterministic only with a workspace of fixed size.
     if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
         set_environment({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
@@ -300,8 +314,8 @@ def round_products(on: bool) -> None:
 
 
 def card_named(device: str) -> str:
-    """A CUDA device's name, with the versions of CUDA and cuDNN; empty for the CPU."""
-    if device != "cuda":
+    """A CUDA device's name, with the versions of CUDA and cuDNN; empty for other devices."""
+    if not is_cuda(device):
         return ""
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    return f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda}, cuDNN {cudnn})"
+    return f"{torch.cuda.get_device_name(device)} (CUDA {torch.version.cuda}, cuDNN {cudnn})"

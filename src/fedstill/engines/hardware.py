@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,13 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError
+from fedstill.core.process_settings import (
+    at_the_end,
+    is_cuda,
+    is_settled,
+    process_settings,
+    round_products,
+)
 
 WORKERS = "FEDSTILL_WORKERS"
 """The environment variable with the number of parallel jobs; by default one per core."""
@@ -76,9 +84,6 @@ def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
     if min(workers, len(jobs)) < 2:
         with torch_threads(1):
             return [job() for job in jobs]
-    # Lazy, because only threads need it.
-    from fedstill.core.process_settings import is_settled, process_settings
-
     if not is_settled():
         # The threads end when the process settings are left.
         with process_settings():
@@ -92,8 +97,6 @@ def _pool(workers: int) -> ThreadPoolExecutor:
     """Threads that live until the run ends, because each of them builds its own modules. The number
     of torch threads is set in each thread.
     """
-    from fedstill.core.process_settings import at_the_end
-
     pool = ThreadPoolExecutor(workers, "shard", torch.set_num_threads, (1,))
 
     def end() -> None:
@@ -156,9 +159,18 @@ the optimiser in float32.
 P = ParamSpec("P")
 
 
+def is_device(name: str) -> bool:
+    """Whether a config may name this device.
+
+    >>> [is_device(name) for name in ("cpu", "cuda", "cuda:1", "mps", "cuda:x", "gpu")]
+    [True, True, True, True, False, False]
+    """
+    return re.fullmatch(r"cpu|mps|cuda(:(0|[1-9][0-9]{0,3}))?", name) is not None
+
+
 def check_precision(precision: Precision, device: str) -> None:
     """Raise ConfigError for a precision that no device of this kind supports."""
-    if precision == "tf32" and device != "cuda":
+    if precision == "tf32" and not is_cuda(device):
         raise ConfigError(
             "precision = 'tf32' works on CUDA devices only; on the CPU set precision = 'fp32' or "
             "'bf16'"
@@ -170,26 +182,49 @@ def check_machine(precisions: Mapping[str, Precision], device: str) -> None:
 
     ``precisions``: by the key of the config.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device = 'cuda': torch sees no CUDA device here; "
-            "set device = 'cpu' for a new run, or install torch for CUDA"
-        )
+    _check_device(device)
     keys = [key for key, precision in precisions.items() if precision == "bf16"]
     if keys and not has_bfloat16(device):
         kind = "processor"
-        if device == "cuda":
-            kind = "CUDA device"
+        if device != "cpu":
+            kind = "device"
         raise ConfigError(
             f"{keys[0]} = 'bf16': this {kind} has no units for bfloat16, and would imitate it "
             "slowly; leave the key out for a new run"
         )
 
 
+def _check_device(device: str) -> None:
+    """Raise ConfigError if torch does not see a device, with the devices that it sees."""
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError(
+            "device = 'mps': torch offers no MPS device here; set device = 'cpu' for a new run"
+        )
+    if not is_cuda(device):
+        return
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device = {device!r}: torch sees no CUDA device here; "
+            "set device = 'cpu' for a new run, or install torch for CUDA"
+        )
+    count = torch.cuda.device_count()
+    index = torch.device(device).index
+    if index is not None and index >= count:
+        names = [f"cuda:{number} ({torch.cuda.get_device_name(number)})" for number in range(count)]
+        raise ConfigError(
+            f"device = {device!r}: torch sees {', '.join(names)} here; set one of them"
+        )
+
+
 def has_bfloat16(device: str) -> bool:
-    """Whether a device has instructions for products in bfloat16."""
-    if device == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    """Whether a device has instructions for products in bfloat16; False for MPS, where it is
+    untested.
+    """
+    if device == "mps":
+        return False
+    if is_cuda(device):
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if hasattr(torch.cpu, "get_capabilities"):
         capabilities = torch.cpu.get_capabilities()
         return any(supported for name, supported in capabilities.items() if "bf16" in name)
@@ -220,8 +255,6 @@ def products(precision: Precision, device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    from fedstill.core.process_settings import round_products  # for cards alone
-
     try:
         round_products(precision == "tf32")
         yield

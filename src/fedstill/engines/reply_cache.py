@@ -239,7 +239,8 @@ def _machine_identity() -> list[str]:
 
 def _device_identity(device: torch.device) -> str:
     if device.type == "cuda":
-        return f"{device} {card_named(device.type)}"
+        # Without the number of the card: another one of the same type gives the same bits.
+        return f"{device.type} {card_named(str(device))}"
     return str(device)
 
 

@@ -16,6 +16,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, DeployFailed
 from fedstill.core.extensions import RoundHook
 from fedstill.core.files import digest, in_shell, remove_files, remove_folder
+from fedstill.core.process_settings import is_cuda
 from fedstill.core.records import Examples, Group, Payload, Stage, Tensors
 from fedstill.core.rounds import expected_reply
 from fedstill.core.screen import MAX_STRING
@@ -103,7 +104,7 @@ class FlowerRuns:
                 errors.append(error)
 
         card_share = 0.0
-        if settings.device == "cuda":
+        if is_cuda(settings.device):
             card_share = 1 / min(cores(), CLIENTS_ON_CARD)
         one_core = {"client_resources": {"num_cpus": 1, "num_gpus": card_share}}
         clients = trial_app(settings, data, (folder / "sites").resolve())

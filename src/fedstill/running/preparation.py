@@ -108,7 +108,7 @@ class Prepared:
         if not site:
             kind = ENGINES.get(settings.engine, SerialEngine)
         options: dict[str, Any] = {}
-        if settings.device == "cuda" and issubclass(kind, PooledEngine):
+        if settings.device != "cpu" and issubclass(kind, PooledEngine):
             options["workers"] = 1
         reply_cache = None
         if settings.reuse and not site and not settings.live_names:

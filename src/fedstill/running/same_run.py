@@ -32,7 +32,7 @@ from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, CorruptFile, UntrustedCode
 from fedstill.core.files import digest, flat, open_to_read, read_file
-from fedstill.core.process_settings import card_named
+from fedstill.core.process_settings import card_named, is_cuda
 from fedstill.core.records import State
 from fedstill.core.registry import LIVE
 from fedstill.core.reports import json_value
@@ -70,7 +70,7 @@ def software(device: str = "cpu") -> dict[str, str]:
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
-    if device == "cuda":
+    if is_cuda(device):
         versions["card"] = card_named(device)
     return versions
 

@@ -245,13 +245,13 @@ class StageWork:
         batch = max(1.0, min(self.plan.batch, self.examples))
         return max(step_flops(spec, batch) for spec in self.specs)
 
-    def crossover(self, device: str) -> float:
-        """Up to so many operations in a step, stacking these clients pays.
+    def crossover(self, kind: str) -> float:
+        """Up to so many operations in a step, stacking these clients pays on a kind of device.
 
         The gain of a stack falls with about the cube root of the operations of a step, and padding
         divides it.
         """
-        return CROSSOVER[device] / self.padding**3
+        return CROSSOVER[kind] / self.padding**3
 
 
 class EngineChoice(NamedTuple):
@@ -271,15 +271,16 @@ def suited_engine(work: Collection[StageWork], device: str) -> EngineChoice:
         for spec in stage.specs:
             if reason := stacking_obstacle(spec, stage.plan):
                 return EngineChoice("pooled", reason)
-    if device not in CROSSOVER:
+    kind = device.partition(":")[0]
+    if kind not in CROSSOVER:
         reason = (
-            f"it is not known when stacking is faster on {device}; engine = 'vectorised' tries it"
+            f"it is not known when stacking is faster on {kind}; engine = 'vectorised' tries it"
         )
         return EngineChoice("pooled", reason)
 
     clients = min(stage.clients for stage in side_by_side)
     costliest = max(side_by_side, key=lambda stage: stage.flops * stage.padding**3)
-    limit = costliest.crossover(device)
+    limit = costliest.crossover(kind)
     reason = (
         f"{_mflop(costliest.flops)} in a client's step, {clients} clients in a stage: "
         f"stacking pays up to {_mflop(limit)}"
