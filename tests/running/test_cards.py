@@ -19,7 +19,6 @@ from fedstill.core import process_settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import State
 from fedstill.running import same_run
-from fedstill.running.compare import BYTES_ON_CARD, jobs_that_fit
 from fedstill.running.journal import VERSIONS, Journal
 
 CARD, OTHER = "NVIDIA A100 (CUDA 12.4, cuDNN 90100)", "NVIDIA H100 (CUDA 13.0, cuDNN 91900)"
@@ -43,15 +42,6 @@ def test_a_resume_on_another_card_is_said_and_noted(
     assert f"was run with card {CARD} and goes on with card {OTHER}" in caplog.text
     event = json.loads((tmp_path / "journal.jsonl").read_text())
     assert event["versions"] == {"card": OTHER}
-
-
-def test_as_many_runs_at_once_as_the_card_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = jobs_that_fit()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for free, jobs in ((0.0, 1), (1.5 * BYTES_ON_CARD, 1), (1e15, alone)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1e15))
-        assert jobs_that_fit("cuda") == jobs
-        assert jobs_that_fit() == alone
 
 
 def with_cards(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter, validators
 
-from fedstill.cli.app import Flag, Grid, Jobs, Names, Overwrite, Quiet, Rounds, Settings, say
+from fedstill.cli.app import (
+    Devices,
+    Flag,
+    Grid,
+    Jobs,
+    Names,
+    Overwrite,
+    Quiet,
+    Rounds,
+    Settings,
+    say,
+)
 from fedstill.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +47,7 @@ def reproduce(  # noqa: PLR0913 - the options of the command reproduce
     data: Text = "",
     out: Path | None = None,
     jobs: Jobs = None,
+    devices: Devices = (),
     set_: Settings = (),
     table: Flag = False,
     against: str = "",
@@ -61,6 +73,8 @@ def reproduce(  # noqa: PLR0913 - the options of the command reproduce
         out: The directory of all runs. By default, one under runs/ named after the recipe and the
             changes.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
+        devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
+            By default, all.
         set_: A value in place of the recipe's, as key=value, e.g. -s data.train_size=10000. May be
             repeated.
         table: Run nothing; print the table of the existing runs.
@@ -99,7 +113,15 @@ def reproduce(  # noqa: PLR0913 - the options of the command reproduce
     screen = terminal.console()
     code = 0
     if not table:
-        code = carry_out(runs.variants, folder, jobs, quiet=quiet, overwrite=overwrite, show=False)
+        code = carry_out(
+            runs.variants,
+            folder,
+            jobs,
+            devices=devices,
+            quiet=quiet,
+            overwrite=overwrite,
+            show=False,
+        )
     elif not any(variant.folder.is_dir() for variant in runs.variants):
         screen.print(f"{folder} contains none of these runs; leave out --table to run them")
     other_runs = None
@@ -233,6 +255,7 @@ def rank_run(
     methods: Names = (),
     out: Path = RUNS,
     jobs: Jobs = None,
+    devices: Devices = (),
     quiet: Quiet = False,
 ) -> int:
     """Execute all runs of a tier with the chosen fields, write an entry for each row, and print the
@@ -249,6 +272,8 @@ def rank_run(
             all rows and the bounds.
         out: The folder of runs and entries.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
+        devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
+            By default, all.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.benchmark import competing
@@ -259,7 +284,7 @@ def rank_run(
         for row in rows:
             # A row without a choice is an error now, not after the runs of the others.
             with_choices.chosen_fields(row)
-        with executing(out / suite.name, jobs, quiet) as execute:
+        with executing(out / suite.name, jobs, quiet, devices) as execute:
             competing.enter_rows(with_choices, rows, out, execute)
         _print_tables(out / "entries" / suite.name, with_shipped=bool(methods))
     return 0
@@ -273,6 +298,7 @@ def rank_choose(
     methods: Names = (),
     out: Path = RUNS,
     jobs: Jobs = None,
+    devices: Devices = (),
     into_suite: Flag = False,
     quiet: Quiet = False,
 ) -> int:
@@ -290,6 +316,8 @@ def rank_choose(
         out: The folder of the runs; the choices are written to OUT/SUITE/chosen.toml, which rank
             run reads.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
+        devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
+            By default, all.
         into_suite: Also write the choices into the package; for maintainers of the suites.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
@@ -307,7 +335,7 @@ def rank_choose(
             )
             continue
         rows = suite.find_rows(methods) or suite.ranked_rows
-        with executing(out / suite.name, jobs, quiet) as execute:
+        with executing(out / suite.name, jobs, quiet, devices) as execute:
             with_choices = competing.choose_fields(suite, rows, out, execute)
         print(suite.recipe.paper)
         choices = choice_table(with_choices, rows)
@@ -327,6 +355,7 @@ def rank_enter(
     name: Text = "",
     out: Path = RUNS,
     jobs: Jobs = None,
+    devices: Devices = (),
     quiet: Quiet = False,
 ) -> int:
     """Enter your own method: check it, choose its fields, run it, write its entry, and print its
@@ -343,16 +372,18 @@ def rank_enter(
         name: The name of its row. By default, the name of its class.
         out: The folder of runs and entries.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
+        devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
+            By default, all.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.benchmark import competing
 
     for suite in suites_of(tier, track):
         added = competing.add_method(suite, method, name)
-        with executing(out / suite.choosing_suite.name, jobs, quiet) as execute:
+        with executing(out / suite.choosing_suite.name, jobs, quiet, devices) as execute:
             competing.rehearse(added.suite, added.name, execute)
             with_choices = competing.choose_fields(added.suite, [added.name], out, execute)
-        with executing(out / suite.name, jobs, quiet) as execute:
+        with executing(out / suite.name, jobs, quiet, devices) as execute:
             (entry,) = competing.enter_rows(
                 with_choices, [added.name], out, execute, method.resolve()
             )
@@ -475,6 +506,7 @@ def rank_map(
     grid: Grid = (),
     out: Path | None = None,
     jobs: Jobs = None,
+    devices: Devices = (),
     into_package: Flag = False,
     quiet: Quiet = False,
 ) -> int:
@@ -493,6 +525,8 @@ def rank_map(
         out: The folder of the runs, and of index.html, map.csv (a line for each run) and map.md. By
             default, one under runs/rank.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
+        devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
+            By default, all.
         into_package: Also add the map to those that ship, for maintainers: tier digits, the usual
             axes.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
@@ -514,7 +548,7 @@ def rank_map(
         )
     folder = out or RUNS / f"map-{tier}"
     axes: Mapping[str, Sequence[Any]] = parse_grid(grid) or AXES
-    with executing(folder, jobs, quiet) as execute:
+    with executing(folder, jobs, quiet, devices) as execute:
         method_map = make_map(mapped.suite, mapped.name, axes, folder / "runs", execute)
     cells = cell_table(method_map)
     terminal.console().print(terminal.table(cells.head, cells.lines, words=1))
@@ -547,7 +581,9 @@ def _read_suites(files: Sequence[Path]) -> None:
 
 
 @contextmanager
-def executing(folder: Path | None, jobs: int | None, quiet: bool) -> Iterator[Execute]:
+def executing(
+    folder: Path | None, jobs: int | None, quiet: bool, devices: Sequence[int] = ()
+) -> Iterator[Execute]:
     """A function that executes runs and shows their progress.
 
     Only one command at a time may use a folder.
@@ -560,7 +596,7 @@ def executing(folder: Path | None, jobs: int | None, quiet: bool) -> Iterator[Ex
     with ExitStack() as stack:
         if folder is not None:
             stack.enter_context(claimed(folder))
-        yield lambda variants: followed_outcomes(variants, jobs, quiet=quiet)
+        yield lambda variants: followed_outcomes(variants, jobs, devices=devices, quiet=quiet)
 
 
 def _print_tables(folder: Path, with_shipped: bool) -> None:

@@ -68,6 +68,7 @@ Grid = Annotated[tuple[str, ...], _REPEATED, Parameter(metavar="KEY=A,B,...")]
 Settings = Annotated[
     tuple[str, ...], _REPEATED, Parameter(name=["--set", "-s"], metavar="KEY=VALUE")
 ]
+Devices = Annotated[tuple[int, ...], _LIST, Parameter(metavar="0,1,...")]
 Jobs = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
 Kind = Annotated[
     Literal["method", "dataset", "partition", "model", "topology", "measure", "stream"],

@@ -11,6 +11,7 @@ from cyclopts import Parameter, validators
 
 from fedstill.cli.app import (
     Debug,
+    Devices,
     Grid,
     Jobs,
     Names,
@@ -35,6 +36,7 @@ def compare_command(  # noqa: PLR0913 - the options of the command compare
     grid: Grid = (),
     out: Path | None = None,
     jobs: Jobs = None,
+    devices: Devices = (),
     set_: Settings = (),
     track: Track = (),
     overwrite: Overwrite = False,
@@ -57,6 +59,8 @@ def compare_command(  # noqa: PLR0913 - the options of the command compare
             are run.
         out: The directory for all runs and the report. By default, a new one under runs/.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
+        devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
+            By default, all.
         set_: A value that replaces the file's, as key=value. May be repeated.
         track: Report every round to these trackers: tensorboard (view with: tensorboard --logdir
             OUT), mlflow, wandb.
@@ -73,7 +77,16 @@ def compare_command(  # noqa: PLR0913 - the options of the command compare
     folder = out or new_folder("compare")
     method_names = with_working_directory_paths(methods, experiment.base)
     runs = variants(experiment, folder, method_names, seeds, parse_grid(grid))
-    return carry_out(runs, folder, jobs, quiet=quiet, track=track, debug=debug, overwrite=overwrite)
+    return carry_out(
+        runs,
+        folder,
+        jobs,
+        devices=devices,
+        quiet=quiet,
+        track=track,
+        debug=debug,
+        overwrite=overwrite,
+    )
 
 
 def demo(
@@ -177,11 +190,12 @@ def unpack_command(file: Path) -> int:
     return 0
 
 
-def carry_out(
+def carry_out(  # noqa: PLR0913 - the options of the commands that carry runs out
     runs: Sequence[Variant],
     folder: Path,
     jobs: int | None,
     *,
+    devices: Sequence[int] = (),
     quiet: bool,
     track: Sequence[str] = (),
     debug: bool = False,
@@ -200,7 +214,13 @@ def carry_out(
         print(f"{pack_of(folder)} is unpacked to {folder}, to go on there")
     with claimed(folder):
         outcomes = followed_outcomes(
-            runs, jobs, quiet=quiet, debug=debug, overwrite=overwrite, track=track
+            runs,
+            jobs,
+            devices=devices,
+            quiet=quiet,
+            debug=debug,
+            overwrite=overwrite,
+            track=track,
         )
         started = started_folders(runs, outcomes)
         if started:
@@ -336,6 +356,7 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
     goal: str = "",
     out: Path | None = None,
     jobs: Jobs = None,
+    devices: Devices = (),
     set_: Settings = (),
     quiet: Quiet = False,
 ) -> int:
@@ -358,10 +379,13 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
             rank_by names, or else the first of these that the runs have.
         out: The directory for all trials and the page. By default, a new one under runs/.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
+        devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
+            By default, all.
         set_: A value that replaces the file's, as key=value. May be repeated.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.config.experiment import load
+    from fedstill.engines.hardware import slots_for
     from fedstill.report import setting_effects, terminal
     from fedstill.report.progress import followed_runs
     from fedstill.running import compare as compared
@@ -371,13 +395,16 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
 
     experiment = load(config, set_)
     folder = out or new_folder("tune")
-    count = jobs or compared.jobs_that_fit(experiment.device)
     finished: list[Outcome] = []
     with claimed(folder), followed_runs(quiet, trials * len(seeds)) as progress:
 
         def carry_out_trial(runs: Sequence[Variant]) -> Sequence[Outcome]:
+            slots = slots_for({variant.settings.device for variant in runs}, jobs, devices)
             outcomes = compared.carry_out_runs(
-                runs, count, lambda current: progress.show([*finished, *current])
+                runs,
+                slots.jobs,
+                lambda current: progress.show([*finished, *current]),
+                cards=slots.cards,
             )
             finished.extend(outcomes)
             return outcomes

@@ -63,6 +63,7 @@ LISTS = frozenset(
         "--initial",
         "--methods",
         "--need",
+        "--devices",
         "--seeds",
         "--teachers",
         "--track",

@@ -9,7 +9,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,6 +143,123 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_TRIM_THRESHOLD, _NEVER_TRIM))
+
+
+# ---- several runs at once ------------------------------------------------------------------------
+
+BYTES_A_RUN = 1.5e9
+"""The most memory that a run of usual size needs; it only decides how many run at once."""
+
+BYTES_ON_CARD = 3e9
+"""The same for the memory of a CUDA card, of which each process needs half a gigabyte itself."""
+
+VISIBLE_CARDS = "CUDA_VISIBLE_DEVICES"
+"""The environment variable with the cards that CUDA shows to a process."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A CUDA card: its name in ``CUDA_VISIBLE_DEVICES``, and its free memory in bytes."""
+
+    name: str
+    free: float
+
+    @property
+    def room(self) -> int:
+        """The number of runs for which its memory suffices, at least one."""
+        return max(1, int(self.free / BYTES_ON_CARD))
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The number of runs to carry out at once.
+
+    ``cards``: the card of each of them, by its name in ``CUDA_VISIBLE_DEVICES``; empty if all runs
+    see the cards that this process sees.
+    """
+
+    jobs: int
+    cards: tuple[str, ...] = ()
+
+
+def jobs_that_fit(device: str = "cpu") -> int:
+    """The number of runs to carry out at once on a device: one for each core, or fewer if the
+    memory of the machine or of its card does not suffice.
+    """
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fit = min(cores(), int(free / BYTES_A_RUN))
+    if is_cuda(device) and torch.cuda.is_available():
+        fit = min(fit, int(torch.cuda.mem_get_info(device)[0] / BYTES_ON_CARD))
+    return max(1, fit)
+
+
+def slots_for(devices: Set[str], jobs: int | None, numbers: Sequence[int] = ()) -> Slots:
+    """The slots of runs on these devices. Runs with ``device = "cuda"`` are distributed over the
+    cards that torch sees.
+
+    jobs: the number of runs at once; None: as many as fit. numbers: the cards to use, as torch
+    counts them; empty: all. Raises ConfigError for cards that do not exist or are not used.
+    """
+    if numbers:
+        _check_numbers(devices, numbers)
+    numbered = sorted(device for device in devices if device.startswith("cuda:"))
+    if numbered:
+        return Slots(jobs or min(map(jobs_that_fit, numbered)))
+    if "cuda" not in devices or not torch.cuda.is_available():
+        return Slots(jobs or jobs_that_fit())
+    numbers = numbers or range(torch.cuda.device_count())
+    if numbers == range(1):
+        return Slots(jobs or jobs_that_fit("cuda"))
+    names = distributed([_card(number) for number in numbers], jobs)
+    return Slots(len(names), names)
+
+
+def distributed(cards: Sequence[Card], jobs: int | None) -> tuple[str, ...]:
+    """The card of each slot, turn by turn.
+
+    By default there are as many slots as the memory of the cards allows, at most one for each core,
+    and at least one for each card. ``jobs`` is another number, whatever the memory.
+
+    >>> distributed([Card("0", 24e9), Card("1", 6e9)], jobs=5)
+    ('0', '1', '0', '1', '0')
+    """
+    most = jobs or max(len(cards), jobs_that_fit())
+    rounds = most
+    if jobs is None:
+        rounds = max(card.room for card in cards)
+    names = []
+    for turn in range(rounds):
+        names += [card.name for card in cards if jobs is not None or turn < card.room]
+    return tuple(names[:most])
+
+
+def _check_numbers(devices: Set[str], numbers: Sequence[int]) -> None:
+    """Raise ConfigError for ``--devices`` that torch does not see, or that no run would use."""
+    count = 0
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+    if count == 0:
+        raise ConfigError("--devices: torch sees no CUDA device here; leave it out")
+    unseen = [number for number in numbers if number not in range(count)]
+    if unseen:
+        seen = ", ".join(map(str, range(count)))
+        raise ConfigError(f"--devices: {unseen[0]} is no CUDA device here; torch sees {seen}")
+    if len(set(numbers)) != len(numbers):
+        raise ConfigError("--devices names a device twice; name each once, and set --jobs")
+    if "cuda" not in devices or any(device.startswith("cuda:") for device in devices):
+        raise ConfigError(
+            f"--devices distributes runs with device = 'cuda', but these have "
+            f"{' and '.join(map(repr, sorted(devices)))}; set device = 'cuda'"
+        )
+
+
+def _card(number: int) -> Card:
+    """A card that torch sees, by its number."""
+    name = str(number)
+    visible = os.environ.get(VISIBLE_CARDS)
+    if visible:
+        name = visible.split(",")[number].strip()
+    return Card(name, float(torch.cuda.mem_get_info(number)[0]))
 
 
 # ---- precision -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fedstill.core.errors import ConfigError, CorruptFile, Interrupted, RunsFail
 from fedstill.core.fields import plain_value
 from fedstill.core.files import named_path
 from fedstill.core.process_settings import process_settings
+from fedstill.engines.hardware import slots_for
 from fedstill.report import terminal
 from fedstill.report.page import write_page
 from fedstill.report.progress import followed_runs
@@ -29,7 +30,6 @@ from fedstill.running.compare import (
     Outcome,
     Variant,
     carry_out_runs,
-    jobs_that_fit,
     new_folder,
     variants,
 )
@@ -192,6 +192,7 @@ def compare(  # noqa: PLR0913 - the options of the command compare
     *,
     out: Path | str | None = None,
     jobs: int | None = None,
+    devices: Sequence[int] = (),
     track: str | Sequence[str] = (),
     overwrite: bool = False,
     debug: bool = False,
@@ -207,6 +208,8 @@ def compare(  # noqa: PLR0913 - the options of the command compare
     grid: values by key, such as ``{"method.beta": [0.1, 1]}``.
     out: the folder of the runs; by default, a new folder under ``runs/``.
     jobs: the number of runs at a time, at least 1; by default, one per core.
+    devices: the CUDA devices over which runs with ``device="cuda"`` are distributed, by number; by
+    default, all that torch sees.
     track: names of trackers.
     overwrite, debug: as for ``run``.
     quiet: whether to print no progress.
@@ -227,7 +230,13 @@ def compare(  # noqa: PLR0913 - the options of the command compare
     with claimed(folder):
         with _without_main_module():
             outcomes = followed_outcomes(
-                runs, jobs, quiet=quiet, debug=debug, overwrite=overwrite, track=track
+                runs,
+                jobs,
+                devices=plain_value(devices),
+                quiet=quiet,
+                debug=debug,
+                overwrite=overwrite,
+                track=track,
             )
         started = started_folders(runs, outcomes)
         if started:
@@ -240,20 +249,22 @@ def followed_outcomes(
     runs: Sequence[Variant],
     jobs: int | None,
     *,
+    devices: Sequence[int] = (),
     quiet: bool = False,
     debug: bool = False,
     overwrite: bool = False,
     track: Sequence[str] = (),
 ) -> list[Outcome]:
-    """Carry out the runs, and show their progress unless ``quiet``."""
-    device = "cpu"
-    if any(variant.settings.device == "cuda" for variant in runs):
-        device = "cuda"
+    """Carry out the runs, and show their progress unless ``quiet``. ``devices``: as for
+    ``compare``.
+    """
+    slots = slots_for({variant.settings.device for variant in runs}, jobs, devices)
     with followed_runs(quiet) as shown:
         return carry_out_runs(
             runs,
-            jobs or jobs_that_fit(device),
+            slots.jobs,
             shown.show,
+            cards=slots.cards,
             debug=debug,
             overwrite=overwrite,
             track=track,

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -17,14 +18,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.context import ForkServerContext
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from threading import Lock, Thread
 from types import FrameType
 from typing import Any, ClassVar
-
-import torch
 
 from fedstill.config.experiment import Experiment, check_is_experiment
 from fedstill.config.named_tables import read_named, schema_of_name
@@ -36,7 +34,7 @@ from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, Interrupted, RunExists
 from fedstill.core.files import digest, open_to_read
 from fedstill.data.dataset import Dataset, examples_digest
-from fedstill.engines.hardware import WORKERS, check_machine, cores
+from fedstill.engines.hardware import VISIBLE_CARDS, WORKERS, check_machine, cores
 from fedstill.methods.fit import FIT
 from fedstill.methods.ridge import RIDGE
 from fedstill.running.client_data import NOISE, TRAIN, scale_data, split_data
@@ -461,12 +459,6 @@ def _data_key(settings: Settings) -> str:
 # Carrying out runs, as many at once as fit on the machine.
 
 
-BYTES_A_RUN = 1.5e9
-"""The most memory that a run of usual size needs; it only decides how many run at once."""
-
-BYTES_ON_CARD = 3e9
-"""The same for the memory of a CUDA card, of which each process needs half a gigabyte itself."""
-
 POLL_SECONDS = 0.2
 
 
@@ -524,22 +516,12 @@ class Outcome:
                 self.stopped_early = STOP_REASON in event
 
 
-def jobs_that_fit(device: str = "cpu") -> int:
-    """The number of runs to carry out at once on a device: one for each core, or fewer if the
-    memory of the machine or of its card does not suffice.
-    """
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    fit = min(cores(), int(free / BYTES_A_RUN))
-    if device != "cpu" and torch.cuda.is_available():
-        fit = min(fit, int(torch.cuda.mem_get_info()[0] / BYTES_ON_CARD))
-    return max(1, fit)
-
-
 def carry_out_runs(
     runs: Sequence[Variant],
     jobs: int,
     watch: Callable[[Sequence[Outcome]], None],
     *,
+    cards: Sequence[str] = (),
     debug: bool = False,
     overwrite: bool = False,
     track: Sequence[str] = (),
@@ -548,9 +530,10 @@ def carry_out_runs(
 
     A run that starts from the model of another run waits for it. ``watch`` is called a few times a
     second. If a run fails, the others continue; if its process is killed, they stop. The first
-    Ctrl-C lets running stages end and starts nothing new; the second one ends at once. ``debug``:
-    as for ``run``. ``track``: trackers by name for every run; finished runs are sent to those
-    that lack them.
+    Ctrl-C lets running stages end and starts nothing new; the second one ends at once. ``cards``:
+    the CUDA card of each of the ``jobs``, as in ``Slots``; each run sees only that of its process.
+    ``debug``: as for ``run``. ``track``: trackers by name for every run; finished runs are sent to
+    those that lack them.
 
     Raises ConfigError if this machine lacks something that an unfinished run needs, and RunExists
     for a folder that holds another run. With ``overwrite``, the other run is deleted, and a damaged
@@ -568,15 +551,18 @@ def carry_out_runs(
         watch(outcomes)
         return outcomes
 
-    context = multiprocessing.get_context("forkserver")
-    with Asked(context.Event()) as asked, _workers(jobs, context, asked) as pool:
-        running: dict[Future[Answer], Outcome] = {}
+    with (
+        Asked(multiprocessing.get_context("spawn").Event()) as asked,
+        _workers(jobs, cards, asked) as pools,
+    ):
+        running: dict[Future[Answer], _Started] = {}
         is_broken = False
         while waiting or running:
             is_ending = asked.stop or is_broken
-            while len(running) < jobs and not is_ending:
+            while not is_ending:
                 ready = _next(waiting, outcomes)
-                if ready is None:
+                pool = _free_pool(pools)
+                if ready is None or pool is None:
                     break
                 waiting.remove(ready)
                 ready.state = "running"
@@ -590,13 +576,15 @@ def carry_out_runs(
                     overwrite=overwrite,
                     track=track,
                 )
-                running[pool.submit(job)] = ready
+                running[pool.submit(job)] = _Started(ready, pool)
             if is_ending and not running:
                 break
             finished, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
             for future in finished:
                 is_broken |= isinstance(future.exception(), BrokenProcessPool)
-                _finish(running.pop(future), future, is_stopping=asked.stop)
+                started = running.pop(future)
+                started.pool.running -= 1
+                _finish(started.outcome, future, is_stopping=asked.stop)
             for outcome in outcomes:
                 outcome.follow()
             watch(outcomes)
@@ -609,25 +597,105 @@ process that has imported them.
 """
 
 
-@contextmanager
-def _workers(jobs: int, context: ForkServerContext, asked: Asked) -> Iterator[ProcessPoolExecutor]:
-    """Processes that carry runs out; they end with the block, and are not waited for if it is left
-    at once.
+@dataclass
+class _Pool:
+    """Processes that carry runs out, ``size`` at once.
+
+    ``card``: the only CUDA card that they see, by its name in ``CUDA_VISIBLE_DEVICES``; empty if
+    they see those of this process. ``running``: the number of runs under way.
     """
-    context.set_forkserver_preload([*IMPORTED_ONCE, *registry.builtin_modules()])
-    resource_tracker.ensure_running()  # it would unblock signals
-    with deaf():
-        forkserver.ensure_running()
-    pool = ProcessPoolExecutor(jobs, context, StopsWhenAsked.listen, (asked.event,))
+
+    executor: ProcessPoolExecutor
+    size: int
+    card: str = ""
+    running: int = 0
+
+    def submit(self, job: Callable[[], Answer]) -> Future[Answer]:
+        """Carry out a run; its process starts now if there is none yet."""
+        self.running += 1
+        if not self.card:
+            return self.executor.submit(job)
+        # A new process has this environment from its first instruction on, before it imports torch.
+        with _visible_card(self.card), deaf():
+            return self.executor.submit(job)
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A run under way, and where."""
+
+    outcome: Outcome
+    pool: _Pool
+
+
+@contextmanager
+def _visible_card(name: str) -> Iterator[None]:
+    """Processes that start in the block see one CUDA card."""
+    earlier = os.environ.get(VISIBLE_CARDS)
+    os.environ[VISIBLE_CARDS] = name
     try:
-        yield pool
+        yield
+    finally:
+        del os.environ[VISIBLE_CARDS]
+        if earlier is not None:
+            os.environ[VISIBLE_CARDS] = earlier
+
+
+def _free_pool(pools: Sequence[_Pool]) -> _Pool | None:
+    """The pool with the fewest runs of those that can carry out another one; None if all are
+    full.
+    """
+    free = [pool for pool in pools if pool.running < pool.size]
+    return min(free, key=lambda pool: pool.running, default=None)
+
+
+@contextmanager
+def _workers(jobs: int, cards: Sequence[str], asked: Asked) -> Iterator[list[_Pool]]:
+    """Processes that carry runs out: one pool, or one for each card. They end with the block, and
+    are not waited for if it is left at once.
+    """
+    resource_tracker.ensure_running()  # it would unblock signals
+    if cards:
+        pools = _pools_of_cards(cards, asked)
+    else:
+        pools = [_Pool(_forking_executor(jobs, asked), jobs)]
+    try:
+        yield pools
     except KeyboardInterrupt:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for pool in pools:
+            pool.executor.shutdown(wait=False, cancel_futures=True)
         raise
     except BaseException:
-        pool.shutdown()
+        _shut_down(pools)
         raise
-    pool.shutdown()
+    _shut_down(pools)
+
+
+def _forking_executor(jobs: int, asked: Asked) -> ProcessPoolExecutor:
+    """Processes that are forked from one that has imported what runs need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED_ONCE, *registry.builtin_modules()])
+    with deaf():
+        forkserver.ensure_running()
+    return ProcessPoolExecutor(jobs, context, StopsWhenAsked.listen, (asked.event,))
+
+
+def _pools_of_cards(cards: Sequence[str], asked: Asked) -> list[_Pool]:
+    """A pool for each card, with a process for each of its slots.
+
+    The processes are new ones, because a forked process would see the cards of its parent.
+    """
+    context = multiprocessing.get_context("spawn")
+    pools = []
+    for card, slots in Counter(cards).items():
+        executor = ProcessPoolExecutor(slots, context, StopsWhenAsked.listen, (asked.event,))
+        pools.append(_Pool(executor, slots, card))
+    return pools
+
+
+def _shut_down(pools: Sequence[_Pool]) -> None:
+    for pool in pools:
+        pool.executor.shutdown()
 
 
 Answer = tuple[int, str, str]
