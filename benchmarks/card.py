@@ -125,6 +125,7 @@ class Plan:
         *,
         seconds: float,
         precision: str = "fp32",
+        engine: str = "auto",
         recorded: bool = True,
         rounds: int = 200,
     ) -> Part:
@@ -135,9 +136,12 @@ class Plan:
             "workload": workload,
             "method": method,
             "precision": precision,
+            "engine": engine,
             "rounds": rounds,
         }
         name = f"{workload}, {method}, {precision}"
+        if engine != "auto":
+            name += f", {engine}"
         if recorded and self.on_card:
             name += RECORDED
         part = self.part(name, "rounds", fields, seconds=seconds)
@@ -186,6 +190,7 @@ class Plan:
         parts = [
             self.training("W1", "fedavg", seconds=80),
             self.training("W4", "fedavg", seconds=20),
+            self.training("W4", "fedavg", seconds=15, engine="vectorised"),
             self.resumes(),
             self.suite(),
             self.training("W1", "fedntd", seconds=28),
@@ -195,7 +200,7 @@ class Plan:
         ]
         lower = self.lower_precisions()
         parts += [self.training("W1", "fedavg", seconds=20, precision=p) for p in lower]
-        parts.append(self.training("W1", PLAIN, seconds=18, rounds=10))
+        parts.append(self.training("W1", PLAIN, seconds=18, rounds=10, recorded=False))
         parts += [self.training("W1", "fedntd", seconds=14, precision=p) for p in lower]
         parts.append(self.training(TRANSFORMER, "fedavg", seconds=14, rounds=50))
         if self.on_card:
@@ -220,9 +225,11 @@ def goals(device: str) -> list[Goal]:
     """The goals for a device; none for the CPU."""
     if device == "cpu":
         return []
+    stacked = "W4, fedavg, fp32, vectorised, recorded"
     return [
         Goal("200 rounds of W1, s", "W1, fedavg, fp32, recorded", "seconds_of_all_rounds", 60.0),
         Goal("a round of W4, s", "W4, fedavg, fp32, recorded", "median_round", 0.005),
+        Goal("a round of W4 with stacked clients, s", stacked, "median_round", 0.005),
     ]
 
 

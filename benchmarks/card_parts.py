@@ -127,6 +127,7 @@ class Training:
     method: str
     device: str
     precision: str = "fp32"
+    engine: str = "auto"
     rounds: int = 200
     quick: bool = False
     data: str = ""
@@ -136,7 +137,7 @@ class Training:
         method, device = self.method, self.device
         if method == PLAIN:
             method, device = "fedavg", "cpu"
-        changes = {"device": device, "precision": self.precision}
+        changes = {"device": device, "precision": self.precision, "engine": self.engine}
         if self.workload == TRANSFORMER:
             texts = 5000
             if self.quick:
