@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fedstill
 import toys
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError
@@ -127,7 +128,7 @@ def test_devices_that_no_run_can_use_are_an_error(
     [
         ["compare", "--seeds", "1,2"],
         ["tune", "--space", "plan.lr=0.1,0.2", "--trials", "1"],
-        ["reproduce", "hiper/table1"],
+        pytest.param(["reproduce", "hiper/table1"], marks=pytest.mark.uses("benchmark")),
     ],
 )
 def test_devices_without_a_card_are_an_error(
@@ -140,6 +141,14 @@ def test_devices_without_a_card_are_an_error(
     out = tmp_path / "out"
     assert call([*command, "--devices", "0", "--out", str(out), "--quiet"]) == 2
     assert "--devices" in capsys.readouterr().err
+
+
+def test_devices_in_python_are_those_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_cards(monkeypatch)
+    with pytest.raises(ConfigError, match="--devices"):
+        fedstill.compare(toys.toy("fedavg"), devices=[0], out=tmp_path / "out", quiet=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
