@@ -36,8 +36,6 @@ IN_MEMORY = {
     "config/overrides.py": "a value of the command line, and lines of a file that has been read",
     "config/validation.py": "items of a list of the command line",
     "core/files.py": "the one function for files",
-    "flower/apps.py": "a message",
-    "flower/site.py": "a message",
 }
 """The modules that may call tomllib."""
 

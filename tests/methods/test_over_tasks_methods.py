@@ -52,7 +52,7 @@ def test_the_terms_of_fedlwf_by_hand() -> None:
     new, old = initial(spec, 1), initial(spec, 2)
     head, before = torch.tensor([False, False, False, True, True]), torch.tensor([0, 2])
     carry = TrainingStart(new, {"old": old}, constants={"old_classes": before}, head=head)
-    networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
+    networks = Networks(spec, module(spec), lambda *_: None, "fp32", "fp32", torch.device("cpu"))
     index = torch.arange(6)
     work = Remembered(FedLwF(weight=0.5, temperature=tau), 4)
     terms = work.terms(
