@@ -16,6 +16,7 @@ import torch
 import toys
 from fedstill.data.sources import load_dataset
 from fedstill.flower.deployment.control import Control
+from fedstill.flower.deployment.gate import HOLD_SECONDS
 from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import load_site
@@ -58,6 +59,20 @@ def test_over_the_deployment_the_bits_are_the_serial_engines(
         f"\n{topology} {method}: same bits; {time.monotonic() - began:.1f} s in all; s a round: "
         f"{', '.join(rounds)}"
     )
+
+
+def test_a_healthy_run_logs_no_error(three: Deployment, tmp_path: Path) -> None:
+    """Also after its end, when the server asks for the next run."""
+    names = ["server", *(f"client{client}" for client in range(CLIENTS))]
+    lengths = {name: len(three.log(name)) for name in names}
+    done = over(three, experiment("fedavg", "parallel"), tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    time.sleep(HOLD_SECONDS + 5)
+    for name, length in lengths.items():
+        log = three.log(name)[length:]
+        assert log
+        assert "ERROR" not in log, log
+        assert "Traceback" not in log, log
 
 
 def test_a_run_starts_from_the_model_of_the_run_before_it(

@@ -160,13 +160,28 @@ def test_status_shows_sites_the_run_and_its_round(
     assert call(["deploy", "status", str(federation.folder)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert "online" in printed[0]
-    assert "never" in printed[1]
+    assert "not connected" in printed[1]
     assert "2 rounds" in printed[2]
     certificates.make_server(
         federation.server, certificates.authority_of(federation.folder), ["127.0.0.1"], 13
     )
     assert call(["deploy", "status", str(federation.folder)]) == 0
     assert f"deploy renew {federation.folder}" in capsys.readouterr().out
+
+
+def test_status_lists_the_sites_that_a_server_does_not_know_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Directly after its start, and also a site that the server still knows and that has left."""
+    federation = made(tmp_path, clients=11)
+    folder.remove_client(federation, 4)
+    known = [control.SiteStatus("client4", True), control.SiteStatus("client10", True)]
+    server = SimpleNamespace(sites=lambda: known, runs_under_way=list, certificates=None)
+    monkeypatch.setattr(control.Control, "of", staticmethod(lambda federation: server))
+    assert call(["deploy", "status", str(federation.folder)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[:11]] == [f"client{n}" for n in range(11)]
+    assert ["not connected" in line for line in printed[:11]].count(True) == 11
 
 
 def test_a_run_without_a_round_has_none(tmp_path: Path) -> None:

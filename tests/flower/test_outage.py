@@ -6,6 +6,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -79,7 +80,7 @@ from fedstill.flower.deployment import tasks
 def alive(client, parent):
     raise SystemExit("torch" in sys.modules)
 tasks._alive = alive
-tasks.server_task(tasks.Door("127.0.0.1:1", Path(sys.argv[1]), Path(sys.argv[2])), "token", 1)
+tasks.server_task(tasks.Door("127.0.0.1:1", Path(sys.argv[1]), Path(sys.argv[2])), "token", 1, 0)
 """
 
 
@@ -114,7 +115,7 @@ def test_the_server_learns_that_a_run_is_there_while_its_process_starts(
     )
     monkeypatch.setattr("flwr.supercore.runtime.RuntimeHttpClient", client)
     starting = [sys.executable, "-c", "import time; time.sleep(600)"]
-    monkeypatch.setattr(tasks.Door, "command", lambda door: starting)
+    monkeypatch.setattr(tasks.Door, "command", lambda door, pipe: starting)
     run = tasks.RunProcess.start(tasks.Door.of(federation, insecure=True), "token", {})
     assert run.is_alive()
     run.process.kill()
@@ -123,11 +124,103 @@ def test_the_server_learns_that_a_run_is_there_while_its_process_starts(
     assert noted == ["token", "closed"]
 
 
+TAKES_OVER = """
+import os, sys, time
+token = sys.stdin.read()
+os.close(int(sys.argv[1]))
+time.sleep(600)
+"""
+
+
+def test_only_a_runs_process_sends_heartbeats_once_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone knows when its token ends; the server would log a later heartbeat as an error."""
+    from fedstill.flower.deployment import tasks
+
+    federation = folder.init(
+        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
+    )
+    program = [sys.executable, "-c", TAKES_OVER]
+    monkeypatch.setattr(tasks.Door, "command", lambda door, pipe: [*program, str(pipe)])
+    statuses = [401] * 9
+    with answering(statuses, b"{}") as address:
+        door = Door(address, federation.key, federation.signing_key)
+        run = tasks.RunProcess.start(door, "token", {})
+        while run.pipe.read(1) is None:  # until the process has closed its side
+            time.sleep(0.05)
+        assert run.is_alive()
+        assert run.is_alive()
+        run.process.kill()
+        run.process.wait(60)
+        assert not run.is_alive()
+    assert len(statuses) == 9
+
+
+ENDS = """
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from fedstill.flower.deployment import tasks
+class Client:
+    def SendTaskHeartbeat(self, request):
+        print("heartbeat", flush=True)
+        return SimpleNamespace(success=True)
+    def PullTaskInput(self, request):
+        raise NotImplementedError
+    def PushTaskOutput(self, output):
+        heart = [thread for thread in threading.enumerate() if thread.daemon]
+        print(output, len(heart), flush=True)
+    def close(self):
+        print("closed", flush=True)
+tasks.federation_grid = lambda door, token: SimpleNamespace(_runtime_client=Client())
+tasks._output_of = lambda grid, client: "output"
+import flwr.supercore.app_utils as utils
+utils.start_parent_process_monitor = lambda parent: None
+door = tasks.Door("127.0.0.1:1", Path(), Path())
+tasks.server_task(door, "token", os.getppid(), os.dup(0))
+"""
+
+
+def test_a_run_sends_no_heartbeat_after_its_output() -> None:
+    """The output ends its token."""
+    command = [sys.executable, "-c", ENDS]
+    done = subprocess.run(
+        command, env=beside_us(), check=False, timeout=300, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["output 0", "closed"]
+
+
+def test_a_run_that_is_stopped_ends_without_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its token is not valid any more: Flower's client then interrupts the process."""
+    from flwr.proto.runtime_pb2 import PullTaskInputResponse
+    from flwr.supercore.task_identity import TaskIdentity
+
+    from fedstill.flower.deployment import tasks
+
+    def interrupt(packed: bytes) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+    monkeypatch.setattr(tasks, "require_own_app", interrupt)
+    grid = SimpleNamespace(set_run=lambda run: None)
+    client: Any = SimpleNamespace(PullTaskInput=lambda request: PullTaskInputResponse())
+    with pytest.raises(SystemExit):
+        tasks._output_of(grid, client)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "stopped" in line
+
+
 @pytest.mark.parametrize("status", [401, 403, 503])
 def test_a_server_survives_a_run_whose_token_is_no_longer_valid(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token ends with the run, before the run's process does. Flower's retries would then send
+    """The operator has stopped it, before its process has started. Flower's retries would then send
     SIGINT to the process that asks, which is the server.
     """
     from fedstill.flower.deployment import tasks
@@ -136,7 +229,7 @@ def test_a_server_survives_a_run_whose_token_is_no_longer_valid(
         tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
     )
     ending = [sys.executable, "-c", "import time; time.sleep(600)"]
-    monkeypatch.setattr(tasks.Door, "command", lambda door: ending)
+    monkeypatch.setattr(tasks.Door, "command", lambda door, pipe: ending)
     statuses = [status] * 3
     with answering(statuses, b"{}") as address:
         door = Door(address, federation.key, federation.signing_key)

@@ -213,7 +213,7 @@ def status(directory: Path) -> int:
 
     federation = folder.load_federation(directory)
     server = control.Control.of(federation)
-    for site in server.sites():
+    for site in control.site_states(federation):
         print(f"{site.name:<12} {site_state(site)}")
     runs = server.runs_under_way()
     for run in runs:
@@ -231,7 +231,7 @@ def site_state(site: SiteStatus) -> str:
     from fedstill.report.progress import duration
 
     if site.contact is None:
-        return "has never connected"
+        return "has not connected since the server started"
     seconds = (datetime.datetime.now(datetime.UTC) - site.contact).total_seconds()
     state = "offline"
     if site.is_online:

@@ -76,8 +76,8 @@ class SiteStatus:
     """
 
     name: str
-    is_online: bool
-    contact: datetime.datetime | None
+    is_online: bool = False
+    contact: datetime.datetime | None = None
 
     @staticmethod
     def of(node: Any) -> SiteStatus:
@@ -189,10 +189,8 @@ class Control:
         return {node.node_id: (node.name, node.public_key) for node in self._registered()}
 
     def sites(self) -> list[SiteStatus]:
-        """The registered nodes and when the server last heard of each, by name."""
-        sites = map(SiteStatus.of, self._registered())
-        # client2 before client10
-        return sorted(sites, key=lambda site: (len(site.name), site.name))
+        """The registered nodes and when the server last heard of each."""
+        return list(map(SiteStatus.of, self._registered()))
 
     def _registered(self) -> list[Any]:
         """The registered nodes, as Flower describes them."""
@@ -321,6 +319,18 @@ def when_it_listens(ask: Callable[[], T], seconds: float) -> T:
             if time.monotonic() >= until:
                 raise
             time.sleep(1.0)
+
+
+def site_states(federation: Federation) -> list[SiteStatus]:
+    """The sites whose keys are listed, and all others that the server knows, by name.
+
+    A server that has just started does not know the listed sites yet.
+    """
+    states = {name: SiteStatus(name) for name in listed(federation)}
+    for site in Control.of(federation).sites():
+        states[site.name] = site
+    # client2 before client10
+    return sorted(states.values(), key=lambda site: (len(site.name), site.name))
 
 
 def run_folders(federation: Federation) -> list[Path]:

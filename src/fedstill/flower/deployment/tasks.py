@@ -1,7 +1,7 @@
 """Runs at a federation's server.
 
-``python -m fedstill.flower.deployment.tasks ADDRESS KEY SIGNING_KEY [CA]`` carries one out, whose
-token it reads from its input.
+``python -m fedstill.flower.deployment.tasks PIPE ADDRESS KEY SIGNING_KEY [CA]`` carries one out,
+whose token it reads from its input. It closes the pipe once it shows the server that it is there.
 
 Flower hands out a task for every run. Its own executor unpacks the app that came with it and runs
 that. Here the app's code is not run: an app that is not fedstill's is refused, and otherwise what
@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from fedstill.flower.deployment.folder import Federation, client_of_key, require
 
 if TYPE_CHECKING:
     from flwr.app import Message
+    from flwr.proto.runtime_pb2 import PushTaskOutputRequest
     from flwr.serverapp import Grid
     from flwr.supercore.runtime import RuntimeHttpClient
 
@@ -115,10 +117,13 @@ class Door:
         # The caller asks again, and also watches whether the server is still there.
         return self.client("SuperExec", may_ask, outage=0.0)
 
-    def command(self) -> list[str]:
-        """The command that carries a run out."""
-        command = [sys.executable, "-m", "fedstill.flower.deployment.tasks", self.address]
-        command += [str(self.key), str(self.signing_key)]
+    def command(self, pipe: int) -> list[str]:
+        """The command that carries a run out.
+
+        ``pipe``: a file descriptor, which the program closes once it sends heartbeats.
+        """
+        command = [sys.executable, "-m", "fedstill.flower.deployment.tasks", str(pipe)]
+        command += [self.address, str(self.key), str(self.signing_key)]
         if self.certificates is not None:
             command.append(str(self.certificates))
         return command
@@ -149,46 +154,81 @@ def carry_out_runs(door: Door, end: threading.Event, env: Mapping[str, str]) -> 
 
 @dataclass
 class RunProcess:
-    """The process that carries a run out, and the run's connection to the server."""
+    """The process that carries a run out, and the run's connection to the server.
+
+    ``pipe``: ends once the process sends its own heartbeats, or has ended.
+    """
 
     process: subprocess.Popen[bytes]
     client: RuntimeHttpClient
+    pipe: RawIOBase
 
     @staticmethod
     def start(door: Door, token: str, env: Mapping[str, str]) -> RunProcess:
         """Start a process; the token is no argument, which others could read."""
         from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
 
+        reader, writer = os.pipe()
         process = subprocess.Popen(
-            door.command(), env=dict(env), stdin=subprocess.PIPE, start_new_session=True
+            door.command(writer),
+            env=dict(env),
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=[writer],
         )
+        os.close(writer)
+        os.set_blocking(reader, False)
         assert process.stdin is not None
         with process.stdin as stream:
             stream.write(token.encode())
-        # The next heartbeat comes soon, so retries are not needed. They would end the server: the
-        # token ends with the run, and the process a moment later.
+        # The next heartbeat comes soon, so retries are not needed. They would end the server if
+        # the token is not valid any more.
         client = door.client("SuperExec", RuntimeTokenHttpInterceptor(token), outage=0.0)
-        return RunProcess(process, client)
+        return RunProcess(process, client, os.fdopen(reader, "rb", buffering=0))
 
     def is_alive(self) -> bool:
         """Whether the process is there; if so, the server learns it.
 
         The process cannot say so itself before Python has started, which takes a minute on a busy
-        machine: Flower would hand the run out again.
+        machine: Flower would hand the run out again. From then on, only the process says so,
+        because it alone knows when its token ends.
         """
         import httpx
         from flwr.proto.runtime_pb2 import SendTaskHeartbeatRequest
 
         if self.process.poll() is not None:
             self.client.close()
+            self.pipe.close()
             return False
-        with suppress(httpx.HTTPError):
-            self.client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+        if not self._sends_heartbeats():
+            with suppress(httpx.HTTPError):
+                self.client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
         return True
 
+    def _sends_heartbeats(self) -> bool:
+        """Whether the process sends heartbeats itself: it has closed its side of the pipe."""
+        return self.pipe.read(1) is not None
 
-def server_task(door: Door, token: str, parent: int) -> None:
-    """Carry a run out; ends if the process with the id ``parent`` has ended."""
+
+def server_task(door: Door, token: str, parent: int, pipe: int) -> None:
+    """Carry a run out; ends if the process with the id ``parent`` has ended.
+
+    ``pipe``: a file descriptor, which is closed once this process sends heartbeats.
+    """
+    grid = federation_grid(door, token)
+    client = grid._runtime_client
+    try:
+        with _alive(client, parent):
+            os.close(pipe)
+            output = _output_of(grid, client)
+        # A heartbeat after the output would be refused, since the output ends the token.
+        client.PushTaskOutput(output)
+    finally:
+        client.close()
+
+
+def _output_of(grid: Any, client: RuntimeHttpClient) -> PushTaskOutputRequest:
+    """Carry a run out, and return how it ended; ends this process if the run is stopped."""
     from flwr.common.config import get_fused_config_from_fab
     from flwr.common.constant import SubStatus
     from flwr.common.serde import (
@@ -200,35 +240,35 @@ def server_task(door: Door, token: str, parent: int) -> None:
     from flwr.proto.runtime_pb2 import PullTaskInputRequest, PushTaskOutputRequest
     from flwr.supercore.task_identity import TaskIdentity
 
-    grid = federation_grid(door, token)
-    client = grid._runtime_client
-    with _alive(client, parent):
-        task = client.PullTaskInput(PullTaskInputRequest())
-        # Only now: these import torch, and Flower ends a task that shows no life for a minute.
-        from fedstill.flower.apps import server_app
-        from fedstill.flower.messages import error_text
+    task = client.PullTaskInput(PullTaskInputRequest())
+    # Only now: these import torch, and Flower ends a task that shows no life for a minute.
+    from fedstill.flower.apps import server_app
+    from fedstill.flower.messages import error_text
 
-        context = context_from_proto(task.context)
-        run = run_from_proto(task.run)
-        fab = fab_from_proto(task.fab)
-        TaskIdentity.task_id = task.task_id
-        TaskIdentity.run_id = run.run_id
-        TaskIdentity.node_id = context.node_id
-        grid.set_run(run)
-        status = SubStatus.COMPLETED
-        details = ""
-        try:
-            require_own_app(fab.content)
-            context.run_config = get_fused_config_from_fab(fab.content, run)
-            server_app(grid=grid, context=context)
-        except (Exception, KeyboardInterrupt) as error:
-            status = SubStatus.FAILED
-            details = error_text(error)
-            print(f"fedstill: run {run.run_id}: {details}", file=sys.stderr, flush=True)
-        output = PushTaskOutputRequest(
-            context=context_to_proto(context), sub_status=status, details=details
-        )
-        client.PushTaskOutput(output)
+    context = context_from_proto(task.context)
+    run = run_from_proto(task.run)
+    fab = fab_from_proto(task.fab)
+    TaskIdentity.task_id = task.task_id
+    TaskIdentity.run_id = run.run_id
+    TaskIdentity.node_id = context.node_id
+    grid.set_run(run)
+    status = SubStatus.COMPLETED
+    details = ""
+    try:
+        require_own_app(fab.content)
+        context.run_config = get_fused_config_from_fab(fab.content, run)
+        server_app(grid=grid, context=context)
+    except KeyboardInterrupt:
+        # Flower's client interrupts this process when the token of the run is not valid any more.
+        print(f"fedstill: run {run.run_id} was stopped", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except Exception as error:
+        status = SubStatus.FAILED
+        details = error_text(error)
+        print(f"fedstill: run {run.run_id}: {details}", file=sys.stderr, flush=True)
+    return PushTaskOutputRequest(
+        context=context_to_proto(context), sub_status=status, details=details
+    )
 
 
 def federation_grid(door: Door, token: str) -> Grid:
@@ -294,15 +334,14 @@ def _alive(client: RuntimeHttpClient, parent: int) -> Iterator[None]:
         yield
     finally:
         heart.stop()
-        client.close()
 
 
-def main(address: str, key: str, signing_key: str, authority: str = "") -> None:
+def main(pipe: str, address: str, key: str, signing_key: str, authority: str = "") -> None:
     """Carry out the run whose token is on the standard input."""
     door = Door(address, Path(key), Path(signing_key))
     if authority:
         door = replace(door, certificates=Path(authority))
-    server_task(door, sys.stdin.read(), os.getppid())
+    server_task(door, sys.stdin.read(), os.getppid(), int(pipe))
 
 
 if __name__ == "__main__":
