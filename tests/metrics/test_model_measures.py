@@ -119,7 +119,8 @@ def test_in_and_out_local_accuracy_in_both_forms_plain_and_weighted() -> None:
         {"label_counts": c, "correct_by_class": r}
         for c, r in zip(counts.tolist(), right.tolist(), strict=True)
     ]
-    found = local_accuracies([*events, {"idle": True}], [0.1, 0.2, 0.3], [0.3, 0.2, 0.1], totals)
+    others = [{"idle": True}, {"label_counts": [0, 0, 0], "correct_by_class": [0, 0, 0]}]
+    found = local_accuracies([*events, *others], [0.1, 0.2, 0.3], [0.3, 0.2, 0.1], totals)
     forms = {
         "in_local_accuracy": (accuracy * shares).sum(1),
         "out_local_accuracy": (accuracy * (1 - shares) / 2).sum(1),
@@ -140,7 +141,7 @@ def test_in_and_out_local_accuracy_in_both_forms_plain_and_weighted() -> None:
     assert found["global_out_local_accuracy"] == pytest.approx(
         np.array([0.3, 0.2, 0.1]) @ (1 - joint) / 2
     )
-    assert local_accuracies([{"idle": True}], [], [], totals) == {}
+    assert local_accuracies(others, [], [], totals) == {}
 
 
 def test_a_client_with_all_classes_has_no_unseen_ones_and_is_left_out() -> None:

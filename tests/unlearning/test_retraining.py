@@ -30,6 +30,19 @@ CHAIN = {"clients": 6, "sampled": 3}
 EXPERIMENTS = {
     "parallel": toys.toy("scaffold", rounds=4, keep_checkpoints_every=1, keep_updates=True),
     "chain": toys.toy("fedseq", rounds=4, topology=CHAIN, keep_checkpoints_every=1),
+    "tasks": toys.toy(
+        rounds=6,
+        topology=CHAIN,
+        stream={"kind": "classes", "tasks": 3, "join": 0.5},
+        keep_checkpoints_every=1,
+    ),
+    "drift": toys.toy(
+        rounds=4,
+        topology=CHAIN,
+        partition={"kind": "dirichlet", "alpha": 0.1, "min_size": 1},
+        stream={"kind": "drift", "tasks": 4, "lag": 1, "past": "kept"},
+        keep_checkpoints_every=1,
+    ),
     "public logits": toys.toy("fedmd", rounds=2, data={"public": toys.PUBLIC}),
     "census": toys.toy("fedavg", rounds=2, plan={"epochs": 1, "class_weights": "balanced_overall"}),
 }
@@ -64,7 +77,7 @@ def test_it_is_the_run_configured_without_the_client(name: str, tmp_path: Path) 
     assert events(tmp_path / "new") == events(tmp_path / "reference")
 
 
-@pytest.mark.parametrize("name", ["parallel", "chain"])
+@pytest.mark.parametrize("name", ["parallel", "chain", "tasks", "drift"])
 @pytest.mark.parametrize("client", range(6))
 def test_it_is_a_replay_in_which_the_client_never_acts(
     name: str, client: int, tmp_path: Path
@@ -74,6 +87,21 @@ def test_it_is_a_replay_in_which_the_client_never_acts(
     with Replay.of_round(folder, 1, toys.blobs()).session() as session:
         *_, state = session.rounds(change=Without(frozenset({client})))
     assert same_bits(result.model, state.params)
+
+
+@pytest.mark.parametrize("name", ["tasks", "drift"])
+def test_nobody_takes_the_place_of_the_client_in_a_task(name: str, tmp_path: Path) -> None:
+    folder = trained(EXPERIMENTS[name], tmp_path / "run")
+    retrained(folder, UnlearningRequest(clients=(3,)), tmp_path / "new")
+
+    def acting(folder: Path) -> set[tuple[int, str, int]]:
+        return {
+            (event["round"], event["name"], event["client"])
+            for event in events(folder)
+            if event["event"] == "client" and event["client"] != 3
+        }
+
+    assert acting(tmp_path / "new") == acting(folder)
 
 
 class WithoutClientThree(Parallel):
@@ -191,6 +219,43 @@ def test_moments_do_without_the_forgotten_rows(standardise: str, tmp_path: Path)
     assert same_bits(new.result.model, reference.model)
 
 
+def owned_blobs() -> Dataset:
+    """Blobs that belong to six owners."""
+    data = toys.blobs()
+    train = replace(data.train, owners=torch.arange(len(data.train)) % 6)
+    return replace(data, train=train, about=replace(data.about, owners=tuple("abcdef")))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"method": "fedrep", "select_on": "test"}], ids=["one model", "personal"]
+)
+def test_the_client_s_own_tests_are_forgotten_too(
+    changes: dict[str, object], tmp_path: Path
+) -> None:
+    values: dict[str, object] = {
+        "rounds": 3,
+        "topology": {"clients": 6, "sampled": 2},
+        "partition": {"kind": "column", "column": "ward", "own_test": 0.3},
+        "keep_checkpoints_every": 1,
+    }
+    experiment = toys.toy(**{**values, **changes})
+    run(experiment, tmp_path / "run", owned_blobs())
+    request = UnlearningRequest(clients=(3,))
+    strategy = strategy_named("retraining", {})
+    new = unlearn(tmp_path / "run", request, strategy, tmp_path / "new", data=owned_blobs())
+    configured = experiment.with_values({"unlearning.clients": [3]}, "test")
+    reference = run(configured, tmp_path / "reference", owned_blobs())
+    assert same_bits(new.result.model, reference.model)
+    assert events(tmp_path / "new") == events(tmp_path / "reference")
+    tested = [
+        event["own_test_by_client"]
+        for event in events(tmp_path / "new")
+        if "own_test_by_client" in event
+    ]
+    assert tested
+    assert all("3" not in accuracies for accuracies in tested)
+
+
 def test_a_second_request_forgets_both(tmp_path: Path) -> None:
     experiment = EXPERIMENTS["parallel"]
     folder = trained(experiment, tmp_path / "run")
@@ -201,8 +266,9 @@ def test_a_second_request_forgets_both(tmp_path: Path) -> None:
     assert same_bits(second.result.model, both.result.model)
 
 
-def test_a_killed_unlearning_continues(tmp_path: Path) -> None:
-    experiment = EXPERIMENTS["parallel"]
+@pytest.mark.parametrize("name", ["parallel", "drift"])
+def test_a_killed_unlearning_continues(name: str, tmp_path: Path) -> None:
+    experiment = EXPERIMENTS[name]
     folder = trained(experiment, tmp_path / "run")
     request = UnlearningRequest(clients=(3,))
     whole = retrained(folder, request, tmp_path / "whole").result

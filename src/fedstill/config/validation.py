@@ -223,6 +223,11 @@ class PackageTable(Table):
         """The schedule of a run, with the stages that the package adds or leaves out."""
         return schedule
 
+    @property
+    def removes_examples(self) -> bool:
+        """Whether ``changed_split`` removes examples."""
+        return False
+
     def changed_split(self, split: ClientSplit, labels: Tensor) -> ClientSplit:
         """Which client has which training examples. ``labels``: (n,), of all training examples."""
         return split

@@ -39,7 +39,8 @@ def local_accuracies(
     """In- and out-local accuracy of local models, and of the global model before and after the
     round.
 
-    clients: events with ``correct_by_class`` and ``label_counts`` (C,); other events are ignored.
+    clients: events with ``correct_by_class`` and ``label_counts`` (C,); other events, and those of
+    clients without examples, are ignored.
     received, aggregated: class accuracies (C,) of the global model before and after the round.
     totals: test examples by class (C,). Returns means over clients, unweighted and weighted by
     size, population standard deviations over clients, and the global models' accuracy on the mean
@@ -49,7 +50,7 @@ def local_accuracies(
 
     Source: FedNTD, section 2.2 and figure 4; the form ``_seen``: FedADKD, figure 6.
     """
-    measured = [e for e in clients if "correct_by_class" in e]
+    measured = [e for e in clients if "correct_by_class" in e and any(e["label_counts"])]
     if not measured:
         return {}
     counts = np.asarray([e["label_counts"] for e in measured], dtype=np.float64)

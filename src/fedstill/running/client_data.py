@@ -325,14 +325,16 @@ class ClientData:
     """What clients, server and tests have of a run's data.
 
     train: the examples that clients train on. split: which client has which of them; None where
-    sites keep their data. public: the public set. test: the common test set. client_tests: of the
-    clients that have a test set of their own. client_names: what the data call the clients.
-    tasks: the tasks of the training examples. task_tests: a real site's test sets by task. scaler:
-    how the values of all these were scaled.
+    sites keep their data. full_split: the split before outer packages removed examples from it; it
+    decides which clients take part in a task. public: the public set. test: the common test set.
+    client_tests: of the clients that have a test set of their own. client_names: what the data call
+    the clients. tasks: the tasks of the training examples. task_tests: a real site's test sets by
+    task. scaler: how the values of all these were scaled.
     """
 
     train: Examples
     split: ClientSplit | None
+    full_split: ClientSplit | None = None
     public: Examples | None = None
     test: Examples | None = None
     client_tests: Mapping[int, Examples] = field(default_factory=dict)
@@ -382,7 +384,7 @@ def split_data(
             "differ"
         )
     if settings.named.partition.values.get("own_test") is None:
-        return replace(data, split=_split_without_tests(settings, data, stored))
+        return _without_client_tests(settings, data, stored)
     return _with_client_tests(settings, data, tests, owners, stored)
 
 
@@ -511,19 +513,27 @@ def _changed(settings: Settings, split: ClientSplit, train: Examples) -> ClientS
     return split
 
 
-def _split_without_tests(
+def _without_client_tests(
     settings: Settings, data: ClientData, stored: StoredSplit | None
-) -> ClientSplit:
-    """The split where clients have no tests of their own."""
+) -> ClientData:
+    """The data in which clients have no tests of their own."""
     if settings.named.partition.values.get("pool"):
         raise ConfigError(
             "partition.pool = true needs partition.own_test, the share that each client keeps for "
             "it"
         )
-    # Some splits take minutes to draw, so a run that goes on uses the one in its directory.
-    if stored is not None:
-        return stored.clients
-    return _changed(settings, _draw(settings, data), data.train)
+    # Some splits take minutes to draw, so a run that goes on uses the one in its directory. That
+    # one lacks the removed examples, which still decide who takes part in a task.
+    is_needed = data.tasks is not None and _removes_examples(settings)
+    if stored is not None and not is_needed:
+        return replace(data, split=stored.clients, full_split=stored.clients)
+    split = _draw(settings, data)
+    return replace(data, split=_changed(settings, split, data.train), full_split=split)
+
+
+def _removes_examples(settings: Settings) -> bool:
+    """Whether an outer package removes examples from the split."""
+    return any(table.removes_examples for table in settings.tables.values())
 
 
 def _with_client_tests(
@@ -552,7 +562,10 @@ def _with_client_tests(
             client: data.train.take(positions) for client, positions in held_out.tests.items()
         }
 
+    full_split = split
     split = _changed(settings, split, data.train)
+    # A client that has lost all its training examples takes no part in tests, either.
+    client_tests = {client: test for client, test in client_tests.items() if split.sizes[client]}
     # The file of a run has the training examples alone, so a resume draws both anew.
     if stored is not None and not np.array_equal(stored.clients.positions, split.positions):
         raise DataError(
@@ -561,7 +574,7 @@ def _with_client_tests(
     test = data.test
     if fields.get("pool"):
         test = concatenated(list(client_tests.values()))
-    return replace(data, split=split, client_tests=client_tests, test=test)
+    return replace(data, split=split, full_split=full_split, client_tests=client_tests, test=test)
 
 
 def _tests_by_owner(tests: Examples, owners: Sequence[int]) -> dict[int, Examples]:

@@ -379,7 +379,7 @@ def _make_world(
     world = world_of(settings, dataset.input_shape, classes, public, dataset.vocabulary)
     world = started(settings, world, start)
     if data.tasks is not None:
-        world = replace(world, stream=stream_of(settings, data.tasks, data.split))
+        world = replace(world, stream=stream_of(settings, data.tasks, data.full_split))
     return extended(settings, world, lambda: data.label_table(classes))
 
 

@@ -2,14 +2,18 @@
 old length in a new direction, for which its client trains a little.
 
 Source: Liu, Ma, Yang, Wang and Liu, "FedEraser: Enabling Efficient Client-Level Data Removal from
-Federated Learning Models" (2021), section III and Algorithm 1; official code, ``Fed_Unlearn_base``.
+Federated Learning Models" (2021), the section on the design: calibration training, update
+calibrating, calibrated update aggregating, and unlearned model updating; official code,
+``Fed_Unlearn_base``, from which the defaults are. The paper's experiments use ``interval`` 2.
 Symbols: U = the change of a client in a round of the original run; Û = the change of the same
-client from the new model, with fewer epochs; the calibrated change is |U| Û / |Û|.
+client from the new model, with fewer epochs; the calibrated change is |U| Û / |Û|; the calibration
+ratio r = ``epochs_share``; the interval Delta t = ``interval``.
 Keeps: every client's update in every round (``keep_updates``).
 Reading: as in the official code, norms are taken tensor by tensor, the first kept round is applied
 without calibration, and a client trains the share ``epochs_share`` of its epochs, rounded up.
 Reading: the official code calibrates the mean of the updates, the paper each client's; we follow
-the paper, and average as the run's method does.
+the paper, and average as the run's method does. The code also measures U from the global model
+after the round; in the paper and here, U is measured from the model before it.
 Reading: what is not trained, such as statistics of batch normalisation, is averaged from the new
 replies, since a direction of them means nothing.
 Reading: the learning rate is that of the original round, if it is constant or falls by a factor.

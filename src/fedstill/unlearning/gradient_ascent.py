@@ -2,22 +2,26 @@
 the other clients; these then repair the model in a few rounds.
 
 Source: Halimi, Kadhe, Rawat and Baracaldo, "Federated Unlearning: How to Efficiently Erase a Client
-in FL?" (2022), section 3 and Algorithm 1; official code, IBM/federated-unlearning.
+in FL?" (2022), the section on unlearning with projected gradient ascent; official code,
+IBM/federated-unlearning, from which the defaults are.
 Symbols: w_ref = the average of the other clients' models in the last round, from which the ascent
-starts; delta = the radius of the ball around w_ref to which every step is projected, a third of the
-mean distance between w_ref and random models; tau = ``stop_distance``.
+starts; delta = the radius of the ball around w_ref to which every step is projected.
 Keeps: the updates of the last round, and the last update of the leaving client (``keep_updates``).
 Reading: the paper computes w_ref from the global model, which is the mean of all clients' models.
 We average the kept models as the run's method does; that is the same where all clients act in every
 round. If the client did not act in the last round, w_ref is the global model.
-Reading: the paper stops when the accuracy on the client's held-out data is low, the code when the
-distance to the client's last model exceeds 2.2; we follow the code. The distance is looked at after
-each step, so there is at least one step; later steps that begin beyond it change nothing.
-Reading: distances are over trained tensors; ten random models are drawn as initial models are.
+Reading: delta is a hyperparameter of the paper. As in the code, its square is a third of the mean
+squared distance between w_ref and ten random models, which are drawn as initial models are.
+Reading: the paper stops when the accuracy on validation data falls below a threshold, the code when
+the squared distance to the client's last model exceeds 2.2; we follow the code, whose threshold
+suits its network and data. The distance is looked at after each step, so there is at least one
+step; later steps that begin beyond it change nothing.
+Reading: distances are over trained tensors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -76,19 +80,22 @@ RADIUS = "radius"
 RANDOM_MODELS = 10
 """How many random models the radius is computed from."""
 
+STOP_DISTANCE = math.sqrt(2.2)
+"""The distance of the official code, which squares it."""
+
 
 @dataclass(frozen=True)
 class GradientAscent(Strategy):
     """The client raises its own loss near the model of the others, who then repair the model."""
 
     stage_plans: ClassVar[Mapping[str, Plan]] = {
-        ASCEND: Plan(epochs=5, batch=1024, lr=0.01, momentum=0.9, clip_norm=5.0)
+        ASCEND: Plan(epochs=5, batch=128, lr=0.01, momentum=0.9, clip_norm=5.0)
     }
 
     repair_rounds: Count = 5
     """The number of rounds of the remaining clients after the ascent."""
-    stop_distance: Positive = 2.2
-    """The distance from the client's last model at which the ascent stops (tau)."""
+    stop_distance: Positive = STOP_DISTANCE
+    """The distance from the client's last model at which the ascent stops."""
 
     def check(self, original: OriginalRun, request: UnlearningRequest) -> None:
         """Raise IncompatibleMethod or ConfigError unless one client leaves a run that averages."""
@@ -142,15 +149,17 @@ class GradientAscent(Strategy):
 
 
 def radius_around(reference: Tensors, world: World) -> float:
-    """A third of the mean distance between a model and ten random models of its architecture."""
+    """The radius whose square is a third of the mean squared distance between a model and ten
+    random models of its architecture.
+    """
     spec = world.model(SERVER)
     names = contract.trainable_names(spec)
-    distances = []
+    squares = []
     for number in range(RANDOM_MODELS):
         seed = seed_for(world.seed, 0, number, SERVER, "random model")
         random_model = contract.initial(spec, seed)
-        distances.append(float(distance(reference, random_model, names)))
-    return sum(distances) / len(distances) / 3
+        squares.append(float(distance(reference, random_model, names)) ** 2)
+    return math.sqrt(sum(squares) / len(squares) / 3)
 
 
 def distance(model: Tensors, centre: Tensors, names: Sequence[str] | set[str]) -> Tensor:

@@ -238,6 +238,11 @@ class UnlearningTable(PackageTable):
             return schedule
         return self.rule.changed_schedule(schedule, self.request, self.first_round)
 
+    @property
+    def removes_examples(self) -> bool:
+        """Whether the run forgets anything."""
+        return bool(self.request)
+
     def changed_split(self, split: ClientSplit, labels: Tensor) -> ClientSplit:
         """The split without the forgotten examples, as far as the strategy does without them."""
         if not self.request:
@@ -264,13 +269,4 @@ def check_config(settings: Settings) -> None:
             TABLE,
             "names examples, and sites keep theirs: they remove them themselves",
             "name clients only",
-        )
-    if settings.stream.tasks > 1:
-        # Which clients a later task samples depends on which are present, so the other clients'
-        # rounds would differ from those of the original run.
-        raise contradiction(
-            TABLE,
-            "does not support runs with tasks, because a client that leaves changes the samples of "
-            "all later rounds",
-            "leave [stream] out",
         )

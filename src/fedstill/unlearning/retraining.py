@@ -5,11 +5,13 @@ Retraining is the run once more without the forgotten data.
 Reading: "as if the data had never been used" is read as the run with the same config and the table
 ``[unlearning]``. Client ids, the split of all other data, samples of clients and all draws stay the
 same; forgotten clients do not act. Training starts at the last kept checkpoint before a client with
-forgotten data was scheduled, if there is one, because nothing before it depends on these data.
+forgotten data was scheduled, if there is one, because nothing before it depends on these data. With
+tasks, or test sets of the clients' own, the journal has numbers of these data from its first rounds
+on, so training starts anew.
 
 Fine-tuning adds rounds without the forgotten data to the run. It has no guarantee.
 Source: a baseline of Golatkar, Achille and Soatto, "Eternal Sunshine of the Spotless Net: Selective
-Forgetting in Deep Networks" (2020), section 5: it relies on catastrophic forgetting.
+Forgetting in Deep Networks" (2020): it relies on catastrophic forgetting.
 Reading: in a federation, the remaining clients continue with the run's method and plan. The
 learning rate goes on falling. The number of rounds is an option.
 """
@@ -107,11 +109,14 @@ def first_round_of(original: OriginalRun, clients: frozenset[int]) -> int:
 
 
 def _depends_from_the_start(original: OriginalRun, prepared: Prepared) -> bool:
-    """Whether something before round 1 depends on the forgotten data: the mean and spread of all
-    rows, or the round that was selected as the best one, of which the new run needs a checkpoint.
+    """Whether something depends on the forgotten data before their clients act: the mean and spread
+    of all rows; the round that was selected as the best one, of which the new run needs a
+    checkpoint; the tests of a forgotten client; or the numbers by task, which are of all clients.
     """
     scales_differ = original.prepared.scaler != prepared.scaler
-    return scales_differ or original.settings.selects_round
+    tests_differ = original.prepared.sites.own_tests.keys() != prepared.sites.own_tests.keys()
+    has_tasks = original.settings.stream.tasks > 1
+    return scales_differ or tests_differ or has_tasks or original.settings.selects_round
 
 
 def _last_before(original: OriginalRun, round: int) -> Restored | None:

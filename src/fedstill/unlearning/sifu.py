@@ -2,8 +2,10 @@
 from there on without them. The noise gives a bound, under assumptions.
 
 Source: Fraboni, Van Waerebeke, Scaman, Vidal, Kameni and Lorenzi, "SIFU: Sequential Informed
-Federated Unlearning for Efficient and Provable Client Unlearning in Federated Optimization" (2024),
-sections 3 and 4, Theorems 1 and 2, Algorithm 1.
+Federated Unlearning for Efficient and Provable Client Unlearning in Federated Optimization" (2024):
+the bound of the sensitivity of FedAvg, the theorem on the noise, and the choice of the round to go
+back to; official code, branch SIFU of Accenture/Labs-Federated-Learning. The defaults of epsilon
+and sigma are those of its example, and that of delta is one by the number of its clients, 100.
 Symbols: theta^n = the global model after round n; Delta(n, i) = the distance between the model that
 the server makes in round n + 1 from theta^n, and the one that it makes without client i; Psi(n, i)
 = the sum over s < n of B^(n - s - 1) Delta(s, i), which bounds the distance of theta^n from the
@@ -11,12 +13,15 @@ model of a run that never had client i; sigma = the standard deviation of the no
 The noise gives (epsilon, delta) unlearning if Psi <= sigma epsilon / sqrt(2 (ln 1.25 - ln delta)).
 The new run starts at the last round n for which this holds.
 Keeps: the global models (``keep_checkpoints_every``), and every client's update (``keep_updates``).
-Reading: of several clients, the distances without all of them count, since they leave together.
+Reading: of several clients, the paper takes the largest Psi of any one; we take the distances
+without all of them, since they leave together. A later request is not a new branch of the history:
+name all clients for the original run.
 Reading: a round in which the client was not sampled has Delta = 0.
 Reading: only kept checkpoints can be started from; the last one that fulfils the bound is taken,
 and the initial model, for which Psi = 0, if there is none.
-Reading: B is an option, by round: 1 holds for convex losses and a learning rate of at most 1 / L.
-For other losses the bound is not proved; the certificate names the assumption.
+Reading: the paper's B is a factor of a local step, here one of a round, its power K for K steps:
+1 holds for convex losses and a learning rate of at most 1 / L, less for strongly convex ones, which
+we do not use. B of other losses is above 1 and unknown; the certificate names the assumption.
 Reading: noise is added to trained tensors. It is drawn by key, so the bound holds against those who
 do not know the run's seed.
 Reading: training ends in the last round of the original run, after at least one new round.

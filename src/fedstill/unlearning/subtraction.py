@@ -1,14 +1,16 @@
 """Subtraction and distillation: the leaving client's updates are subtracted from the model, which
 then learns again from the old model on unlabelled public data.
 
-Source: Wu, Zhu and Mitra, "Federated Unlearning with Knowledge Distillation" (2022), section 3:
-M' = M - sum over rounds of the client's part of the update, under the assumption that the client
-stays and sends an update of 0 ("lazy learning"); then distillation from M at the server.
+Source: Wu, Zhu and Mitra, "Federated Unlearning with Knowledge Distillation" (2022), the section on
+the design. Erasing historical updates: M' = M - sum over rounds of the client's part of the update,
+under the assumption that the client stays and sends an update of 0 ("lazy learning"). Remedy: M'
+learns at the server from the softened predictions of M on unlabelled data.
 Keeps: every client's update in every round (``keep_updates``), and public data ([data] public).
 Reading: the client's part of a round is the difference between the model that the server made and
 the one that it makes if the client sends an update of 0. For FedAvg it is the client's update times
 its weight, as in the paper.
 Reading: what is not trained, such as statistics of batch normalisation, stays as it is in M.
+Reading: the paper can also mix in true labels of public data, with a small weight; we use none.
 Reading: the temperature, the optimiser and the length of the distillation are options, with
 defaults of our own.
 """

@@ -8,10 +8,10 @@ are to be compared with those of an exact result.
 
 Sources: membership by the loss: Yeom et al. (2018), with the formulas of ``metrics/membership.py``.
 Calibration by a model that did not see the examples: Watson et al., "On the Importance of
-Difficulty Calibration in Membership Inference Attacks" (2022), section 4. The trigger of the
+Difficulty Calibration in Membership Inference Attacks" (2022). The trigger of the
 backdoor: Gu, Dolan-Gavitt and Garg, "BadNets: Identifying Vulnerabilities in the Machine Learning
 Model Supply Chain" (2017); as a test of unlearning: Wu, Zhu and Mitra, "Federated Unlearning with
-Knowledge Distillation" (2022), section 4.
+Knowledge Distillation" (2022), and Halimi et al. (2022).
 """
 
 from __future__ import annotations
