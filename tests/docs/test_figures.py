@@ -30,7 +30,7 @@ CHAIN = (
         (
             "sfedkd/figure1",
             "*:CIFAR-10 alpha *1",
-            ["Along the chain of clients", "Effect of uneven data"],
+            ["Forgetting along the chain", "Effect of uneven data"],
             CHAIN,
         ),
         ("sfedkd/figure3", "gamma [12]:*", ["Effect of a hyper-parameter"], CHAIN),
@@ -45,15 +45,15 @@ CHAIN = (
             "qkt/figure2",
             "*:*",
             [
-                "Queries: what clients gained and forgot",
+                "Queries: gain and forgetting",
                 "Forgetting against gain",
-                "naive_kd: accuracy by class, alone and after each phase",
+                "naive_kd: accuracy by class, before the query and after each phase",
                 "Decision boundaries",
-                "The noise probe and the label shares",
+                "Noise probe and label shares",
             ],
             PEERS,
         ),
-        ("qkt/figure7", "*:*", ["Phases, epoch by epoch"], (*PEERS, "data.public=60")),
+        ("qkt/figure7", "*:*", ["Accuracy by epoch"], (*PEERS, "data.public=60")),
     ],
     ids=lambda value: value if isinstance(value, str) and "/" in value else "",
 )

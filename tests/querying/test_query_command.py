@@ -432,7 +432,7 @@ def test_a_run_whose_clients_ask_again_says_what_each_query_gained(
     rounds = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "round"]
     gains = [f"{100 * e['query_gain']:.2f} %" for e in rounds]
     assert len(gains) == 2
-    (line,) = [line for line in said.splitlines() if line.startswith("gain, query after query")]
+    (line,) = [line for line in said.splitlines() if line.startswith("gain by round")]
     assert line.endswith(" → ".join(gains))
 
 

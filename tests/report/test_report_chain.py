@@ -95,7 +95,7 @@ def test_hops_that_nobody_measured_are_left_out(runs: Path) -> None:
 def test_the_page_shows_them(runs: Path) -> None:
     text = page(made(*sorted(runs.iterdir())))
     for title in (
-        "Along the chain",
+        "Forgetting along the chain",
         "Consistency of successive models",
         "Forgetting F along",
         "Model drift",
@@ -106,7 +106,7 @@ def test_the_page_shows_them(runs: Path) -> None:
 
 
 def test_where_nothing_was_measured_nothing_is_shown(runs: Path, finished: Path) -> None:
-    assert "Along the chain" not in page(made(finished / "avg7"))
+    assert "Forgetting along the chain" not in page(made(finished / "avg7"))
 
 
 def test_seconds_to_a_target_are_sums_of_clients_training(runs: Path) -> None:

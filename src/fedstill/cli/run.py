@@ -263,7 +263,7 @@ def _rows(result: Result, has_queries_each_round: bool) -> Iterator[tuple[str, s
     yield from _site_accuracies(summary)
     if has_queries_each_round:
         gains = [event["query_gain"] for event in result.history if "query_gain" in event]
-        yield "gain, query after query", " → ".join(map(percent, gains))
+        yield "gain by round", " → ".join(map(percent, gains))
     yield from over_time(summary)
     yield from _of_selection(summary)
     if summary.get(UNTAUGHT):

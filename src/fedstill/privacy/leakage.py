@@ -1,5 +1,5 @@
-"""Attacks on privacy: the measure ``leakage``, which infers from uploads which examples clients
-trained on, and a lower bound on a mechanism's epsilon, from its outputs with and without a canary.
+"""Attacks on privacy: the measure ``leakage``, which infers clients' training examples from their
+uploads, and a lower bound on a mechanism's epsilon from its outputs with and without a canary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedstill.privacy.noise import GROUP, Privacy
 # ---- membership inference ------------------------------------------------------------------------
 
 MOST = 2000
-"""The most members that the attacks use in a stage, shared equally among its clients."""
+"""The largest number of members per stage, shared equally among its clients."""
 
 
 @register("measure", "leakage")
@@ -36,42 +36,42 @@ class Leakage(Measure):
     """Membership inference: how well the server can recognise training examples from uploads and
     from the global model.
 
-    Members are at most 2,000 training examples of clients. For each member there is another
-    example of the same class, from the test set. So an attack must tell two examples of a class
-    apart; it gains nothing from knowing which classes a client has. There are two attacks, each
-    with one threshold for all clients: by the loss, and by the ratio of its likelihood to that
-    under the uploads of the other clients, if these are at least three. ``metrics/membership.py``
-    has formulas and sources.
+    The members are up to 2,000 training examples of clients. Each member is paired with a
+    non-member: an example of the same class from the test set. An attack must therefore distinguish
+    two examples of a class; knowing a client's classes does not help. There are two attacks, each
+    with one threshold for all clients. The first one uses the loss. The second one needs at least
+    three other clients: it uses the likelihood ratio between the client's upload and the uploads
+    of the other clients. ``metrics/membership.py`` has formulas and sources.
 
-    In the journal, ``seen`` are the attacks on what the server sees, and ``raw`` those on the same
-    before ``[privacy]``, if that is on. ``global`` is the attack by the loss under the server's
-    model at the end of a round, on members of all clients.
+    In the journal, ``seen`` holds the attacks on what the server receives, and ``raw`` the attacks
+    on the same content before ``[privacy]`` is applied. ``global`` is the attack that uses the loss
+    of the server's model at the end of a round, on members of all clients.
 
     Source: HiPer-FedKD, section 5.1, leaves the question open.
     Reading: if clients send models, the attacks use these models. If clients send logits on public
-    images, the attacks assume the worst case: a server that chooses the public images and plants
-    the examples in question. So they use the logits that the client would send on these examples,
-    as its method sends them (for example standardised), clipped and with noise as in ``[privacy]``.
-    Nothing is planted in the run. Logits on images that are really public reveal less; ``global``
-    is the model that learned from those. Any method can be measured whose clients send models
-    (``params``), or ``logits`` of a model that they keep as ``params`` if the method defines
-    ``sent_logits(logits)``. Other methods are rejected: of prototypes, for example, it is unknown
-    what planted images would have given.
-    Reading: all uploads of numbers are treated as logits, also the probabilities of DS-FL, whose
-    order is nearly the same.
-    Reading: the attacks use one upload. A server that asks several times averages the noise;
-    epsilon accounts for that.
-    Reading: the other clients are a poor sample of models that did not see an example. Their
-    classes differ, and they started from a model that other rounds have shown the example. An
-    attacker who trains models finds more. Intervals treat examples as independent, although one
-    test example may be paired with members of two clients.
+    images, the attacks assume the worst case: the server chooses the public images and adds the
+    examples in question to them. The attacks therefore use the logits that the client would send on
+    these examples, in the form in which its method sends them (for example standardised), clipped
+    and with noise as in ``[privacy]``. The run itself is not changed. Logits on genuinely public
+    images reveal less; ``global`` is the model that was trained with those. The measure supports
+    methods whose clients send models (``params``), and methods whose clients send ``logits`` of a
+    model that they keep as ``params``, if the method defines ``sent_logits(logits)``. Other methods
+    are rejected; for prototypes, for example, the effect of added images is unknown.
+    Reading: all numeric uploads are treated as logits. This includes the probabilities of DS-FL,
+    which have nearly the same order.
+    Reading: the attacks use a single upload. A server that asks several times can average out the
+    noise; epsilon accounts for that.
+    Reading: the other clients are a poor sample of models that were not trained on an example.
+    Their classes differ, and they started from a model that may have been trained on the example
+    in earlier rounds. An attacker who trains reference models finds more members. Intervals treat
+    examples as independent, although a test example may be paired with members of two clients.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"test", "client_data", "uploads"})
 
     def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
-        """The attacks on the stage's uploads, if there are any, and at the end of a round on the
-        global model.
+        """The attacks on the stage's uploads, if there are any, and on the global model at the end
+        of a round.
         """
         models = dict(_uploaded_models(result, context))
         fields: dict[str, Any] = {}
@@ -82,15 +82,17 @@ class Leakage(Measure):
         return fields or None
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
-        """The candidates of all clients, under each client's model and under the global model."""
+        """The number of evaluated examples: all candidates, for each client's model and the global
+        one.
+        """
         return 2 * min(client_examples, test * clients, MOST) * (clients + 1)
 
 
 @dataclass(frozen=True)
 class _Candidates:
-    """The examples of an attack (2n,): n members, then n other examples.
+    """The candidates of an attack (2n,): n members, then n non-members.
 
-    The i-th other example has the class of the i-th member, and belongs to the same client.
+    The i-th non-member has the same class and is assigned to the same client as the i-th member.
 
     owners: the client of each example (2n,).
     """
@@ -99,7 +101,7 @@ class _Candidates:
     owners: NDArray[np.int64]
 
     def attack(self, scores: Values) -> dict[str, Any]:
-        """The numbers of an attack by scores (2n,), which should be higher for members."""
+        """The results of an attack with these scores (2n,), which should be higher for members."""
         member_scores, other_scores = np.split(scores, 2)
         return attack(member_scores, other_scores)
 
@@ -107,7 +109,7 @@ class _Candidates:
 def _uploaded_models(
     result: StageResult, context: EvaluationContext
 ) -> Iterator[tuple[int, Tensors]]:
-    """Each client that sent a model or its logits, and this model."""
+    """Pairs of a client that sent a model or its logits, and this model."""
     for reply in result.accepted:
         if reply.client == SERVER:
             continue
@@ -131,7 +133,7 @@ def _model_of_logits(client_state: Payload, client: int) -> Tensors:
 def _attacks_on_uploads(
     models: Mapping[int, Tensors], stage: Stage, context: EvaluationContext
 ) -> dict[str, Any]:
-    """The attacks on models that clients sent, or whose logits they sent."""
+    """The attacks on the models or logits that clients sent."""
     clients = list(models)
     candidates = _candidates(clients, stage, context)
     if candidates is None:
@@ -160,9 +162,9 @@ def _attacks_on_uploads(
 
 
 def _attacks(phi: Values, clients: Sequence[int], candidates: _Candidates) -> dict[str, Any]:
-    """Both attacks, or the one by the loss if there are too few other clients.
+    """Both attacks, or only the attack that uses the loss if there are too few other clients.
 
-    phi: the confidence of each client's upload in each candidate (clients, 2n).
+    phi: the confidence of each client's upload on each candidate (clients, 2n).
     """
     attacks = {"loss": candidates.attack(_scores_by_loss(phi, clients, candidates))}
     if len(clients) > LEAST_OUT:
@@ -172,7 +174,7 @@ def _attacks(phi: Values, clients: Sequence[int], candidates: _Candidates) -> di
 
 
 def _scores_by_loss(phi: Values, clients: Sequence[int], candidates: _Candidates) -> Values:
-    """For each candidate (2n,), the confidence of its client's upload in it."""
+    """The confidence of the client's own upload on each of its candidates (2n,)."""
     scores = np.zeros(len(candidates.owners))
     for row, client in enumerate(clients):
         is_owned = candidates.owners == client
@@ -181,7 +183,7 @@ def _scores_by_loss(phi: Values, clients: Sequence[int], candidates: _Candidates
 
 
 def _scores_by_ratio(phi: Values, clients: Sequence[int], candidates: _Candidates) -> Values:
-    """The same confidences, compared with those of the other clients' uploads."""
+    """The same confidences, relative to those of the other clients' uploads."""
     scores = np.zeros(len(candidates.owners))
     for row, client in enumerate(clients):
         is_owned = candidates.owners == client
@@ -192,7 +194,7 @@ def _scores_by_ratio(phi: Values, clients: Sequence[int], candidates: _Candidate
 
 
 def _attack_on_global_model(result: StageResult, context: EvaluationContext) -> dict[str, Any]:
-    """The attack by the loss under the server's model, if there is a model and it was trained."""
+    """The attack that uses the loss of the server's model; empty without a trained model."""
     params = result.after.params
     if not params or same_bits(params, context.world.initial(SERVER)):
         return {}
@@ -206,8 +208,8 @@ def _attack_on_global_model(result: StageResult, context: EvaluationContext) -> 
 
 @dataclass(frozen=True)
 class _Upload:
-    """What a client would send on some examples (n, C): before ``[privacy]``, and as the server
-    sees it.
+    """The logits that a client would send on some examples (n, C), before and after ``[privacy]``
+    is applied.
     """
 
     raw: Tensor
@@ -227,7 +229,7 @@ def _upload(
 
 
 def _privacy_of(context: EvaluationContext) -> Privacy:
-    """The run's table ``[privacy]``."""
+    """The table ``[privacy]`` of the run."""
     table = context.tables["privacy"]
     assert isinstance(table, Privacy)
     return table
@@ -242,7 +244,7 @@ def _candidates(
     """
     labels = context.test.labels.cpu()
     order = torch.randperm(len(labels), generator=context.draw("leakage others"))
-    # Test examples by class. Used ones move to the end, so that all are used equally often.
+    # Used test examples of a class move to the end, so that all are used equally often.
     queues = [order[labels[order] == label] for label in range(context.world.classes)]
     members = []
     others = []
@@ -271,7 +273,7 @@ def _candidates(
 def _trained_on(client: int, stage: Stage, context: EvaluationContext) -> Examples:
     """A client's examples without those that any stage holds out.
 
-    Stages hold out nested sets, so the stage with the largest share decides.
+    The held-out sets of stages are nested, so the largest one counts.
     """
     plans = context.world.plans
     largest = max(plans, key=lambda name: plans[name].validation, default=stage.name)
@@ -285,11 +287,11 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def epsilon_at_least(canary: Array, clean: Array, delta: float, confidence: float = 0.95) -> float:
-    """A lower bound on the epsilon of a mechanism, with this confidence; 0 if the outputs reveal
+    """A lower bound on the epsilon of a mechanism at a confidence level; 0 if the outputs reveal
     nothing.
 
-    The first half of the scores chooses a threshold and its positive side; the second half gives
-    the rates of true and false positives. With the bounds of Clopper and Pearson on both rates,
+    The first half of the scores selects a threshold and its positive side; the second half
+    estimates the rates of true and false positives. With Clopper-Pearson bounds on both rates,
     ``epsilon >= log((TPR - delta) / FPR)``.
 
     canary, clean: (n,) scores of the mechanism's outputs on data with and without the canary, at
@@ -325,7 +327,7 @@ def epsilon_at_least(canary: Array, clean: Array, delta: float, confidence: floa
 
 @dataclass(frozen=True, kw_only=True)
 class _Positives:
-    """How many scores are on the positive side of a threshold, with and without the canary."""
+    """The numbers of scores on the positive side of a threshold, with and without the canary."""
 
     true: int
     canaries: int
@@ -334,7 +336,7 @@ class _Positives:
 
     @classmethod
     def above(cls, threshold: float, canary: Array, clean: Array) -> _Positives:
-        """The counts of scores of at least a threshold."""
+        """Count the scores that reach a threshold."""
         return cls(
             true=int((canary >= threshold).sum()),
             canaries=len(canary),
@@ -343,10 +345,10 @@ class _Positives:
         )
 
     def epsilon_bound(self, delta: float, confidence: float) -> float:
-        """The bound of the threshold. Each of the two rates may err with half of the probability
-        that the confidence leaves.
+        """The lower bound on epsilon. The error probability ``1 - confidence`` is shared equally
+        between the two rates.
         """
-        from scipy.stats import beta  # here, as every list of measures imports this module
+        from scipy.stats import beta  # here because every list of measures imports this module
 
         tail = (1 - confidence) / 2
         true_rate = 0.0

@@ -1,5 +1,5 @@
-"""The report's sections on queries: who asked for what, gain against forgetting, and the noise
-probe.
+"""The report's sections on queries: the queried classes by client, gain against forgetting, and the
+noise probe.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from fedstill.report.page import Report
 from fedstill.running.journal import Event
 from fedstill.running.runs import JOURNAL, Group, Run
 
-# Queries without a teacher: no peer's model reached the threshold of the noise probe.
+# Queries without a teacher: no peer's model reached the threshold in the noise probe.
 
 
 def untaught(runs: Mapping[str, Sequence[Run]]) -> str:
-    """A sentence on queries without a teacher, for the runs of each group; empty if all had one.
+    """A sentence about queries without a teacher, by group; empty if all queries had a teacher.
 
     runs: the runs of a group, by the group's label.
     """
@@ -60,19 +60,19 @@ def untaught(runs: Mapping[str, Sequence[Run]]) -> str:
             parts.append(f"{label}, {without_teacher} of {queries}")
     if not parts:
         return ""
-    return f"Queries that had no teacher, and count in all numbers: {'; '.join(parts)}."
+    return f"Queries without a teacher (included in all results): {'; '.join(parts)}."
 
 
-# The queries of each client with their reasons, and the course over rounds if clients ask again.
+# The queries of each client with their reasons, and results by round if clients query repeatedly.
 
 
 MOST_QUERIES = 200
-"""More lines than these are not shown."""
+"""The largest number of queries in a table."""
 
 
 @contextmanager
 def reading_queries(run: Run) -> Iterator[None]:
-    """Within it, errors that damaged entries cause become CorruptFile with the journal's name."""
+    """A context in which errors from damaged entries become CorruptFile with the journal's name."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -83,12 +83,12 @@ def reading_queries(run: Run) -> Iterator[None]:
 
 
 def asks_again(group: Group) -> bool:
-    """Whether each round of a group's runs is a query of its own."""
+    """Whether clients make new queries in every round."""
     return "query.again" in group.settings
 
 
 def query_rows(group: Group) -> list[list[str]]:
-    """Round, client, classes and why, of each query of a group's first run."""
+    """Round, client, classes and reasons of each query of a group's first run."""
     run = group.started[0]
     events = run.rounds[-1:]
     if asks_again(group):
@@ -105,7 +105,7 @@ def query_rows(group: Group) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class QueryTable:
-    """The queries of a seed, and the groups that have the same ones."""
+    """The queries of a seed, and the groups that share them."""
 
     seed: int
     rows: Sequence[Sequence[str]]
@@ -113,8 +113,8 @@ class QueryTable:
 
 
 def who_asked(groups: Sequence[Group]) -> list[Folded]:
-    """A folded table of the queries of each group's first run; groups with the same queries share
-    one.
+    """A collapsed table with the queries of each group's first run; groups with equal queries share
+    a table.
     """
     tables: dict[str, QueryTable] = {}
     for group in (group for group in groups if group.started):
@@ -127,32 +127,32 @@ def who_asked(groups: Sequence[Group]) -> list[Folded]:
 
 
 def _folded_queries(table: QueryTable, names_groups: bool) -> Folded:
-    title = "Who asked for what, and why"
+    title = "Queries and their reasons"
     if names_groups:
         title += f", {', '.join(table.labels)}"
     title += f". From seed {table.seed}."
     if len(table.rows) > MOST_QUERIES:
         title += f" The first {MOST_QUERIES} of {len(table.rows)}."
-    head = ["round", "client", "asks for", "why"]
+    head = ["round", "client", "classes", "reason"]
     return Folded(title, [Table(head, table.rows[:MOST_QUERIES], "settings")])
 
 
 ABOUT_AVERAGE = (
-    "Average accuracy of clients that asked in a round. Dotted: of the client alone, before its "
-    "peers answered."
+    "Average accuracy of the clients that sent a query in a round. Dotted: their accuracy before "
+    "the query."
 )
 ABOUT_GAIN = (
-    "Accuracy gained on the classes asked for in a round, compared with the client alone in that "
-    "round."
+    "Accuracy gained on the queried classes, compared with the client's model before the query of "
+    "the same round."
 )
 ABOUT_LOSS = (
-    "Accuracy lost on the client's own classes by its query, compared with the client alone in "
-    "that round."
+    "Accuracy lost on the client's own classes, compared with the client's model before the query "
+    "of the same round."
 )
 
 
 def one_after_another(groups: Sequence[Group], style: Style) -> Gallery | None:
-    """Gain, forgetting and average accuracy by round; None if no client asked again."""
+    """Gain, forgetting and average accuracy by round; None unless clients query repeatedly."""
     groups = [group for group in groups if asks_again(group)]
     if not groups:
         return None
@@ -166,9 +166,9 @@ def one_after_another(groups: Sequence[Group], style: Style) -> Gallery | None:
     gain = lines(groups, style, "query_gain", PERCENT)
     loss = lines(groups, style, "query_forgetting", PERCENT)
     charts = [
-        Chart([average], ABOUT_AVERAGE, "Average accuracy, query after query"),
-        Chart([gain], ABOUT_GAIN, "Gain, query after query"),
-        Chart([loss], ABOUT_LOSS, "Forgetting, query after query"),
+        Chart([average], ABOUT_AVERAGE, "Average accuracy by round"),
+        Chart([gain], ABOUT_GAIN, "Gain by round"),
+        Chart([loss], ABOUT_LOSS, "Forgetting by round"),
     ]
     return Gallery(charts, "small")
 
@@ -176,10 +176,10 @@ def one_after_another(groups: Sequence[Group], style: Style) -> Gallery | None:
 def _why(run: Run, answer: Mapping[str, Any]) -> str:
     """The reasons for the classes of a query.
 
-    Older journals have no reasons. At that time, label counts were the only one.
+    Older journals contain no reasons. At that time, label counts were the only possible reason.
     """
     if run.settings.get("query.draw", "none") == "none":
-        return "written in the config"
+        return "set in the configuration"
     reasons = answer.get(REASONS)
     if not reasons:
         counts: Sequence[int] = []
@@ -193,8 +193,8 @@ def _why(run: Run, answer: Mapping[str, Any]) -> str:
     return "; ".join(texts)
 
 
-# The effects of queries: gain against forgetting, accuracies by class, and the noise probe beside
-# label shares.
+# The effects of queries: gain against forgetting, accuracies by class, and the noise probe compared
+# with label shares.
 
 
 QUERY_HEIGHT = 380
@@ -203,24 +203,25 @@ NOT_DOTTED = [dash for dash in DASHES if dash != "dot"]
 
 STAGE_TITLES = {FIT: "alone", "transfer": "phase 1", "refine": "phase 2"}
 SHADES = ("#999999", "#56B4E9", "#D55E00", "#009E73")
-"""The colours of the bars of stages."""
+"""The colours of the bars for each stage."""
 
-ABOUT = "Clients asked their peers for classes. Accuracy is on the common test set."
-ABOUT_AGAIN = " Where they asked again, points and bars are of their last query."
+ABOUT = "Clients queried their peers for classes. Accuracy is measured on the common test set."
+ABOUT_AGAIN = " If clients made several queries, points and bars show the last one."
 ABOUT_TRADE = (
-    "Large points are means over clients and seeds; small points are clients. Further right: more "
-    "accuracy gained on the classes asked for, compared with the client alone. Further down: more "
-    "forgotten of its own classes. The upper right corner is best."
+    "Large points are means over clients and seeds; small points are clients. Horizontal axis: "
+    "accuracy gained on the queried classes, compared with the client's model before its query. "
+    "Vertical axis: forgetting of the client's own classes; lower points forget more. The upper "
+    "right corner is best."
 )
 ABOUT_PHASES = (
-    "Average accuracy on the validation set after each epoch, first of phase 1, then of phase 2: a "
-    "line for each client that asked. Dotted: its model before, on the test set."
+    "Average accuracy on the validation set after each epoch of phase 1 and then of phase 2, with "
+    "one line per querying client. Dotted: its model before the query, on the test set."
 )
 
 
 def asked(report: Report) -> Section | None:
-    """Gain against forgetting, class accuracies of each client, epochs of its phases; None if no
-    client asked.
+    """Gain against forgetting, class accuracies of each client, and accuracy by epoch; None if
+    there were no queries.
     """
     groups = [group for group in report.groups if any(_has_answers(run) for run in group.started)]
     if not groups:
@@ -229,7 +230,7 @@ def asked(report: Report) -> Section | None:
     charts = [Chart([_trade(groups, style)], ABOUT_TRADE, "Forgetting against gain")]
     runs = [run for group in groups for run in group.started if _has_scores(run)]
     if runs:
-        charts.append(Chart([_epochs(runs[0])], ABOUT_PHASES, "Phases, epoch by epoch"))
+        charts.append(Chart([_epochs(runs[0])], ABOUT_PHASES, "Accuracy by epoch"))
 
     about = ABOUT
     if any(asks_again(group) for group in groups):
@@ -240,7 +241,7 @@ def asked(report: Report) -> Section | None:
         blocks.append(Paragraph(without_teacher))
     blocks += [line_key(groups, style), Gallery(charts), one_after_another(groups, style)]
     blocks += [*_bars(groups), *who_asked(groups)]
-    return Section("asked", "Queries: what clients gained and forgot", blocks)
+    return Section("asked", "Queries: gain and forgetting", blocks)
 
 
 def _has_answers(run: Run) -> bool:
@@ -252,7 +253,7 @@ def _has_scores(run: Run) -> bool:
 
 
 def noise_probes(report: Report) -> Section | None:
-    """What models predict on noise beside what their clients hold; None if no model was probed."""
+    """Predictions of models on noise, next to their clients' labels; None if no model was probed."""
     run = _first_probed(report.groups)
     if run is None:
         return None
@@ -275,16 +276,16 @@ def noise_probes(report: Report) -> Section | None:
         label_map = _map(shares, names, run.classes)
         probe_map = _map(predictions, names, run.classes)
     about = (
-        "A peer guesses which classes a model knows from its predictions on Gaussian noise. Error: "
-        "the mean squared difference between label shares and predictions, over classes. From seed "
-        f"{run.seed}."
+        "From a model's predictions on Gaussian noise, a peer estimates which classes the model "
+        "has learned. Error: mean squared difference between label shares and predictions, over "
+        f"classes. Seed {run.seed}."
     )
     charts = [
-        Chart([label_map], "Label shares of each client's data.", "Label shares"),
-        Chart([probe_map], "Mean prediction of its model on noise.", "Noise probe"),
+        Chart([label_map], "Shares of labels in each client's data.", "Label shares"),
+        Chart([probe_map], "Mean prediction of each client's model on noise.", "Noise probe"),
     ]
     blocks = [Paragraph(about), Gallery(charts)]
-    return Section("probe", "The noise probe and the label shares", blocks)
+    return Section("probe", "Noise probe and label shares", blocks)
 
 
 def _first_probed(groups: Sequence[Group]) -> Run | None:
@@ -312,7 +313,7 @@ def _last(run: Run) -> Event:
 
 
 def _answers(run: Run) -> list[dict[str, Any]]:
-    """The answers in the last round of which gain and forgetting are known."""
+    """The answers of the last round for which gain and forgetting are known."""
     answers = _last(run).get("answers") or []
     return [
         answer
@@ -322,9 +323,9 @@ def _answers(run: Run) -> list[dict[str, Any]]:
 
 
 def _in_last(run: Run) -> list[Event]:
-    """The clients' events in the last round.
+    """The clients' events of the last round.
 
-    If clients ask once, they train alone in an earlier round, and these events are included.
+    If clients query only once, they train alone in an earlier round, whose events are included.
     """
     last = max((event["round"] for event in run.clients if event.get("name") == FIT), default=0)
     return [event for event in run.clients if event["round"] >= last]
@@ -339,7 +340,7 @@ def _phases(run: Run) -> list[Event]:
 
 @dataclass(frozen=True)
 class Trade:
-    """The gain and the forgetting of a client by a query."""
+    """The gain and forgetting of a client through a query."""
 
     gain: float
     forgetting: float
@@ -354,7 +355,7 @@ def _trade(groups: Sequence[Group], style: Style) -> Figure:
         if trades:
             traces += _trade_points(trades, group, style)
     axes = layout(
-        xaxis={"title": {"text": "gain on classes asked for"}, **PERCENT},
+        xaxis={"title": {"text": "gain on queried classes"}, **PERCENT},
         yaxis={"title": {"text": "forgetting of own classes"}, **PERCENT},
         height=QUERY_HEIGHT,
         hovermode="closest",
@@ -376,7 +377,7 @@ def _trades(run: Run) -> list[Trade]:
 
 
 def _trade_points(trades: Sequence[Trade], group: Group, style: Style) -> list[Trace]:
-    """A small point for each client of each seed, and a large one for their mean."""
+    """A small point for each client and seed, and a large point for their mean."""
     colour = style.colour(group)
     marks = {"mode": "markers", "legendgroup": group.label, "name": group_name(group)}
     small = new_trace(
@@ -404,10 +405,10 @@ def _trade_points(trades: Sequence[Trade], group: Group, style: Style) -> list[T
 
 
 def _bars(groups: Sequence[Group]) -> list[Block]:
-    """For each method whose clients end with models of their own: classes before and after, a
-    client at a time.
+    """Accuracy by class before and after the phases, for methods whose clients keep their own
+    models; a selector chooses the client.
 
-    The selector is that of the first group; a group with other clients is left out.
+    All groups share the selector of the first group; groups with other clients are left out.
     """
     charts: list[Chart] = []
     chosen: list[int] = []
@@ -421,7 +422,7 @@ def _bars(groups: Sequence[Group]) -> list[Block]:
                 continue
             chosen = clients
             about = (
-                f"{group.label}: accuracy by class, alone and after each phase. From seed "
+                f"{group.label}: accuracy by class, before the query and after each phase. Seed "
                 f"{run.seed}."
             )
             figures = [_client(run, client) for client in clients]
@@ -440,8 +441,8 @@ def _first_with_phases(group: Group) -> Run | None:
 
 
 def _client(run: Run, client: int) -> Figure:
-    """Accuracy by class of a client after each stage: the classes that it asked for, then its own
-    classes, then the remaining ones.
+    """A client's accuracy by class after each stage: queried classes first, then its own classes,
+    then the remaining ones.
     """
     queries = [answer["query"] for answer in _answers(run) if answer["client"] == client]
     query = queries[-1]
@@ -490,11 +491,11 @@ def _share(correct: float, total: int) -> float | None:
     return rounded(correct / total)
 
 
-# Phases, epoch by epoch
+# Accuracy by epoch
 
 
 def _epochs(run: Run) -> Figure:
-    """A line for each client that asked, and its accuracy before as a dotted one."""
+    """A line for each querying client, and a dotted line at its accuracy before the query."""
     traces: list[Trace] = []
     with reading_queries(run):
         answers = _last(run).get("answers") or []
@@ -509,9 +510,10 @@ def _epochs(run: Run) -> Figure:
 
 
 def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list[Trace]:
-    """A client's accuracy after each epoch, and a dotted line at its accuracy alone, if known.
+    """A client's accuracy after each epoch, and a dotted line at its accuracy before the query, if
+    known.
 
-    index: the client's number among those that are drawn.
+    index: the position of the client among those in the chart.
     """
     scores: list[float] = []
     for event in _phases(run):
@@ -521,7 +523,7 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
     if alone is not None:
         accuracy_alone = rounded(alone)
     colour = COLOURS[index % len(COLOURS)]
-    # Clients that share a colour have different dashes.
+    # Clients with the same colour have different dashes.
     dash = NOT_DOTTED[index // len(COLOURS) % len(NOT_DOTTED)]
     name = f"client {client}"
     trained = new_trace(
@@ -549,7 +551,7 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
 
 
 def _map(rows: Sequence[Sequence[float]], names: Sequence[str], classes: Sequence[str]) -> Figure:
-    """Shares by client and class."""
+    """A heat map of shares by client and class."""
     trace = new_trace(
         "heatmap",
         x=[escaped(name) for name in classes],

@@ -1,7 +1,7 @@
-"""Blocks of which a page consists: paragraphs, tables, charts, and what a reader chooses with.
+"""The blocks of a page: paragraphs, tables, charts and controls.
 
-A block is a record. ``templates/blocks.html`` has a macro for each kind of block, which renders it
-and escapes every text in it. A block in another block is rendered where the template names it.
+A block is a record. ``templates/blocks.html`` has a macro for each kind of block; the macro renders
+the block and escapes all text in it. A nested block is rendered where the template refers to it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fedstill.report.figures import MOST_IN_LEGEND, Figure, Style, figures_json
 from fedstill.running.runs import Group
 
 SVG_DASHES = {"solid": "none", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3"}
-"""Plotly's names of dashes, as SVG's."""
+"""SVG dash patterns by Plotly's names."""
 
 
 @cache
 def templates() -> Environment:
-    """The templates of pages; all of them escape the texts that they are given."""
+    """The environment of the page templates; all of them escape text."""
     return Environment(
         loader=PackageLoader("fedstill.report"),
         autoescape=True,
@@ -52,9 +52,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Section(Block):
-    """A headed part of a page, to which a reader may jump; blocks that are None are left out.
+    """A part of a page with a heading and an anchor; blocks that are None are left out.
 
-    name: its anchor, unique in the page.
+    name: the anchor, unique in the page.
     """
 
     macro: ClassVar[str] = "section"
@@ -65,7 +65,7 @@ class Section(Block):
 
 @dataclass(frozen=True)
 class Paragraph(Block):
-    """A text, usually on how to read what follows."""
+    """A paragraph, usually an explanation of the next blocks."""
 
     macro: ClassVar[str] = "paragraph"
     text: str
@@ -73,7 +73,7 @@ class Paragraph(Block):
 
 @dataclass(frozen=True)
 class Legend(Block):
-    """The text that explains the columns of a table."""
+    """An explanation of the columns of a table."""
 
     macro: ClassVar[str] = "legend"
     text: str
@@ -81,7 +81,7 @@ class Legend(Block):
 
 @dataclass(frozen=True)
 class Notice(Block):
-    """A text that a reader must not overlook."""
+    """A highlighted warning."""
 
     macro: ClassVar[str] = "notice"
     text: str
@@ -89,7 +89,7 @@ class Notice(Block):
 
 @dataclass(frozen=True)
 class Listing(Block):
-    """Lines to copy, under a name."""
+    """Lines to copy, with a caption."""
 
     macro: ClassVar[str] = "listing"
     title: str
@@ -119,7 +119,7 @@ class MeanCell(Block):
 
 @dataclass(frozen=True)
 class ChangeCell(Block):
-    """A value, and in small type the one before it."""
+    """A value, and the previous value in small type."""
 
     macro: ClassVar[str] = "change_cell"
     before: str
@@ -128,7 +128,7 @@ class ChangeCell(Block):
 
 @dataclass(frozen=True)
 class Label(Block):
-    """A name beside the colour that stands for it, with a note below."""
+    """A name next to its colour, with a note below."""
 
     macro: ClassVar[str] = "label"
     colour: str
@@ -162,22 +162,23 @@ class Facts(Block):
 
 @dataclass(frozen=True)
 class Folded(Block):
-    """Blocks that a reader unfolds."""
+    """Collapsed blocks, which a reader can expand."""
 
     macro: ClassVar[str] = "folded"
     title: str
     blocks: Sequence[Block]
 
 
-# Charts, and what a reader chooses with
+# Charts and controls
 
 
 @dataclass(frozen=True)
 class Chart(Block):
-    """A figure with one or more variants, of which a selector of the same ``name`` shows one.
+    """A figure with one or more variants; a selector with the same ``name`` shows one of them.
 
-    description: what it shows and how to read it. Screen readers read it. It is printed below the
-    title, unless ``is_explained``: then a paragraph of the section says the same of all its charts.
+    description: the content of the figure and how to read it. Screen readers use it. It is printed
+    below the title, unless ``is_explained`` is set because a paragraph of the section already
+    explains all its charts.
     """
 
     macro: ClassVar[str] = "chart"
@@ -189,18 +190,18 @@ class Chart(Block):
 
     @property
     def height(self) -> int:
-        """The height of the first variant, in pixels; it is reserved until the chart is drawn."""
+        """The height of the first variant in pixels; the page reserves it for the chart."""
         return int(self.variants[0].layout["height"])
 
     @property
     def json(self) -> Markup:
-        """All variants as Plotly's JSON, in which nothing ends a script element."""
+        """All variants as Plotly's JSON, escaped so that it cannot close a script element."""
         return Markup(figures_json(self.variants))
 
 
 @dataclass(frozen=True)
 class Choice(Block):
-    """A selector over the variants of all charts of a name; nothing with one option only."""
+    """A selector for the variants of all charts with a name; hidden if there is only one option."""
 
     macro: ClassVar[str] = "choice"
     name: str
@@ -210,7 +211,7 @@ class Choice(Block):
 
 @dataclass(frozen=True)
 class Slider(Block):
-    """A slider over the variants of all charts of a name; nothing with one option only."""
+    """A slider for the variants of all charts with a name; hidden if there is only one option."""
 
     macro: ClassVar[str] = "slider"
     name: str
@@ -220,7 +221,7 @@ class Slider(Block):
 
 @dataclass(frozen=True)
 class Gallery(Block):
-    """Blocks side by side where the page is wide enough.
+    """Blocks side by side, if the page is wide enough.
 
     style: classes of ``page.css``: ``small`` for narrow columns, ``top`` for charts that are
     aligned at their top.
@@ -235,7 +236,7 @@ class Gallery(Block):
 class ColourScale(Block):
     """The colours of shares from 0 to 100 %.
 
-    stops: (share, colour), as Plotly's colour scales are written. quantity: what the shares are.
+    stops: (share, colour) pairs, as in Plotly's colour scales. quantity: the name of the quantity.
     """
 
     macro: ClassVar[str] = "colour_scale"
@@ -245,7 +246,7 @@ class ColourScale(Block):
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """A piece of line and the group that it stands for; ``dash`` is one of Plotly's."""
+    """A line sample and the group that it represents; ``dash`` is one of Plotly's names."""
 
     colour: str
     dash: str
@@ -253,13 +254,13 @@ class KeyEntry:
 
     @property
     def svg_dash(self) -> str:
-        """The dash as SVG writes it."""
+        """The dash as an SVG pattern."""
         return SVG_DASHES[self.dash]
 
 
 @dataclass(frozen=True)
 class Key(Block):
-    """What the lines of several charts stand for."""
+    """A legend for the lines of several charts."""
 
     macro: ClassVar[str] = "key"
     entries: Sequence[KeyEntry]
@@ -267,14 +268,14 @@ class Key(Block):
 
 @dataclass(frozen=True)
 class ColourKey(Block):
-    """What the colours of several charts stand for."""
+    """A legend for the colours of several charts."""
 
     macro: ClassVar[str] = "colour_key"
     labels: Sequence[Label]
 
 
 def line_key(groups: Sequence[Group], style: Style) -> Key | None:
-    """The lines of all groups, for charts of more groups than a legend holds; None for fewer."""
+    """A legend for all groups if there are too many for the legend of a chart; otherwise None."""
     if len(groups) <= MOST_IN_LEGEND:
         return None
     started = [group for group in groups if group.started]
@@ -282,5 +283,5 @@ def line_key(groups: Sequence[Group], style: Style) -> Key | None:
 
 
 def group_label(group: Group, style: Style, note: str = "") -> Label:
-    """A group's name with its colour, and a note below it."""
+    """A group's name next to its colour, with a note below."""
     return Label(style.colour(group), group.label, note)

@@ -217,7 +217,7 @@ def units(report: Report) -> Section | None:
         return None
     charts = [_chart(look, _units(look), ABOUT_UNITS, report.style) for look in group_looks]
     blocks = [Paragraph(ABOUT_UNITS), class_key(group_looks[0].group), Gallery(charts)]
-    return Section("units", "The class of each unit", blocks)
+    return Section("units", "Class of each unit", blocks)
 
 
 def _units(look: Look) -> Figure:

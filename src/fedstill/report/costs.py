@@ -81,7 +81,7 @@ def cost(report: Report) -> Section | None:
         charts.append(Chart([by_measure], ABOUT_MEASURES, "Seconds by measure"))
     return Section(
         "cost",
-        "What it costs",
+        "Costs",
         [Paragraph(ABOUT_COST), line_key(groups, style), Gallery(charts, "small top")],
     )
 

@@ -118,7 +118,7 @@ def split_maps(report: Report) -> Section | None:
     for split in distinct:
         if split.is_too_large:
             blocks += _in_numbers(split)
-    return Section("split", "How the data are split", blocks)
+    return Section("split", "Data split", blocks)
 
 
 def splits(groups: Iterable[Group]) -> list[Split]:

@@ -1,5 +1,5 @@
-"""The sections on what training keeps: in-local and out-local accuracy by round and within a
-client's visit, prediction consistency, and the same along a chain of clients.
+"""The sections on knowledge that local training retains: in-local and out-local accuracy by round
+and by local epoch, prediction consistency, and the same along a chain of clients.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ from fedstill.running.runs import Group
 
 @dataclass(frozen=True)
 class Side:
-    """The classes that a client's data have, or those that they lack.
+    """The classes that are present in a client's data, or those that are absent.
 
-    about: what is measured by round. about_epochs: the same for the chart over epochs.
+    about: the description of the chart by round. about_epochs: the description of the chart by
+    local epoch.
     """
 
     name: str
@@ -73,30 +74,30 @@ SIDES = (
     Side(
         name="in",
         title="In-local accuracy",
-        about="Local models after training; classes are weighted as in the client's own data.",
-        about_epochs="Classes are weighted as in the client's own data.",
+        about="Local models after training; classes are weighted as in the client's data.",
+        about_epochs="Classes are weighted as in the client's data.",
     ),
     Side(
         name="out",
         title="Out-local accuracy",
-        about="The same models on classes of which their client has few examples or none.",
-        about_epochs="On classes of which the client has few examples or none.",
+        about="The same models on classes with few or no examples at the client.",
+        about_epochs="Classes with few or no examples at the client.",
     ),
 )
 
 ABOUT_DOTTED = (
     "Solid: local models. Dotted: the global model that these clients received, with classes "
-    "weighted by the mean of their label distributions. Where a solid line is below the dotted "
-    "line of its colour, local training forgot what the received model knew."
+    "weighted by their mean label distribution. Where a solid line is below the dotted line of the "
+    "same colour, knowledge of the received model was lost during local training."
 )
 ABOUT_CONSISTENCY = (
-    "Cosine of the class accuracies of two successive global models. At 1, both are good at the "
-    "same classes."
+    "Cosine similarity of the class accuracies of successive global models. At 1, both models are "
+    "good at the same classes."
 )
 
 
 def knowledge(report: Report) -> Section | None:
-    """In-local and out-local accuracy, and prediction consistency; None if nothing of it was
+    """In-local and out-local accuracy, and prediction consistency; None if none of them was
     measured.
     """
     groups, style = report.groups, report.style
@@ -113,7 +114,7 @@ def knowledge(report: Report) -> Section | None:
     blocks += [line_key(groups, style), Gallery(charts, "small")]
     if measured(groups, "in_local_accuracy"):
         blocks += _last_round(groups, style)
-    return Section("knowledge", "What local training keeps", blocks)
+    return Section("knowledge", "Knowledge kept in local training", blocks)
 
 
 def _side_chart(side: Side, groups: Sequence[Group], style: Style) -> Chart:
@@ -125,12 +126,12 @@ def _side_chart(side: Side, groups: Sequence[Group], style: Style) -> Chart:
 
 
 FORMS = {"in proportion to a client's labels": "", "mean over seen or unseen classes": "_seen"}
-"""The two means over classes that are measured, and the suffixes of their keys."""
+"""The two kinds of averages over classes, and the suffixes of their keys."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One of the bars of a group: its key in the journal, its name, and how opaque it is."""
+    """A bar of a group: its key in the journal, its name and its opacity."""
 
     key: str
     name: str
@@ -144,9 +145,9 @@ BARS = (
 )
 
 ABOUT_BARS = (
-    "Last measured round: local models on classes that their client has (in-local, full colour) "
-    "and lacks (out-local, lighter), and the new global model on all classes (lightest). Thin "
-    "lines: one standard deviation over clients."
+    "Last measured round: local models on classes that their client has (in-local, full colour), "
+    "local models on classes that their client lacks (out-local, lighter), and the new global "
+    "model on all classes (lightest). Thin lines: one standard deviation over clients."
 )
 
 
@@ -184,7 +185,8 @@ def _bars(groups: Sequence[Group], style: Style, suffix: str) -> Figure:
 
 
 ROOM_FOR_NAME = 0.1
-"""The accuracy up to which a bar holds its name. An error bar that reaches below would cross it."""
+"""The height of a bar that its name needs, as an accuracy. A lower error bar would cross the name.
+"""
 
 
 def _bar_trace(bar: Bar, key: str, groups: Sequence[Group], style: Style) -> Trace:
@@ -204,7 +206,7 @@ def _bar_trace(bar: Bar, key: str, groups: Sequence[Group], style: Style) -> Tra
         colours.append(faint(style.colour(group), bar.opacity))
         has_room = mean - deviation > ROOM_FOR_NAME
         texts.append(bar.name if has_room else "")
-    # the page writes on faint bars as on its ground
+    # text on faint bars has the colour of text on the page
     shade = "full"
     if bar.opacity < 1:
         shade = "faint"
@@ -231,26 +233,26 @@ def _bar_trace(bar: Bar, key: str, groups: Sequence[Group], style: Style) -> Tra
 
 
 def _at_last(group: Group, key: str) -> float | None:
-    """A measure in the last round in which local models were measured."""
+    """The value of a measure in the last round that measured local models."""
     rounds = mean_over_seeds(group, "in_local_accuracy")
     if not rounds:
         return None
     return mean_over_seeds(group, key).get(max(rounds))
 
 
-# Within local training: local models from the one that they received to the one that they send
+# Within local training: from the received model to the model that is sent
 
 
 BAR_SHIFT = 0.06
-"""How far, in epochs, the error bars of one group stand from those of the next."""
+"""The distance, in epochs, between the error bars of neighbouring groups."""
 
 Epochs = Mapping[str, Sequence[float | None]]
-"""What clients knew after each epoch, mean over them, by key; from epoch 0, the received model."""
+"""Accuracies after each epoch, averaged over clients, by key; epoch 0 is the received model."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """The last measured round of a group: by stage, the epochs of each seed."""
+    """The last measured round of a group; stages: by name, the epochs of each seed."""
 
     group: Group
     number: int
@@ -258,8 +260,8 @@ class Visit:
 
 
 def epochs(report: Report) -> Section | None:
-    """Accuracy over the epochs of a client's visit, a chart for each stage and side; None if it was
-    not measured.
+    """Accuracy by local epoch, with a chart for each stage and side; None if it was not
+    measured.
     """
     visits = [visit for group in report.groups if (visit := _visit(group)) is not None]
     if not visits:
@@ -275,16 +277,16 @@ def epochs(report: Report) -> Section | None:
             charts.append(Chart([figure], side.about_epochs, f"{side.title}{place}"))
     rounds = ", ".join(map(str, sorted({visit.number for visit in visits})))
     about = (
-        f"The clients of round {rounds} while they train. Epoch 0 is the model that they received. "
-        "Means over clients and seeds; bars are one standard deviation over clients. A line that "
-        "falls shows forgetting during local training."
+        f"Local models of round {rounds} after each local epoch. Epoch 0 is the received model. "
+        "Lines are means over clients and seeds; bars are one standard deviation over clients. A "
+        "falling line shows forgetting during local training."
     )
     key = line_key([visit.group for visit in visits], report.style)
-    return Section("epochs", "During local training", [Paragraph(about), key, Gallery(charts)])
+    return Section("epochs", "Accuracy by local epoch", [Paragraph(about), key, Gallery(charts)])
 
 
 def _visit(group: Group) -> Visit | None:
-    """The last round of any seed that was measured epoch by epoch; None if there is none."""
+    """The last round in which any seed was measured after each epoch; None if there is none."""
     events = [event for run in group.started for event in run.rounds if event.get("by_epoch")]
     if not events:
         return None
@@ -344,7 +346,7 @@ def _epoch_line(
 
 
 def _over_seeds(seeds: Sequence[Epochs], key: str) -> list[float | None]:
-    """The mean over seeds after each epoch; where some stopped earlier, over those that did not."""
+    """The mean over seeds after each epoch; seeds that stopped earlier are left out."""
     means: list[float | None] = []
     for of_epoch in zip_longest(*(by_epoch[key] for by_epoch in seeds)):
         values = [value for value in of_epoch if value is not None]
@@ -355,40 +357,42 @@ def _over_seeds(seeds: Sequence[Epochs], key: str) -> list[float | None]:
     return means
 
 
-# Along a chain of clients: what the next client keeps of a model
+# Along a chain of clients: how much of a model is retained while the next client trains
 
 
 ABOUT_HOPS = (
-    "A hop is one client's training: its model goes to the next client. Only hops of measured "
-    "rounds are drawn."
+    "A hop is the training of one client, which passes its model on to the next client. Only hops "
+    "of measured rounds are shown."
 )
 ABOUT_MAPS = (
-    "Each column is a hop, each row a class. The colour is the accuracy of the model after that "
-    "client (first seed)."
+    "Each column is a hop, and each row is a class. Colours show the accuracy of the model after "
+    "that hop (first seed)."
 )
 ABOUT_ALIKE = (
-    "Cosine of the class accuracies of two successive models. At 1, both are good at the same "
-    "classes."
+    "Cosine similarity of the class accuracies of successive models. At 1, both are good at the "
+    "same classes."
 )
 ABOUT_LOST = (
-    "The mean drop of the classes from their best accuracy after any earlier client. Lower is "
+    "The mean drop in accuracy over classes since the best earlier hop of each class. Lower is "
     "better."
 )
 ABOUT_DRIFT = (
-    "Accuracy on a client's training data: the model after this client (solid), and after the next "
-    "client (dotted). The gap is what the model forgot while the next client trained."
+    "Accuracy on a client's training data, after this client (solid) and after the next client "
+    "(dotted). The gap is the forgetting during the next client's training."
 )
 
 ByHop = dict[int, float]
-"""A number by hop."""
+"""A value for each hop."""
 
 
 @dataclass
 class Hops:
-    """What a run's chain measured, by the number of the hop, counted from 1 through all rounds.
+    """The measurements along a run's chain, by the number of the hop; all hops of a run are
+    numbered from 1.
 
-    links: hops of a round. accuracy: by class (C,), None for a class without test examples.
-    handed_over, kept: on the training data of a hop's client, after it and after the next one.
+    links: the number of hops in a round. accuracy: by class (C,), None for a class without test
+    examples. handed_over, kept: accuracy on the training data of a hop's client, after this client
+    and after the next one.
     """
 
     links: int
@@ -398,9 +402,7 @@ class Hops:
 
     @property
     def columns(self) -> dict[int, list[Any]]:
-        """Accuracies (C,) of every hop of a measured round; those of a client that failed are
-        None.
-        """
+        """The accuracies (C,) of every hop of a measured round; None for a client that failed."""
         if not self.accuracy:
             return {}
         blank = [None] * len(next(iter(self.accuracy.values())))
@@ -411,7 +413,7 @@ class Hops:
 
     @property
     def alike(self) -> ByHop:
-        """Cosine with the hop before, where that was measured."""
+        """Cosine similarity with the previous hop, if that hop was measured."""
         rows = self.accuracy
         return _defined(
             {hop: consistency(rows[hop - 1], row) for hop, row in rows.items() if hop - 1 in rows}
@@ -428,14 +430,14 @@ class Hops:
 
 @dataclass(frozen=True)
 class MeasuredChain:
-    """A group, and the hops of each of its runs that measured any."""
+    """A group, and the hops of each of its runs that measured the chain."""
 
     group: Group
     runs: Sequence[Hops]
 
 
 def chain(report: Report) -> Section | None:
-    """Class accuracy, consistency, forgetting and drift by hop; None if no run measured a chain."""
+    """Class accuracy, consistency, forgetting and drift by hop; None if no run measured them."""
     chains = [MeasuredChain(group, read_hops(group)) for group in report.groups]
     chains = [measured_chain for measured_chain in chains if measured_chain.runs]
     if not chains:
@@ -453,7 +455,7 @@ def chain(report: Report) -> Section | None:
     ]
     return Section(
         "chain",
-        "Along the chain of clients",
+        "Forgetting along the chain",
         [
             Paragraph(ABOUT_HOPS),
             line_key([measured_chain.group for measured_chain in chains], style),
@@ -472,7 +474,7 @@ def _hop_figure(
     numbers: Callable[[Hops], ByHop],
     reference: Callable[[Hops], ByHop] | None = None,
 ) -> Figure:
-    """A number by hop, and one to compare it with."""
+    """A chart of a value by hop, with an optional reference value as a dotted line."""
     drawn = []
     for measured_chain in chains:
         series = of_runs([numbers(hops) for hops in measured_chain.runs])
@@ -496,7 +498,7 @@ def _map_chart(measured_chain: MeasuredChain, style: Style) -> Chart:
 
 
 def read_hops(group: Group) -> list[Hops]:
-    """The hops of each of a group's runs that measured any."""
+    """The hops of each of a group's runs that measured the chain."""
     by_run: dict[int, Hops] = {}
     for look in looks(group, "chain"):
         with reading(look):
@@ -507,13 +509,13 @@ def read_hops(group: Group) -> list[Hops]:
 
 
 def _links(look: Look) -> int:
-    """How many hops a round of the look's run has."""
+    """The number of hops in a round of the measured run."""
     return 1 + max(int(event["stage"]) for event in look.run.clients if event["round"] > 0)
 
 
 def _add(look: Look, hops: Hops) -> None:
-    """Add what a look saw to the hops of its run; raises ValueError for another number of
-    classes.
+    """Add a measurement to the hops of its run; raises ValueError if the number of classes
+    differs.
     """
     event = look.event
     links_of_earlier_rounds = (event["round"] - 1) * hops.links
@@ -522,7 +524,7 @@ def _add(look: Look, hops: Hops) -> None:
     if len(accuracy) != len(look.run.classes):
         raise ValueError(f"class_accuracy must have {len(look.run.classes)} numbers")
     hops.accuracy[hop] = accuracy
-    # a client without examples knows none of its own
+    # undefined for a client without examples
     if event.get("kept") is not None:
         hops.handed_over[hop] = float(event["handed_over"])
         hops.kept[hop] = float(event["kept"])

@@ -1,5 +1,5 @@
-"""The section on how well training examples can be told from what clients send: by round, as curves
-at the end, and as a table.
+"""The section on membership inference, that is, how well an attacker recognises training examples
+from what clients send: by round, as curves at the end, and as a table.
 """
 
 from __future__ import annotations
@@ -39,51 +39,52 @@ from fedstill.report.series import Look, looks, over_seeds, reading
 from fedstill.running.runs import Group
 
 ATTACKS = {"the loss": "loss", "the likelihood ratio": "likelihood_ratio"}
-"""What an attack decides by, and its key in the journal."""
+"""The statistic that an attack thresholds, and its key in the journal."""
 
 SIDES = {"what the server sees": "seen", "before privacy": "raw", "the global model": "global"}
-"""What is attacked, and its key in the journal."""
+"""The target of an attack, and its key in the journal."""
 
 NUMBERS = ("auc", *(f"tpr_at_{rate}" for rate in RATES))
-"""The numbers of an attack: the area under the curve, and members found at some false rates."""
+"""The results of an attack: the area under the curve, and the share of members found at fixed
+false-positive rates.
+"""
 
 HEAD = (
     "",
     "attack on",
     "by",
     "AUC [%]",
-    *(f"found at {100 * rate:g} % false [%]" for rate in RATES),
+    *(f"found at {100 * rate:g} % false positives [%]" for rate in RATES),
 )
 LOWEST = 1e-3
 """The lowest rate that the logarithmic axes show."""
 
 ABOUT = (
-    "An attack guesses which of two examples of a class a client trained on, from what the client "
-    "sent. Area under the curve: 0.5 is a guess at random, 1 is certainty. Where clients send "
-    "logits on public examples, the attack uses the logits that the client would send on the two "
-    "examples."
+    "From what a client sent, an attack guesses which of two examples of a class the client "
+    "trained on. An area under the curve of 0.5 is random guessing, and 1 is certainty. If clients "
+    "send logits on public examples, the attack uses the logits that the client would send on "
+    "these two examples."
 )
 ABOUT_ROUNDS = "Attack on what the server sees. One threshold applies to all clients of a stage."
 ABOUT_CURVES = (
-    "Training examples that the attack finds, against other examples that it takes for training "
-    "examples; last measured round, first seed. Both axes are logarithmic. Dashed grey: guessing "
-    "at random. Dotted: before privacy. The left end matters most: there, nearly every example "
-    "that the attack names is a training example."
+    "True-positive rate against false-positive rate of the attack, for the last measured round of "
+    "the first seed. Both axes are logarithmic. Dashed grey: random guessing. Dotted: before "
+    "privacy. The left end matters most: there, nearly every example that the attack names is a "
+    "training example."
 )
 ABOUT_TABLE = (
-    "Last measured round: mean ± one standard deviation over seeds, and in brackets the 95 % "
-    "interval of the first seed. The interval treats examples as independent and thresholds as "
-    "fixed."
+    "Last measured round: mean ± one standard deviation over seeds, with the 95 % interval of the "
+    "first seed in brackets. The interval treats examples as independent and thresholds as fixed."
 )
 
 
 @dataclass(frozen=True)
 class AttackRow:
-    """The numbers of an attack on a group, in percent, in the last measured round.
+    """The results of an attack on a group in the last measured round, in percent.
 
-    target: what is attacked. method: what the attack decides by. numbers: one for each of
-    ``NUMBERS``, mean ± standard deviation over seeds. intervals: the 95 % intervals of the first
-    seed; empty where they are not known.
+    target: the target of the attack. method: the statistic that it thresholds. numbers: mean ±
+    standard deviation over seeds, for each of ``NUMBERS``. intervals: the 95 % intervals of the
+    first seed; empty if unknown.
     """
 
     group: Group
@@ -94,18 +95,18 @@ class AttackRow:
 
     @property
     def plain_cells(self) -> list[str]:
-        """The row of a table, without intervals."""
+        """The cells of a table row, without intervals."""
         return [self.target, self.method, *self.numbers]
 
     @property
     def cells(self) -> list[str]:
-        """The row of a table, with intervals in brackets."""
+        """The cells of a table row, with intervals in brackets."""
         pairs = zip(self.numbers, self.intervals, strict=True)
         return [self.target, self.method, *(f"{number}{ends}" for number, ends in pairs)]
 
 
 def leaks(report: Report) -> Section | None:
-    """The attacks on what clients sent and on the global model; None if they were not measured."""
+    """The attacks on uploads and on the global model; None if they were not measured."""
     groups, style = report.groups, report.style
     if not any(measured(groups, f"leakage/{side}/loss/auc") for side in SIDES.values()):
         return None
@@ -120,7 +121,7 @@ def leaks(report: Report) -> Section | None:
     ]
     return Section(
         "leakage",
-        "What uploads leak",
+        "Membership inference",
         [
             Paragraph(ABOUT),
             Choice("attack", "Attack by", list(attacks)),
@@ -171,7 +172,7 @@ def _interval(group: Group, side: str, attack: str, number: str) -> str:
 
 
 def _last_look(group: Group, side: str) -> Look | None:
-    """The last look of the first seed at what was sent, or at the global model."""
+    """The first seed's last measurement of the uploads or of the global model."""
     of_side = [look for look in looks(group, "leakage") if isinstance(look.event.get(side), dict)]
     if not of_side:
         return None
@@ -215,7 +216,7 @@ def _curves(groups: Sequence[Group], style: Style, attack: str) -> Figure:
 
 
 def _curve(look: Look, style: Style, side: str, attack: str) -> Trace:
-    """The members found at each false rate: by what the server sees, or dotted, before privacy."""
+    """The share of members found at each false-positive rate; dotted before privacy."""
     with reading(look) as event:
         rates = [float(value) for value in event[side][attack]["roc"]]
         if len(rates) != len(GRID):

@@ -1,5 +1,5 @@
-"""The sections by round: accuracy and forgetting, the user's measures, other metrics with the
-confusion matrix, and the accuracy of each class.
+"""The sections with values by round: accuracy and forgetting, the user's own measures, further
+metrics with the confusion matrix, and accuracy by class.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from fedstill.running.runs import Group
 
 @dataclass(frozen=True)
 class RoundChart:
-    """A measure that is drawn by round: its key, the chart's title and its description."""
+    """A chart of one measure by round: the key of the measure, a title and a description."""
 
     key: str
     title: str
@@ -57,14 +57,14 @@ class RoundChart:
 
     @property
     def needs_two_rounds(self) -> bool:
-        """Whether the chart needs two rounds: nothing is forgotten after one."""
+        """Whether the chart needs two rounds: forgetting is undefined after one."""
         return "accuracy" not in self.key
 
 
 OWN_TESTS = RoundChart(
     "own_test_accuracy",
     "Accuracy on own tests by round",
-    "The model that answers for each client, on the client's own test set; mean over clients. "
+    "The model that each client uses, on the client's own test set, averaged over clients. "
     "Higher is better.",
 )
 
@@ -72,36 +72,36 @@ OF_CLIENTS = (
     RoundChart(
         "personal_accuracy",
         "Accuracy for the clients by round",
-        "The model that answers for each client (its own, or else the global one), on test "
-        "examples in the client's class proportions; mean over clients. Higher is better.",
+        "Accuracy of the model that each client uses (its own model or the global one), on test "
+        "examples in the client's class proportions, averaged over clients. Higher is better.",
     ),
     RoundChart(
         "personal_forgetting",
         "Forgetting at clients by round",
-        "The mean drop of each client's own classes from their best earlier accuracy, for clients "
-        "with own models. Lower is better.",
+        "For clients with their own models: the mean drop in accuracy on the client's classes "
+        "since their best earlier round. Lower is better.",
     ),
     OWN_TESTS,
 )
-"""Drawn first if clients have their own models."""
+"""These charts come first if clients have their own models."""
 
 OF_THE_SERVER = (
     RoundChart(
         "accuracy",
         "Accuracy by round",
-        "The global model on the common test set. Higher is better.",
+        "Accuracy of the global model on the common test set. Higher is better.",
     ),
     RoundChart(
         "forgetting",
         "Forgetting F by round",
-        "The mean drop of the classes from the best accuracy of their earlier rounds. Lower is "
-        "better; below 0, classes are better than in any earlier round.",
+        "The mean drop in accuracy over classes since the best earlier round of each class. Lower "
+        "is better; negative values mean that classes are better than in any earlier round.",
     ),
 )
 
 ABOUT_LINES = (
-    "Each line is the mean over seeds; its band is one standard deviation above and below. Where "
-    "accuracy falls and F rises, the model forgot classes that it knew."
+    "Lines are means over seeds; bands are one standard deviation above and below. Where accuracy "
+    "falls and F rises, the model has forgotten classes that it had learned."
 )
 
 
@@ -143,13 +143,13 @@ def _has_two_rounds(groups: Sequence[Group]) -> bool:
 
 
 ABOUT_OWN = (
-    "The numbers of your own measures by round: the mean over all stages of a round in which they "
+    "Values of your own measures by round, averaged over all stages of a round in which they "
     "were taken."
 )
 
 
 def own_measures(report: Report) -> Section | None:
-    """The numbers of the user's own measures by round; None if no run has any."""
+    """The values of the user's own measures by round; None if no run has any."""
     charts = [
         Chart([lines(report.groups, report.style, metric)], f"{metric}, by round.", metric)
         for metric in own_metrics(report.groups)
@@ -162,22 +162,22 @@ def own_measures(report: Report) -> Section | None:
     )
 
 
-# Maps of class accuracies: class × round, where forgetting shows
+# Heat maps of accuracy by class and round, in which forgetting is visible
 
 
 MEAN = "mean over seeds"
 
 ABOUT_MAPS = (
-    "Each row is a class, each column a round; the colour is the accuracy on the class. A row that "
-    "turns bright and then dark is a class that was learned and forgotten. Round 0 is the model "
-    "before training. As shares, the accuracies of a round are divided by their sum, and yellow is "
-    "the largest share in the figure."
+    "Each row is a class, and each column is a round. Colours show the accuracy on the class. A "
+    "row that turns bright and then dark is a class that was learned and then forgotten. Round 0 "
+    "is the model before training. In the view as shares, the accuracies of a round are divided by "
+    "their sum, and yellow is the largest share in the figure."
 )
-ABOUT_SEEDS = "Seeds forget at different times, which the mean hides; choose a seed to see it."
+ABOUT_SEEDS = "Seeds forget at different times, which the mean hides. Select a seed to see this."
 
 
 def remembered_classes(report: Report) -> Section | None:
-    """Accuracy of each class by round; None if it was not measured."""
+    """Accuracy by class and round; None if it was not measured."""
     groups = [group for group in report.groups if _has_class_accuracy(group)]
     if not groups:
         return None
@@ -198,7 +198,7 @@ def remembered_classes(report: Report) -> Section | None:
     options = [*shown_views, f"{shown_views[0]}, as shares of each round's sum"]
     return Section(
         "classes",
-        "Which classes are remembered",
+        "Accuracy by class and round",
         [
             Paragraph(about),
             Choice("classes", "Show", options),
@@ -215,9 +215,10 @@ def _has_class_accuracy(group: Group) -> bool:
 
 
 def views(groups: Sequence[Group]) -> list[str]:
-    """The choices of a reader: the mean over seeds, and each seed.
+    """The views that a reader can select: the mean over seeds, and each seed.
 
-    Only the seed if there is one, and only the mean if the maps of all seeds would be too large.
+    With a single seed, that seed is the only view. If the maps of all seeds would make the page too
+    large, the mean is the only view.
     """
     seeds = sorted({seed for group in groups for seed in group.seeds})
     of_seeds = [f"seed {seed}" for seed in seeds]
@@ -231,13 +232,13 @@ def views(groups: Sequence[Group]) -> list[str]:
 
 
 def _variants(group: Group, shown_views: Sequence[str]) -> list[Figure]:
-    """The map of each view, and the map of the first view as shares."""
+    """The heat map of each view, and the heat map of the first view as shares."""
     maps = [class_by_round(group, view) for view in shown_views]
     return [*maps, shares_by_round(group, shown_views[0])]
 
 
 def class_by_round(group: Group, view: str) -> Figure:
-    """Accuracy of each class in each round, for the mean over seeds or for one seed."""
+    """Accuracy by class and round, as the mean over seeds or for one seed."""
     return class_map(_of_view(group, view), group.classes, "round", f"no run with {view}")
 
 
@@ -250,13 +251,13 @@ def shares_by_round(group: Group, view: str) -> Figure:
     figure = class_map(columns, group.classes, "round", f"no run with {view}")
     for trace in figure.traces:
         shares = [value for row in trace["z"] for value in row if value is not None]
-        # A map of zeros keeps the scale of percentages.
+        # If all values are 0, the scale remains in percent.
         trace["zmax"] = max(shares, default=0) or 100
     return figure
 
 
 def _of_view(group: Group, view: str) -> dict[int, list[float | None]]:
-    """Accuracies (C,) by round in the runs of a view."""
+    """The accuracies (C,) by round, for the runs of a view."""
     runs = [run for run in group.started if view in (MEAN, f"seed {run.seed}")]
     return class_means(runs)
 
@@ -281,9 +282,9 @@ def class_map(
     unit: str,
     absent: str = "",
 ) -> Figure:
-    """Accuracy of each class (C,) by round or hop, which ``unit`` names.
+    """Accuracy by class (C,) and round or hop.
 
-    absent: the text of a map without columns.
+    unit: "round" or "hop". absent: the text of a heat map without columns.
     """
     names = class_names(classes)
     if not columns or not classes:
@@ -306,12 +307,12 @@ def class_map(
 
 @lru_cache
 def _map_layout(classes: int, unit: str, last: int, absent: str) -> Layout:
-    """The layout of a map with so many classes. It is cached: many maps share it.
+    """The layout of a heat map of ``classes`` rows. It is cached because many maps share it.
 
-    last: the last round or hop. absent: the text of a map without columns.
+    last: the last round or hop. absent: the text of a heat map without columns.
     """
-    # Hops are categories, side by side. Rounds are numbers: a cell fills the axis up to the next
-    # measured round.
+    # Hops are categories without gaps. Rounds are numbers: a cell extends to the next measured
+    # round.
     ticks: Mapping[str, Any] = {"type": "category"}
     if unit == "round":
         ticks = whole_numbers(1 + last)
@@ -337,14 +338,12 @@ def _percent(value: float | None) -> float | None:
 MODELS = {
     "": "The server's model on the common test set.",
     "own_test_": (
-        "The model that answers for each client, on the client's own test set; mean over clients."
+        "The model that each client uses, on the client's own test set, averaged over clients."
     ),
 }
-"""By the beginning of a metric's key, which model is tested on which data."""
+"""Descriptions of the tested model and its test data, by the prefix of a metric's key."""
 
-ABOUT_METRICS = (
-    "Each line is the mean over seeds; its band is one standard deviation above and below."
-)
+ABOUT_METRICS = "Lines are means over seeds; bands are one standard deviation above and below."
 
 ABOUT_CONFUSION = (
     "Each row is a class, each column the class that the model predicts in the last round. The "
@@ -367,7 +366,7 @@ def metrics_by_round(report: Report) -> Section | None:
 
 
 def _metric_chart(report: Report, metric: Metric, prefix: str) -> Chart:
-    """A metric by round; prefix: a key of ``MODELS``, which says whose metric it is."""
+    """A chart of a metric by round; prefix: a key of ``MODELS``."""
     direction = "Lower"
     if metric.larger_is_better:
         direction = "Higher"
@@ -403,7 +402,7 @@ def confusion(report: Report) -> Section | None:
 
 
 def _confusion_counts(group: Group) -> Values | None:
-    """The sum of a group's confusion matrices, (C, C); None without any."""
+    """The sum of a group's confusion matrices, (C, C); None if there are none."""
     matrices = [run.numbers.confusion() for run in group.started]
     counts = [np.array(matrix, np.float64) for matrix in matrices if matrix]
     if not counts:
@@ -413,7 +412,7 @@ def _confusion_counts(group: Group) -> Values | None:
 
 
 def _confusion_map(counts: Values, classes: Sequence[str]) -> Figure:
-    """A map of the shares of each class's examples by predicted class; counts (C, C)."""
+    """A heat map of predicted classes as shares of each class's examples; counts: (C, C)."""
     names = class_names(classes)
     totals = counts.sum(1, keepdims=True)
     empty = np.full_like(counts, np.nan)
@@ -443,7 +442,7 @@ def _confusion_map(counts: Values, classes: Sequence[str]) -> Figure:
 
 
 def _cell(percent: float) -> float | None:
-    """The value of a confusion map's cell; None for a class without test examples."""
+    """The value of a cell of the confusion matrix; None for a class without test examples."""
     if np.isnan(percent):
         return None
     return round(percent, 1)

@@ -1,5 +1,5 @@
-"""The section on tasks over time: the accuracy matrix as a map, accuracy by task over rounds, and
-the plane of learned accuracy and kept share.
+"""The section on tasks over time: the accuracy matrix as a heat map, accuracy by task over rounds,
+and learned accuracy against the share of it that was kept.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ ABOUT = (
     "Forgetting over time is the knowledge of earlier tasks that is lost at the end."
 )
 ABOUT_MAPS = (
-    "Each row is a task, each column the end of a task; the colour is the accuracy at that time, "
-    "mean over seeds. A frame marks the end of the row's own task. The last column shows the loss "
-    "since the task's best accuracy, which may be at another time for each seed."
+    "Each row is a task, and each column is the end of a task. Colours show the accuracy at that "
+    "time, averaged over seeds. A frame marks the end of the row's own task. The last column shows "
+    "the drop from the task's best accuracy, which may occur at a different time for each seed."
 )
 ABOUT_CURVES = (
-    "Accuracy on the classes of each task by round, mean over seeds. The model chooses among all "
-    "classes, including those of future tasks. Dotted lines mark the start of a task."
+    "Accuracy on the classes of each task by round, averaged over seeds. The model chooses among "
+    "all classes, including those of future tasks. Dotted lines mark the start of a task."
 )
 ABOUT_SEEN = (
     "Accuracy on test examples of all classes seen so far; the model chooses among these classes. "
     "Dotted lines mark the start of a task."
 )
 ABOUT_PLANE = (
-    "Further right, more was learned: the mean of the best accuracy on each task. Further up, more "
-    "of it was kept to the end. Along a dotted curve the final accuracy, their product, is "
-    "constant. One point for each seed."
+    "Horizontal axis: learned accuracy, the mean of the best accuracies on each task. Vertical "
+    "axis: the share of it that was kept to the end. Their product, the final accuracy, is "
+    "constant along a dotted curve. Each point is one seed."
 )
 MOST_NUMBERS = 12
 """A matrix with more tasks than these is drawn without numbers."""
@@ -64,7 +64,7 @@ DOTTED = {"color": "#999999", "width": 1, "dash": "dot"}
 
 
 def over_tasks(report: Report) -> Section | None:
-    """The section; None if no run has ended a task."""
+    """Return the section on tasks; None if no run has finished a task."""
     groups = [group for group in report.groups if _ended(group)]
     if not groups:
         return None
@@ -115,15 +115,15 @@ def _curve_chart(group: Group, style: Style) -> Chart:
 
 
 def run_rows(run: Run) -> Values:
-    """A run's accuracy matrix (T, T), a row for each task that has ended."""
+    """A run's accuracy matrix (T, T), with one row for each finished task."""
     ends = [end["row"] for end in run.task_ends if end["task"]]
     return np.array(ends, dtype=np.float64)
 
 
 def matrix_map(group: Group) -> Figure:
-    """A map of accuracy by task (rows) and task end (columns), as the mean over seeds.
+    """A heat map of accuracy by task (rows) and end of a task (columns), averaged over seeds.
 
-    A frame marks the end of each task. The last column has the forgetting of each task.
+    A frame marks the end of each task. The last column shows the forgetting of each task.
     """
     matrices = [run_rows(run) for run in _ended(group)]
     ends = min(len(matrix) for matrix in matrices)
@@ -161,12 +161,12 @@ def matrix_map(group: Group) -> Figure:
 
 
 def _map_row(accuracies: Values) -> list[float | None]:
-    """The accuracies of a task in percent, and a last cell without a colour for its forgetting."""
+    """A task's accuracies in percent, followed by an uncoloured cell for its forgetting."""
     return [*map(_percent, accuracies), None]
 
 
 def _forgetting_notes(forgetting: Values, column: int) -> list[dict[str, Any]]:
-    """The number of each task's forgetting, in a column of the map."""
+    """Labels with the forgetting of each task, for one column of the heat map."""
     return [
         _note(column, task, value, "#888888")
         for task, value in enumerate(forgetting)
@@ -175,7 +175,7 @@ def _forgetting_notes(forgetting: Values, column: int) -> list[dict[str, Any]]:
 
 
 def _cell_notes(mean: Values) -> list[dict[str, Any]]:
-    """The number of each cell, in a colour that is legible on the cell's colour."""
+    """A label with the value of each cell, in a legible colour."""
     notes = []
     for (end, task), value in np.ndenumerate(mean):
         if math.isnan(value):
@@ -198,7 +198,7 @@ def _note(x: int, y: int, value: float, colour: str) -> dict[str, Any]:
 
 
 def _frame(task: int) -> dict[str, Any]:
-    """A frame around the cell of a task at its own end."""
+    """A frame around the cell of a task at the end of that task."""
     return {
         "type": "rect",
         "line": {"color": "#ffffff", "width": 3},
@@ -220,7 +220,7 @@ def _percent(value: float) -> float | None:
 
 
 def task_curves(group: Group) -> Figure:
-    """Accuracy on the classes of each task by round, as a line for each task; means over seeds."""
+    """Accuracy on the classes of each task by round: one line per task, averaged over seeds."""
     runs = _ended(group)
     traces = []
     for task in range(len(_task_classes(runs[0]))):
@@ -258,7 +258,7 @@ def changes(group: Group) -> list[dict[str, Any]]:
 
 
 def _ended(group: Group) -> list[Run]:
-    """The runs of a group in which a task has ended."""
+    """The runs of a group that have finished at least one task."""
     return [run for run in group.started if any(end["task"] for end in run.task_ends)]
 
 
@@ -276,7 +276,7 @@ def _has_class_tasks(group: Group) -> bool:
 
 
 def _accuracy_on(run: Run, classes: Sequence[int]) -> dict[int, float]:
-    """The mean accuracy of some classes by round, without rounds that measured none of them."""
+    """The mean accuracy on some classes by round; rounds without any of them are omitted."""
     means = {}
     for number, row in run.numbers.class_accuracy.items():
         accuracies = [row[c] for c in classes]
@@ -290,7 +290,7 @@ def _accuracy_on(run: Run, classes: Sequence[int]) -> dict[int, float]:
 
 
 def learned_and_kept(groups: Sequence[Group], style: Style) -> Figure:
-    """Learned accuracy and the share of it that was kept, as a point for each seed."""
+    """Learned accuracy against the share of it that was kept: one point per seed."""
     traces = equal_curves()
     for group in groups:
         matrices = [run_rows(run) for run in _ended(group)]
@@ -316,7 +316,7 @@ def learned_and_kept(groups: Sequence[Group], style: Style) -> Figure:
 
 
 def equal_curves() -> list[Trace]:
-    """Curves of equal accuracy in the plane of learned and kept: 20, 40, 60 and 80 %."""
+    """Curves of equal final accuracy (20, 40, 60 and 80 %), for the chart of learned and kept."""
     grid = [0.02 * step for step in range(1, 51)]
     curves = []
     for level in (0.2, 0.4, 0.6, 0.8):

@@ -1,5 +1,5 @@
-"""The sections on the weights of models: how training changes them, how well models fit which data,
-and the loss around them.
+"""The sections on model weights: changes during local training, accuracy of local and global models
+on different data, and the loss landscape.
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ ALIGNED_MODELS = {"local": "local models", "global": "the new global model"}
 """The models whose alignment is measured, by their key."""
 
 FAINTEST = 0.15
-"""The opacity of points of the first rounds; those of the last one have 1."""
+"""The opacity of the first round's points; that of the last round is 1."""
 
 ABOUT_SCATTER = (
-    "Each point is a client in a round; later rounds are darker. Horizontal: how far the client's "
-    "labels are from what the global model predicts. Vertical: how far training moved its weights."
+    "Each point is a client in a round; later rounds are darker. Horizontal axis: distance between "
+    "the client's label distribution and the global model's predictions. Vertical axis: distance "
+    "between local and received weights."
 )
-ABOUT_DIVERGENCE = "Euclidean distance between local and received weights, mean over clients."
+ABOUT_DIVERGENCE = "Euclidean distance between local and received weights, averaged over clients."
 ABOUT_DISTANCE = (
-    "Distance between a client's label distribution and the global model's predictions, mean over "
-    "clients. 0: equal. 2: nothing in common."
+    "Distance between a client's label distribution and the global model's predictions, averaged "
+    "over clients. It is 0 for equal distributions, and 2 for disjoint ones."
 )
 ABOUT_DIVERSITY = {
     "gradients": (
-        "How much the clients' gradients at the received model differ, before training. At 1, all "
-        "agree."
+        "Differences between the clients' gradients at the received model, before training. At 1, "
+        "all gradients agree."
     ),
-    "updates": "How far the updates that clients sent differ. 1: all agree.",
+    "updates": "Differences between the clients' updates. At 1, all updates agree.",
 }
 
 
@@ -81,15 +82,15 @@ def weight_changes(report: Report) -> Section | None:
     if not charts:
         return None
     blocks.append(Gallery(charts, "small"))
-    return Section("weights", "What training does to the weights", blocks)
+    return Section("weights", "Weight changes in local training", blocks)
 
 
 def _alignment_charts(groups: Sequence[Group], style: Style) -> list[Chart]:
     charts = []
     for side, models in ALIGNED_MODELS.items():
         about = (
-            f"Share of units that stand for the same class in {models} as in the received model. "
-            "Higher: more is kept."
+            f"Share of units that represent the same class in {models} as in the received model. "
+            "Higher is better."
         )
         figures = [
             lines(groups, style, f"alignment/layers/{layer}/{side}", PERCENT)
@@ -115,8 +116,8 @@ def _divergence_charts(groups: Sequence[Group], style: Style) -> list[Chart]:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far a client's labels are from what the global model predicts, and how far training moved
-    its weights.
+    """The distance between a client's labels and the global model's predictions, and the distance
+    between its local and received weights.
     """
 
     distance: float
@@ -137,13 +138,13 @@ def _scatter(groups: Sequence[Group], style: Style) -> Figure:
         hovermode="closest",
         showlegend=len(groups) <= MOST_IN_LEGEND,
         xaxis={"title": {"text": "distribution distance"}},
-        yaxis={"title": {"text": "weights moved (L2)"}},
+        yaxis={"title": {"text": "change of weights (L2)"}},
     )
     return Figure(traces, axes)
 
 
 def _divergences(group: Group) -> list[Divergence]:
-    """The points of a group, the last round first: its colour stands in the legend."""
+    """The points of a group, starting with the last round, whose colour is shown in the legend."""
     points = []
     for look in looks(group, "divergence"):
         with reading(look) as event:
@@ -175,12 +176,12 @@ def _point_trace(points: Sequence[Divergence], last: int, group: Group, style: S
     )
 
 
-# On which data local models are good
+# Accuracy of local and global models on different data
 
 
 @dataclass(frozen=True)
 class PersonalChart:
-    """An accuracy of one training: its key, the chart's title and its description."""
+    """A chart of one accuracy by round: its key, title and description."""
 
     key: str
     title: str
@@ -202,9 +203,9 @@ PERSONAL_CHARTS = (
 )
 
 ABOUT_PERSONAL = (
-    "Local models on their training data and on test examples like it, and the global model on all "
-    "test examples. If the first is high and the last is low, clients learn for themselves and the "
-    "global model gains little."
+    "Local models on their training data and on test examples of the same class proportions, and "
+    "the global model on all test examples. If the first is high and the last is low, clients "
+    "learn, but the global model gains little from it."
 )
 
 
@@ -224,22 +225,22 @@ def personal(report: Report) -> Section | None:
     )
 
 
-# The loss around models: contours in two planes, and curves under noise
+# The loss landscape: contours in two planes, and curves under noise
 
 
 PLANES = {"directions of highest curvature (Hessian)": "hessian", "random directions": "random"}
-"""The planes in which weights are moved, and their keys in the journal."""
+"""The planes along which weights are perturbed, and their keys in the journal."""
 
 CLIPPED = 0.9
-"""The share of all losses that have a colour of their own; those above share the last one."""
+"""The share of losses with distinct colours; all higher losses have the last colour."""
 
 LEVELS = 12
-"""Contour lines over the range of losses."""
+"""The number of contour lines over the range of losses."""
 
 ABOUT_LANDSCAPE = (
-    "Test loss when the weights move along two directions, away from the model (the cross in the "
-    "middle). In a wide, flat valley, small changes of the weights, such as averaging in the next "
-    "round, cost little. All figures have the same scale."
+    "Test loss when the weights are moved along two directions, starting from the model (the cross "
+    "in the middle). In a wide, flat valley, small changes of the weights, such as averaging in "
+    "the next round, increase the loss little. All figures have the same scale."
 )
 ABOUT_NOISE = (
     "Mean test loss when Gaussian noise is added to all weights. Solid: the new global model. "
@@ -249,14 +250,14 @@ ABOUT_NOISE = (
 
 @dataclass(frozen=True)
 class LossRange:
-    """The losses between which colours differ."""
+    """The range of losses that is mapped to colours."""
 
     low: float
     high: float
 
 
 def landscape(report: Report) -> Section | None:
-    """The loss around the global and a local model; None if it was not measured."""
+    """The loss landscape of the global model and of a local one; None if it was not measured."""
     found = last_looks(report.groups, "landscape")
     if not found:
         return None
@@ -278,7 +279,7 @@ def landscape(report: Report) -> Section | None:
     noise = Chart([_noise(found, report.style)], ABOUT_NOISE, "Loss under noise")
     return Section(
         "landscape",
-        "The loss around the models",
+        "Loss landscape",
         [
             Paragraph(ABOUT_LANDSCAPE),
             Choice("plane", "Along", list(PLANES)),
@@ -295,7 +296,7 @@ def _models(look: Look) -> list[str]:
 
 
 def _range(found: Sequence[Look], plane: str) -> LossRange:
-    """The range of the losses in a plane of all models, without the highest ones."""
+    """The range of the losses of all models in a plane, without the highest ones."""
     losses: list[float] = []
     for look in found:
         with reading(look) as event:
@@ -308,7 +309,7 @@ def _range(found: Sequence[Look], plane: str) -> LossRange:
 
 
 def _losses(value: Any, rows: int, columns: int) -> list[list[float]]:
-    """Losses; one that overflowed is shown as the largest finite one."""
+    """A matrix of losses; infinite ones are replaced by the largest finite loss."""
     finite = [loss for row in value for loss in row if loss is not None]
     largest = max(finite, default=0.0)
     filled = [[_or_largest(loss, largest) for loss in row] for row in value]
@@ -339,7 +340,7 @@ def _contour(look: Look, model: str, plane: str, losses_shown: LossRange) -> Fig
         colorscale="Viridis",
         reversescale=True,
         line={"width": 0.6, "color": "rgba(255,255,255,0.6)"},
-        # On top of the bar, the title would touch the highest number.
+        # Above the bar, the title would touch the highest number.
         colorbar={"thickness": 10, "outlinewidth": 0, "title": {"text": "loss", "side": "right"}},
         hovertemplate="%{x}, %{y}: loss %{z:.4f}<extra></extra>",
     )
@@ -387,7 +388,7 @@ def _noise(found: Sequence[Look], style: Style) -> Figure:
 def _noise_line(
     look: Look, style: Style, model: str, scales: Sequence[float], losses: Sequence[float]
 ) -> Trace:
-    """The loss of a model by the noise; dotted for a local model."""
+    """The loss of a model against the noise; dotted for a local model."""
     is_global = model == "aggregated"
     name = group_name(look.group)
     dash = style.dash(look.group)
