@@ -210,7 +210,7 @@ def test_a_folder_that_cannot_be_written_costs_time_and_nothing_else(
     cache.write_text("a file where a folder should be")
     run(experiment("local_only"), tmp_path / "run", toys.blobs())
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["query_average_accuracy"] > 0
-    assert "replies are not kept" in caplog.text
+    assert "replies are not stored" in caplog.text
 
 
 def test_those_not_used_for_longest_make_room(
@@ -252,7 +252,7 @@ def test_where_no_lock_can_be_written_what_is_kept_serves_and_one_line_warns(
     assert kept.reply("before", stage, pytest.fail).client == 0
     assert kept.reply("another", stage, lambda: made) is made
     warned = [record.getMessage() for record in caplog.records]
-    assert warned == [f"replies are not kept in {cache} for other runs: Read-only file system"]
+    assert warned == [f"replies are not stored in {cache} for other runs: Read-only file system"]
 
 
 def test_a_cache_folder_that_is_a_file_is_refused(

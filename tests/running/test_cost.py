@@ -25,14 +25,14 @@ LONE = replace(LARGE, clients=1)
 @pytest.mark.parametrize(
     ("stages", "device", "engine", "words"),
     [
-        ([SMALL], "cpu", "vectorised", "stacking pays up to 30 MFLOP"),
-        ([LARGE], "cpu", "pooled", "stacking pays up to 30 MFLOP"),
-        ([SMALL, LARGE], "cpu", "pooled", "stacking pays up to 30 MFLOP"),
+        ([SMALL], "cpu", "vectorised", "stacking is faster up to 30 MFLOP"),
+        ([LARGE], "cpu", "pooled", "stacking is faster up to 30 MFLOP"),
+        ([SMALL, LARGE], "cpu", "pooled", "stacking is faster up to 30 MFLOP"),
         ([SMALL, LONE], "cpu", "vectorised", "10 clients in a stage"),
         ([LONE], "cpu", "pooled", "one client acts at a time"),
         ([], "cpu", "pooled", "one client acts at a time"),
-        ([SMALL], "cuda", "pooled", "it is not known when stacking is faster on cuda"),
-        ([replace(SMALL, clients=3)], "cpu", "pooled", "stacking takes 4"),
+        ([SMALL], "cuda", "pooled", "no measurements of stacking on cuda"),
+        ([replace(SMALL, clients=3)], "cpu", "pooled", "stacking needs at least 4"),
         ([SMALL, replace(SMALL, clients=2)], "cpu", "pooled", "2 clients in a stage"),
         (
             [replace(SMALL, plan=Plan(keep="best", validation=0.1))],

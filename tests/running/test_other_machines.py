@@ -21,7 +21,7 @@ from fedstill.running.runner import resume, run
 from run_bits import before_round_1, resealed, stopped
 
 LACKING = [
-    ('device = "cuda"', "torch sees no CUDA device here"),
+    ('device = "cuda"', "torch sees no CUDA device on this machine"),
     ('precision = "bf16"', "no units for bfloat16"),
 ]
 

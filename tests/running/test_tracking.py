@@ -217,9 +217,9 @@ def test_a_tracker_that_fails_is_one_warning_and_gets_the_rest_on_resume(
     result = run(toys.toy(), tmp_path / "run", toys.blobs(), track="kept")
     assert len(result.history) == 3
     (line,) = (r.getMessage() for r in caplog.records if r.name == "fedstill.track")
-    assert line.startswith("kept did not take ")
+    assert line.startswith("kept did not accept ")
     assert (
-        f"(OSError: no network in {where}): the run goes on without it; `fedstill resume " in line
+        f"(OSError: no network in {where}): the run continues without it; `fedstill resume " in line
     )
     Kept.fails = ""
     resume(tmp_path / "run", toys.blobs())

@@ -222,11 +222,11 @@ def test_a_low_rank_change_starts_as_the_network_and_is_all_that_moves(
         ),
         (
             {"train_only": ("*",)},
-            "train_only names all 4 entries",
+            "train_only matches all 4 entries",
         ),
         (
             {"model": {"name": "mlp", "hidden": (9,)}, "start_from_partial": True},
-            "start_from has no entry 'body.1.weight', so it cannot be kept from there; add "
+            "start_from has no entry 'body.1.weight', which train_only keeps fixed; add "
             "'body.1.weight' to",
         ),
         (

@@ -1,4 +1,4 @@
-"""Clients as the training loop sees them: their common setup, examples and batches.
+"""Clients in the training loop: their common setup, examples and batches.
 
 ``LoneClient`` is a single client; several clients that are trained together are a ``Stack``.
 """

@@ -2,12 +2,11 @@
 
 A step of a small network consists of about a hundred kernels of a few microseconds. Launching them
 one by one takes longer than running them, and a replay launches all at once. A replayed step has
-the
-same bits: each recording is compared with the step before it is used.
+the same bits: before a recording is used, it is compared with an ordinary step.
 
-A replay only runs kernels. It would skip the work of the host in a step: numbers that it reads or
-draws, and anything that the objective stores in Python. Steps are therefore watched first, and
-steps that involve the host are never recorded.
+A replay only runs kernels. It would skip the host's part of a step, such as reading or drawing
+numbers, and storing values in Python. Steps are therefore watched first, and steps that involve the
+host are never recorded.
 """
 
 from __future__ import annotations
@@ -211,8 +210,8 @@ class StepRecorder:
         """Execute a step twice from the same state: directly and as a replay. The recording is used
         from then on if all bits are equal.
 
-        The batch is not the recorded one, so this also detects an objective that has stored
-        something of the recorded batch.
+        The batch differs from the recorded one, so this also detects objectives that have stored
+        data of the recorded batch.
         """
         state = self.state()
         start = _copies(state)
@@ -291,7 +290,8 @@ def all_equal(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 @contextmanager
 def on_own_stream(device: torch.device) -> Iterator[None]:
-    """Train on a GPU, in a stream in which steps can be recorded. This has no effect on the CPU.
+    """A context for training on a GPU, with a stream in which steps can be recorded. It has no
+    effect on the CPU.
 
     Threads take turns. Otherwise, a recording would contain the kernels of another thread, and both
     would draw from the same generator.
@@ -322,7 +322,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-# Watching a step, to see whether a replay of its kernels would be the same step.
+# Watching a step, to check whether a replay of its kernels would be equivalent.
 
 aten = torch.ops.aten
 
@@ -361,7 +361,7 @@ _passed_on: dict[Any, Any] = {}
 
 
 class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records, during a step, whether a replay would be the same step.
+    """Watches a step and records whether a replay would be equivalent.
 
     Tensors are identified by the address of their memory, which views share.
     """

@@ -1,6 +1,4 @@
-"""The hardware of a run: cores and threads, the memory that a process frees, and the precision of
-arithmetic.
-"""
+"""The hardware of a run: cores and threads, freed memory, GPUs, and the precision of arithmetic."""
 
 from __future__ import annotations
 
@@ -78,14 +76,14 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
-    """The results of parallel jobs, in order. Each job has one torch thread, so that the bits do
-    not depend on ``workers``.
+    """Run jobs in parallel, and return their results in order. Each job has one torch thread, so
+    that the bits do not depend on ``workers``.
     """
     if min(workers, len(jobs)) < 2:
         with torch_threads(1):
             return [job() for job in jobs]
     if not is_settled():
-        # The threads end when the process settings are left.
+        # The threads end together with the context of process settings.
         with process_settings():
             return side_by_side(jobs, workers)
     futures = [_pool(workers).submit(job) for job in jobs]
@@ -94,8 +92,8 @@ def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
 
 @functools.cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Threads that live until the run ends, because each of them builds its own modules. The number
-    of torch threads is set in each thread.
+    """A pool of threads that persists until the run ends, because each thread builds its own
+    modules. The number of torch threads is set in each thread.
     """
     pool = ThreadPoolExecutor(workers, "shard", torch.set_num_threads, (1,))
 
@@ -148,34 +146,35 @@ def keep_freed_memory() -> bool:
 # ---- several runs at once ------------------------------------------------------------------------
 
 BYTES_A_RUN = 1.5e9
-"""The most memory that a run of usual size needs; it only decides how many run at once."""
+"""The memory that a run of typical size needs at most; it only limits the number of parallel runs.
+"""
 
 BYTES_ON_CARD = 3e9
-"""The same for the memory of a CUDA card, of which each process needs half a gigabyte itself."""
+"""The same for the memory of a GPU, of which each process needs half a gigabyte for itself."""
 
 VISIBLE_CARDS = "CUDA_VISIBLE_DEVICES"
-"""The environment variable with the cards that CUDA shows to a process."""
+"""The environment variable with the GPUs that are visible to a process."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A CUDA card: its name in ``CUDA_VISIBLE_DEVICES``, and its free memory in bytes."""
+    """A GPU: its name in ``CUDA_VISIBLE_DEVICES``, and its free memory in bytes."""
 
     name: str
     free: float
 
     @property
     def room(self) -> int:
-        """The number of runs for which its memory suffices, at least one."""
+        """The number of runs that fit into its memory, at least one."""
         return max(1, int(self.free / BYTES_ON_CARD))
 
 
 @dataclass(frozen=True)
 class Slots:
-    """The number of runs to carry out at once.
+    """The number of parallel runs.
 
-    ``cards``: the card of each of them, by its name in ``CUDA_VISIBLE_DEVICES``; empty if all runs
-    see the cards that this process sees.
+    ``cards``: the GPU of each of them, by its name in ``CUDA_VISIBLE_DEVICES``; empty if the runs
+    see the same GPUs as this process.
     """
 
     jobs: int
@@ -183,8 +182,8 @@ class Slots:
 
 
 def jobs_that_fit(device: str = "cpu") -> int:
-    """The number of runs to carry out at once on a device: one for each core, or fewer if the
-    memory of the machine or of its card does not suffice.
+    """The number of parallel runs on a device: one for each core, or fewer if the memory of the
+    machine or of its GPU is insufficient.
     """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fit = min(cores(), int(free / BYTES_A_RUN))
@@ -194,11 +193,11 @@ def jobs_that_fit(device: str = "cpu") -> int:
 
 
 def slots_for(devices: Set[str], jobs: int | None, numbers: Sequence[int] = ()) -> Slots:
-    """The slots of runs on these devices. Runs with ``device = "cuda"`` are distributed over the
-    cards that torch sees.
+    """The slots for parallel runs on these devices. Runs with ``device = "cuda"`` are distributed
+    over the GPUs that torch sees.
 
-    jobs: the number of runs at once; None: as many as fit. numbers: the cards to use, as torch
-    counts them; empty: all. Raises ConfigError for cards that do not exist or are not used.
+    jobs: the number of parallel runs; None: as many as fit. numbers: the GPUs to use, with torch's
+    indices; empty: all. Raises ConfigError for GPUs that do not exist or are not used.
     """
     if numbers:
         _check_numbers(devices, numbers)
@@ -215,10 +214,10 @@ def slots_for(devices: Set[str], jobs: int | None, numbers: Sequence[int] = ()) 
 
 
 def distributed(cards: Sequence[Card], jobs: int | None) -> tuple[str, ...]:
-    """The card of each slot, turn by turn.
+    """The GPU of each slot, in turn.
 
-    By default there are as many slots as the memory of the cards allows, at most one for each core,
-    and at least one for each card. ``jobs`` is another number, whatever the memory.
+    By default, there are as many slots as the memory of the GPUs allows, at most one for each core,
+    and at least one for each GPU. ``jobs`` overrides this number, regardless of memory.
 
     >>> distributed([Card("0", 24e9), Card("1", 6e9)], jobs=5)
     ('0', '1', '0', '1', '0')
@@ -239,13 +238,17 @@ def _check_numbers(devices: Set[str], numbers: Sequence[int]) -> None:
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
     if count == 0:
-        raise ConfigError("--devices: torch sees no CUDA device here; leave it out")
+        raise ConfigError("--devices: torch sees no CUDA device on this machine; remove the option")
     unseen = [number for number in numbers if number not in range(count)]
     if unseen:
         seen = ", ".join(map(str, range(count)))
-        raise ConfigError(f"--devices: {unseen[0]} is no CUDA device here; torch sees {seen}")
+        raise ConfigError(
+            f"--devices: there is no CUDA device {unseen[0]} on this machine; torch sees {seen}"
+        )
     if len(set(numbers)) != len(numbers):
-        raise ConfigError("--devices names a device twice; name each once, and set --jobs")
+        raise ConfigError(
+            "--devices contains a device twice; list each device once, and set --jobs"
+        )
     if "cuda" not in devices or any(device.startswith("cuda:") for device in devices):
         raise ConfigError(
             f"--devices distributes runs with device = 'cuda', but these have "
@@ -254,7 +257,7 @@ def _check_numbers(devices: Set[str], numbers: Sequence[int]) -> None:
 
 
 def _card(number: int) -> Card:
-    """A card that torch sees, by its number."""
+    """The GPU with this number in torch."""
     name = str(number)
     visible = os.environ.get(VISIBLE_CARDS)
     if visible:
@@ -289,15 +292,14 @@ def check_precision(precision: Precision, device: str) -> None:
     """Raise ConfigError for a precision that no device of this kind supports."""
     if precision == "tf32" and not is_cuda(device):
         raise ConfigError(
-            "precision = 'tf32' works on CUDA devices only; on the CPU set precision = 'fp32' or "
-            "'bf16'"
+            "precision = 'tf32' needs a CUDA device; on the CPU, set precision = 'fp32' or 'bf16'"
         )
 
 
 def check_machine(precisions: Mapping[str, Precision], device: str) -> None:
-    """Raise ConfigError if this machine has no such device, or would emulate a precision.
+    """Raise ConfigError if this machine does not have the device, or would emulate a precision.
 
-    ``precisions``: by the key of the config.
+    ``precisions``: the precisions by config key.
     """
     _check_device(device)
     keys = [key for key, precision in precisions.items() if precision == "bf16"]
@@ -306,22 +308,23 @@ def check_machine(precisions: Mapping[str, Precision], device: str) -> None:
         if device != "cpu":
             kind = "device"
         raise ConfigError(
-            f"{keys[0]} = 'bf16': this {kind} has no units for bfloat16, and would imitate it "
-            "slowly; leave the key out for a new run"
+            f"{keys[0]} = 'bf16': this {kind} has no units for bfloat16 and would emulate it "
+            "slowly; remove the key for a new run"
         )
 
 
 def _check_device(device: str) -> None:
-    """Raise ConfigError if torch does not see a device, with the devices that it sees."""
+    """Raise ConfigError if torch does not see a device; the message lists those that it sees."""
     if device == "mps" and not torch.backends.mps.is_available():
         raise ConfigError(
-            "device = 'mps': torch offers no MPS device here; set device = 'cpu' for a new run"
+            "device = 'mps': torch sees no MPS device on this machine; "
+            "set device = 'cpu' for a new run"
         )
     if not is_cuda(device):
         return
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device = {device!r}: torch sees no CUDA device here; "
+            f"device = {device!r}: torch sees no CUDA device on this machine; "
             "set device = 'cpu' for a new run, or install torch for CUDA"
         )
     count = torch.cuda.device_count()
@@ -329,14 +332,12 @@ def _check_device(device: str) -> None:
     if index is not None and index >= count:
         names = [f"cuda:{number} ({torch.cuda.get_device_name(number)})" for number in range(count)]
         raise ConfigError(
-            f"device = {device!r}: torch sees {', '.join(names)} here; set one of them"
+            f"device = {device!r}: torch only sees {', '.join(names)}; choose one of them"
         )
 
 
 def has_bfloat16(device: str) -> bool:
-    """Whether a device has instructions for products in bfloat16; False for MPS, where it is
-    untested.
-    """
+    """Whether a device has instructions for products in bfloat16; False for MPS (untested)."""
     if device == "mps":
         return False
     if is_cuda(device):
@@ -350,7 +351,7 @@ def has_bfloat16(device: str) -> bool:
 
 
 def lowered(run: Callable[P, T], precision: Precision, device: torch.device) -> Callable[P, T]:
-    """A forward pass at a precision. Its outputs are float32 again, so that losses are, too."""
+    """A forward pass at a precision; its outputs are converted to float32, for the losses."""
     if precision != "bf16":
         return run
 
@@ -363,10 +364,10 @@ def lowered(run: Callable[P, T], precision: Precision, device: torch.device) -> 
 
 @contextmanager
 def products(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Let a CUDA device round products to TensorFloat-32 if that is the precision. On the CPU this
-    does nothing.
+    """A context in which a CUDA device rounds products to TensorFloat-32, if that is the precision.
+    On the CPU, it has no effect.
 
-    Torch has one setting for the whole process. It is safe to change, because on a card clients
+    Torch has one setting for the whole process. It is safe to change it, because clients on a GPU
     train one after another.
     """
     if device.type != "cuda":
@@ -380,7 +381,7 @@ def products(precision: Precision, device: torch.device) -> Iterator[None]:
 
 
 def _floats(value: T) -> T:
-    """The outputs of a pass, with float32 in place of bfloat16."""
+    """The outputs of a pass, converted from bfloat16 to float32."""
     if isinstance(value, Tensor) and value.dtype == torch.bfloat16:
         return value.float()  # type: ignore[return-value]
     if not isinstance(value, tuple):

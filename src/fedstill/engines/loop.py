@@ -1,9 +1,8 @@
 """The training loop: it trains one client, or a stack of clients, for one stage.
 
 All engines use this loop. ``Training.run`` iterates over the batches, and ``Training.step``
-executes
-a step: the terms of the method's objective, their gradient, and the optimiser's update, with the
-functions that the method overrides.
+executes a step: it computes the terms of the method's objective and their gradient, updates the
+parameters, and calls the functions that the method overrides.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ Objective = Callable[[Step, TrainingStart], Mapping[str, Tensor]]
 """``ClientWork.terms`` or ``ClientWork.ascent_terms``."""
 
 DETACHED = (
-    "returns terms that do not depend on the trained parameters, so nothing would be trained: is a "
-    "tensor detached, created with .item() or NumPy, or under torch.no_grad()?"
+    "returns terms that do not depend on the trained parameters, so nothing would be trained: a "
+    "tensor may be detached, created with .item() or NumPy, or under torch.no_grad()"
 )
 """The message about terms without a gradient."""
 
@@ -248,9 +247,9 @@ class Training:
         ]
 
     def step(self, batch: Batch) -> None:
-        """One step of every client that is still training.
+        """Execute one step of every client that is still training.
 
-        A step needs no number from the device, so the host runs ahead of a GPU.
+        The host needs no value from the device, so it can run ahead of a GPU.
         """
         inputs = self.clients.step_inputs(batch)
         if self.setup.rule is not None:
@@ -457,7 +456,7 @@ def _at_least_float32(term: Tensor) -> Tensor:
 
 
 def gradients_of(leaves: Tensors) -> dict[str, Tensor]:
-    """Copies of the leaves' gradients; zeros for a leaf without a gradient."""
+    """Copies of the gradients of the leaves; zeros for leaves without a gradient."""
     gradients = {}
     for name, leaf in leaves.items():
         if leaf.grad is None:

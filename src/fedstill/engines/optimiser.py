@@ -24,14 +24,14 @@ class Optimiser(Protocol):
     """Updates its leaves in place by their gradients."""
 
     def step(self) -> None:
-        """One update. A leaf without gradient stays as it is."""
+        """Update the leaves; a leaf without a gradient does not change."""
 
     def state(self) -> list[Tensor]:
         """The tensors that persist between steps."""
 
 
 def optimiser(plan: Plan, leaves: Sequence[Tensor], lr: float) -> Optimiser:
-    """The optimiser that a plan names."""
+    """The optimiser of a plan."""
     if plan.optimiser == "adam":
         return Adam(plan, leaves, lr)
     return Sgd(plan, leaves, lr)
@@ -131,9 +131,7 @@ class Adam:
 
 
 def _gradient(leaf: Tensor) -> Tensor:
-    """A leaf's gradient, in the leaf's order of memory: a fused kernel goes through the memory of
-    both from end to end.
-    """
+    """A leaf's gradient in the leaf's memory order, which fused kernels require."""
     assert leaf.grad is not None
     if leaf.grad.stride() == leaf.stride():
         return leaf.grad

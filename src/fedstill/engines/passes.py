@@ -29,18 +29,18 @@ from fedstill.models.ensemble import CombinedPredictor
 from fedstill.models.functional import SHARD, channels_last
 
 LONG_SHARD = 0.002
-"""Seconds from which a shard is long. With shorter ones, threads would wait for the interpreter as
-long as they compute.
+"""The duration in seconds from which shards run in threads. With shorter shards, threads would wait
+for the interpreter as long as they compute.
 """
 
 Predict = Callable[[Tensor], Tensor]
-"""From inputs to logits."""
+"""A function from inputs to logits."""
 
 T = TypeVar("T")
 
 
 def shards(values: Tensor, inputs: Inputs) -> Iterator[Tensor]:
-    """Stored values as inputs, in fixed shards and in their order."""
+    """Stored values as inputs, in shards of a fixed size and in order."""
     for start in range(0, values.shape[0], SHARD):
         yield _shard(values, start, inputs)
 
@@ -58,24 +58,24 @@ class ModelPasses:
     precision: Precision = "fp32"
 
     def logits(self, params: Tensors, examples: Examples, model: ModelSpec | None = None) -> Tensor:
-        """Logits (n, C) in the order of the examples, of this architecture or of another."""
+        """The logits (n, C) in the order of the examples; model: another architecture."""
         return self._outputs(contract.forward, params, examples, model)
 
     def features(
         self, params: Tensors, examples: Examples, model: ModelSpec | None = None
     ) -> Tensor:
-        """Penultimate features (n, D) in the order of the examples, of this architecture or of
-        another.
+        """The penultimate features (n, D) in the order of the examples; model: another
+        architecture.
         """
         return self._outputs(contract.features, params, examples, model)
 
     def gradients(
         self, params: Tensors, examples: Examples, loss: Any, batch: int, seed: int | None = None
     ) -> Iterator[Tensors]:
-        """The gradient of the mean ``loss(logits, labels) -> (B,)``, for each batch of a shuffled
-        order, which is the same in every call.
+        """The gradient of the mean of ``loss(logits, labels) -> (B,)``, for each batch. Examples
+        are shuffled, with the same order in every call.
 
-        seed: augments images as in training; without it they are not augmented.
+        seed: if given, images are augmented as in training.
         """
         module = contract.module(self.model, "frozen").eval()
         trainable = contract.trainable_names(self.model)
@@ -87,7 +87,7 @@ class ModelPasses:
 
         order = torch.randperm(len(examples), generator=generator(0))
         for index in torch.split(order, batch):
-            # Fresh leaves for each batch: in the old ones, gradients would add up.
+            # New leaves for each batch, because gradients would accumulate in the old ones.
             leaves = {
                 name: v.clone().requires_grad_(name in trainable) for name, v in entries.items()
             }
@@ -110,7 +110,7 @@ class ModelPasses:
         examples: Examples,
         model: ModelSpec | None = None,
     ) -> Iterator[T]:
-        """``function(network, params, x)`` for each fixed shard of the examples, in their order."""
+        """``function(network, params, x)`` for each shard of the examples, in order."""
         network = contract.module(model or self.model, "frozen").eval()
         device = examples.values.device
         tensors = {name: channels_last(tensor.to(device)) for name, tensor in params.items()}
@@ -145,8 +145,8 @@ def _gradient(leaf: Tensor) -> Tensor:
 
 
 def _backward_of(module: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
-    """Lets a network in evaluation mode have a backward pass: for recurrent layers, cuDNN has one
-    in training mode only, and torch's own kernels have it always.
+    """A context in which a network in evaluation mode supports backward passes. For recurrent
+    layers, cuDNN only supports them in training mode, so torch's own kernels are used.
     """
     if device.type == "cuda" and any(isinstance(m, nn.RNNBase) for m in module.modules()):
         return without_cudnn()
@@ -160,11 +160,11 @@ def by_shard(
     inputs: Inputs,
     workers: int = 1,
 ) -> list[T]:
-    """The result of a function on a predictor's logits for each fixed shard, in the order of the
+    """The result of a function of a predictor's logits for each shard, in the order of the
     examples.
 
-    workers: how many shards run at a time on the CPU, if torch has one thread, a shard takes long
-    enough, and threads may share the predictor. The bits do not depend on it.
+    workers: the number of shards that run in parallel on the CPU, if torch has one thread, a shard
+    takes long enough, and threads may share the predictor. The bits do not depend on it.
     """
 
     def run(start: int) -> T:
@@ -186,7 +186,7 @@ def by_shard(
 def _may_use_threads(predict: Predict, examples: Examples, workers: int) -> bool:
     if workers < 2 or torch.get_num_threads() > 1 or examples.values.device.type != "cpu":
         return False
-    # The library's predictors run in a module of each thread's own; nothing is known of others.
+    # The library's predictors use a separate module in each thread; other predictors may not.
     inner = inspect.unwrap(predict)
     predictors: Sequence[Any] = [inner]
     if isinstance(inner, CombinedPredictor):
@@ -197,7 +197,7 @@ def _may_use_threads(predict: Predict, examples: Examples, workers: int) -> bool
 def correct_by_example(
     predict: Predict, examples: Examples, inputs: Inputs, workers: int = 1
 ) -> Tensor:
-    """Which examples are predicted right: (n,) bool, on the CPU; ``workers`` as in ``by_shard``."""
+    """Whether each prediction is correct, (n,) bool on the CPU; ``workers`` as in ``by_shard``."""
     predicted = by_shard(_most_likely, predict, examples, inputs, workers)
     if not predicted:
         return torch.zeros(0, dtype=torch.bool)
@@ -207,8 +207,8 @@ def correct_by_example(
 def correct_by_class(
     predict: Predict, examples: Examples, inputs: Inputs, classes: int, workers: int = 1
 ) -> Tensor:
-    """How many examples of each class are predicted right: (C,) int64, on the CPU; ``workers`` as
-    in ``by_shard``.
+    """The number of correct predictions by class, (C,) int64 on the CPU; ``workers`` as in
+    ``by_shard``.
     """
     predicted = by_shard(_most_likely, predict, examples, inputs, workers)
     return counted_right(predicted, examples.labels, classes).cpu()
@@ -216,22 +216,20 @@ def correct_by_class(
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a predictor gives for examples, on the CPU: logits (n, C) and the predicted classes
-    (n,).
-    """
+    """The outputs of a predictor, on the CPU: logits (n, C) and predicted classes (n,)."""
 
     logits: Tensor
     predicted: Tensor
 
     def take(self, positions: Tensor) -> Outputs:
-        """The outputs for some of the examples."""
+        """The outputs at these positions."""
         return Outputs(self.logits[positions], self.predicted[positions])
 
 
 def outputs_by_example(
     predict: Predict, examples: Examples, inputs: Inputs, workers: int = 1
 ) -> Outputs:
-    """Logits and predicted classes of at least one example; ``workers`` as in ``by_shard``."""
+    """The logits and predicted classes of one or more examples; ``workers`` as in ``by_shard``."""
     shards = by_shard(_logits_and_class, predict, examples, inputs, workers)
     logits = torch.cat([shard[0] for shard in shards])
     predicted = torch.cat([shard[1] for shard in shards])
@@ -239,7 +237,7 @@ def outputs_by_example(
 
 
 def _logits_and_class(logits: Tensor) -> tuple[Tensor, Tensor]:
-    # The class is chosen on the device, as where logits are not needed.
+    # Classes are predicted on the device, as in functions that do not return logits.
     return logits, logits.argmax(1)
 
 
@@ -248,9 +246,9 @@ def _most_likely(logits: Tensor) -> Tensor:
 
 
 def counted_right(predicted: Sequence[Tensor], labels: Tensor, classes: int) -> Tensor:
-    """How many predicted classes are the labels (n,), by class: (C,) int64, on the labels' device.
+    """The number of correct predictions by class, (C,) int64 on the device of the labels (n,).
 
-    predicted: the classes of all examples, in parts.
+    predicted: the predicted classes of all examples, in parts.
     """
     counts = torch.zeros(classes, dtype=torch.int64, device=labels.device)
     if not predicted:
@@ -261,7 +259,7 @@ def counted_right(predicted: Sequence[Tensor], labels: Tensor, classes: int) -> 
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Use torch's own kernels instead of cuDNN's."""
+    """A context in which torch uses its own kernels instead of cuDNN's."""
     # torch.backends.cudnn.flags() would reset cuDNN's other settings.
     was_enabled = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False
@@ -273,8 +271,8 @@ def without_cudnn() -> Iterator[None]:
 
 # ---- the cost of a pass --------------------------------------------------------------------------
 
-# Operations and the numbers that layers give are counted once for each architecture, in the forward
-# pass of one example.
+# Operations and activations are counted once for each architecture, in the forward pass of one
+# example.
 
 
 @lru_cache(maxsize=64)
@@ -282,7 +280,7 @@ def forward_flops(model: ModelSpec) -> float:
     """The floating-point operations of one example's forward pass. Like torch's counter, this only
     counts matrix products and convolutions.
     """
-    # On the meta device, torch would import its compiler for the shape of a ReLU's result.
+    # On the meta device, torch would import its compiler to compute the shape of a ReLU's result.
     counter = _ProductCounter()
     _forward_under(counter, model, "cpu")
     return float(counter.count)
@@ -290,8 +288,8 @@ def forward_flops(model: ModelSpec) -> float:
 
 @lru_cache(maxsize=64)
 def embedding_size(model: ModelSpec) -> int:
-    """The number of entries of a network's embeddings. A pass reads a few of them, but a step has a
-    gradient for all of them.
+    """The number of entries of a network's embeddings. A pass reads only a few of them, but a step
+    computes a gradient for all.
     """
     embeddings = [m for m in contract.module(model).modules() if isinstance(m, nn.Embedding)]
     return sum(embedding.weight.numel() for embedding in embeddings)
@@ -303,7 +301,8 @@ def activations(model: ModelSpec) -> int:
     counter = _ActivationCounter()
     try:
         _forward_under(counter, model, "meta")
-    # Torch raises these for operations that the meta device lacks, and if the network reads values.
+    # Torch raises these errors if the meta device lacks an operation, or if the network reads
+    # values.
     except (NotImplementedError, RuntimeError):
         counter = _ActivationCounter()
         _forward_under(counter, model, "cpu")
@@ -312,7 +311,7 @@ def activations(model: ModelSpec) -> int:
 
 def step_flops(model: ModelSpec, batch: float) -> float:
     """The floating-point operations of a training step. A backward pass counts as two forward
-    passes. Embeddings have no products, but a gradient and an update.
+    passes. For embeddings, only the gradient and the update count.
     """
     return 3 * forward_flops(model) * batch + 2 * embedding_size(model)
 
@@ -332,7 +331,7 @@ def _forward_under(counter: _Counter, model: ModelSpec, device: Literal["meta", 
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sums a number over the operations of a pass."""
+    """Sums up a count over the operations of a pass."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -352,7 +351,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def counted(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """The number that an operation adds."""
+        """The contribution of an operation."""
         raise NotImplementedError
 
 

@@ -1,5 +1,5 @@
-"""The pooled engine: clients of a stage side by side in threads. Its bits are those of the serial
-engine.
+"""The pooled engine: the clients of a stage run in parallel threads. Its results are bit-identical
+to those of the serial engine.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fedstill.models.contract import draws_random_numbers
 log = logging.getLogger("fedstill.engine")
 
 LIGHT_FLOPS = 1e6
-"""About the floating-point operations of a step up to which threads do not pay: they would wait for
-the interpreter longer than they compute.
+"""The approximate number of floating-point operations in a step up to which threads are not worth
+while, because they would wait for the interpreter longer than they compute.
 """
 
 
@@ -38,24 +38,24 @@ class SharedDraw(Exception):
 
 
 class GeneratorWatch:
-    """Checks that torch's global generators stay where they are."""
+    """Checks that nothing draws from torch's global generators."""
 
     def __init__(self) -> None:
         self._state = global_state()
 
     def check(self) -> None:
-        """Raises SharedDraw if a generator has moved."""
+        """Raise SharedDraw if a generator has been used."""
         if has_moved(self._state):
             raise SharedDraw
 
 
 @functools.cache
 def warn_of_draws(work: str) -> None:
-    """Warn that clients do not train side by side; once for each kind of work in a process."""
+    """Warn that clients do not train in parallel; once per process for each kind of work."""
     log.warning(
-        "%s draws random numbers from torch's global generator, which clients side by side or in a "
-        "stack would share: "
-        "its clients are trained one after another; set engine = 'serial' to save the first try",
+        "%s draws random numbers from torch's global generator, which parallel or stacked clients "
+        "would share: "
+        "its clients are trained one after another; set engine = 'serial' to skip the attempt",
         work,
     )
 
@@ -66,16 +66,16 @@ class PooledEngine(SerialEngine):
     release the interpreter's lock.
 
     Every client has its own torch threads, modules and random numbers, so the bits do not depend on
-    the number of workers. Some stages run as in the serial engine: a stage of one client, of models
-    so small that threads do not pay, and of models that draw from torch's global generators, for
-    example for dropout. If a method turns out to draw from them, its stage is repeated that way,
-    and all later stages run that way.
+    the number of workers. Some stages run as in the serial engine: stages with one client, with
+    models too small for threads, and with models that draw from torch's global generators, for
+    example for dropout. If a method draws from them unexpectedly, its stage is repeated serially,
+    and all later stages run serially.
     """
 
     workers: int = field(default_factory=workers)
-    """How many clients run side by side."""
+    """The number of clients that run in parallel."""
     light_flops: float = field(default_factory=lambda: LIGHT_FLOPS)
-    # Fields without init are not copied by dataclasses.replace: an engine has threads of its own.
+    # dataclasses.replace does not copy fields without init, so each engine has its own threads.
     _pool: ThreadPoolExecutor | None = field(default=None, init=False, repr=False)
     _watch: GeneratorWatch | None = field(default=None, init=False, repr=False)
     """Set while clients share the global generators."""
@@ -84,7 +84,7 @@ class PooledEngine(SerialEngine):
     def run(
         self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
-        """The replies of the clients that got a payload, in the order of the schedule."""
+        """The replies of the clients with a payload, in the order of the schedule."""
         clients = [client for client in stage.clients if client in payloads]
         if not self._uses_threads(stage, clients):
             return super().run(work, stage, payloads, seed)
@@ -97,7 +97,8 @@ class PooledEngine(SerialEngine):
                 return self._side_by_side(reply, clients)
         except SharedDraw:
             self._method_draws = True
-        # Not in the except clause, where the errors of clients would have SharedDraw as context.
+        # Outside the except clause, because otherwise errors of clients would be chained to
+        # SharedDraw.
         return self._one_by_one(work, stage, payloads, seed)
 
     def _uses_threads(self, stage: Stage, clients: Sequence[int]) -> bool:
@@ -114,8 +115,8 @@ class PooledEngine(SerialEngine):
     def _side_by_side(self, reply: Callable[[int], Reply], clients: Sequence[int]) -> list[Reply]:
         """The reply of each client, computed in threads.
 
-        An exception cancels the clients that have not started. If several clients raise, the first
-        in the schedule counts, as in the serial engine.
+        An exception cancels the clients that have not started. If several clients raise an
+        exception, the first one in the schedule is reported, as in the serial engine.
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, "client")
@@ -125,7 +126,7 @@ class PooledEngine(SerialEngine):
             torch.set_num_threads(self.threads.several)
             return reply(client)
 
-        # The largest clients start first. Started last, one of them would work alone at the end.
+        # The largest clients start first, so that none of them runs alone at the end.
         longest_first = sorted(clients, key=self.sites.size, reverse=True)
         futures = {client: self._pool.submit(run, client) for client in longest_first}
         try:
@@ -140,8 +141,8 @@ class PooledEngine(SerialEngine):
 
     @contextmanager
     def _sharing_generators(self, stage: Stage, seed: int) -> Iterator[None]:
-        """Let clients share torch's global generators. Raises SharedDraw if anything has drawn from
-        them.
+        """A context in which clients share torch's global generators. Raises SharedDraw if anything
+        draws from them.
         """
         with drawing_from(seed_for(seed, stage.round, stage.index, SERVER, "work")):
             watch = GeneratorWatch()
@@ -155,14 +156,14 @@ class PooledEngine(SerialEngine):
     def _one_by_one(
         self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
-        """The stage as in the serial engine, where every client's global generators are seeded."""
+        """Run the stage serially, with seeded global generators for every client."""
         warn_of_draws(type(work).__name__)
         return SerialEngine.run(self, work, stage, payloads, seed)
 
     def _new_reply(self, job: ClientJob) -> Reply:
         reply = super()._new_reply(job)
         if self._watch is not None:
-            # Here, because the caller may keep the reply for other runs.
+            # Checked here because the caller may cache the reply for other runs.
             self._watch.check()
         return reply
 
@@ -180,14 +181,15 @@ class PooledEngine(SerialEngine):
         return super()._failed(work, stage, clients, error)
 
     def close(self) -> None:
-        """End the threads, and wait for the clients that they are working for."""
+        """Stop the threads after the current clients have finished."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
 
 def step_cost(model: ModelSpec, batch: int) -> float:
-    """About the floating-point operations of a step: for images, six for each parameter and image,
-    and sixty for each pixel. It decides whether clients train in threads, and never changes a bit.
+    """The approximate number of floating-point operations in a step: for images, six for each
+    parameter and image, and sixty for each pixel. It decides whether clients train in threads, and
+    does not affect results.
     """
     if len(model.input_shape) == 3:
         return 6.0 * batch * (contract.size(model) + 10 * math.prod(model.input_shape))
@@ -208,6 +210,6 @@ def global_state() -> list[torch.Tensor]:
 def has_moved(since: list[torch.Tensor]) -> bool:
     """Whether anything has drawn from the global generators since ``global_state``.
 
-    If CUDA was first used in between, only the CPU's generator is compared.
+    If CUDA was initialised in between, only the CPU's generator is compared.
     """
     return any(not torch.equal(a, b) for a, b in zip(global_state(), since, strict=False))

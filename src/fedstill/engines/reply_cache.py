@@ -1,12 +1,12 @@
-"""Replies stored for other runs. If clients train alone, the methods of a comparison share their
-replies instead of training again.
+"""A cache of replies that runs share. If clients train alone, the methods of a comparison reuse
+their replies instead of training again.
 
-A method names the stages whose replies may be stored (``Method.reusable``). A reply's key is the
-hash of everything that the reply depends on: the client's data, its model, its payload and its
-memory, the plan, the work and its fields, the place of its seeds (run seed, round, stage, client),
-the test set if that was measured, this library's source, torch and the kind of processor. So a
-stored reply has the bits of training again. A run that was killed finds the replies of the clients
-that had finished.
+A method declares the stages whose replies may be stored (``Method.reusable``). The key of a reply
+is the hash of everything that the reply depends on: the client's data, model, payload and state,
+the plan, the work and its fields, the keys of its random numbers (run seed, round, stage, client),
+the test set if a measure used it, this library's source, torch and the kind of processor.
+Therefore, a stored reply is bit-identical to a new one. A run that was killed also finds the
+replies of clients that had finished.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from fedstill.engines.serial import ClientJob, SerialEngine
 log = logging.getLogger("fedstill.reuse")
 
 LOCK_DIGITS = 3
-"""Keys that share this many leading hexadecimal digits share a lock. That keeps the lock files few,
-and processes seldom wait for each other.
+"""Keys with the same leading hexadecimal digits share a lock. This limits the number of lock files,
+while processes rarely wait for each other.
 """
 
 SHA_LENGTH = 64
@@ -51,11 +51,11 @@ SHA_LENGTH = 64
 
 @dataclass(frozen=True)
 class StoredReplies:
-    """A folder of replies (``engines.serial.ReplyCache``)."""
+    """A folder of replies (an ``engines.serial.ReplyCache``)."""
 
     folder: Path
     stages: frozenset[str]
-    """The names of the stages whose replies may be kept."""
+    """The names of the stages whose replies may be stored."""
     max_bytes: int
     """The size of the folder above which the least recently used replies are deleted."""
 
@@ -64,12 +64,12 @@ class StoredReplies:
         return key_of(inputs_of(engine, job))
 
     def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
-        """The reply stored under a key, or the one that ``make`` gives, stored from now on.
+        """The stored reply of a key, or the reply that ``make`` computes, which is then stored.
 
-        If several processes want the same reply, one makes it and the others wait. In a folder
-        where no lock can be written, each makes it, and one warning says so. A damaged file counts
-        as missing and is logged. A reply that cannot be written is not stored. The times of a
-        stored reply are 0, except ``seconds_reused``.
+        If several processes need the same reply, one computes it and the others wait. If locks
+        cannot be written to the folder, each process computes the reply, and a warning is printed
+        once. A damaged file is logged and treated as missing. If a reply cannot be written, it is
+        not stored. The times of a stored reply are 0, except ``seconds_reused``.
         """
         path = self.folder / f"{key}.reply"
         with self._lock(key):
@@ -86,7 +86,7 @@ class StoredReplies:
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:
-        """Hold the lock of a key, if the folder can be written."""
+        """Hold the lock of a key, if the folder is writable."""
         locks = self.folder / "locks"
         with contextlib.ExitStack() as stack:
             try:
@@ -97,7 +97,7 @@ class StoredReplies:
             yield
 
     def _make_room(self) -> None:
-        """Delete the least recently used replies until the others fit."""
+        """Delete the least recently used replies until the rest fits."""
         files: list[_StoredFile] = []
         for path in self.folder.glob("*.reply"):
             with contextlib.suppress(OSError):  # another process may have deleted it
@@ -114,7 +114,7 @@ class StoredReplies:
 
 @dataclass(frozen=True, order=True)
 class _StoredFile:
-    """A file of a reply. Files are ordered by their last use."""
+    """The file of a reply. Files are ordered by their last use."""
 
     used_ns: int
     size: int
@@ -123,16 +123,16 @@ class _StoredFile:
 
 @functools.cache
 def _warn_unwritable(folder: Path, reason: str) -> None:
-    """Warn once in a process that nothing can be written in a folder."""
-    log.warning("replies are not kept in %s for other runs: %s", folder, reason)
+    """Warn once per process that a folder is not writable."""
+    log.warning("replies are not stored in %s for other runs: %s", folder, reason)
 
 
-# What a reply depends on.
+# The dependencies of a reply.
 
 
 @dataclass(frozen=True)
 class ReplyInputs:
-    """Everything that a client's reply depends on, beside the library and the processor.
+    """Everything that a client's reply depends on, except the library and the processor.
 
     ``test``: the common test set, if a hook reads it in this stage.
     """
@@ -149,7 +149,7 @@ class ReplyInputs:
 
 
 def inputs_of(engine: SerialEngine, job: ClientJob) -> ReplyInputs:
-    """Everything that a client's reply depends on."""
+    """Collect the dependencies of a client's reply."""
     stage = job.stage
     further: list[object] = [
         engine.sites.inputs,
@@ -209,7 +209,7 @@ def key_of(inputs: ReplyInputs) -> str:
 
 
 def _stage_identity(inputs: ReplyInputs) -> list[Any]:
-    """The stage, the client and the seed: every random number is drawn by them."""
+    """The stage, the client and the seed, which determine all random numbers."""
     stage = inputs.stage
     return [stage.round, stage.index, stage.name, stage.view, inputs.view.client, inputs.seed]
 
@@ -228,7 +228,7 @@ def _model_identity(model: ModelSpec) -> list[str]:
 
 
 def _machine_identity() -> list[str]:
-    """Everything but the config that decides about rounding: torch, processor and our own code."""
+    """Everything that affects rounding besides the config: torch, the processor and our code."""
     return [
         torch.__version__,
         platform.machine(),
@@ -239,7 +239,7 @@ def _machine_identity() -> list[str]:
 
 def _device_identity(device: torch.device) -> str:
     if device.type == "cuda":
-        # Without the number of the card: another one of the same type gives the same bits.
+        # Without the number of the GPU, because GPUs of the same type compute the same bits.
         return f"{device.type} {card_named(str(device))}"
     return str(device)
 
@@ -260,7 +260,7 @@ def _sources(root: Path) -> list[Path]:
 
 
 def _serialised(reply: Reply) -> list[bytes | memoryview]:
-    """A reply as bytes that begin with their SHA-256, in parts."""
+    """A reply as bytes in several parts, which begin with their SHA-256."""
     fields = {"client": reply.client, "examples": reply.examples, "metrics": dict(reply.metrics)}
     groups = {f"up {name}": group for name, group in reply.content.items()}
     parts = encoded_parts(Payload({**groups, "rest": json.dumps(fields)}))
@@ -268,7 +268,7 @@ def _serialised(reply: Reply) -> list[bytes | memoryview]:
 
 
 def _load(path: Path) -> Reply | None:
-    """The reply in a file; None if there is none, or if it is damaged."""
+    """The reply in a file; None if the file is missing or damaged."""
     try:
         serialised = read_file(path)
     except OSError:
@@ -277,7 +277,7 @@ def _load(path: Path) -> Reply | None:
         return _deserialised(serialised)
     except (BadPayload, ValueError, KeyError, TypeError) as error:
         log.warning(
-            "%s, a reply kept from another run, is damaged and is computed again: %s", path, error
+            "%s, a stored reply of another run, is damaged and is computed again: %s", path, error
         )
         return None
 
@@ -286,7 +286,7 @@ def _deserialised(serialised: bytes) -> Reply:
     sha = serialised[:SHA_LENGTH]
     data = memoryview(serialised)[SHA_LENGTH:]
     if digest(data).encode() != sha:
-        raise BadPayload("its SHA-256 is not the one noted")
+        raise BadPayload("its SHA-256 does not match")
     payload = decode(data, entries=MAX_LOCAL_ENTRIES)
     fields = json.loads(str(payload["rest"]))
     groups = {name.removeprefix("up "): group for name, group in payload.items() if name != "rest"}
@@ -299,7 +299,7 @@ def _deserialised(serialised: bytes) -> Reply:
 
 
 def _with_zero_times(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a reply that was not made now."""
+    """The metrics of a reused reply."""
     zeroed = _without_time(metrics)
     if METHOD_REPORT in metrics:
         zeroed[METHOD_REPORT] = _without_time(metrics[METHOD_REPORT])

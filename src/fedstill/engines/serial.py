@@ -1,5 +1,5 @@
-"""The serial engine, which defines the results of all engines: one client after another, in this
-process.
+"""The serial engine, which defines the results of all engines. It runs one client after another in
+this process.
 """
 
 from __future__ import annotations
@@ -438,7 +438,7 @@ class SerialEngine:
         return measured
 
     def _answering(self, started: StartedClient, params: Tensors) -> FrozenModel:
-        """The client's answer, if its network has the parameters ``params``."""
+        """The model that the client uses, if its network has the parameters ``params``."""
         spec = started.view.model
         return frozen(started.job.work.answer(params, spec), spec)
 

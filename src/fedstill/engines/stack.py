@@ -54,16 +54,16 @@ STACKABLE_LAYERS = (
     nn.Unflatten,
     nn.Linear,
 )
-"""The layers of the networks that ``use_stacked_layers`` changes. Other layers may need an order of
-memory that ``vmap`` does not tell.
+"""The layers of networks that ``use_stacked_layers`` changes. Other layers may need a memory order
+that is unknown under ``vmap``.
 """
 
 
 def use_stacked_layers(module: nn.Module) -> nn.Module:
-    """Change the layers of a module in place to those of a stack; return the module, which then
-    runs only under ``vmap``.
+    """Replace the layers of a module in place by those of a stack; return the module, which then
+    only runs under ``vmap``.
 
-    A module with any layer that is not in ``STACKABLE_LAYERS`` is left as it is: torch's own rules
+    A module with a layer that is not in ``STACKABLE_LAYERS`` does not change, and torch's own rules
     apply to it.
     """
     layers = list(module.modules())
@@ -126,7 +126,7 @@ class _StackedMaxPool2d(nn.MaxPool2d):
 
 
 class _StackedLinear(nn.Linear):
-    """Computes W x instead of x W': the gradient of W then has the memory order of W."""
+    """Computes W x instead of x W', so that the gradient of W has the memory order of W."""
 
     def forward(self, x: Tensor) -> Tensor:
         def multiply(
@@ -157,8 +157,8 @@ def _split_by_client(x: Tensor, clients: int) -> tuple[Tensor, int]:
 
 
 class _StackedLayer(torch.autograd.Function):
-    """Gives a function of stacked tensors (K, ...) to ``vmap`` as the rule of a layer. The function
-    returns a tensor and the position of its client axis.
+    """Registers a function of stacked tensors (K, ...) with ``vmap`` as the rule of a layer. The
+    function returns a tensor and the position of its client axis.
     """
 
     @staticmethod
@@ -168,7 +168,7 @@ class _StackedLayer(torch.autograd.Function):
 
     @staticmethod
     def setup_context(*_: Any) -> None:
-        """Nothing to save: autograd records what the rule does."""
+        """Save nothing, because autograd records the operations of the rule."""
 
     @staticmethod
     def vmap(
@@ -179,7 +179,7 @@ class _StackedLayer(torch.autograd.Function):
     ) -> tuple[Tensor, int]:
         """The layer for all clients at once."""
         clients = info.batch_size
-        # The first of in_dims belongs to the rule.
+        # The first entry of in_dims belongs to the rule.
         axes = in_dims[1:]
         stacks = [
             _with_client_axis(tensor, axis, clients)
@@ -189,8 +189,8 @@ class _StackedLayer(torch.autograd.Function):
 
 
 def _with_client_axis(tensor: Tensor | None, axis: int | None, clients: int) -> Tensor | None:
-    """A tensor with its client axis first. If it has none, it is repeated along one, without a
-    copy.
+    """A tensor with its client axis first. A tensor without a client axis is expanded along one,
+    without a copy.
     """
     if tensor is None:
         return None
@@ -203,13 +203,13 @@ T = TypeVar("T")
 
 
 class Structures:
-    """Decides which clients can be stacked: those of equal structure, whose tensors have the same
-    names, shapes and types.
+    """Decides which clients can be stacked: their tensors must have the same names, shapes and
+    types.
     """
 
     def __init__(self) -> None:
         # The structure of a mapping that was sent to many clients is computed once. The mapping is
-        # kept with it: if it were deleted, another one could have its id.
+        # stored with it, because after its deletion, another mapping could have the same id.
         self._by_id: dict[int, tuple[Mapping[Any, Any], Any]] = {}
 
     def of(self, start: TrainingStart, view: View) -> Any:
@@ -225,7 +225,7 @@ class Structures:
         if isinstance(value, tuple):
             return tuple(map(self._structure, value))
         if isinstance(value, (bool, int, float)):
-            # Numbers may differ: a stack has them as a tensor.
+            # Numbers may differ, because a stack stores them as a tensor.
             return type(value)
         if isinstance(value, (str, ModelSpec, type(None))):
             return value
@@ -247,9 +247,9 @@ def step_fields(start: TrainingStart) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StackedStart:
-    """What K clients of one structure start with, as one ``TrainingStart``.
+    """The starts of K clients with the same structure, combined in one ``TrainingStart``.
 
-    It does not say which examples a client trains on (``TrainingStart.only``).
+    ``TrainingStart.only``, which selects a client's examples, is not part of it.
     """
 
     start: TrainingStart
@@ -257,13 +257,13 @@ class StackedStart:
     clients. A number that differs between clients is a tensor (K,).
     """
     axes: TrainingStart
-    """A start of the same form, which holds for each value the position of its client axis: 0, or
-    None without one.
+    """A start of the same form that contains the position of each value's client axis: 0, or None
+    if it has none.
     """
 
     @staticmethod
     def of(starts: Sequence[TrainingStart], device: torch.device) -> StackedStart:
-        """Several starts as one, on a device."""
+        """Combine several starts on a device."""
         values, axes = _stacked([step_fields(start) for start in starts])
         return StackedStart(TrainingStart(**on_device(values, device)), TrainingStart(**axes))
 
@@ -274,14 +274,14 @@ class StackedStart:
 
 
 class _Stacked(NamedTuple):
-    """The values of K clients as one, and the position of the client axis of each tensor in it."""
+    """The combined values of K clients, and the position of each tensor's client axis."""
 
     value: Any
     axes: Any
 
 
 def _stacked(values: Sequence[Any]) -> _Stacked:
-    """Stack values of one structure."""
+    """Stack values with the same structure."""
     first = values[0]
     if isinstance(first, Mapping):
         entries = {key: _stacked([value[key] for value in values]) for key in first}
@@ -294,7 +294,7 @@ def _stacked(values: Sequence[Any]) -> _Stacked:
         return _Stacked(tuple(i.value for i in items), tuple(i.axes for i in items))
 
     if all(value is first for value in values):
-        # One object was sent to all clients: it is not copied.
+        # If one object was sent to all clients, it is not copied.
         return _Stacked(first, None)
     if isinstance(first, Tensor):
         return _Stacked(torch.stack([value.detach() for value in values]), 0)
@@ -319,7 +319,7 @@ def _part_of_client(value: Any, axes: Any, k: int) -> Any:
 
 
 def is_shared(axes: Any) -> bool:
-    """Whether nothing in a value has a client axis."""
+    """Whether no part of a value has a client axis."""
     if isinstance(axes, Mapping):
         return all(is_shared(axis) for axis in axes.values())
     if isinstance(axes, tuple):
@@ -329,11 +329,12 @@ def is_shared(axes: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Timetable:
-    """What each of K clients with examples does in each of T steps. A client does the same as it
-    would alone, so some finish before others.
+    """The schedule of K clients with examples over T steps. Each client takes the same steps as it
+    would alone, so some clients finish earlier than others.
 
-    One epoch of 3 and of 5 examples, unshuffled, in batches of two: the first client finishes after
-    two steps, the second after three, and the last batch of each has one real example.
+    In this example, two clients train for one epoch on 3 and 5 examples, unshuffled, with a batch
+    size of two. The first client finishes after two steps and the second one after three; the last
+    batch of each has one real example.
 
     >>> plan = Plan(epochs=1, batch=2, shuffle=False)
     >>> table = Timetable.of([3, 5], plan, [torch.Generator(), torch.Generator()])
@@ -347,22 +348,22 @@ class Timetable:
     """
 
     index: Tensor
-    """(T, K, B) positions in each client's examples. A short batch is padded with its first
-    position, and a client that has finished has zeros.
+    """The positions in each client's examples, (T, K, B). A short batch is padded with its first
+    position; finished clients have zeros.
     """
     sizes: Tensor
-    """(T, K) real examples; 0 for a client that has finished."""
+    """The numbers of real examples, (T, K); 0 for finished clients."""
     epoch: Tensor
-    """(T, K) from 0."""
+    """The epochs, counted from 0, (T, K)."""
     ends: Tensor
-    """(T, K), whether a client's epoch ends with the step."""
+    """Whether a client's epoch ends with the step, (T, K)."""
     progress: tuple[Progress, ...]
-    """Each client's steps and epochs in all."""
+    """The total steps and epochs of each client."""
 
     @classmethod
     def of(cls, sizes: Sequence[int], plan: Plan, orders: Sequence[torch.Generator]) -> Timetable:
-        """The timetable of clients with ``sizes`` examples each, at least one, and a generator each
-        for their order.
+        """The timetable of clients with ``sizes`` examples (at least one each), and a generator for
+        the order of each client's examples.
         """
         n = torch.tensor(sizes)
         batches_per_epoch = -(-n // plan.batch)
@@ -393,7 +394,7 @@ class Timetable:
 
 
 def _padded_batches(n: int, plan: Plan, order: torch.Generator) -> Tensor:
-    """One client's batches (its steps, its widest batch), the short ones padded with their first
+    """The batches of one client (steps, largest batch); short batches are padded with their first
     position.
     """
     orders = torch.stack(list(epoch_orders(n, plan, order)))  # (epochs, n)
@@ -402,7 +403,7 @@ def _padded_batches(n: int, plan: Plan, order: torch.Generator) -> Tensor:
     last_begin = n + missing - width
     padding = orders[:, last_begin : last_begin + 1].expand(-1, missing)
     padded = torch.cat([orders, padding], dim=1)
-    # Every epoch is a number of full batches now, so batches may be counted through all epochs.
+    # Every epoch consists of full batches now, so batches can be numbered across epochs.
     batches = padded.view(-1, width)
     if plan.steps:
         return batches[: plan.steps]
@@ -410,8 +411,8 @@ def _padded_batches(n: int, plan: Plan, order: torch.Generator) -> Tensor:
 
 
 def _padded_to_widest(positions: Sequence[Tensor], steps: int) -> Tensor:
-    """The batches of all clients (steps, K, the widest batch of all), the narrower ones padded with
-    their first position.
+    """The batches of all clients (steps, K, largest batch); smaller batches are padded with their
+    first position.
     """
     width = max(batches.shape[1] for batches in positions)
     index = torch.zeros(steps, len(positions), width, dtype=torch.int64)
@@ -426,7 +427,7 @@ class Stack(TrainingClients):
     their first example.
     """
 
-    # A teacher runs under ``vmap`` on a batch, because each client may have another one.
+    # Teachers run on a batch under ``vmap``, because each client may have a different one.
     teacher_on_batch = None
 
     def __init__(
@@ -437,7 +438,7 @@ class Stack(TrainingClients):
         examples = examples_by_client(starts, views, setup.stage)
         self.device = examples[0].values.device
         self.sizes = [len(e) for e in examples]
-        # Clients that train on the same public examples have them in memory once.
+        # Clients that train on the same public examples share them in memory.
         self.has_common_examples = all(e is examples[0] for e in examples)
         stored_examples = examples[0]
         if not self.has_common_examples:
@@ -447,7 +448,7 @@ class Stack(TrainingClients):
 
         self.stacked = StackedStart.of(starts, self.device)
         self._start_is_shared = is_shared(step_fields(self.stacked.axes))
-        # What is trained has a client axis even if all clients start from the same tensors.
+        # Trained entries have a client axis even if all clients start from the same tensors.
         self.params = {
             name: value.detach().to(self.device)
             for name, value in trees.stack([start.params for start in starts]).items()
@@ -470,7 +471,7 @@ class Stack(TrainingClients):
         return use_stacked_layers(contract.module(self.view.model, "stacked"))
 
     def batches(self) -> Iterator[Batch]:
-        """The clients' batches side by side, each client's in its own order."""
+        """The combined batches of all clients, each in its client's own order."""
         plan = self.setup.plan
         if not (plan.epochs or plan.steps):
             return
@@ -479,13 +480,13 @@ class Stack(TrainingClients):
         begins_epoch = torch.ones_like(running)
         begins_epoch[1:] = table.epoch[1:] > table.epoch[:-1]
 
-        # Where each client's examples begin among those of all clients.
+        # The start of each client's examples in the concatenated examples.
         offsets = torch.tensor([0, *self.sizes[:-1]]).cumsum(0)
         rows = table.index + offsets.view(1, -1, 1)
 
         mask = _mask(table)
 
-        # All steps are copied to the device at once, and what the host needs stays on the host, so
+        # All steps are copied to the device at once, and values for the host remain on the host, so
         # that no step waits for a copy.
         index = to_device(table.index, self.device)
         rows = to_device(rows, self.device)
@@ -516,8 +517,8 @@ class Stack(TrainingClients):
             )
 
     def step_inputs(self, batch: Batch) -> StepInputs:
-        """The inputs (K, B, …) and labels (K, B) of a batch. Every client draws random numbers for
-        its real examples only.
+        """The inputs (K, B, …) and labels (K, B) of a batch. Clients draw random numbers only for
+        their real examples.
         """
         positions = batch.rows
         if self.has_common_examples:
@@ -537,8 +538,8 @@ class Stack(TrainingClients):
         )
 
     def _augmented(self, stored: Tensor, counts: Sequence[int]) -> Tensor:
-        """Stored values (K, B, ...) as inputs, the ``counts`` real ones of each client
-        augmented.
+        """Stored values (K, B, ...) as inputs; the first ``counts`` values of each client, which
+        are real, are augmented.
         """
         batches = []
         for k, (images, count) in enumerate(zip(stored, counts, strict=True)):
@@ -559,7 +560,7 @@ class Stack(TrainingClients):
         return self._teacher_tables[key]
 
     def _run_teacher(self, name: str, kind: str) -> Tensor:
-        """A teacher's outputs for the examples of all clients, one client below another."""
+        """A teacher's outputs for the concatenated examples of all clients."""
         if is_shared(self.stacked.axes.teachers[name]):
             teacher = frozen(self.stacked.start.teachers[name], self.view.model)
             outputs = self._outputs(teacher, kind, self.examples)
@@ -588,7 +589,7 @@ class Stack(TrainingClients):
 
     def per_client(self, function: Callable[..., T], *values: Any) -> T:
         if self._start_is_shared:
-            # Then vmap need not look through the start in every step.
+            # This spares vmap from traversing the start in every step.
             return torch.func.vmap(functools.partial(function, self.stacked.start))(*values)
 
         def run(fields: dict[str, Any], *client_values: Any) -> T:
@@ -605,7 +606,7 @@ class Stack(TrainingClients):
         flat = [gradient.unsqueeze(-1).flatten(1) for gradient in gradients]
         norms = torch.stack([torch.linalg.vector_norm(g, dim=1) for g in flat])
         client_norms = norms.norm(dim=0)
-        # The same formula as torch.nn.utils.clip_grad_norm_, which a lone client uses.
+        # The same formula as in torch.nn.utils.clip_grad_norm_, which a single client uses.
         factors = (norm / (client_norms + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             ones = [1] * (gradient.dim() - 1)
@@ -620,10 +621,10 @@ class Stack(TrainingClients):
 
 
 def _mask(table: Timetable) -> Tensor:
-    """Which examples of every step are real, (steps, K, B) float."""
+    """A mask of the real examples in every step, (steps, K, B) float."""
     width = table.index.shape[2]
-    # A client that has finished takes its first example again, and that step is undone. Its
-    # examples count as real, because the mean over none would be 0 / 0.
+    # A finished client repeats its first example, and this step is undone. Its examples count as
+    # real, because the mean over no examples would be 0 / 0.
     real = torch.where(table.sizes > 0, table.sizes, width)
     return (torch.arange(width) < real.unsqueeze(2)).float()
 
@@ -644,7 +645,7 @@ def example_gradients(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The gradient of each example by trained entry, (B, ...), and its terms, (B,).
 
-    example_terms: from the trained entries and a batch of one example to its terms.
+    example_terms: maps the trained entries and a batch of one example to its terms.
     """
 
     def loss(

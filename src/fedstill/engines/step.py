@@ -1,5 +1,5 @@
-"""One batch as an objective sees it (``core.records.Step``): of one client, or under ``vmap`` of
-each client of a stack. And a client's frozen teachers, which never run twice on the same input.
+"""The batch that an objective receives (``core.records.Step``), of one client or, under ``vmap``,
+of each client in a stack; and a client's frozen teachers, which never run twice on the same input.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def frozen(teacher: Teacher, student: ModelSpec) -> FrozenModel:
 
 
 TeacherTable = Callable[[str, str], Tensor | None]
-"""From a teacher's name and "logits" or "features" to its outputs for all examples; to None if it
-has to run on each batch.
+"""A function from a teacher's name and "logits" or "features" to its outputs for all examples, or
+to None if the teacher has to run on each batch.
 """
 
 TeacherOnBatch = Callable[[str, str, Tensor], Tensor]
-"""From a teacher's name, "logits" or "features", and inputs to its outputs."""
+"""A function from a teacher's name, "logits" or "features", and inputs to the teacher's outputs."""
 
 
 class StepInputs(NamedTuple):
-    """The tensors of a batch that an objective sees. ``vmap`` splits them by client in a stack."""
+    """The tensors of a batch for an objective. In a stack, ``vmap`` splits them by client."""
 
     x: Tensor
     y: Tensor
@@ -63,7 +63,7 @@ class StepInputs(NamedTuple):
 
 @dataclass
 class Networks:
-    """The networks of a step: the student's module, and teachers, whose outputs may be known."""
+    """The networks of a step: the student's module and teachers, whose outputs may be cached."""
 
     model: ModelSpec
     module: nn.Module
@@ -72,14 +72,16 @@ class Networks:
     teacher_precision: Precision
     device: torch.device
     teacher_on_batch: TeacherOnBatch | None = None
-    """None under ``vmap``, where each client may have another teacher: it then runs here."""
+    """Runs a teacher on a batch. It is None under ``vmap``, where each client may have a different
+    teacher, which then runs within the step.
+    """
     epoch_was_read: bool = False
-    """Whether an objective has read the epoch's number. A recording of such a step holds for one
-    epoch only.
+    """Whether an objective has read the number of the epoch. A recording of such a step is only
+    valid for one epoch.
     """
 
     def teacher(self, start: TrainingStart, name: str, kind: str, inputs: StepInputs) -> Tensor:
-        """Logits or features of a frozen teacher for a batch."""
+        """The logits or features of a frozen teacher for a batch."""
         table = self.teacher_table(name, kind)
         if table is not None:
             return table[inputs.rows]
@@ -92,7 +94,7 @@ class Networks:
             return self.lowered_teacher(run)(module, teacher.params, inputs.x)
 
     def frozen(self, start: TrainingStart, name: str) -> FrozenModel:
-        """A teacher of what training starts from."""
+        """A teacher of the ``TrainingStart`` as a model."""
         return frozen(start.teachers[name], self.model)
 
     def lowered(self, function: Callable[P, T]) -> Callable[P, T]:
@@ -105,8 +107,8 @@ class Networks:
 
 
 class BatchStep:
-    """A batch under training, as ``core.records.Step`` describes it. A forward pass runs when its
-    result is first needed, and once.
+    """A training batch (a ``core.records.Step``). A forward pass runs once, when its result is
+    needed.
     """
 
     def __init__(
@@ -134,14 +136,14 @@ class BatchStep:
 
     @property
     def ignores_class_weights(self) -> bool:
-        """Whether there are class weights, and an objective has read labels without them."""
+        """Whether an objective has read labels without using the existing class weights."""
         has_weights = self._start.class_weights is not None
         return has_weights and self._labels_were_read and not self._labels_were_weighted
 
     @property
     def epoch(self) -> int:
         self._networks.epoch_was_read = True
-        # In a stack it is a tensor, which vmap lets each client use like a number.
+        # In a stack it is a tensor; under vmap, each client can use its entry like a number.
         return self._inputs.epoch  # type: ignore[return-value]
 
     def logits(self, raw: bool = False) -> Tensor:
@@ -154,7 +156,7 @@ class BatchStep:
     def features(self) -> Tensor:
         if self._features is None:
             self._features = self.run(contract.features)
-            # From the features, so that an objective that needs both runs the body once.
+            # Computed from the features, so that an objective that needs both runs the body once.
             self._logits = self.head(self._features)
         return self._features
 
@@ -219,7 +221,7 @@ class BatchStep:
 
 
 Outputs = dict[str, Tensor]
-"""The outputs of one pass: "logits" (n, C), and "features" (n, D) if they were wanted."""
+"""The outputs of a pass: "logits" (n, C), and "features" (n, D) if requested."""
 
 
 def frozen_teachers(teachers: Mapping[str, Teacher], student: ModelSpec) -> dict[str, FrozenModel]:
@@ -228,8 +230,8 @@ def frozen_teachers(teachers: Mapping[str, Teacher], student: ModelSpec) -> dict
 
 
 def build_modules(teachers: Mapping[str, Teacher], student: ModelSpec) -> None:
-    """Build the modules that teachers run in, before anything runs under ``vmap``: initial weights
-    cannot be drawn there.
+    """Build the modules of teachers before anything runs under ``vmap``, where initial weights
+    cannot be drawn.
     """
     for model in frozen_teachers(teachers, student).values():
         contract.module(model.spec, "frozen")
@@ -239,16 +241,16 @@ def build_modules(teachers: Mapping[str, Teacher], student: ModelSpec) -> None:
 class Teachers:
     """The teachers of one client in one stage, by name.
 
-    A method asks all its teachers the same, so the outputs of all of them are computed as soon as
-    one is needed.
+    Methods use all their teachers in the same way, so the outputs of all teachers are computed as
+    soon as one of them is needed.
     """
 
     models: Mapping[str, FrozenModel]
     fixed_inputs: Tensor | None
-    """The client's inputs, if they are the same in every epoch and training takes all of them."""
+    """The client's inputs, if they are the same in every epoch and training uses all of them."""
     workers: int = 1
-    """How many passes run at a time on the CPU, with one torch thread each. The bits do not depend
-    on it.
+    """The number of passes that run in parallel on the CPU, with one torch thread each. The bits do
+    not depend on it.
     """
     precision: Precision = "fp32"
     _outputs: dict[str, Outputs] = field(default_factory=dict, init=False)
@@ -261,7 +263,7 @@ class Teachers:
         if self.fixed_inputs is None:
             return None
         if kind not in self._outputs.get(name, {}):
-            # Shards of a fixed size, so that the bits do not depend on what is asked for.
+            # Shards have a fixed size, so that the bits do not depend on the requested outputs.
             self._compute(kind, torch.split(self.fixed_inputs, SHARD))
         return self._outputs[name][kind]
 
@@ -275,7 +277,7 @@ class Teachers:
         return self._outputs[name][kind]
 
     def _compute(self, kind: str, shards: Sequence[Tensor]) -> None:
-        """Run every teacher on every shard."""
+        """Run all teachers on all shards."""
         passes = [
             partial(_run, self._model(name), x, kind, self.precision)
             for name in self.models
@@ -293,8 +295,8 @@ class Teachers:
             }
 
     def _model(self, name: str) -> FrozenModel:
-        """A teacher whose parameters have the order in memory that convolutions want. They are
-        reordered once, not in every pass.
+        """A teacher whose parameters have the best memory order for convolutions. They are
+        reordered once instead of in every pass.
         """
         if name not in self._channels_last:
             model = self.models[name]
@@ -304,8 +306,8 @@ class Teachers:
 
 
 def _run(model: FrozenModel, x: Tensor, kind: str, precision: Precision) -> Outputs:
-    """One pass of one teacher, in this thread's module. Where features are wanted, it computes
-    logits from them, too.
+    """One pass of a teacher in this thread's module. If features are requested, the logits are
+    computed from them.
     """
     module = contract.module(model.spec, "frozen").eval()
     x = channels_last(x)

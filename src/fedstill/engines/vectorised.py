@@ -1,5 +1,5 @@
-"""The vectorised engine: it stacks the clients of a stage and trains them together. Up to rounding,
-its results are those of the serial engine.
+"""The vectorised engine, which stacks the clients of a stage and trains them together. Its results
+equal those of the serial engine up to rounding.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MAX_STACK = 100
 """The maximum number of clients in a stack."""
 
 STACK_BYTES = 1_000_000_000
-"""About the bytes that the tensors of a stack may take. The number of clients in a stack follows
-from it, and with that number the last bits.
+"""The approximate memory limit for the tensors of a stack, in bytes. It determines the number of
+clients in a stack, and thereby the last bits of results.
 """
 
 WITHOUT_VMAP = (nn.EmbeddingBag, nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -84,14 +84,15 @@ class VectorisedEngine(PooledEngine):
             return [replies[client] for client in clients]
         except SharedDraw:
             pass
-        # Not in the except clause, where the errors of clients would have SharedDraw as context.
+        # Outside the except clause, because otherwise errors of clients would be chained to
+        # SharedDraw.
         return self._one_by_one(work, stage, payloads, seed)
 
     def method_obstacle(
         self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> str:
-        """Why torch cannot stack this work; empty if it can. A stack of the smallest client with
-        examples, twice, trains one step; its replies are dropped.
+        """The reason why torch cannot stack this work; empty if it can. To find out, a stack of two
+        copies of the smallest client with examples trains for one step; its replies are discarded.
         """
         sizes = {client: self.sites.size(client) for client in payloads}
         clients = [client for client, size in sizes.items() if size > 0]
@@ -111,7 +112,7 @@ class VectorisedEngine(PooledEngine):
         except Exception as error:
             if _is_draw_under_vmap(error):
                 return f"{type(work).__name__} draws from torch's global generator"
-            # torch.func, interrupted, fails at its own clearing up.
+            # After an interrupt, torch.func fails in its clean-up.
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
             return f"{type(work).__name__} cannot run under torch.func.vmap: {on_one_line(error)}"

@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 _MODULES = ("without_teacher", "distillation", "several_teachers")
-"""The modules of this package. The first ones are used most, and are imported first."""
+"""The modules of this package; the most frequently used ones come first."""
 
 
 def __getattr__(name: str) -> Any:

@@ -19,13 +19,13 @@ from torch.nn.functional import logsigmoid
 
 
 def label_logit(logits: Tensor, labels: Tensor) -> Tensor:
-    """The logit of each example's label: logits (B, C), labels (B,) int64 in [0, C), gives (B,)."""
+    """The logit of each example's label (B,): logits (B, C), labels (B,) int64 in [0, C)."""
     return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def other_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """The logits of the C-1 classes other than the label, in class order: logits (B, C), labels
-    (B,), gives (B, C-1).
+    (B,); returns (B, C-1).
 
     The label's logit is removed, not masked, so that it gets no gradient.
 
@@ -37,7 +37,7 @@ def other_logits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def label_margin(logits: Tensor, labels: Tensor) -> Tensor:
-    """The log-odds of the label, ``log p_y - log(1 - p_y)``: logits (B, C), labels (B,), gives
+    """The log-odds of the label, ``log p_y - log(1 - p_y)``: logits (B, C), labels (B,); returns
     (B,).
 
     Its log-sigmoid is ``log p_y``, and the log-sigmoid of its negative is ``log(1 - p_y)``. Both
@@ -50,7 +50,7 @@ def kd(student: Tensor, teacher: Tensor, temperature: float | Tensor = 1.0) -> T
     """Knowledge distillation, one value per example:
     ``tau² KL(softmax(teacher / tau) || softmax(student / tau))``.
 
-    student, teacher: (B, C) float logits; temperature tau > 0. Gives (B,) of the student's dtype,
+    student, teacher: (B, C) float logits; temperature tau > 0. Returns (B,) of the student's dtype,
     in nats, >= 0 up to rounding. With the factor tau², the size of the gradient hardly depends on
     tau.
 
@@ -75,7 +75,7 @@ def tckd(
     all others).
 
     student, teacher: (B, C) float logits, C >= 2; labels: (B,) int64 in [0, C); temperature tau
-    > 0. Gives (B,) of the student's dtype, in nats, >= 0 up to rounding. The loss pulls the
+    > 0. Returns (B,) of the student's dtype, in nats, >= 0 up to rounding. The loss pulls the
     student's confidence towards the teacher's.
 
     Source: SFedKD, eq. 4; DKD.
@@ -99,7 +99,7 @@ def target_kl(
     ``tau² p_y (log p_y - log q_y)``.
 
     student, teacher: (B, C) float logits, C >= 2; labels: (B,) int64 in [0, C); temperature tau
-    > 0. Gives (B,) of the student's dtype, in nats; negative if the student's probability of the
+    > 0. Returns (B,) of the student's dtype, in nats; negative if the student's probability of the
     label is higher than the teacher's. Its gradient is that of cross-entropy, weighted by the
     teacher's confidence: it always increases q_y.
 
@@ -122,7 +122,7 @@ def nckd(
     other than the label.
 
     student, teacher: (B, C) float logits, C >= 2; labels: (B,) int64 in [0, C); temperature tau
-    > 0. Gives (B,) of the student's dtype, in nats, >= 0 up to rounding. The label's logit has
+    > 0. Returns (B,) of the student's dtype, in nats, >= 0 up to rounding. The label's logit has
     neither influence nor gradient.
 
     Source: FedNTD, eq. 10 and 11; FedADKD eq. 4; SFedKD eq. 3; DKD's NCKD.
@@ -187,12 +187,13 @@ def minority_kd(
 
     The target is the teacher's softmax over the minority classes other than the label. The
     student's distribution is its softmax over all C-1 classes other than the label, so the loss
-    also lowers the student's logits of majority classes. student, teacher: (B, C) float logits, C
-    >= 2;
-    labels: (B,) int64 in [0, C); majority: (C,) or (B, C) bool; temperature tau > 0. Gives (B,) of
-    the student's dtype, in nats, >= 0 up to rounding; 0 if there is no minority class other than
-    the label. Without majority classes it equals ``nckd``. The label's logit has neither influence
-    nor gradient. A teacher with equal logits is a uniform target.
+    also lowers the student's logits of majority classes.
+
+    student, teacher: (B, C) float logits, C >= 2; labels: (B,) int64 in [0, C); majority: (C,) or
+    (B, C) bool; temperature tau > 0. Returns (B,) of the student's dtype, in nats, >= 0 up to
+    rounding; 0 if there is no minority class other than the label. Without majority classes, it
+    equals ``nckd``. The label's logit has neither influence nor gradient. A teacher with equal
+    logits is a uniform target.
 
     Source: Lu et al., "Federated Learning with Label-Masking Distillation" (FedLMD).
     Reading: the code subtracts 1000 from masked logits. This equals removal, unless the label is
@@ -223,7 +224,7 @@ def other_mse(
     """Squared error of the logits of the C-1 classes other than the label, one value per example.
 
     student, teacher: (B, C) float logits, C >= 2; labels: (B,) int64 in [0, C); reduction over the
-    C-1 classes. Gives (B,) of the student's dtype, >= 0. The label's logit gets no gradient.
+    C-1 classes. Returns (B,) of the student's dtype, >= 0. The label's logit gets no gradient.
 
     Source: FedNTD, appendix L, "FedNTD (MSE)".
     Reading: the paper does not state the reduction. Its weights (0.005 already helps, 0.3 diverges

@@ -1,4 +1,4 @@
-"""Distillation from several teachers, and from logits to which several clients contribute.
+"""Distillation from several teachers, and from the combined logits of several clients.
 
 Functions for several teachers return a divergence, or a weight, for each teacher and example.
 Teachers are the leading axis: the logits of K teachers are (K, B, C), their divergences (K, B).
@@ -19,7 +19,7 @@ Divergence = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 def multi_kd(student: Tensor, teachers: Tensor, temperature: float = 1.0) -> Tensor:
-    """``kd`` from each of K teachers: student (B, C), teachers (K, B, C), temperature > 0; gives
+    """``kd`` from each of K teachers: student (B, C), teachers (K, B, C), temperature > 0; returns
     (K, B) >= 0.
 
     >>> multi_kd(torch.zeros(1, 2), torch.zeros(3, 1, 2)).shape
@@ -31,8 +31,8 @@ def multi_kd(student: Tensor, teachers: Tensor, temperature: float = 1.0) -> Ten
 def multi_nckd(
     student: Tensor, teachers: Tensor, labels: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """``nckd`` from each of K teachers: student (B, C), teachers (K, B, C), labels (B,); gives (K,
-    B) >= 0.
+    """``nckd`` from each of K teachers: student (B, C), teachers (K, B, C), labels (B,); returns
+    (K, B) >= 0.
 
     Source: SFedKD, eq. 3, before its sum over teachers.
     """
@@ -42,8 +42,8 @@ def multi_nckd(
 def multi_tckd(
     student: Tensor, teachers: Tensor, labels: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """``tckd`` from each of K teachers: student (B, C), teachers (K, B, C), labels (B,); gives (K,
-    B) >= 0.
+    """``tckd`` from each of K teachers: student (B, C), teachers (K, B, C), labels (B,); returns
+    (K, B) >= 0.
 
     Source: SFedKD, eq. 4, before its sum over teachers.
     """
@@ -60,8 +60,8 @@ def _by_teacher(
 def entropy_weights(teachers: Tensor) -> Tensor:
     """EBKD's weights ``1 - H_k / sum_j H_j``: teachers with a lower entropy have a higher weight.
 
-    teachers: (K, B, C) logits, H their entropy at temperature 1. Gives (K, B) >= 0, with sum K - 1
-    over teachers. A single teacher has weight 1. If every H is 0, each weight is ``1 - 1/K``.
+    teachers: (K, B, C) logits, H their entropy at temperature 1. Returns (K, B) >= 0, summing to
+    K - 1 over teachers. A single teacher has weight 1. If every H is 0, each weight is ``1 - 1/K``.
 
     Source: Kwon et al., "Adaptive Knowledge Distillation Based on Entropy", as in CA-MKD's code.
     Reading: in the code, the weight of a single teacher would be 0; here it is 1, which is plain
@@ -86,7 +86,7 @@ def confidence_weights(teachers: Tensor, labels: Tensor) -> Tensor:
     """CA-MKD's weights: teachers with a lower cross-entropy have a higher weight.
 
     teachers: (K, B, C) logits; labels: (B,) int64. With the cross-entropy l, the weights are ``(1 -
-    softmax_k(l)_k) / (K - 1)``. Gives (K, B) >= 0, with sum 1 over teachers. A single teacher has
+    softmax_k(l)_k) / (K - 1)``. Returns (K, B) >= 0, with sum 1 over teachers. A single teacher has
     weight 1.
 
     Source: Zhang et al., "Confidence-Aware Multi-Teacher Knowledge Distillation", eq. 3.
@@ -115,7 +115,7 @@ def masked_kl(
     ``tau² sum_c mask_c p_c (log p_c - log q_c)``.
 
     student, teacher: (B, C) float logits, p and q their softmax over all C classes, not
-    renormalised over the mask; mask: (C,) or (B, C), any dtype, >= 0; temperature tau > 0. Gives
+    renormalised over the mask; mask: (C,) or (B, C), any dtype, >= 0; temperature tau > 0. Returns
     (B,) of the student's dtype, in nats. It may be negative, because only the sum over all classes
     is a divergence. With a mask of ones it equals ``kd``.
 
@@ -139,8 +139,8 @@ def masked_ce(
     """``masked_kl`` without the part that does not depend on the student, one value per example:
     ``-tau² sum_c mask_c p_c log q_c``.
 
-    Arguments, and the gradient to the student, are those of ``masked_kl``; but the loss is >= 0. If
-    the teacher's logits have leading axes, so has the result.
+    The arguments and the student's gradient are the same as for ``masked_kl``, but the loss is
+    >= 0. If the teacher's logits have leading axes, the result has them too.
 
     Source: QKT, eq. 4, with the sign that makes it a loss.
 
@@ -155,8 +155,8 @@ def masked_ce(
 def soft_cross_entropy(student: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy with soft labels, one value per example: ``-sum_c p_c log softmax(student)_c``.
 
-    student: (B, C) float logits; target: (B, C) probabilities p. Gives (B,) of the student's dtype,
-    in nats, >= 0. It is the KL divergence plus the entropy of p, and has the same gradient.
+    student: (B, C) float logits; target: (B, C) probabilities p. Returns (B,) of the student's
+    dtype, in nats, >= 0. It is the KL divergence plus the entropy of p, and has the same gradient.
 
     Source: DS-FL, its distillation step.
 
@@ -169,7 +169,7 @@ def soft_cross_entropy(student: Tensor, target: Tensor) -> Tensor:
 def logit_error(student: Tensor, teacher: Tensor) -> Tensor:
     """The mean over classes of the absolute difference of logits, one value per example.
 
-    student, teacher: (B, C) float logits. Gives (B,) of the student's dtype, >= 0.
+    student, teacher: (B, C) float logits. Returns (B,) of the student's dtype, >= 0.
 
     Source: FedMD's code, where it is the loss of the digest phase.
 
@@ -183,8 +183,8 @@ def standardize(logits: Tensor, eps: float = 1e-6) -> Tensor:
     """Z-scores of each example's logits across its classes: ``(z - mean) / (std + eps)``, with the
     unbiased std.
 
-    logits: (B, C) float, C >= 2; eps > 0. Gives (B, C) of the same dtype. Equal logits give zeros,
-    with a finite gradient.
+    logits: (B, C) float, C >= 2; eps > 0. Returns (B, C) of the same dtype. Equal logits give
+    zeros, with a finite gradient.
 
     Source: HiPer-FedKD, sec. 3.2.2; Sun et al., "Logit Standardization in Knowledge Distillation".
     Reading: the latter's code has eps 1e-7, HiPer-FedKD's 1e-6; both use the unbiased std.
@@ -194,8 +194,8 @@ def standardize(logits: Tensor, eps: float = 1e-6) -> Tensor:
     """
     centred = logits - logits.mean(-1, keepdim=True)
     variance = centred.square().sum(-1, keepdim=True) / (logits.shape[-1] - 1)
-    # The gradient of the square root is infinite at 0, so the root is taken of 1 there. The outer
-    # torch.where restores the 0.
+    # The gradient of the square root is infinite at 0, so 0 is replaced by 1 before the root. The
+    # outer torch.where restores the 0.
     spread = variance > 0
     std = torch.where(
         spread, torch.where(spread, variance, torch.ones_like(variance)).sqrt(), variance

@@ -21,7 +21,7 @@ def cross_entropy(
     ``-log(softmax(logits / temperature)[label] + floor)``.
 
     logits: (B, C) float; labels: (B,) int64 in [0, C); temperature > 0, a number or a () tensor;
-    floor >= 0. Gives (B,) of the logits' dtype, in nats. The loss has no factor for the
+    floor >= 0. Returns (B,) of the logits' dtype, in nats. The loss has no factor for the
     temperature, so a low temperature increases the gradient. A floor bounds the loss by
     -log(floor); for probabilities far below the floor, the gradient vanishes.
 
@@ -47,7 +47,7 @@ def adjusted_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of logits with a scale and a shift for each class, one value per example.
 
-    logits: (B, C) float; labels: (B,) int64 in [0, C); scale, shift: (C,), or numbers. Gives (B,)
+    logits: (B, C) float; labels: (B,) int64 in [0, C); scale, shift: (C,), or numbers. Returns (B,)
     of the logits' dtype, in nats, >= 0: the cross-entropy of ``scale * logits + shift``. With the
     logarithms of class counts as shift, it is balanced softmax.
 
@@ -76,7 +76,8 @@ def proximal(
     parameters.
 
     params: {name: tensor}, the trained parameters without buffers; anchor: at least the same names,
-    with equal shapes; mu >= 0. Gives a () tensor, >= 0. Its gradient is ``mu (params - anchor)``.
+    with equal shapes; mu >= 0. Returns a scalar tensor, >= 0. Its gradient is ``mu (params -
+    anchor)``.
 
     Source: Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx).
 
@@ -99,8 +100,8 @@ def quadratic(
     ``weight sum_i Omega_i (w_i - a_i)²``.
 
     importance: {name: Omega}, the penalised entries; params, anchor: at least the same names, with
-    equal shapes; weight >= 0. Gives a () tensor, 0 at the anchor; negative only if an Omega is
-    negative.
+    equal shapes; weight >= 0. Returns a scalar tensor, 0 at the anchor; negative only if an Omega
+    is negative.
 
     Source: Zenke et al., "Continual Learning Through Synaptic Intelligence", eq. 4; CWC.
 
@@ -125,7 +126,7 @@ def model_contrast(
     """``-log(exp(cos(h, near)/T) / (exp(cos(h, near)/T) + exp(cos(h, far)/T)))``, one value per
     example.
 
-    features, near, far: (B, D) float; temperature T > 0. Gives (B,) of the features' dtype, in
+    features, near, far: (B, D) float; temperature T > 0. Returns (B,) of the features' dtype, in
     nats, > 0; log 2 if near and far are equal. Features of norm 0 have cosine 0.
 
     Source: Li et al., "Model-Contrastive Federated Learning" (MOON), eq. 3.

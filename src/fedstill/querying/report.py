@@ -253,7 +253,7 @@ def _has_scores(run: Run) -> bool:
 
 
 def noise_probes(report: Report) -> Section | None:
-    """Predictions of models on noise, next to their clients' labels; None if no model was probed."""
+    """Predictions of models on noise, and their clients' labels; None if no model was probed."""
     run = _first_probed(report.groups)
     if run is None:
         return None

@@ -1,9 +1,9 @@
-"""Checkpoints: all that a run needs to go on after a stage, written whole or not at all.
+"""Checkpoints: everything that a run needs to continue after a stage, written atomically.
 
 ``checkpoints/objects/`` holds one file for each group of the state, named by its SHA-256, so that
-what has not changed is not written again. A checkpoint is a manifest that names objects and memory
-files; ``LATEST`` names the newest one. All of them are durable before the manifest and ``LATEST``
-have their names; old files go last.
+unchanged groups are not written again. A checkpoint is a manifest that lists objects and memory
+files; ``LATEST`` names the newest manifest. Objects and memory files are on disk before the
+manifest and ``LATEST`` get their names. Old files are deleted last.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from fedstill.running.journal import JournalMark, read_journal
 log = logging.getLogger("fedstill.checkpoint")
 
 TENSORS = ".safetensors"
-"""The end of the names of files with tensors."""
+"""The suffix of files with tensors."""
 
 CHECKPOINTS_KEPT = 3
-"""How many checkpoints are kept."""
+"""The number of checkpoints that are kept."""
 
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """The position of a checkpoint in a run: before this stage of this round."""
+    """The position of a checkpoint in a run: before a stage of a round."""
 
     round: int
     stage: int
@@ -52,7 +52,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint holds: the state, which memory files count, where the journal stood."""
+    """The content of a checkpoint: the state, its memory files, and the position in the journal."""
 
     state: State
     memory: dict[int, tuple[str, str]]
@@ -61,19 +61,19 @@ class Restored:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run, all made under one configuration (``config``: its SHA-256).
+    """The checkpoints of a run, all with the same configuration.
 
-    ``memory``: the folder of the memory files that they name; they are read and compared too, if it
-    is given.
-    ``every``: those after every so many rounds are kept, beside the last ones; 0: none. Who saves
-    names further rounds of which one is kept, such as the best one so far.
+    ``config``: the SHA-256 of the configuration. ``memory``: the folder of memory files; if given,
+    these files are verified too. ``every``: in addition to the last checkpoints, one checkpoint is
+    kept after every so many rounds; 0: none. Callers of ``save`` can name further rounds to keep,
+    such as the best one so far.
     """
 
     folder: Path
     config: str
     memory: Path | None = None
     every: int = 0
-    # objects written or read whole here
+    # objects that were verified or written by this process
     _sound: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @property
@@ -90,10 +90,10 @@ class Checkpoints:
         *,
         rounds: Collection[int] = (),
     ) -> list[str]:
-        """Write a checkpoint; the names of all memory files that a kept checkpoint still needs.
+        """Write a checkpoint; return the names of all memory files that checkpoints still need.
 
-        ``beside``: what else must be durable before it is, waited for at the same time.
-        ``rounds``: of which the last checkpoint is kept, too.
+        ``beside``: waits for other files that must be durable before the checkpoint; it runs at the
+        same time. ``rounds``: further rounds of which the last checkpoint is kept.
         """
         make_real_folder(self.folder)
         make_real_folder(self.objects)
@@ -103,26 +103,23 @@ class Checkpoints:
         return self.prune(state, rounds)
 
     def latest(self) -> Restored | None:
-        """The newest checkpoint that is whole, or None if there never was one.
+        """The newest intact checkpoint, or None if there are no checkpoints.
 
-        If it is damaged, the one before it is taken.
-        Raises CorruptFile if checkpoints exist and none is whole.
+        Damaged checkpoints are skipped with a warning. Raises CorruptFile if all are damaged.
         """
         problems = []
         for name in self._names():
             try:
                 return self._load(name)
             except CorruptFile as error:
-                log.warning("checkpoint passed over: %s", error)
+                log.warning("skipped a checkpoint: %s", error)
                 problems.append(str(error))
         if problems:
-            raise CorruptFile(f"no whole checkpoint is left in {self.folder}: {problems[0]}")
+            raise CorruptFile(f"all checkpoints in {self.folder} are damaged: {problems[0]}")
         return None
 
     def before(self, round: int) -> Restored | None:
-        """The last whole checkpoint before a round's first stage or earlier; None if there is
-        none.
-        """
+        """The last intact checkpoint at or before the start of a round; None if there is none."""
         for name in self._names():
             if name <= _name(round, 0):
                 with suppress(CorruptFile):
@@ -130,16 +127,16 @@ class Checkpoints:
         return None
 
     def positions(self) -> list[Position]:
-        """The positions of the kept checkpoints, the oldest first."""
+        """The positions of the kept checkpoints, oldest first."""
         return [_position(name) for name in reversed(self._names())]
 
     def at(self, position: Position) -> Restored:
-        """The checkpoint of a position; raises CorruptFile if it is not there, or damaged."""
+        """The checkpoint at a position; raises CorruptFile if it is missing or damaged."""
         return self._load(_name(position.round, position.stage))
 
     def _names(self) -> list[str]:
-        """Names from the newest that ``LATEST`` points to; one written later was never
-        completed.
+        """The names of checkpoints from newest to oldest, starting with the one in ``LATEST``;
+        later ones are incomplete.
         """
         names = sorted((p.name for p in self.folder.glob("*.json")), reverse=True)
         try:
@@ -155,10 +152,10 @@ class Checkpoints:
         journal: JournalMark,
         groups: dict[str, str],
     ) -> Iterator[tuple[Path, Content]]:
-        """What a checkpoint writes: objects that are not there yet, the manifest that names them,
+        """The files of a checkpoint: new objects, the manifest that lists all of them, and
         ``LATEST``.
 
-        ``groups`` takes up the name of each group's object.
+        The names of the objects are stored in ``groups``.
         """
         extra = {f"extra {k}": Payload({k: state.extra[k]}) for k in state.extra}
         for group, payload in {"params": Payload(params=state.params), **extra}.items():
@@ -206,7 +203,7 @@ class Checkpoints:
             return self._restored(manifest)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptFile(
-                f"{path} is not laid out as this version's: {type(error).__name__} {error}"
+                f"{path} has a format that this version cannot read: {type(error).__name__} {error}"
             ) from error
 
     def _restored(self, manifest: dict[str, Any]) -> Restored:
@@ -236,7 +233,7 @@ class Checkpoints:
             stored = json.loads(read_file(path))
             manifest: dict[str, Any] = stored["manifest"]
             if digest(json.dumps(manifest).encode()) != stored["sha256"]:
-                raise ValueError("its SHA-256 is not the one noted")
+                raise ValueError("its SHA-256 does not match")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptFile(f"{path} is damaged: {error}") from error
         return manifest
@@ -251,10 +248,9 @@ class Checkpoints:
             raise CorruptFile(f"{path} is damaged: {error}") from error
 
     def prune(self, state: State, rounds: Collection[int] = ()) -> list[str]:
-        """Delete what the last three checkpoints up to a state's don't need; the memory files that
-        they do need.
+        """Delete files that no kept checkpoint needs; return the memory files that are needed.
 
-        ``rounds``: of which the last checkpoint is kept, too.
+        The last three checkpoints up to a state are kept, and those of ``every`` and ``rounds``.
         """
         newest = _name(state.round, state.stage)
         names = sorted(p.name for p in self.folder.glob("*.json") if p.name <= newest)
@@ -276,7 +272,7 @@ class Checkpoints:
         return sorted(memory)
 
     def _retained(self, names: Sequence[str], rounds: Collection[int]) -> list[str]:
-        """The last checkpoint of every ``every`` rounds, and of some further rounds."""
+        """The last checkpoints of the rounds that ``every`` and ``rounds`` select."""
         by_round = {_position(name).round: name for name in names}
         regular = [round for round in by_round if self.every and round % self.every == 0]
         return [name for round, name in by_round.items() if round in {*regular, *rounds}]
@@ -293,29 +289,27 @@ def _name(round: int, stage: int) -> str:
 
 
 def _position(name: str) -> Position:
-    """The position in a checkpoint's name."""
+    """The position that a checkpoint's name contains."""
     round, _, stage = name.removesuffix(".json").partition("-")
     return Position(int(round), int(stage))
 
 
 def read_sealed(path: Path, sha: str) -> bytes:
-    """The bytes of a file; raises CorruptFile if it does not have this SHA-256."""
+    """Read a file; raises CorruptFile if it does not have this SHA-256."""
     try:
         data = read_file(path)
     except OSError as error:
         raise CorruptFile(f"{path} is damaged: {error.strerror}") from error
     if digest(data) != sha:
-        raise CorruptFile(f"{path} is damaged: its SHA-256 is not the one noted")
+        raise CorruptFile(f"{path} is damaged: its SHA-256 does not match")
     return data
 
 
-# What clients remember, in one file for each client and stage.
+# Client states, in one file for each client and stage.
 
 
 class StoredMemory(Memory):
-    """The memories of all clients in a folder; a file that ``index`` does not name does not
-    count.
-    """
+    """The client states in a folder; only files in ``index`` are valid."""
 
     def __init__(self, folder: Path, index: Mapping[int, Version] | None = None) -> None:
         super().__init__()
@@ -326,9 +320,7 @@ class StoredMemory(Memory):
         return Memory({client: self.load(client) for client in self.index})
 
     def load(self, client: int) -> Payload:
-        """What a client remembers; nothing at first. Raises CorruptFile if its file is not the one
-        that was written.
-        """
+        """The state of a client, initially empty. Raises CorruptFile if its file has changed."""
         if client not in self.index:
             return NOTHING
         name, sha = self.index[client]
@@ -336,7 +328,7 @@ class StoredMemory(Memory):
         try:
             data = read_file(path)
             if digest(data) != sha:
-                raise BadPayload("its SHA-256 is not the one noted")
+                raise BadPayload("its SHA-256 does not match")
             return decode(data, entries=MAX_LOCAL_ENTRIES)
         except (OSError, BadPayload) as error:
             raise CorruptFile(
@@ -353,7 +345,7 @@ class StoredMemory(Memory):
         versions: dict[int, Version] = {}
 
         def files() -> Iterator[tuple[Path, Content]]:
-            # One at a time: the encoded states of all clients may not fit into memory.
+            # One client at a time, because the encoded states of all may not fit into memory.
             for client, state in states.items():
                 data = encoded_parts(state)
                 name = f"client{client}-round{stage.round}-stage{stage.index}.safetensors"
@@ -368,20 +360,20 @@ class StoredMemory(Memory):
         remove_files(self.folder, lambda name: name.endswith(TENSORS) and name not in names)
 
 
-# Updates that a run keeps if it is asked to: the content of every reply that was accepted.
+# Kept updates (``keep_updates``): the content of every accepted reply.
 
 
 UPDATES = "updates"
-"""The folder of kept updates in a run's directory."""
+"""The folder of kept updates in a run directory."""
 
 SEAL = "update_sha256"
-"""The field of a client's event with the SHA-256 of its kept update."""
+"""The field of a client's event with the SHA-256 of the kept update."""
 
 _FILE_NAME = re.compile(r"client(?P<client>\d+)-round(?P<round>\d+)-stage(?P<stage>\d+)")
 
 
 def update_keepers(settings: Settings, folder: Path | None) -> tuple[StageKeeper, ...]:
-    """What keeps the updates of a run, if it is asked to, in the run's directory."""
+    """The keepers that write updates to the run directory; empty unless ``keep_updates`` is set."""
     if folder is None or not settings.keep_updates:
         return ()
     return (UpdateKeeper(folder / UPDATES),)
@@ -389,12 +381,12 @@ def update_keepers(settings: Settings, folder: Path | None) -> tuple[StageKeeper
 
 @dataclass(frozen=True)
 class UpdateKeeper:
-    """Keeps what clients sent (``core.extensions.StageKeeper``)."""
+    """Stores the content of replies (a ``core.extensions.StageKeeper``)."""
 
     folder: Path
 
     def keep(self, result: StageResult) -> dict[int, Fields]:
-        """Write the accepted replies of a stage; their SHA-256 for the events of their clients."""
+        """Write the accepted replies of a stage; return their SHA-256 for the events of clients."""
         replies = [reply for reply in result.accepted if reply.client != SERVER]
         fields: dict[int, Fields] = {}
 
@@ -410,7 +402,7 @@ class UpdateKeeper:
         return fields
 
     def cut(self, round: int, stage: int) -> None:
-        """Delete the updates of this stage and of all later ones."""
+        """Delete the updates of this stage and all later stages."""
 
         def is_late(name: str) -> bool:
             parts = _FILE_NAME.fullmatch(name.removesuffix(TENSORS))
@@ -423,10 +415,10 @@ class UpdateKeeper:
 
 @dataclass(frozen=True)
 class KeptUpdate:
-    """One reply that a run has kept.
+    """A kept reply.
 
     ``stage``: the index of its stage in the round; ``stage_name``: the name of that stage.
-    ``examples``: on how many the client says that it trained.
+    ``examples``: the number of training examples that the client reported.
     """
 
     round: int
@@ -438,7 +430,7 @@ class KeptUpdate:
     sha256: str
 
     def content(self) -> Payload:
-        """What the client sent; raises CorruptFile if the file is not the one that was written."""
+        """The content of the reply; raises CorruptFile if the file has changed."""
         data = read_sealed(self.path, self.sha256)
         try:
             return decode(data, entries=MAX_LOCAL_ENTRIES)
@@ -447,13 +439,13 @@ class KeptUpdate:
 
 
 def kept_updates(folder: Path) -> list[KeptUpdate]:
-    """The updates that a run has kept, in the order of the journal: by round, stage and client.
+    """The kept updates of a run, in the order of the journal: by round, stage and client.
 
-    Raises ConfigError for a run that keeps none.
+    Raises ConfigError if the run keeps no updates.
     """
     updates = folder / UPDATES
     if not updates.is_dir():
-        raise ConfigError(f"{folder} keeps no updates; run it again with keep_updates = true")
+        raise ConfigError(f"{folder} has no kept updates; run it again with keep_updates = true")
     events = read_journal(folder / "journal.jsonl")
     return [_kept_update(updates, event) for event in events if SEAL in event]
 

@@ -51,25 +51,25 @@ if TYPE_CHECKING:
 Driven = TypeVar("Driven")
 
 Place = Literal["here", "ray", "federation"]
-"""Where the server of a run is: in this process, in Flower's simulation, or at a federation."""
+"""The place of a run's server: this process, Flower's simulation, or a federation."""
 
 
 class RunEngine(Engine, Protocol):
-    """An engine of a run. It stores the states of clients, or at least their index."""
+    """An engine of a run. It stores the client states, or at least their index."""
 
     @property
     def memory(self) -> Memory:
-        """The clients' states."""
+        """The client states."""
 
     def close(self) -> None:
-        """End the engine's threads and connections."""
+        """Stop the engine's threads and close its connections."""
 
 
 class RemoteEngine(Protocol):
     """The interface of a package whose engine reaches clients in other processes."""
 
     def require(self) -> None:
-        """Raise ConfigError if something that the engine needs is not installed."""
+        """Raise ConfigError if a package that the engine needs is not installed."""
 
     def simulate(
         self,
@@ -78,7 +78,7 @@ class RemoteEngine(Protocol):
         folder: Path,
         drive: Callable[[Grid], Driven],
     ) -> Driven:
-        """What ``drive`` returns, called inside a simulation with its grid of clients.
+        """Start a simulation, call ``drive`` with its grid of clients, and return the result.
 
         ``folder``: the run's directory.
         """
@@ -86,24 +86,27 @@ class RemoteEngine(Protocol):
     def connect(
         self, prepared: Prepared, folder: Path, identity: Callable[[], str], grid: Grid | None
     ) -> RunEngine:
-        """The engine of a run whose clients are reached over a grid, or over one inside this
-        process.
+        """The engine of a run whose clients are reached over a grid; without one, over a grid
+        inside this process.
 
-        ``identity``: gives the run's identity, which every message names.
+        ``identity``: returns the run's identity, which is part of every message.
         """
 
     def informed(self, engine: RunEngine, prepared: Prepared) -> RunEngine:
-        """The engine of a run whose data are prepared anew; its messages go the same way."""
+        """The engine for the same run after its data were prepared again, with the same
+        connection.
+        """
 
     def submit(self, settings: Settings, folder: Path, resume: bool, watch: Progress) -> Result:
-        """Have a federation's server carry out a run in a directory, and wait for its end."""
+        """Submit a run in a directory to a federation's server, and wait until it ends."""
 
     def client_memory(self, folder: Path, client: int, version: Version) -> Payload:
-        """What a client of a run remembers; raises ConfigError if its memory is at its site."""
+        """The state of a run's client; raises ConfigError if the state is at the client's site."""
 
 
 def remote_engine(settings: Settings) -> RemoteEngine | None:
-    """The engine of an outer package that a run asks for; None for an engine of this process.
+    """The interface of the outer package that provides the run's engine; None if the engine runs in
+    this process.
 
     Raises ConfigError if the package is not installed.
     """
@@ -113,7 +116,7 @@ def remote_engine(settings: Settings) -> RemoteEngine | None:
     if settings.engine not in engines:
         raise ConfigError(
             f"engine = {settings.engine!r} needs the package fedstill.{settings.engine}, which is "
-            "not installed; choose another engine"
+            "not installed; use another engine"
         )
     kind = engines[settings.engine].load()
     engine: RemoteEngine = kind()
@@ -121,7 +124,7 @@ def remote_engine(settings: Settings) -> RemoteEngine | None:
 
 
 def place_of(settings: Settings) -> Place:
-    """The place of a run's server: here, in a simulation, or in a federation."""
+    """The place of a run's server: this process, a simulation, or a federation."""
     if settings.engine != "flower":
         return "here"
     if settings.flower.federation:
@@ -132,27 +135,28 @@ def place_of(settings: Settings) -> Place:
 
 
 def check_calls(on_round: OnRound | None, track: Track = ()) -> None:
-    """Raise ConfigError for callbacks and trackers that a federation would have to call in its own
-    process.
+    """Raise ConfigError if callbacks or trackers are used with a federation, whose runs are in
+    another process.
     """
     for subject, argument in (("on_round is", on_round), ("trackers are", track)):
         if argument:
             raise ConfigError(
-                f"{subject} called where the run is, and a federation's run is not in this process"
+                f"{subject} called in the process of the run, but a federation's run is in another "
+                "process"
             )
 
 
 NAME_BEFORE_START = "sums-name"
-"""The file with the name by which sites know a run until its journal has a first line."""
+"""The file with the name that identifies a run for sites before its journal has a first line."""
 
 
 def engine_of(
     prepared: Prepared, folder: Path, identity: Callable[[], str], grid: Grid | None
 ) -> RunEngine:
-    """The engine that a run's settings name.
+    """The engine in a run's settings.
 
-    folder: the run's directory. identity: gives the run's identity. grid: a Flower grid whose nodes
-    are the clients; without one, clients over Flower work in this process.
+    folder: the run's directory. identity: returns the run's identity. grid: a Flower grid whose
+    nodes are the clients; without a grid, Flower's clients work in this process.
     """
     remote = remote_engine(prepared.settings)
     if remote is None:
@@ -161,10 +165,11 @@ def engine_of(
 
 
 def identity_of(folder: Path) -> str:
-    """Which run a directory holds, for its clients: the same after a resume, another for every run.
+    """The identity of the run in a directory, for its clients. It is unique for each run, and a
+    resumed run keeps it.
 
-    Until the journal begins, a run has a name of its own, so that clients which add noise to their
-    sums do not add it twice.
+    Before the journal has a first line, the identity is a name in a file. A resumed run then has
+    the same identity, so that clients do not add noise to their sums twice.
     """
     if (folder / "journal.jsonl").stat().st_size > 0:
         return name_for_clients(folder)
@@ -176,7 +181,7 @@ def identity_of(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Collected:
-    """A run that was prepared again with the sums that its clients have sent."""
+    """A run that was prepared again with the sums that its clients sent."""
 
     prepared: Prepared
     engine: RunEngine
@@ -184,8 +189,8 @@ class Collected:
 
 
 def complete(prepared: Prepared, engine: RunEngine, context: RunContext) -> Collected | None:
-    """Ask real sites for the sums of their data, if these scale the run's data, and prepare the run
-    again with the mean and spread that they make; None if the run needs no sums.
+    """Collect sums of the data at real sites, and prepare the run again with the resulting means
+    and standard deviations; None if the run does not standardise by sums.
     """
     settings = prepared.settings
     if not settings.on_sites or prepared.scaler.origin != "summed":
@@ -193,7 +198,7 @@ def complete(prepared: Prepared, engine: RunEngine, context: RunContext) -> Coll
     remote = remote_engine(settings)
     assert remote is not None  # real sites are reached over a network
     if prepared.scaler.mean:
-        # The run was stopped before its first checkpoint, and begins anew.
+        # The run was stopped before its first checkpoint, so it starts again.
         prepared = prepare(settings, prepared.dataset)
         engine = remote.informed(engine, prepared)
         context = replace(context, world=prepared.world, engine=engine)
@@ -208,10 +213,10 @@ log = logging.getLogger("fedstill.run")
 
 @dataclass
 class Driver:
-    """Drives one run.
+    """Executes a run.
 
-    ``progress``: is told of stages and rounds. ``grid``: for an engine over Flower. ``debug``: the
-    first client that fails ends the run. ``on_round``: is called with every round's event.
+    ``progress``: notified of stages and rounds. ``grid``: for an engine over Flower. ``debug``:
+    whether the first failing client ends the run. ``on_round``: called with every round's event.
     """
 
     prepared: Prepared
@@ -228,7 +233,7 @@ class Driver:
         self.engine: RunEngine = engine_of(
             self.prepared, self.folder, lambda: identity_of(self.folder), self.grid
         )
-        # Over Flower, client states are on the clients' disks.
+        # Over Flower, client states are stored by the clients.
         memory_folder = None
         if isinstance(self.engine, SerialEngine):
             memory_folder = self.folder / "memory"
@@ -243,23 +248,23 @@ class Driver:
         self._assemble(self.prepared)
 
     def go(self) -> Result:
-        """Run from the last whole checkpoint to the end; from the beginning if there is none."""
+        """Run from the last intact checkpoint, or from the beginning, to the end."""
         with self.tracking, torch_threads(ThreadCounts(*self.prepared.settings.threads).alone):
             state = self._run_rounds(self._first_state())
             return self._finish(state)
 
     def _first_state(self) -> State:
-        """The state of the last whole checkpoint, or the initial state."""
+        """The state of the last intact checkpoint, or the initial state."""
         restored = self.checkpoints.latest()
         if restored is None:
             return self._start()
         return self._resume(restored)
 
     def begin_from(self, restored: Restored, events: Sequence[Event]) -> None:
-        """Write what ``go`` continues from: the state of another run, as this run's checkpoint.
+        """Store the state of another run as a checkpoint of this run, from which ``go`` continues.
 
-        restored: its memory files are in this run's directory. events: of the journal of the other
-        run up to this state, without the event ``start``.
+        restored: the state; its memory files must be in this run's directory. events: the events of
+        the other run's journal up to this state, without the event ``start``.
         """
         self._write_start()
         for event in events:
@@ -268,12 +273,12 @@ class Driver:
         self.recorder.save(restored.state)
 
     def close(self) -> None:
-        """Close the journal, and end the engine's threads."""
+        """Close the journal, and stop the engine's threads."""
         self.journal.close()
         self.engine.close()
 
     def _assemble(self, prepared: Prepared) -> None:
-        """Put together what depends on the data: extensions, observers, recorder and context."""
+        """Create what depends on the data: extensions, observers, recorder and context."""
         settings, world = prepared.settings, prepared.world
         self.prepared = prepared
         self.split = StoredSplit.of_sites(prepared.sites, world.client_models)
@@ -311,7 +316,7 @@ class Driver:
         self.context: RunContext = run_context(prepared, self.engine, self.recorder, extensions)
 
     def _start(self) -> State:
-        """The state before round 1, of a new run."""
+        """Start a new run, and return the state before round 1."""
         self.journal.cut(START)
         self.recorder.cut(0, 0)
         preliminary = self._complete_preparation()
@@ -333,16 +338,16 @@ class Driver:
         return state
 
     def _write_start(self) -> None:
-        """Write the split of the data, and the journal's first event."""
+        """Write the client split and the journal's first event."""
         if self.split is not None:
             self.recorder.start_fields["split"] = write_split(self.folder, self.split)
         self.recorder.start()
 
     def _complete_preparation(self) -> StageResult | None:
-        """Ask clients for what the data cannot be prepared without, and return the result of that
-        stage, if the run has one.
+        """Collect the sums that the preparation of the data needs, if any, and return the result of
+        that stage.
 
-        It comes first, so that the journal's first event describes the data as they are used.
+        This happens first, so that the journal's first event describes the data as they are used.
         """
         collected = complete(self.prepared, self.engine, self.context)
         if collected is None:
@@ -352,7 +357,7 @@ class Driver:
         return collected.result
 
     def _resume(self, restored: Restored) -> State:
-        """The state of a checkpoint; observers get to know all events before it."""
+        """Restore the state of a checkpoint, and pass all earlier events to the observers."""
         self.journal.cut(restored.journal)
         self.recorder.cut(restored.state.round, restored.state.stage)
         events = read_journal(self.journal.path)
@@ -389,8 +394,8 @@ class Driver:
             return self.recorder.round(result, elapsed=ended - began, evaluating=evaluating)
 
     def _evaluation_draws(self, number: int) -> AbstractContextManager[None]:
-        """Random numbers of an evaluation: a model that lacks an entry draws it, and a resumed run
-        must draw the same.
+        """A context with keyed random numbers for an evaluation, so that a resumed run draws the
+        same missing entries of a model.
         """
         return drawing_from(seed_for(self.context.world.seed, number, 0, SERVER, "evaluation"))
 
@@ -431,12 +436,12 @@ class Driver:
         summary = summary_of(settings, events, seconds_by_measure(events, measures))
         write_result(self.folder, state, summary)
         self.tracking.finished(summary)
-        # Anything else that shows progress shows the refusals, too.
+        # Other progress displays also show refusals.
         if "refusals" in summary and isinstance(self.progress, Quiet):
             log.warning("%s: %s", self.folder, summary["refusals"])
         return Result.of(self.folder)
 
     def _on_event(self, event: Event) -> None:
-        """Called with each event of the journal, when it is written and when a run is resumed."""
+        """Called with each event of the journal when it is written or when a run is resumed."""
         self.tracking.take(dict(event))
         self.recorder.on_event(event)

@@ -1,7 +1,8 @@
-"""A run replayed from a checkpoint that it kept: its rounds once more, in this process.
+"""Replays rounds of a run in this process, starting from one of its checkpoints.
 
-All random draws are keyed. So a replay without changes has the run's own bits, and a replay with
-other clients shows what would have been, all else being equal. A replay writes nothing.
+All random draws are keyed. Therefore, a replay without changes reproduces the run bit by bit, and a
+replay with other clients shows their effect while everything else stays the same. A replay writes
+no files.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from fedstill.running.preparation import Prepared, prepare_again
 
 @dataclass(frozen=True)
 class Without:
-    """A ``StageChange`` that leaves clients out of the rounds from ``first`` to ``last``.
+    """A ``StageChange`` that removes clients from the rounds ``first`` to ``last``.
 
-    ``last``: None for the end of the run.
+    ``last``: None for all rounds from ``first`` on.
     """
 
     clients: frozenset[int]
@@ -42,7 +43,7 @@ class Without:
     last: int | None = None
 
     def __call__(self, stages: Sequence[Stage]) -> Sequence[Stage]:
-        """The stages without these clients; a stage without any client is dropped."""
+        """Remove these clients from the stages, and drop stages that have no clients left."""
         changed = [self._remaining(stage) for stage in stages]
         return [stage for stage in changed if stage.clients]
 
@@ -57,7 +58,7 @@ class Without:
 # ---- the run and its checkpoint ------------------------------------------------------------------
 
 Announce = Callable[[int, int], None]
-"""Called before each round that is replayed: its number, and that of the last one."""
+"""Called before each replayed round, with its number and the number of the last one."""
 
 
 def silent(round: int, last: int) -> None:
@@ -66,9 +67,9 @@ def silent(round: int, last: int) -> None:
 
 @dataclass(frozen=True)
 class Replay:
-    """A run, taken up at one of its checkpoints.
+    """A run with the checkpoint from which it is replayed.
 
-    ``restored``: the checkpoint; None for the beginning of the run.
+    ``restored``: the checkpoint; None to start at the beginning of the run.
     """
 
     folder: Path
@@ -77,9 +78,10 @@ class Replay:
 
     @classmethod
     def of_round(cls, folder: Path, round: int, data: Dataset | None = None) -> Replay:
-        """A run at its last whole checkpoint before a round; at its beginning if it kept none.
+        """Start at the last intact checkpoint before a round, or at the beginning if there is none.
 
-        Raises ConfigError for a run that cannot be replayed: on real sites, or with secure sums.
+        Raises ConfigError for a run that cannot be replayed because it used real sites or secure
+        sums.
         """
         with process_settings():
             settings = _replayable_settings(folder)
@@ -88,9 +90,9 @@ class Replay:
 
     @classmethod
     def at_checkpoint(cls, folder: Path, position: Position, data: Dataset | None = None) -> Replay:
-        """A run at one of the checkpoints that it kept (``checkpoints_of(folder).positions()``).
+        """Start at one of the run's checkpoints (``checkpoints_of(folder).positions()``).
 
-        Raises CorruptFile if this one is not there or damaged, ConfigError as ``of_round`` does.
+        Raises CorruptFile if the checkpoint is missing or damaged, and ConfigError as ``of_round``.
         """
         with process_settings():
             settings = _replayable_settings(folder)
@@ -99,7 +101,7 @@ class Replay:
 
     @property
     def start(self) -> int:
-        """The first round that is replayed."""
+        """The first replayed round."""
         if self.restored is None:
             return 1
         state = self.restored.state
@@ -110,7 +112,7 @@ class Replay:
 
     @property
     def last(self) -> int:
-        """The last round of the run; the one in which it stopped, if it stopped early."""
+        """The last round of the run, which may have stopped early."""
         events = read_journal(self.folder / "journal.jsonl")
         stopped: list[int] = [event["round"] for event in events if STOP_REASON in event]
         if stopped:
@@ -121,11 +123,11 @@ class Replay:
     def session(
         self, *, hooks: Sequence[ClientHook] = (), reuse_replies: bool = False
     ) -> Iterator[Session]:
-        """What replays rounds from the checkpoint on. Meanwhile this process has the settings and
-        the torch threads of the run.
+        """A context that yields a session at the checkpoint. Inside it, this process has the run's
+        process settings and torch threads.
 
-        ``hooks``: further ones of clients, after those of the run. ``reuse_replies``: whether
-        replies may come from the cache that runs share.
+        ``hooks``: client hooks to apply after those of the run. ``reuse_replies``: whether replies
+        may be taken from the cache that runs share.
         """
         settings = self.prepared.settings
         memory = self._memory()
@@ -142,14 +144,14 @@ class Replay:
             yield Session(self, engine, extensions, self._first_state(engine, extensions))
 
     def _memory(self) -> Memory:
-        """What clients remember at the checkpoint, in this process."""
+        """The client states at the checkpoint, held in this process."""
         if self.restored is None:
             return Memory()
         stored = StoredMemory(self.folder / "memory", self.restored.memory)
         return stored.in_process()
 
     def _first_state(self, engine: SerialEngine, extensions: Extensions) -> State:
-        """The state of the checkpoint, or the one before round 1."""
+        """The state of the checkpoint, or the state before round 1."""
         if self.restored is not None:
             return self.restored.state
         settings = self.prepared.settings
@@ -162,7 +164,7 @@ class Replay:
 
 
 def checkpoints_of(folder: Path) -> Checkpoints:
-    """The checkpoints of a run's directory, to read."""
+    """The checkpoints of a run directory, for reading."""
     config = digest(read_file(folder / "config.toml"))
     return Checkpoints(folder / "checkpoints", config, folder / "memory")
 
@@ -171,17 +173,17 @@ def _replayable_settings(folder: Path) -> Settings:
     settings = settings_of(folder)
     if settings.on_sites:
         raise ConfigError(
-            f"{folder} was trained on real sites, whose rounds cannot be gone through again here"
+            f"{folder} was trained at real sites, so its rounds cannot be replayed on this machine"
         )
     if settings.hides_client_models:
         raise ConfigError(
-            f"{folder} has secure sums: its server knew no single client's part in a round"
+            f"{folder} used secure sums, so its server never received the replies of single clients"
         )
     return settings
 
 
 def _prepared(settings: Settings, folder: Path, data: Dataset | None) -> Prepared:
-    """The run, ready; a run over Flower is replayed by an engine with the same bits."""
+    """Prepare the run; a run over Flower is replayed by an engine that computes the same bits."""
     if settings.engine == "flower":
         settings = replace(settings, engine="pooled")
     return prepare_again(settings, folder, data)
@@ -192,7 +194,7 @@ def _prepared(settings: Settings, folder: Path, data: Dataset | None) -> Prepare
 
 @dataclass
 class Session:
-    """A replay under way: rounds move its state and its clients' memories on."""
+    """A replay in progress. Each round updates its state and its client states."""
 
     replay: Replay
     engine: SerialEngine
@@ -207,10 +209,10 @@ class Session:
         recorder: Recorder | None = None,
         announce: Announce = silent,
     ) -> Iterator[State]:
-        """Replay rounds up to ``last``, by default to the end of the run, and yield the state after
-        each.
+        """Replay rounds up to ``last`` (default: the end of the run), and yield the state after
+        each of them.
 
-        ``change``: who acts instead. ``recorder``: gets every stage.
+        ``change``: replaces the clients of stages. ``recorder``: is called with every stage.
         """
         prepared = self.replay.prepared
         if last is None:
@@ -226,35 +228,35 @@ class Session:
             if _is_left_alone(scheduled, stages):
                 session = self.in_company()
             self.state = session.run(stages, recorder)
-            # A checkpoint after the last stage of a round only has to be moved to the next one.
+            # A checkpoint after the last stage of a round continues with the next round.
             if not is_over:
                 yield self.state
 
     def go_to(self, round: int, announce: Announce = silent) -> None:
-        """Replay the rounds before a round."""
+        """Replay all rounds before the given one."""
         for _ in self.rounds(round - 1, announce=announce):
             pass
 
     def run(self, stages: Sequence[Stage], recorder: Recorder | None = None) -> State:
-        """The next round, or what is left of it, with these stages; the state after it."""
+        """Run the next round, or the rest of it, with these stages; return the state after it."""
         context = run_context(self.replay.prepared, self.engine, recorder, self.extensions)
         self.state = run_round(self.state, stages, context)
         return self.state
 
     def world_in(self, state: State) -> World:
-        """The run's world in a state, as its extensions make it."""
+        """The run's world in a state, with the records of its extensions."""
         return extended_world(self.replay.prepared.world, state, self.extensions.round_hooks)
 
     def fork(self, state: State | None = None) -> Session:
-        """A copy that moves on by itself, from another state if one is given."""
+        """An independent copy of the session, optionally with another state."""
         if state is None:
             state = self.state
         engine = replace(self.engine, memory=self.engine.memory.in_process())
         return replace(self, engine=engine, state=state)
 
     def in_company(self) -> Session:
-        """The same session, in which a client that acts alone has the torch threads, and so the
-        bits, that it has beside others.
+        """A copy in which a client that acts alone uses the torch threads of a client in a group,
+        so that it computes the same bits.
         """
         count = self.engine.threads.several
         threads = ThreadCounts(several=count, alone=count)
@@ -262,10 +264,10 @@ class Session:
 
 
 def _is_left_alone(scheduled: Sequence[Stage], stages: Sequence[Stage]) -> bool:
-    """Whether a client acts alone that acted beside others in the run."""
+    """Whether a client acts alone now, although it acted in a group in the run."""
     return _smallest_group(stages) == 1 < _smallest_group(scheduled)
 
 
 def _smallest_group(stages: Sequence[Stage]) -> int:
-    """The fewest clients of a stage in which clients act side by side; 0 without such a stage."""
+    """The smallest number of clients in a stage with several clients; 0 without such a stage."""
     return min((len(stage.clients) for stage in stages if not stage.sequential), default=0)

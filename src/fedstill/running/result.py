@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     import pandas
 
 MOST_CLASSES = 12
-"""The most classes in a table: those with the greatest forgetting."""
+"""The largest number of classes in a table; those with the greatest forgetting are shown."""
 
 FAINTEST = 0.005
-"""Below this strength, a cell has no background."""
+"""Losses and gains below this value are not coloured."""
 
 STRONGEST = 0.6
-"""The greatest strength of a background: text stays legible on it."""
+"""The largest opacity of a background, at which text remains legible."""
 
 LOSS_COLOUR = "200,60,40"
 GAIN_COLOUR = "40,140,80"
@@ -51,9 +51,9 @@ GAIN_COLOUR = "40,140,80"
 
 @dataclass(frozen=True)
 class Shade:
-    """A cell of a table, with a red background for a loss and a green one for a gain.
+    """A cell of a table with a red background for a loss or a green one for a gain.
 
-    ``loss``: from -1 to 1; its absolute value is the strength of the background.
+    ``loss``: from -1 to 1; its absolute value determines the opacity of the background.
     """
 
     text: str
@@ -68,7 +68,7 @@ def share(value: float | None) -> str:
 
 
 def shaded(loss: float) -> Shade:
-    """A cell with the loss of an accuracy; without a background for NaN."""
+    """A cell with a loss of accuracy; no background for NaN."""
     text = share(loss)
     if np.isnan(loss):
         return Shade(text)
@@ -78,8 +78,8 @@ def shaded(loss: float) -> Shade:
 def class_history(history: Sequence[Event]) -> list[list[float | None]]:
     """Accuracies by class (rounds, C), from the events of all rounds.
 
-    They are the server model's. Without one, they are means over the clients' own models, in the
-    rounds in which these were measured.
+    These are accuracies of the server's model. Without such a model, they are means over the
+    clients' own models, in the rounds that measured them.
     """
     if not history:
         return []
@@ -88,8 +88,8 @@ def class_history(history: Sequence[Event]) -> list[list[float | None]]:
 
 
 def lost_by_class(history: Sequence[Event]) -> list[float]:
-    """The forgetting of each class since its best earlier round, from the events of all rounds; NaN
-    for a class that was not measured.
+    """The forgetting of each class since its best earlier round, given the events of all rounds;
+    NaN for a class that was not measured.
     """
     rows = np.array(class_history(history), np.float64)
     if not len(rows):
@@ -99,15 +99,15 @@ def lost_by_class(history: Sequence[Event]) -> list[float]:
 
 
 def most_forgotten(lost: Sequence[float]) -> list[int]:
-    """The classes for a table, in their order: all, or those with the greatest forgetting."""
+    """The classes to show in a table, in order: all, or those with the greatest forgetting."""
     losses = np.nan_to_num(np.array(lost), nan=-np.inf)
     order = np.argsort(-losses, kind="stable")
     return sorted(order[:MOST_CLASSES].tolist())
 
 
 def forgotten_table(classes: Sequence[str], history: Sequence[Event]) -> str:
-    """A table of each class's last accuracy, best earlier accuracy and forgetting; empty if they
-    were not measured.
+    """A table of the last accuracy, best earlier accuracy and forgetting of each class; empty if
+    they were not measured.
     """
     losses = lost_by_class(history)
     if np.isnan(losses).all() or len(losses) != len(classes):
@@ -125,14 +125,14 @@ def forgotten_table(classes: Sequence[str], history: Sequence[Event]) -> str:
 
 
 def note_on_classes(chosen: Sequence[int], classes: Sequence[object]) -> str:
-    """A note on the choice of classes; empty if the table has all of them."""
+    """A note on the selection of classes; empty if the table shows all of them."""
     if len(chosen) == len(classes):
         return ""
-    return f"the {len(chosen)} of {len(classes)} classes that were forgotten most"
+    return f"the {len(chosen)} of {len(classes)} classes with the greatest forgetting"
 
 
 def notebook(title: str, facts: Mapping[str, str], *tables: str) -> str:
-    """A title, facts in one line, and tables."""
+    """The HTML of a title, a line of facts and tables."""
     line = " · ".join(
         f"{html.escape(name)} <b>{html.escape(fact)}</b>" for name, fact in facts.items()
     )
@@ -143,7 +143,7 @@ def notebook(title: str, facts: Mapping[str, str], *tables: str) -> str:
 def notebook_table(
     head: Sequence[str], rows: Sequence[Sequence[str | Shade]], note: str = ""
 ) -> str:
-    """A table whose first column holds text and the others numbers; below it, a note."""
+    """The HTML of a table with one column of text and columns of numbers, and a note below it."""
     titles = "".join(
         f'<th style="{_style(column)}">{html.escape(title)}</th>'
         for column, title in enumerate(head)
@@ -177,7 +177,7 @@ def _cell(column: int, cell: str | Shade) -> str:
 
 
 def _background(loss: float) -> str:
-    """The style of a cell's background; empty for a loss near 0."""
+    """The CSS of a cell's background; empty for a loss near 0."""
     colour = GAIN_COLOUR
     if loss > 0:
         colour = LOSS_COLOUR
@@ -192,10 +192,10 @@ def _background(loss: float) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The result of a finished run. ``accuracy`` and ``forgetting`` are the last round's.
+    """The result of a finished run. ``accuracy`` and ``forgetting`` refer to the last round.
 
-    ``history``: the event of each round. ``model``: the global model's parameters by name;
-    ``fedstill.load_model`` makes a module of them. ``measures``: the events of the run's measures,
+    ``history``: the event of each round. ``model``: the parameters of the global model by name;
+    ``fedstill.load_model`` returns it as a module. ``measures``: the events of the run's measures,
     in order. ``classes``: the names of the classes.
     """
 
@@ -210,8 +210,8 @@ class Result:
 
     @staticmethod
     def of(folder: Path | str) -> Result:
-        """The result in the directory of a finished run; raises CorruptFile for a damaged or
-        missing file.
+        """Read the result from the directory of a finished run; raises CorruptFile if a file is
+        damaged or missing.
         """
         folder = named_path(folder)
         events = journals.read_journal(folder / "journal.jsonl")
@@ -232,16 +232,16 @@ class Result:
         )
 
     def rounds(self) -> pandas.DataFrame:
-        """The numbers of ``history``: one row for each round, one column for each number.
+        """The numbers in ``history`` as a data frame, with a row per round and a column per number.
 
-        Nested names are joined by dots. A list over classes has a column for each class, such as
+        Nested names are joined by dots. A list over classes becomes one column per class, such as
         ``class_accuracy.3``.
         """
         return frame_of_events(self.history, self.classes)
 
     def clients(self) -> pandas.DataFrame:
-        """The journal's numbers of clients: one row for each client and stage, with examples,
-        bytes, losses, seconds and refusals.
+        """The journal's numbers about clients as a data frame: one row per client and stage, with
+        examples, bytes, losses, seconds and refusals.
 
         Raises CorruptFile if the run's directory is missing.
         """
@@ -249,8 +249,8 @@ class Result:
         return frame_of_clients(events_by_name(events).get("client", []), self.classes)
 
     def label_counts(self) -> NDArray[np.int64]:
-        """The number of training examples by client and class, (clients, C); (0, C) for real
-        sites, which keep it secret.
+        """The number of training examples by client and class, (clients, C). It is (0, C) for real
+        sites, which keep these numbers secret.
 
         Raises CorruptFile if the run's directory is missing or its split is damaged.
         """
@@ -272,9 +272,7 @@ class Result:
 
     @property
     def _numbers(self) -> dict[str, str]:
-        """The main numbers of the result. Those of clients' own models come first, if there are
-        any.
-        """
+        """The main numbers of the result, starting with those of clients' own models, if any."""
         numbers = {
             title: share(self.summary[key])
             for title, key in NUMBERS_OF_CLIENTS.items()
@@ -289,7 +287,7 @@ class Result:
         return numbers
 
     def _repr_html_(self) -> str:
-        """The result for a notebook, with the forgetting of each class."""
+        """The result as HTML for a notebook, with the forgetting of each class."""
         facts = {**self._numbers, "rounds": str(len(self.history)), "in": str(self.directory)}
         return notebook(self._title, facts, forgotten_table(self.classes, self.history))
 
@@ -298,11 +296,11 @@ NUMBERS_OF_CLIENTS = {
     "for the clients": "personal_accuracy",
     "forgetting at clients": "personal_forgetting",
 }
-"""The main numbers of clients' own models, with their keys in the summary."""
+"""The main numbers about clients' own models, and their keys in the summary."""
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
-    """The summary of a finished run; raises CorruptFile if it is invalid."""
+    """Read the summary of a finished run; raises CorruptFile if it is invalid."""
     path = folder / SUMMARY
     try:
         summary = json.loads(read_file(path))
@@ -314,7 +312,7 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _read_model(folder: Path) -> dict[str, Tensor]:
-    """The final model of a finished run; raises CorruptFile if it has changed."""
+    """Read the final model of a finished run; raises CorruptFile if the file has changed."""
     path = folder / FINAL
     try:
         return safetensors.torch.load(read_final(path))
@@ -323,10 +321,10 @@ def _read_model(folder: Path) -> dict[str, Tensor]:
 
 
 def _damaged(path: Path, problem: object) -> CorruptFile:
-    """The error for a damaged file of a finished run, with a remedy."""
+    """The error for a damaged file of a finished run, with advice."""
     todo = f"delete summary.json, then `fedstill resume {in_shell(path.parent)}`"
     if not (path.parent / "checkpoints").is_dir():
-        todo = "put it back: there are no checkpoints to make it from (a pack keeps neither)"
+        todo = "restore it from a copy: without checkpoints, it cannot be recreated"
     return CorruptFile(f"{path} is damaged: {problem}; {todo}")
 
 
@@ -336,7 +334,7 @@ def _damaged(path: Path, problem: object) -> CorruptFile:
 SUMMARY = "summary.json"
 
 QUERIED = (*(f"query_{name}" for name in QUERY_MEASURES), UNTAUGHT)
-"""Fields of the summary of a run whose clients asked for classes."""
+"""Fields of the summary of a run with queries."""
 
 PERSONAL = ("personal_accuracy", "personal_accuracy_std", "personal_forgetting", "personal_clients")
 """Fields of the summary of a run whose clients have their own models."""
@@ -357,14 +355,14 @@ OF_LAST = (
     "server_public_accuracy",
     "privacy",
 )
-"""Fields of the last round that a summary has unchanged, if the round has them."""
+"""Fields that a summary copies from the last round, if the round has them."""
 
 
 def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
-    """The fields of a summary that follow from a journal's events, except times.
+    """The fields of a summary that are derived from a journal's events, without durations.
 
-    Among them are the last accuracy, the best one, and the mean of the last ten: papers print any
-    of these.
+    They include the last accuracy, the best accuracy and the mean over the last ten rounds, because
+    papers report any of these.
     """
     by_name = events_by_name(events)
     start = first_event(by_name, "start")
@@ -375,7 +373,7 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
 
     last_round = rounds[-1]
     if STOP_REASON in selection:
-        # Measures look in the last planned round, and a run that stops early does not reach it.
+        # Measures are taken in the last planned round, which a run that stops early does not reach.
         last_round = {**_last_personal(rounds), **last_round}
     last_fields = {key: last_round[key] for key in OF_LAST if key in last_round}
     return {
@@ -393,7 +391,7 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _last_personal(rounds: Sequence[Event]) -> dict[str, Any]:
-    """The latest numbers of the clients' own models; empty if they were not measured."""
+    """The latest numbers about the clients' own models; empty if they were not measured."""
     for event in reversed(rounds):
         if "personal_clients" in event:
             return {key: event[key] for key in PERSONAL}
@@ -405,7 +403,7 @@ def summary_of(
     events: Sequence[Event],
     measures: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The summary of a run; ``measures``: the seconds of each measure in all rounds."""
+    """The summary of a run; ``measures``: the total seconds of each measure."""
     by_name = events_by_name(events)
     rounds = by_name.get("round", [])
 
@@ -429,7 +427,7 @@ def summary_of(
 
 
 def _answering(last_round: Event, journal_fields: Mapping[str, Any]) -> str:
-    """Which models answer for the clients: the server's one, the server's several, or their own."""
+    """The models that clients use: the server's, one of several server models, or their own."""
     if last_round.get("client_predictors"):
         return "server models"
     if "personal_clients" in journal_fields:
@@ -438,7 +436,7 @@ def _answering(last_round: Event, journal_fields: Mapping[str, Any]) -> str:
 
 
 def _seconds(rounds: Sequence[Event]) -> dict[str, float]:
-    """The seconds of all rounds; of the processor only if all rounds have them."""
+    """The total seconds of all rounds; CPU seconds only if all rounds have them."""
     seconds = {key: sum(event[key] for event in rounds) for key in ("seconds", "seconds_training")}
     if all("seconds_cpu" in event for event in rounds):
         seconds["seconds_cpu"] = sum(event["seconds_cpu"] for event in rounds)
@@ -446,7 +444,7 @@ def _seconds(rounds: Sequence[Event]) -> dict[str, float]:
 
 
 def _frequent_class(settings: Settings, start: Event) -> dict[str, Any]:
-    """A warning if a class is so frequent in the test set that accuracy means little."""
+    """A warning if a class is so frequent in the test set that accuracy is hardly informative."""
     classes = start.get("classes", ())
     test_counts = start.get("test_counts", ())
     warning = frequent_class_warning(settings, classes, test_counts)
@@ -456,8 +454,8 @@ def _frequent_class(settings: Settings, start: Event) -> dict[str, Any]:
 
 
 def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None:
-    """Write ``model.safetensors``, and then ``summary.json`` with its SHA-256. A run is finished
-    when it has a summary.
+    """Write ``model.safetensors`` and then ``summary.json``, which contains the model's SHA-256. A
+    run is finished once it has a summary.
     """
     params = {name: entry.detach().contiguous().clone() for name, entry in state.params.items()}
     data = safetensors.torch.save(params)
@@ -484,7 +482,7 @@ class Refusals:
 
     @staticmethod
     def of(events: Sequence[Mapping[str, Any]], clients: int, rounds: int) -> Refusals:
-        """From a journal's events of clients."""
+        """Collect the refusals from a journal's events of clients."""
         return Refusals(
             refused=[event for event in events if "refused" in event],
             accepted=[event for event in events if not {"refused", "idle"} & event.keys()],
@@ -494,12 +492,12 @@ class Refusals:
 
     @property
     def refused_clients(self) -> list[int]:
-        """The clients with a refused reply."""
+        """The clients with at least one refused reply."""
         return sorted({event["client"] for event in self.refused})
 
     @property
     def sentence(self) -> str:
-        """The refusals in a sentence; empty if there are none.
+        """A sentence about the refusals; empty if there are none.
 
         >>> no = {"client": 1, "round": 1, "refused": "failed: OSError: gone"}
         >>> Refusals.of([no, {"client": 0, "round": 1}, {**no, "round": 2}], 6, 2).sentence
@@ -522,7 +520,7 @@ class Refusals:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The fields of a run's summary: the number of refused replies, and clients and reasons."""
+        """Fields of the summary: the number of refused replies, and the clients and reasons."""
         summary: dict[str, Any] = {"refused": len(self.refused)}
         if self.refused:
             summary["refused_clients"] = self.refused_clients
@@ -531,7 +529,7 @@ class Refusals:
 
     @property
     def _first(self) -> str:
-        """The first refusal: client, round and reason."""
+        """A description of the first refusal: client, round and reason."""
         event = self.refused[0]
         client = f"client {event['client']}"
         if event["client"] == SERVER:
@@ -542,6 +540,6 @@ class Refusals:
         return f"{client} in {place}: {event['refused']}"
 
     def _refused_always(self, rounds: set[int]) -> bool:
-        """Whether the run has refused replies, and never accepted one of the same clients."""
+        """Whether some replies were refused, and no reply of these clients was ever accepted."""
         accepted = {event["client"] for event in self.accepted if event["round"] > 0}
         return bool(rounds) and accepted.isdisjoint(self.refused_clients)

@@ -1,8 +1,8 @@
-"""The best round of a run, and whether the run stops before its last one.
+"""Selection of the best round, and early stopping.
 
-After every round, the run's models get a score on the data that ``select_on`` names. The scores are
-in the journal, and everything else follows from them: a resumed run has the same best round, and it
-stops in the same one.
+After every round, the run's models are scored on the data that ``select_on`` names. The scores are
+written to the journal, and the best round and the end of the run depend only on them. Therefore, a
+resumed run has the same best round and stops in the same round.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from fedstill.running.journal import STOP_REASON
 log = logging.getLogger("fedstill.run")
 
 SELECTION = "selection"
-"""The field of the event ``start`` that says by what rounds are compared."""
+"""The field of the event ``start`` with the metric and data by which rounds are compared."""
 
 SCORE = "selection_score"
-"""The field of a round's event with the score of the round."""
+"""The field of a round's event with the round's score."""
 
 BEST = ("best_round", "best_round_score", "best_round_accuracy")
-"""The fields of a round's event with the best round so far: its number, its score, and its accuracy
-on the test set.
+"""The fields of a round's event about the best round so far: its number, score and accuracy on the
+test set.
 """
 
 DATA_NAMES: Mapping[SelectionData, str] = {
@@ -56,7 +56,7 @@ DATA_NAMES: Mapping[SelectionData, str] = {
     "public": "the public data",
     "test": "the test set",
 }
-"""What people call the data on which rounds are compared."""
+"""Readable names of the data on which rounds are compared."""
 
 
 # ---- comparing rounds ----------------------------------------------------------------------------
@@ -64,12 +64,12 @@ DATA_NAMES: Mapping[SelectionData, str] = {
 
 @dataclass(frozen=True)
 class Standing:
-    """How the rounds so far compare.
+    """The comparison of the rounds so far.
 
-    ``best``: the best round, the first of equal ones; None if none has a score. ``score``,
-    ``accuracy``: of the best round, the latter on the test set. ``reference``: the score that a
-    round must exceed by ``stop.min_delta`` to count as better. ``waited``: the number of rounds
-    since a round counted as better.
+    ``best``: the best round, or the first of several equal ones; None if no round has a score.
+    ``score``, ``accuracy``: the score of the best round, and its accuracy on the test set.
+    ``reference``: the score that a round must exceed by ``stop.min_delta`` to count as an
+    improvement. ``waited``: the number of rounds since the last improvement.
     """
 
     best: int | None = None
@@ -81,7 +81,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class RoundRule:
-    """Compares the scores of rounds, and says when a run stops.
+    """Compares the scores of rounds, and decides when a run stops.
 
     ``by``: the metric. ``stop``: the table ``[stop]``.
     """
@@ -92,7 +92,7 @@ class RoundRule:
 
     def is_better(self, score: float, other: float | None, margin: float = 0.0) -> bool:
         """Whether a score is better than another one by more than a margin; any score is better
-        than none.
+        than None.
         """
         if other is None:
             return True
@@ -108,7 +108,7 @@ class RoundRule:
         score: float | None,
         accuracy: float | None = None,
     ) -> Standing:
-        """The standing after one more round. A round without a score is not better.
+        """The standing after one more round. A round without a score is not an improvement.
 
         >>> rule = RoundRule("log_loss", larger_is_better=False)
         >>> first = rule.after(Standing(), 1, 0.5)
@@ -125,9 +125,9 @@ class RoundRule:
         return later
 
     def reason_to_stop(self, standing: Standing, score: float | None) -> str:
-        """Why a run stops after a round with this score; empty if it goes on.
+        """The reason to stop after a round with this score; empty if the run continues.
 
-        ``standing``: after the round.
+        ``standing``: the standing after the round.
         """
         target = self.stop.target
         if target is not None and score is not None and not self.is_better(target, score):
@@ -146,9 +146,9 @@ class RoundRule:
 def selection_data(
     settings: Settings, sites: SiteViews, stages: Collection[str]
 ) -> SelectionData | None:
-    """The data on which the rounds of a run are compared; None if they are not compared.
+    """The data on which the rounds of a run are compared; None if rounds are not compared.
 
-    ``stages``: the names of the run's stages. Raises ConfigError if there are no such data.
+    ``stages``: the names of the run's stages. Raises ConfigError if the run does not have the data.
     """
     if not settings.selects_round:
         return None
@@ -165,15 +165,15 @@ def selection_data(
         if not problems[name]:
             return name
     raise ConfigError(
-        f"[stop] needs data on which rounds are compared: {problems['held_out']}; or compare them "
-        "on the test set with select_on = 'test', which makes its numbers too good"
+        f"[stop] needs data for the comparison of rounds: {problems['held_out']}; alternatively, "
+        "set select_on = 'test', which makes the results on the test set too optimistic"
     )
 
 
 def _problem_with(
     name: SelectionData, settings: Settings, sites: SiteViews, stages: Collection[str]
 ) -> str:
-    """Why rounds cannot be compared on some data, and what to do; empty if they can."""
+    """The reason why rounds cannot be compared on the given data, with advice; otherwise empty."""
     if name == "held_out":
         return _no_held_out(settings, sites)
     if name == "public":
@@ -188,39 +188,39 @@ def _no_held_out(settings: Settings, sites: SiteViews) -> str:
         if without:
             return (
                 f"clients hold no examples out in the stage {without[0]!r}; set "
-                f"plan.{without[0]}.validation, 0.1 say"
+                f"plan.{without[0]}.validation, for example to 0.1"
             )
         return ""
     if settings.data.test_from == "held_out":
         return ""
     if not held_out_share(settings.plans):
-        return "clients hold no examples out; set plan.validation, 0.1 say"
+        return "clients hold no examples out; set plan.validation, for example to 0.1"
     if settings.on_sites and not settings.sites_test_rounds:
         return (
-            "with secure sums no site reports how good a model is on its data; give the server "
-            "public examples with labels, or a test set"
+            "with secure sums, sites do not report the quality of a model on their data; give the "
+            "server public examples with labels, or a test set"
         )
     if not settings.on_sites and not len(held_out_examples(settings, sites)):
-        return "every client is too small to hold an example out; set a larger plan.validation"
+        return "all clients have too few examples to hold one out; set a larger plan.validation"
     return ""
 
 
 def _no_public(settings: Settings, sites: SiteViews, stages: Collection[str]) -> str:
     if settings.method.personal or settings.method.has_client_predictors:
-        return "clients are answered by different models, which are scored on held_out or test data"
+        return "clients use different models, which can only be scored on held_out or test data"
     public = sites.public
     if public is None or not len(public) or bool((public.labels < 0).any()):
         return "there are no public examples with labels; set data.public"
     trained = sorted({*stages} & settings.method.labelled)
     if trained:
-        return f"the stage {trained[0]!r} trains on the labels of public data; set another"
+        return f"the stage {trained[0]!r} trains on the labels of public data; choose other data"
     return ""
 
 
 def _no_test(settings: Settings, sites: SiteViews) -> str:
     if settings.method.personal and not sites.own_tests:
         return (
-            "clients have models of their own, and no test sets of their own; set "
+            "clients have their own models but no test sets of their own; set "
             "partition.own_test, or select_on = 'held_out'"
         )
     if not settings.method.personal and not len(sites.common_test or ()):
@@ -229,7 +229,7 @@ def _no_test(settings: Settings, sites: SiteViews) -> str:
 
 
 def stages_of_held_out_tests(settings: Settings) -> frozenset[str]:
-    """The stages after which clients test a model on held-out examples; empty if there are none."""
+    """The stages after which clients test a model on held-out examples."""
     if settings.sites_test_rounds:
         return frozenset({HELD_OUT_TEST})
     if settings.selects_round and settings.select_on in (None, "held_out"):
@@ -238,18 +238,18 @@ def stages_of_held_out_tests(settings: Settings) -> frozenset[str]:
 
 
 def held_out_examples(settings: Settings, sites: SiteViews) -> Examples:
-    """The held-out examples of all clients, one client after another."""
+    """The held-out examples of all clients, in the order of clients."""
     return sites.train.take(torch.cat(_held_out_positions(settings, sites)))
 
 
 def held_out_owners(settings: Settings, sites: SiteViews) -> Tensor:
-    """The client that each of these examples belongs to, (n,) int64."""
+    """The client of each held-out example, (n,) int64."""
     counts = [len(positions) for positions in _held_out_positions(settings, sites)]
     return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
 
 
 def _held_out_positions(settings: Settings, sites: SiteViews) -> list[Tensor]:
-    """The training examples that each client holds out, by position."""
+    """The positions of the training examples that each client holds out."""
     share = held_out_share(settings.plans)
     return [sites.division(client, share).held_out for client in range(settings.clients)]
 
@@ -261,7 +261,7 @@ RoundScore = Callable[[RoundResult, Fields], float | None]
 
 
 def field_score(name: str) -> RoundScore:
-    """The score that is a field of the round's event."""
+    """A score that is taken from a field of the round's event."""
 
     def score(result: RoundResult, so_far: Fields) -> float | None:
         value: float | None = so_far.get(name)
@@ -272,9 +272,9 @@ def field_score(name: str) -> RoundScore:
 
 @dataclass(frozen=True)
 class SitesScore:
-    """Scores the server's model by what sites reported in the stage ``held_out_test``.
+    """Scores the server's model from the reports of sites in the stage ``held_out_test``.
 
-    ``by``: the metric. ``positive``: the positive class if there are two.
+    ``by``: the metric. ``positive``: the positive class if there are two classes.
     """
 
     by: str
@@ -300,10 +300,10 @@ class SitesScore:
 
 @dataclass(frozen=True)
 class ServerScore:
-    """Scores the server's models on examples that this process has.
+    """Scores the server's models on examples in this process.
 
-    ``by``: the metric. ``positive``: the positive class if there are two. ``owners``: the client
-    that each example belongs to, (n,) int64; None for public examples.
+    ``by``: the metric. ``positive``: the positive class if there are two classes. ``owners``: the
+    client of each example, (n,) int64; None for public examples.
     """
 
     examples: Examples
@@ -313,8 +313,8 @@ class ServerScore:
     owners: Tensor | None = None
 
     def __call__(self, result: RoundResult, so_far: Fields) -> float | None:
-        """The metric of the predictor for all clients, or of each example's client; None without
-        such predictors.
+        """The metric of the common predictor, or of the predictors of each example's client; None
+        if there are no predictors.
         """
         outputs = self._outputs(result)
         if outputs is None:
@@ -326,7 +326,7 @@ class ServerScore:
         return METRICS[self.by].value(predictions)
 
     def _outputs(self, result: RoundResult) -> Outputs | None:
-        """What the model that answers for it predicts of each example."""
+        """The prediction for each example by the model of its client."""
         names = result.client_predictors
         if not names:
             first = next(iter(result.predictors), "")
@@ -351,11 +351,11 @@ class ServerScore:
 
 @dataclass
 class Selection(Observer):
-    """Scores every round, and knows the best one and whether the run stops.
+    """Scores every round, tracks the best one, and decides whether the run stops.
 
-    ``on``: the data. ``examples``: how many they are; None if only clients know. ``rounds``: how
-    many the run has at most. ``score_of``: gives a round's score; None where it is the mean of what
-    clients last reported of models of their own, after ``stages``.
+    ``on``: the data. ``examples``: the number of examples; None if only clients know it.
+    ``rounds``: the largest number of rounds. ``score_of``: computes a round's score; None if the
+    score is the mean of the clients' last reports on their own models, after ``stages``.
     """
 
     rule: RoundRule
@@ -367,7 +367,7 @@ class Selection(Observer):
     standing: Standing = field(default_factory=Standing)
     stopped_because: str = ""
     _by_client: dict[int, float] = field(default_factory=dict)
-    """What clients reported of their own models when these were last scored."""
+    """The last score that each client reported for its own model."""
 
     def start_fields(self) -> Fields:
         """The field of the event ``start``: metric and data of the comparison."""
@@ -381,11 +381,11 @@ class Selection(Observer):
         return {SELECTION: fields}
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
-        """The score of the round, and the reason to stop, if there is one."""
+        """The score of the round, the best round so far, and the reason to stop, if any."""
         score = self._score(result, so_far)
         if score is None and result.number == 1:
             log.warning(
-                "round 1 has no %s on %s; no round is the best one as long as none has",
+                "round 1 has no %s on %s; without scores, there is no best round",
                 self.rule.by,
                 DATA_NAMES[self.on],
             )
@@ -403,7 +403,7 @@ class Selection(Observer):
         return fields
 
     def on_event(self, event: Event) -> None:
-        """Update the standing, and store the reports of clients."""
+        """Update the standing and the reports of clients."""
         if event["event"] == "client" and event["name"] in self.stages:
             score = event.get("held_out_score", event.get("held_out_accuracy"))
             if score is not None:
@@ -427,7 +427,7 @@ class Selection(Observer):
 
 
 class PreparedRun(Protocol):
-    """A run that is ready to start, as far as rounds are compared (``preparation.Prepared``)."""
+    """The part of ``preparation.Prepared`` that the comparison of rounds needs."""
 
     @property
     def settings(self) -> Settings: ...
@@ -440,7 +440,7 @@ class PreparedRun(Protocol):
 
 
 def selection_of(prepared: PreparedRun) -> Selection | None:
-    """The observer that compares the rounds of a run; None if they are not compared."""
+    """The observer that compares the rounds of a run; None if rounds are not compared."""
     settings = prepared.settings
     stages = {stage.name for stage in settings.schedule(1, prepared.world)}
     on = selection_data(settings, prepared.sites, stages)
@@ -466,7 +466,7 @@ def selection_of(prepared: PreparedRun) -> Selection | None:
 
 
 def _is_on_test_set(settings: Settings, on: SelectionData) -> bool:
-    """Whether the data are the run's test set, which may consist of held-out examples."""
+    """Whether the data are the run's test set, which may itself consist of held-out examples."""
     return on == "test" or (on == "held_out" and settings.data.test_from == "held_out")
 
 
@@ -486,7 +486,7 @@ def _scored_examples(prepared: PreparedRun, on: SelectionData) -> Examples | Non
 def _round_score(
     prepared: PreparedRun, on: SelectionData, examples: Examples | None
 ) -> RoundScore | None:
-    """The function that scores a round; None if clients report the score."""
+    """The function that scores a round; None if clients report their scores."""
     settings = prepared.settings
     by = settings.rank_by
     if settings.method.personal:
@@ -509,8 +509,8 @@ def _round_score(
 
 @dataclass(frozen=True, kw_only=True)
 class BestRound:
-    """The best round of a run. ``score``: by the metric ``by`` on the data ``on``. ``accuracy``: on
-    the test set.
+    """The best round of a run. ``score``: the value of the metric ``by`` on the data ``on``.
+    ``accuracy``: the accuracy on the test set.
     """
 
     round: int
@@ -521,7 +521,7 @@ class BestRound:
 
     @classmethod
     def of_summary(cls, summary: Mapping[str, Any]) -> BestRound | None:
-        """The best round in the summary of a run; None if the summary has none."""
+        """Read the best round from the summary of a run; None if the summary has none."""
         if summary.get("best_round") is None:
             return None
         return cls(
@@ -534,7 +534,7 @@ class BestRound:
 
     @property
     def criterion(self) -> str:
-        """By what it was selected, for people.
+        """A readable description of the metric and data of the selection.
 
         >>> BestRound(round=7, score=0.5, by="accuracy", on="held_out", accuracy=0.4).criterion
         'accuracy on held-out data'
@@ -544,7 +544,7 @@ class BestRound:
 
 def best_round(start: Event, rounds: Sequence[Event]) -> BestRound | None:
     """The best round, given a journal's event ``start`` and the events of its rounds; None if the
-    run compares no rounds, or none has a score.
+    run does not compare rounds, or if no round has a score.
     """
     if not rounds:
         return None
@@ -571,14 +571,14 @@ def best_round_of(folder: Path, events: Sequence[Event]) -> int:
         return best.round
     if SELECTION not in events[0]:
         raise ConfigError(
-            f"{folder} did not compare its rounds, so none is the best one; run it again with "
+            f"{folder} has no best round because it did not compare rounds; run it again with "
             "select_on = 'held_out' or with [stop]"
         )
-    raise ConfigError(f"no round of {folder} has a score yet, so none is the best one")
+    raise ConfigError(f"{folder} has no best round yet because no round has a score")
 
 
 def selection_summary(start: Event, rounds: Sequence[Event]) -> Fields:
-    """Fields of a summary on the best round, and on the round in which the run stopped."""
+    """Fields of a summary about the best round and about early stopping."""
     fields: Fields = {}
     if rounds and SELECTION in start:
         fields = {name: rounds[-1].get(name) for name in BEST}

@@ -1,4 +1,4 @@
-"""The trackers of one run: notified of each round, and kept from harming the run."""
+"""Experiment trackers, which receive the numbers of each round; their errors do not stop a run."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from fedstill.core.process_settings import set_environment
 from fedstill.running.journal import VERSIONS, Event, read_journal
 from fedstill.running.numbers import OF_ROUND, LearningRates, Numbers, numbers_of
 
-# What a tracker is told of a run, and by which calls: one protocol for all of them.
+# The protocol of trackers, and the records that they receive.
 
 
 HowEnded = Literal["finished", "stopped", "failed"]
-"""How a run ended: stopped runs, and failed ones, may go on later."""
+"""The way in which a run ended; stopped and failed runs can be resumed."""
 
 
 @dataclass(frozen=True)
 class AboutRun:
-    """What a run is: its directory, its name, the name it shares with its other seeds, its settings
-    by dotted key.
+    """A description of a run: its directory, its name, the common name of all seeds, and its
+    settings by dotted key.
 
-    ``versions``: of fedstill, torch, NumPy and Python.
+    ``versions``: the versions of fedstill, torch, NumPy and Python.
     """
 
     folder: Path
@@ -49,55 +49,56 @@ class AboutRun:
 
 
 class Tracker(Protocol):
-    """Receives the numbers of a run. If it raises, the run continues without it after a warning."""
+    """Receives the numbers of a run. If a tracker raises an exception, the run prints a warning and
+    continues without it.
+    """
 
     def ready(self) -> None:
-        """Called before anything is trained; raises ConfigError if the tracker cannot work here."""
+        """Called before training; raises ConfigError if the tracker cannot be used."""
 
     def begin(self, run: AboutRun, memo: dict[str, str], last: int) -> int:
-        """The run begins, or goes on; the last round that the tracker has, or -1: it is sent none
-        of these again.
+        """Called when the run starts or resumes. Returns the last round that the tracker already
+        has, or -1; these rounds are not sent again.
 
-        ``memo``: empty at first. What the tracker puts there is kept in the run's directory, and is
-        there when the run goes on. ``last``: the last round that it took before, -1 if none.
+        ``memo``: initially empty. Its content is stored in the run's directory, and is available
+        when the run is resumed. ``last``: the last round that the tracker has accepted, or -1.
         """
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
-        """The numbers of a round that is done; round 0 is before training."""
+        """Called with the numbers of a finished round; round 0 is before training."""
 
     def end(self, how: HowEnded, summary: Mapping[str, float | str]) -> None:
-        """The run ended; ``summary`` is empty unless it is finished."""
+        """Called when the run ends; ``summary`` is empty unless the run has finished."""
 
 
 Track = str | Tracker | Sequence[str | Tracker]
-"""Which trackers: names (``"mlflow"``, or several with commas), trackers of your own, or a list of
-both.
+"""The trackers of a run: names (``"mlflow"``, or several separated by commas), trackers of your
+own, or a list of both.
 """
 
 
-# MLflow: a run of its for each of ours, on the server or in the database that
-# ``MLFLOW_TRACKING_URI`` names.
+# MLflow: one MLflow run for each run, on the server or in the database of ``MLFLOW_TRACKING_URI``.
 
 
 EXPERIMENT = "fedstill"
-"""The experiment, unless ``MLFLOW_EXPERIMENT_NAME`` says another."""
+"""The default experiment; ``MLFLOW_EXPERIMENT_NAME`` overrides it."""
 
 MOST_METRICS = 1000
 MOST_PARAMS = 100
-"""The most metrics and parameters in one request."""
+"""The largest number of metrics and parameters in a request."""
 
 LONGEST_PARAM = 6000
-"""The most characters of a parameter's text."""
+"""The largest number of characters in the value of a parameter."""
 
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 MARK = "seconds"
-"""The number that every round has, and that is sent last: a round with it is there whole."""
+"""A number that every round has. It is sent last, so it marks completely stored rounds."""
 
 
 class MLflow:
-    """Sends settings as parameters, the numbers of each round as metrics, and where the run is as
-    tags.
+    """Sends settings as parameters, the numbers of each round as metrics, and the location of the
+    run as tags.
     """
 
     def ready(self) -> None:
@@ -105,9 +106,7 @@ class MLflow:
         self._experiment(_client())
 
     def begin(self, run: AboutRun, memo: dict[str, str], last: int) -> int:
-        """Begin a run, or go on with the one of the memo; the last round is asked of MLflow
-        itself.
-        """
+        """Start a run, or continue the run in the memo; MLflow reports its last stored round."""
         self._client = _client(memo.get("uri"))
         if "run" in memo:
             self._run = memo["run"]
@@ -119,7 +118,7 @@ class MLflow:
         return last
 
     def _create(self, run: AboutRun, memo: dict[str, str]) -> None:
-        """Create a run, and store its id in the memo."""
+        """Create a run and store its id in the memo."""
         place = str(run.folder.resolve())
         tags = {f"fedstill.version.{name}": version for name, version in run.versions.items()}
         tags |= {
@@ -127,14 +126,14 @@ class MLflow:
             "fedstill.seed": str(run.seed),
             "fedstill.runs": run.shared_name,
         }
-        tags["mlflow.note.content"] = f"The run's directory: {place}"
+        tags["mlflow.note.content"] = f"Run directory: {place}"
         experiment = self._experiment(self._client)
         created = self._client.create_run(experiment, run_name=run.name, tags=tags)
         self._run = created.info.run_id
         memo["run"] = self._run
         uri = self._client.tracking_uri
         if uri.startswith(("sqlite:", "file:")):
-            # A server's address is taken from the environment: it may hold a password.
+            # A server's address may contain a password, so it is read from the environment.
             memo["uri"] = uri
 
     def _send_settings(self, settings: Mapping[str, Any]) -> None:
@@ -144,7 +143,7 @@ class MLflow:
             self._client.log_batch(self._run, params=params[first : first + MOST_PARAMS])
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
-        """The numbers of a round as metrics, with the round as their step."""
+        """Send the numbers of a round as metrics, with the round as the step."""
         metric = importlib.import_module("mlflow.entities").Metric
         milliseconds = int(1000 * time.time())
         ordered = sorted(numbers.items(), key=lambda item: item[0] == MARK)
@@ -153,7 +152,7 @@ class MLflow:
             self._client.log_batch(self._run, metrics=metrics[first : first + MOST_METRICS])
 
     def end(self, how: HowEnded, summary: Mapping[str, float | str]) -> None:
-        """Report how the run ended. The numbers of its summary become metrics, the texts tags."""
+        """Report the end of the run. Numbers of the summary become metrics, and texts tags."""
         entities = importlib.import_module("mlflow.entities")
         milliseconds = int(1000 * time.time())
         tags = []
@@ -176,24 +175,22 @@ class MLflow:
 
 
 def _client(uri: str | None = None) -> Any:
-    """MLflow's client; a server that does not answer is tried twice, not for minutes, if nothing
-    else is said.
+    """MLflow's client. By default, a server that does not respond is tried only twice, instead of
+    for minutes.
     """
     if "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ:
         set_environment({"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"})
     try:
         mlflow = importlib.import_module("mlflow")
     except ImportError as error:
-        raise ConfigError(
-            "MLflow is not installed; get it with: pip install 'fedstill[mlflow]'"
-        ) from error
+        raise ConfigError("MLflow is not installed; run: pip install 'fedstill[mlflow]'") from error
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     return mlflow.MlflowClient(tracking_uri=uri)
 
 
 def _legal(name: str) -> str:
-    """A name of letters, digits and what else MLflow allows.
+    """A name in which characters that MLflow rejects are replaced.
 
     >>> _legal("class_accuracy/t-shirt, top")
     'class_accuracy/t-shirt_ top'
@@ -201,11 +198,11 @@ def _legal(name: str) -> str:
     return re.sub(r"[^\w\-. /:]", "_", name, flags=re.ASCII)[:250]
 
 
-# TensorBoard: event files in the run's directory, which ``tensorboard --logdir`` shows.
+# TensorBoard: event files in the run's directory, for ``tensorboard --logdir``.
 
 
 class TensorBoard:
-    """Writes to ``folder``; unset, to ``tensorboard`` in the run's directory."""
+    """Writes event files to ``folder``; the default is ``tensorboard`` in the run's directory."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
@@ -215,8 +212,8 @@ class TensorBoard:
         _writer_class()
 
     def begin(self, run: AboutRun, memo: dict[str, str], last: int) -> int:
-        """Open a new file; the settings are a text. What earlier files have after the last round
-        does not count.
+        """Open a new file, and write the settings as text. Later rounds in earlier files are
+        superseded.
         """
         folder = self.folder or run.folder / "tensorboard"
         purge_step = None
@@ -237,7 +234,7 @@ class TensorBoard:
         self._writer.flush()
 
     def end(self, how: HowEnded, summary: Mapping[str, float | str]) -> None:
-        """Close the file; the summary of a finished run becomes a text."""
+        """Write the summary of a finished run as text, and close the file."""
         if summary:
             self._writer.add_text(
                 "summary", "\n".join(f"- {key}: {value}" for key, value in summary.items()), 0
@@ -249,30 +246,29 @@ def _writer_class() -> Any:
     try:
         return importlib.import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError as error:
-        message = "TensorBoard is not installed; get it with: pip install 'fedstill[tensorboard]'"
+        message = "TensorBoard is not installed; run: pip install 'fedstill[tensorboard]'"
         raise ConfigError(message) from error
 
 
-# Weights & Biases: a run of its for each of ours; with ``WANDB_MODE=offline``, in files for ``wandb
-# sync``.
+# Weights & Biases: one W&B run for each run. With ``WANDB_MODE=offline``, it is stored in files for
+# ``wandb sync``.
 
 
 PROJECT = "fedstill"
-"""The project, unless ``WANDB_PROJECT`` says another."""
+"""The default project; ``WANDB_PROJECT`` overrides it."""
 
 
 class WandB:
-    """Sends settings as the config, the numbers of each round as its history, and the summary."""
+    """Sends settings as the config, the numbers of each round as the history, and the summary."""
 
     def ready(self) -> None:
-        """Raises ConfigError where the extra is not installed, or nobody is logged in and runs are
-        to be sent.
+        """Raise ConfigError if the extra is not installed, or if runs should be uploaded without a
+        login.
         """
         wandb = _wandb()
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
             raise ConfigError(
-                "Weights & Biases knows no account here: run `wandb login`, or set "
-                "WANDB_MODE=offline"
+                "Weights & Biases is not logged in: run `wandb login`, or set WANDB_MODE=offline"
             )
 
     def begin(self, run: AboutRun, memo: dict[str, str], last: int) -> int:
@@ -292,11 +288,11 @@ class WandB:
         return max(last, int(self._run.step) - 1)
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Send the numbers of a round, with the round as their step."""
+        """Send the numbers of a round, with the round as the step."""
         self._run.log(dict(numbers), step=round, commit=True)
 
     def end(self, how: HowEnded, summary: Mapping[str, float | str]) -> None:
-        """Send the summary of a finished run, and report how the run ended."""
+        """Send the summary of a finished run, and report the end of the run."""
         self._run.summary.update({f"summary/{name}": value for name, value in summary.items()})
         self._run.finish(exit_code=int(how != "finished"))
 
@@ -306,24 +302,25 @@ def _wandb() -> Any:
         return importlib.import_module("wandb")
     except ImportError as error:
         raise ConfigError(
-            "Weights & Biases is not installed; get it with: pip install 'fedstill[wandb]'"
+            "Weights & Biases is not installed; run: pip install 'fedstill[wandb]'"
         ) from error
 
 
-# The numbers of each round, from the events of a journal.
+# The numbers of each round, read from the events of a journal.
 
 
 GATHERED = frozenset({"initial", "round", "client", "measure"})
-"""The events that a round's numbers are made of."""
+"""The events that contain a round's numbers."""
 
 
 class RoundNumbers:
-    """Takes the events of a journal in order, and returns the numbers of a round after its last
+    """Reads the events of a journal in order, and returns the numbers of a round after its last
     event.
 
-    They are the numbers of the whole federation in ``fedstill.load_runs``, by metric. The accuracy
-    of a class is ``class_accuracy/NAME``, and the numbers of a further model begin with its name:
-    ``client 3/accuracy``. settings: the run's settings by dotted key, for the learning rates.
+    These are the numbers of the whole federation in ``fedstill.load_runs``, by metric. The accuracy
+    of a class is called ``class_accuracy/NAME``. Numbers of further models are prefixed with the
+    name of the model, for example ``client 3/accuracy``. settings: the run's settings by dotted
+    key, which determine the learning rates.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -333,7 +330,7 @@ class RoundNumbers:
         self._events: list[Event] = []
 
     def take(self, event: Event) -> tuple[int, dict[str, float]] | None:
-        """One event; (round, numbers) if it ends a round (0: before training)."""
+        """Read an event; returns (round, numbers) if it ends a round (0: before training)."""
         kind = event["event"]
         if kind == "start":
             self._classes = event["classes"]
@@ -366,25 +363,25 @@ class RoundNumbers:
             yield full_name, float(column.values[index])
 
 
-# The trackers of one run. They receive every event of its journal, and their errors are warnings.
+# The trackers of a run. They receive every event of its journal. Their errors become warnings.
 
 
 TRACKERS: dict[str, type[Tracker]] = {"mlflow": MLflow, "tensorboard": TensorBoard, "wandb": WandB}
-"""The trackers that have a name."""
+"""The built-in trackers by name."""
 
 MEMO = "trackers.json"
-"""The file of a run's directory that says what each tracker has, and what it goes on with."""
+"""The file in a run's directory with the last round and the memo of each tracker."""
 
 log = logging.getLogger("fedstill.track")
 
 Named = dict[str, Tracker]
-"""Trackers by name; one of your own has the name of its class."""
+"""Trackers by name; a tracker of your own has the name of its class."""
 
 
 def ready_trackers(track: Track) -> Named:
-    """The trackers that ``track`` names, ready for a run.
+    """The trackers in ``track``, ready for a run.
 
-    Raises UnknownName, or ConfigError for a tracker that cannot work here.
+    Raises UnknownName, or ConfigError if a tracker cannot be used.
     """
     trackers = dict(_named_trackers(track))
     for tracker in trackers.values():
@@ -393,7 +390,7 @@ def ready_trackers(track: Track) -> Named:
 
 
 def _named_trackers(track: Track) -> Iterator[tuple[str, Tracker]]:
-    """The trackers by name."""
+    """Pairs of a name and a tracker."""
     if isinstance(track, str):
         for name in filter(None, map(str.strip, track.split(","))):
             if name not in TRACKERS:
@@ -415,8 +412,8 @@ def _named_trackers(track: Track) -> Iterator[tuple[str, Tracker]]:
 
 
 def behind(folder: Path, settings: Settings, trackers: Named) -> bool:
-    """Whether a tracker of a finished run, or one of ``trackers``, has not been told that it is
-    finished.
+    """Whether a finished run still has to be sent to one of its trackers, or to one of
+    ``trackers``.
     """
     return Tracking(folder, settings, trackers).behind
 
@@ -424,7 +421,7 @@ def behind(folder: Path, settings: Settings, trackers: Named) -> bool:
 def send_late(
     folder: Path, settings: Settings, trackers: Named, summary: Mapping[str, Any]
 ) -> None:
-    """Send the trackers of a finished run, and ``trackers``, the rounds that they lack."""
+    """Send missing rounds to the trackers of a finished run and to ``trackers``."""
     tracking = Tracking(folder, settings, trackers)
     if tracking.behind:
         with tracking:
@@ -434,9 +431,9 @@ def send_late(
 
 
 class Tracking:
-    """The trackers of a run: ``trackers``, and those that it had before it was stopped.
+    """The trackers of a run: ``trackers``, and those from before the run was stopped.
 
-    It is a context manager: the trackers learn how the run ended, even by an exception.
+    As a context manager, it reports the end of the run to the trackers, even after an exception.
     """
 
     def __init__(self, folder: Path, settings: Settings, trackers: Named) -> None:
@@ -450,7 +447,7 @@ class Tracking:
         self._summary: Mapping[str, Any] = {}
 
     def take(self, event: Event) -> None:
-        """Read an event of the journal, and send the numbers of a round after its last event."""
+        """Read an event of the journal, and send a round's numbers after its last event."""
         if not self._trackers:
             return
         if event["event"] == "start":
@@ -495,7 +492,7 @@ class Tracking:
 
     @property
     def behind(self) -> bool:
-        """Whether a tracker has not been told that the run is finished."""
+        """Whether a tracker has not yet received the end of the finished run."""
         return any(self._memos.get(name, {}).get("how") != "finished" for name in self._trackers)
 
     def _begin(self, start: Event) -> None:
@@ -513,7 +510,7 @@ class Tracking:
         name = self.folder.name
         shared_name = self.settings.named.method.label
         if name == f"seed{self.settings.seed}":
-            # A run of a comparison: all seeds of its group are in one folder.
+            # In a comparison, all seeds of a group are in one folder.
             shared_name = self.folder.parent.name
             name = f"{shared_name}, seed {self.settings.seed}"
         return AboutRun(
@@ -530,9 +527,9 @@ class Tracking:
 
     @contextmanager
     def _errors_as_warnings(self, name: str, content: str) -> Iterator[None]:
-        """Makes a warning of an error of a tracker, which then gets nothing more.
+        """A context that turns an error of a tracker into a warning, and then stops the tracker.
 
-        content: what the tracker was to take.
+        content: a description of the data that is sent.
         """
         try:
             yield
@@ -540,10 +537,10 @@ class Tracking:
             self._active.pop(name, None)
             reason = cut_reason(f"{type(error).__name__}: {error}")
             todo = (
-                f"the run goes on without it; `fedstill resume {in_shell(self.folder)}` sends what "
-                "it missed"
+                f"the run continues without it; `fedstill resume {in_shell(self.folder)}` sends "
+                "missing rounds"
             )
-            log.warning("%s did not take %s (%s): %s", name, content, reason, todo)
+            log.warning("%s did not accept %s (%s): %s", name, content, reason, todo)
 
 
 def _status(error: type[BaseException] | None) -> HowEnded:
@@ -556,8 +553,8 @@ def _status(error: type[BaseException] | None) -> HowEnded:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The memos of all trackers. Without a readable file there are none, and everything is sent
-    again.
+    """The memos of all trackers. Without a readable file, there are no memos, and everything is
+    sent again.
     """
     try:
         memos = json.loads(read_file(path))
@@ -568,5 +565,5 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s cannot be read (%s): trackers begin anew", path, error)
+        log.warning("%s cannot be read (%s): everything is sent to trackers again", path, error)
         return {}

@@ -1,4 +1,4 @@
-"""The world of a run: what server and clients know before anything is sent."""
+"""The world of a run: the knowledge that server and clients share before anything is sent."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunWorld:
-    """Numbers, plans and architectures; ``client_models`` are given out in turn, or all are the
-    server's if empty.
+    """The sizes, plans and architectures of a run. ``client_models`` are assigned to clients in
+    turn; if empty, all clients have the server's architecture.
 
-    ``public``: how many public examples there are. ``stream``: which tasks there are, and who is in
-    which when. ``extensions``: records of capabilities, by their kind. ``start``: what
-    ``start_from`` gave.
+    ``public``: the number of public examples. ``stream``: the tasks and their clients over time.
+    ``extensions``: records of outer packages, by their type. ``start``: the parameters from
+    ``start_from``.
     """
 
     clients: int
@@ -58,11 +58,11 @@ class RunWorld:
         return any(plan.norm != "frozen" for plan in self.plans.values())
 
     def get(self, kind: type[T]) -> T | None:
-        """The record of a kind that a capability has added; None without such a record."""
+        """The record of a type that an outer package has added; None if there is none."""
         return self.extensions.get(kind)
 
     def extend(self, *records: object) -> Self:
-        """The same world with further records, in place of those of the same kinds."""
+        """A copy of the world with further records, which replace records of the same types."""
         added = {type(record): record for record in records}
         return replace(self, extensions={**self.extensions, **added})
 
@@ -75,12 +75,12 @@ class RunWorld:
     def predictor(
         self, params: Tensors, model: ModelSpec | None = None
     ) -> Callable[[Tensor], Tensor]:
-        """The predictor with these parameters, of the server's architecture or of another one."""
+        """The predictor with these parameters; the default architecture is the server's."""
         return contract.predictor(model or self.server_model, params)
 
     def initial(self, client: int) -> Tensors:
-        """Initial parameters, keyed by architecture: equal ones start equal, and nothing needs to
-        be sent.
+        """Initial parameters, keyed by architecture: equal architectures start with equal
+        parameters, so nothing needs to be sent.
         """
         spec = self.model(client)
         if spec not in self._initial:
@@ -93,8 +93,8 @@ class RunWorld:
 def world_of(
     settings: Settings, shape: tuple[int, ...], classes: int, public: int, vocabulary: int = 0
 ) -> RunWorld:
-    """What every side may know, given an example's shape and the numbers of classes, public
-    examples and token ids.
+    """The world, given the shape of an example and the numbers of classes, public examples and
+    token ids.
     """
     if not shape or min(shape) < 1:
         raise ConfigError(f"examples must be (n, …), not (n, {', '.join(map(str, shape))})")
@@ -106,7 +106,7 @@ def world_of(
 
     server_model = spec_of(model.name, dict(model.values))
     networks = settings.client_networks
-    # Many clients share one network, of which the architecture is made once.
+    # Clients with the same network share one architecture object.
     distinct = {id(network): network for network in networks}
     specs = {}
     for key, network in distinct.items():
@@ -127,10 +127,10 @@ def world_of(
 
 
 def started(settings: Settings, world: RunWorld, sent: Tensors | None = None) -> RunWorld:
-    """The world in which the server's architecture has the parameters that ``start_from`` names, if
-    it names any.
+    """The world whose server architecture starts with the parameters of ``start_from``, if it is
+    set.
 
-    sent: the parameters that the server has sent to a client, which reads no file.
+    sent: at a client, the parameters that the server has sent; the client then reads no file.
     """
     if not settings.start_from:
         return world
@@ -147,10 +147,10 @@ def started(settings: Settings, world: RunWorld, sent: Tensors | None = None) ->
 
 
 def extended(settings: Settings, world: RunWorld, label_counts: Callable[[], Tensor]) -> RunWorld:
-    """The world with what outer packages add to it.
+    """The world with the records of outer packages.
 
-    label_counts: gives the label counts (clients, C) of a simulation; (0, C) of real sites, which
-    are unknown. It is called only where they are needed.
+    label_counts: returns the label counts (clients, C) of a simulation, or (0, C) for real sites,
+    whose counts are unknown. It is only called if an outer package needs the counts.
     """
     for part in manifest.world_extensions():
         extend = part.load()
@@ -159,13 +159,13 @@ def extended(settings: Settings, world: RunWorld, label_counts: Callable[[], Ten
 
 
 def _holding(train_only: tuple[str, ...], world: RunWorld, start: Start) -> RunWorld:
-    """The world in which only the named entries of the architecture are trained and sent."""
+    """The world in which only the given entries of the architecture are trained and sent."""
     train_only += tuple(ADDED[what] for what in world.server_model.adds)
     named = {name: value for name, value in start.params.items() if matches(name, train_only)}
     others = {name: value for name, value in start.params.items() if name not in named}
     if not others:
         raise ConfigError(
-            f"train_only names all {len(named)} entries; leave it out to train the whole network"
+            f"train_only matches all {len(named)} entries; remove it to train the whole network"
         )
     if not named:
         some = ", ".join(list(start.params)[:6])
@@ -175,7 +175,7 @@ def _holding(train_only: tuple[str, ...], world: RunWorld, start: Start) -> RunW
     missing = [name for name in start.new if name in others]
     if missing:
         raise ConfigError(
-            f"start_from has no entry {missing[0]!r}, so it cannot be kept from there; add "
+            f"start_from has no entry {missing[0]!r}, which train_only keeps fixed; add "
             f"{missing[0]!r} to train_only"
         )
     spec = replace(world.server_model, trains=train_only, held=hold(others))
@@ -185,8 +185,8 @@ def _holding(train_only: tuple[str, ...], world: RunWorld, start: Start) -> RunW
 
 
 def _check_statistics(spec: ModelSpec) -> None:
-    """Raise ConfigError for a layer whose statistics would change in training, though its entries
-    are kept.
+    """Raise ConfigError if training would change the statistics of a layer whose entries are kept
+    fixed.
     """
     for layer in contract.module(spec).modules():
         if isinstance(layer, contract.NORMS) and layer.track_running_stats:
@@ -196,39 +196,37 @@ def _check_statistics(spec: ModelSpec) -> None:
             )
 
 
-# Which engine a run uses: the cost of a step, and what ``auto`` chooses.
+# The choice of the engine with ``engine = "auto"``, from the cost of a step.
 
 
-# What a client's step costs, and from that which engine suits a run: by arithmetic alone, never by
-# timing.
-#
-# A timing would choose differently from run to run, and the engines' last bits differ.
+# The choice depends on an estimate of the cost, not on measured times. Measured times vary, and the
+# engines differ in their last bits, so the results would vary too.
 
 
 CROSSOVER = {"cpu": 30e6}
-"""Up to so many floating-point operations in a client's step, stacking clients beats training them
-side by side on a few cores.
+"""The number of floating-point operations in a client's step up to which stacked clients are faster
+than clients in parallel on a few cores.
 
-A stack has one torch thread, as everything has unless ``threads`` says otherwise. In CPU seconds,
-16 clients one after another took 1.7 to 3.5 times as long as their stack from 3.3 to 28 MFLOP; 1.2
-to 1.5 times from 60 to 112 MFLOP, less than a second core gains; 0.9 to 1.1 times above 500 MFLOP.
+A stack uses one torch thread unless ``threads`` is set. In CPU seconds, 16 clients one after
+another took 1.7 to 3.5 times as long as their stack for 3.3 to 28 MFLOP; 1.2 to 1.5 times for 60 to
+112 MFLOP, which is less than the gain of a second core; and 0.9 to 1.1 times above 500 MFLOP.
 ``python -m benchmarks.crossover`` compares stages of the two engines in wall-clock seconds.
 """
 
 FEWEST = 4
-"""Clients in a stage from which stacking can pay."""
+"""The smallest number of clients in a stage for which stacking can be faster."""
 
 LITTLE_PADDING = 1.25
-"""Padding up to which the reason for a choice does not mention it."""
+"""Padding up to this value is not mentioned in the reason for a choice."""
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """A stage as the cost model sees it: its plan, how many clients it has, their architectures,
-    and the examples of an average client.
+    """A stage in the cost model: its plan, the number of clients, their architectures, and the
+    average number of examples per client.
 
-    ``padding``: how many examples a stack of these clients computes on for each real example,
-    because it trains as long as its largest client; 1 if all have equally many.
+    ``padding``: the number of examples that a stack of these clients processes for each real
+    example, because it trains as long as its largest client; 1 if all clients are equally large.
     """
 
     plan: Plan
@@ -239,30 +237,31 @@ class StageWork:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations in a step of the costliest client, forward and backward,
-        without teachers.
+        """The floating-point operations in a step of the most expensive client, forward and
+        backward, without teachers.
         """
         batch = max(1.0, min(self.plan.batch, self.examples))
         return max(step_flops(spec, batch) for spec in self.specs)
 
     def crossover(self, kind: str) -> float:
-        """Up to so many operations in a step, stacking these clients pays on a kind of device.
+        """The number of operations in a step up to which stacking these clients is faster, for a
+        kind of device.
 
-        The gain of a stack falls with about the cube root of the operations of a step, and padding
-        divides it.
+        The speed-up of a stack is divided by its padding, and decreases with about the cube root of
+        the operations in a step.
         """
         return CROSSOVER[kind] / self.padding**3
 
 
 class EngineChoice(NamedTuple):
-    """The engine that suits a run, and the reason in words."""
+    """The engine for a run, and a readable reason."""
 
     engine: Literal["pooled", "vectorised"]
     reason: str
 
 
 def suited_engine(work: Collection[StageWork], device: str) -> EngineChoice:
-    """The engine for a run with these stages."""
+    """Choose the engine for a run with these stages."""
     side_by_side = [stage for stage in work if stage.clients > 1]
     if not side_by_side:
         reason = "one client acts at a time, so there is nothing to stack"
@@ -274,7 +273,7 @@ def suited_engine(work: Collection[StageWork], device: str) -> EngineChoice:
     kind = device.partition(":")[0]
     if kind not in CROSSOVER:
         reason = (
-            f"it is not known when stacking is faster on {kind}; engine = 'vectorised' tries it"
+            f"there are no measurements of stacking on {kind}; try it with engine = 'vectorised'"
         )
         return EngineChoice("pooled", reason)
 
@@ -283,12 +282,13 @@ def suited_engine(work: Collection[StageWork], device: str) -> EngineChoice:
     limit = costliest.crossover(kind)
     reason = (
         f"{_mflop(costliest.flops)} in a client's step, {clients} clients in a stage: "
-        f"stacking pays up to {_mflop(limit)}"
+        f"stacking is faster up to {_mflop(limit)}"
     )
     if costliest.padding > LITTLE_PADDING:
         reason += " for clients of such unequal size"
     if clients < FEWEST:
-        return EngineChoice("pooled", f"{clients} clients in a stage: stacking takes {FEWEST}")
+        reason = f"{clients} clients in a stage: stacking needs at least {FEWEST}"
+        return EngineChoice("pooled", reason)
     if costliest.flops > limit:
         return EngineChoice("pooled", reason)
     return EngineChoice("vectorised", reason)
@@ -299,13 +299,11 @@ def _mflop(flops: float) -> str:
 
 
 ENGINES = {"serial": SerialEngine, "pooled": PooledEngine, "vectorised": VectorisedEngine}
-"""The engines by the name they have in a config."""
+"""The engines by their names in a config."""
 
 
 def work_of_stages(settings: Settings, world: RunWorld, sites: SiteViews) -> list[StageWork]:
-    """The stages of the first and the last round in which clients train, as the cost model sees
-    them.
-    """
+    """The stages of the first and the last round in which clients train, for the cost model."""
     stages = {
         stage.name: stage
         for round in (1, settings.rounds)
@@ -327,11 +325,11 @@ def work_of_stages(settings: Settings, world: RunWorld, sites: SiteViews) -> lis
 
 
 PADDING_ROUNDS = 10
-"""Rounds whose clients tell how unequal the clients of a stage are."""
+"""The number of rounds that are used to estimate the padding of a stage."""
 
 
 def _paddings(settings: Settings, world: RunWorld, sites: SiteViews) -> dict[str, float]:
-    """The padding of each stage on private data, by name: the mean over some rounds."""
+    """The padding of each stage that trains on private data, by name, averaged over some rounds."""
     if sites.split is None:
         return {}
     sizes = sites.split.sizes
@@ -347,7 +345,9 @@ def _paddings(settings: Settings, world: RunWorld, sites: SiteViews) -> dict[str
 
 
 def _padding(sizes: NDArray[np.int64]) -> float:
-    """How many examples stacks of clients with ``sizes`` examples compute on for each real one."""
+    """The number of examples that stacks of clients with ``sizes`` examples process for each real
+    one.
+    """
     if sizes.sum() == 0:
         return 1.0
     descending = np.sort(sizes)[::-1]
