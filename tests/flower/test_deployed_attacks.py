@@ -420,8 +420,7 @@ def test_a_revoked_key_opens_nothing_from_then_on(three: Deployment, tmp_path: P
     listed.write_bytes(text)
     again = fedstill_("deploy", "admit", place)
     assert f"fedstill deploy key {place} 2" in again.stderr
-    assert fedstill_("deploy", "key", place, "2").returncode == 0
-    assert "client2" in fedstill_("deploy", "admit", place).stdout
+    assert "client2 may connect" in fedstill_("deploy", "key", place, "2").stdout
     assert pulling(three, key, node)[0] == 401
     three.kill("client2")
     three.client(2)

@@ -63,49 +63,105 @@ def test_a_number_of_clients_that_is_not_possible_changes_nothing(
     assert folder.load_federation(federation.folder) == federation
 
 
-def test_a_site_that_has_left_is_no_longer_listed_and_its_number_can_be_given_away(
-    tmp_path: Path,
+def test_a_site_that_has_left_is_no_longer_listed_and_no_other_site_gets_its_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A number names one site in all journals and certificates; unlearning a number concerns one
+    site only.
+    """
     federation = made(tmp_path, clients=3)
     place = str(federation.folder)
     before = federation.listed_key(1).read_bytes()
     assert call(["deploy", "remove", place, "1"]) == 0
     assert listed(federation) == {"client0", "client2"}
     assert call(["deploy", "remove", place, "1"]) == 2
-    assert call(["deploy", "key", place, "1"]) == 0
-    assert listed(federation) == {"client0", "client1", "client2"}
+    capsys.readouterr()
+    assert call(["deploy", "key", place, "1"]) == 2
+    assert "deploy add" in capsys.readouterr().err
+    assert listed(federation) == {"client0", "client2"}
+    assert call(["deploy", "add", place, "--clients", "1"]) == 0
+    assert listed(federation) == {"client0", "client2", "client3"}
+    assert call(["deploy", "key", place, "1", "--returns"]) == 0
+    assert listed(federation) == {"client0", "client1", "client2", "client3"}
     assert federation.listed_key(1).read_bytes() != before
+    assert call(["deploy", "key", place, "1"]) == 0, "it is a member again"
+    assert folder.load_federation(federation.folder).departed == ()
+
+
+def test_a_federation_of_an_earlier_version_has_no_departed_clients(tmp_path: Path) -> None:
+    federation = made(tmp_path)
+    path = federation.folder / "federation.toml"
+    path.write_text(path.read_text().replace("departed = []\n", ""))
+    assert "departed" not in path.read_text()
+    assert folder.load_federation(federation.folder) == federation
 
 
 class Nodes:
-    """A grid of a federation whose clients are listed, and none of them there."""
+    """A grid of a federation whose clients are listed, and some of them there: they get messages
+    and do not answer.
+    """
 
-    def __init__(self, clients: set[int]) -> None:
+    def __init__(self, clients: set[int], online: tuple[int, ...] = ()) -> None:
         self.clients = clients
+        self.online = online
 
     def members(self) -> dict[int, int]:
-        return {}
+        return {100 + client: client for client in self.online}
+
+    def push_messages(self, messages: list[Any]) -> list[str]:
+        return [str(message.metadata.dst_node_id) for message in messages]
+
+    def pull_messages(self, ids: list[str]) -> list[Any]:
+        return []
 
     def registered(self) -> set[int]:
         return self.clients
 
 
-def test_no_run_waits_for_a_site_that_was_removed() -> None:
-    now = SimpleNamespace(time=0.0)
+@pytest.fixture
+def now() -> SimpleNamespace:
+    """A clock that only waiting moves on."""
 
     def sleep(seconds: float) -> None:
-        now.time += max(seconds, 0.1)
+        clock.time += max(seconds, 0.1)
 
-    clock = SimpleNamespace(monotonic=lambda: now.time, sleep=sleep)
+    clock = SimpleNamespace(time=0.0, monotonic=lambda: clock.time, sleep=sleep)
+    return clock
+
+
+def test_no_run_waits_for_a_site_that_was_removed(now: SimpleNamespace) -> None:
     request = Request("1", "", "", "run", 1, Stage(1, 0, "fit", (1,)))
-    removed = Fleet(Nodes({0, 2}), Patience(deadline=60), clock)  # type: ignore[arg-type]
+    removed = Fleet(Nodes({0, 2}), Patience(deadline=60), now)  # type: ignore[arg-type]
     (answer,) = removed.ask([request])
     assert answer.failure
     assert now.time == 0.0
-    absent = Fleet(Nodes({0, 1, 2}), Patience(deadline=60), clock)  # type: ignore[arg-type]
+    absent = Fleet(Nodes({0, 1, 2}), Patience(deadline=60), now)  # type: ignore[arg-type]
     (answer,) = absent.ask([request])
     assert answer.failure
     assert 60 <= now.time < 70, "an absent site holds a stage up for its deadline, and no longer"
+
+
+def test_a_site_that_is_removed_while_it_works_is_not_waited_for(
+    now: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+    request = Request("1", "", "", "run", 1, Stage(1, 0, "fit", (1,)))
+    nodes = Nodes({0, 1}, online=(0, 1))
+
+    def pull(ids: list[str]) -> list[Any]:
+        if now.time > 30:
+            nodes.clients = {0}
+            nodes.online = (0,)
+        return []
+
+    nodes.pull_messages = pull  # type: ignore[method-assign]
+    working = Fleet(nodes, Patience(deadline=600), now)  # type: ignore[arg-type]
+    (answer,) = working.ask([request])
+    assert "not in the federation" in answer.failure
+    assert 30 < now.time < 45
 
 
 # What the operator sees

@@ -12,7 +12,6 @@ from cyclopts import App, Parameter
 
 from fedstill import manifest
 from fedstill.core.errors import ConfigError
-from fedstill.core.files import in_shell
 from fedstill.version import VERSION
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ def add_command(directory: Path, *, clients: int) -> int:
 def remove_command(directory: Path, client: int) -> int:
     """Remove a client that has left: its key opens nothing any more, and no run waits for it.
 
-    Its number stays free until `fedstill deploy key` gives it to a new site.
+    No other site gets its number.
 
     Args:
         directory: The federation's folder.
@@ -143,7 +142,9 @@ def remove_command(directory: Path, client: int) -> int:
 
     federation = folder.load_federation(directory)
     folder.remove_client(federation, client)
-    print(f"client {client} is removed; `fedstill deploy key` can give its number to a new site")
+    print(
+        f"client {client} is removed; leave it out of new runs with unlearning.clients = [{client}]"
+    )
     _print_admitted(federation)
     return 0
 
@@ -215,6 +216,8 @@ def status(directory: Path) -> int:
     server = control.Control.of(federation)
     for site in control.site_states(federation):
         print(f"{site.name:<12} {site_state(site)}")
+    for departed in federation.departed:
+        print(f"client{departed:<6} has left")
     runs = server.runs_under_way()
     for run in runs:
         print(f"run {run.number}: {run_state(run)}")
@@ -255,21 +258,22 @@ def run_state(run: RunStatus) -> str:
 
 
 @deploy.command(name="key")
-def key_command(directory: Path, client: int) -> int:
-    """Create a new key for a client whose old key was lost or is no longer trusted.
+def key_command(
+    directory: Path, client: int, *, returns: Annotated[bool, Parameter(negative="")] = False
+) -> int:
+    """Create a new key for a client whose old key was lost or is no longer trusted; a running
+    server refuses the old key from then on.
 
     Args:
         directory: The federation's folder.
         client: The number of the client.
+        returns: The client was removed, and is now a member again.
     """
     from fedstill.flower.deployment import folder
 
-    made = folder.rekey(folder.load_federation(directory), client)
-    then = f"Then: fedstill deploy admit {in_shell(directory)}"
-    print(
-        f"{made}: copy client.key to the client's machine, or this whole folder to a new site, "
-        f"and delete it here. {then}"
-    )
+    made = folder.rekey(folder.load_federation(directory), client, returns=returns)
+    print(f"{made}: copy client.key to the client's machine, and delete this folder here")
+    _print_admitted(folder.load_federation(directory))
     return 0
 
 

@@ -234,6 +234,9 @@ def _ids(tree: Any) -> Iterator[str]:
 
 UNREADABLE = "sent an invalid reply"
 
+MEMBERS_SECONDS = 10.0
+"""Seconds between two looks at the list of members while requests have no answer."""
+
 GRACE = 5.0
 """Seconds by which a message outlives its stage: that the deadline has passed is then ours to say,
 not Flower's.
@@ -295,6 +298,8 @@ class Fleet:
     patience: Patience
     clock: Clock = time
     clients: dict[int, int] = field(default_factory=dict)  # node id -> client
+    _began: float = field(default=0.0, init=False)  # the stage
+    _looked_at: float = field(default=float("-inf"), init=False)  # the list of members
     _asked: dict[str, int] = field(default_factory=dict)  # message id -> node asked who it is
     _arrivals: Arrivals = field(init=False, repr=False)
 
@@ -303,7 +308,9 @@ class Fleet:
 
     def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
         """One answer for each request, in their order; without a reply, a failure with a reason."""
-        end = self.clock.monotonic() + self.patience.deadline
+        self._began = self.clock.monotonic()
+        self._looked_at = float("-inf")
+        end = self._began + self.patience.deadline
         calls = {request.client: _Call(request) for request in requests}
         pace = Pace(self.clock.monotonic)
         pace.worked()
@@ -311,6 +318,7 @@ class Fleet:
             is_late = self.clock.monotonic() >= end
             if not is_late:
                 self._send_due(calls, end)
+                self._fail_removed([call for call in calls.values() if call.answer is None])
             self._collect(calls)
             if is_late or all(call.answer for call in calls.values()):
                 break
@@ -325,19 +333,22 @@ class Fleet:
 
     def _send_due(self, calls: dict[int, _Call], end: float) -> None:
         due = [call for call in calls.values() if call.answer is None and self._is_due(call)]
-        if not due:
-            return
-        self._send(due, self._nodes(calls, end), end)
-        self._fail_removed([call for call in due if not call.attempts])
+        if due:
+            self._send(due, self._nodes(calls, end), end)
 
     def _fail_removed(self, calls: Sequence[_Call]) -> None:
         """Fail the requests to clients that the federation has no more: nobody waits for them."""
         registered = getattr(self.grid, "registered", None)
-        if registered is None or not calls:
+        looked_at = self._looked_at
+        if all(call.attempts for call in calls):
+            # All were members when the stage began.
+            looked_at = max(looked_at, self._began)
+        if registered is None or self.clock.monotonic() < looked_at + MEMBERS_SECONDS:
             return
+        self._looked_at = self.clock.monotonic()
         clients = registered()
         for call in calls:
-            if call.answer is None and call.request.client not in clients:
+            if call.request.client not in clients:
                 call.answer = _failed(call.request, "is not in the federation: no key is listed")
 
     def _is_due(self, call: _Call) -> bool:

@@ -59,7 +59,9 @@ memory = "memory"        # the client's state between rounds; keep it across res
 class Federation:
     """``hosts``: names and addresses under which clients reach the server, the first of them
     preferred. ``listen``: the address the server listens on. ``port``: its one port. ``folder``:
-    the folder of all its files.
+    the folder of all its files. ``clients``: how many numbers clients have had. ``departed``: the
+    numbers of clients that have left; no other site gets them, so that a number names one site in
+    all journals and certificates.
     """
 
     folder: Path
@@ -67,6 +69,7 @@ class Federation:
     listen: str
     port: int
     clients: int
+    departed: tuple[int, ...] = ()
 
     @property
     def address(self) -> str:
@@ -158,14 +161,23 @@ def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
     return federation
 
 
-def rekey(federation: Federation, client: int) -> Path:
+def rekey(federation: Federation, client: int, *, returns: bool = False) -> Path:
     """Make a client a new key and list it in the place of the old one; the client's folder, made
     again if it is gone.
 
-    Raises ConfigError for a client that the federation does not have.
+    ``returns``: whether the client has left, and is a member again. Raises ConfigError for a client
+    that the federation does not have, or that has left.
     """
     if not 0 <= client < federation.clients:
         raise ConfigError(f"client {client} must be from 0 to {federation.clients - 1}")
+    if client in federation.departed and not returns:
+        raise ConfigError(
+            f"client {client} has left, and its number stays its own: give a new site the next "
+            f"number with `fedstill deploy add {federation.folder} --clients 1`, or add --returns "
+            "if the same site comes back"
+        )
+    departed = tuple(number for number in federation.departed if number != client)
+    _write(replace(federation, departed=departed))
     _make_client(federation, client)
     return federation.client(client)
 
@@ -180,21 +192,24 @@ def add_clients(federation: Federation, clients: int) -> tuple[Federation, list[
         raise ConfigError(f"--clients {clients} must be from 1 to {most}")
     larger = replace(federation, clients=federation.clients + clients)
     numbers = range(federation.clients, larger.clients)
+    # First of all: a listed key with a number that is not in use yet would be an error.
+    _write(larger)
     for client in numbers:
         _make_client(larger, client)
     write_app(larger.app, larger.clients, VERSION)
-    _write(larger)
     return larger, [larger.client(client) for client in numbers]
 
 
 def remove_client(federation: Federation, client: int) -> None:
-    """Take a client's key from the list. Its number stays its own; ``rekey`` gives it a new key.
+    """Take a client's key from the list, and note that the client has left.
 
     Raises ConfigError for a client that is not listed.
     """
     path = federation.listed_key(client)
     if not path.is_file():
         raise ConfigError(f"client {client} is not listed: there is no {path}")
+    departed = sorted({*federation.departed, client})
+    _write(replace(federation, departed=tuple(departed)))
     remove(path)
 
 
@@ -204,11 +219,15 @@ def load_federation(folder: Path) -> Federation:
         folder / "federation.toml", "make one with `fedstill deploy init DIR --clients N`"
     )
     try:
-        hosts = tuple(str(h) for h in values["hosts"])
         federation = Federation(
-            folder.resolve(), hosts, str(values["listen"]), values["port"], values["clients"]
+            folder=folder.resolve(),
+            hosts=tuple(str(host) for host in values["hosts"]),
+            listen=str(values["listen"]),
+            port=values["port"],
+            clients=values["clients"],
+            departed=tuple(int(client) for client in values.get("departed", ())),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder / 'federation.toml'} is not one: {error}") from error
     return federation
 
@@ -285,9 +304,10 @@ def _certify(federation: Federation, authority: certificates.Authority) -> None:
 
 
 def _write(federation: Federation) -> None:
-    values = {k: v for k, v in asdict(federation).items() if k != "folder"} | {
-        "hosts": list(federation.hosts)
-    }
+    values = asdict(federation)
+    del values["folder"]
+    values["hosts"] = list(federation.hosts)
+    values["departed"] = list(federation.departed)
     write_whole(federation.folder / "federation.toml", tomli_w.dumps(values).encode())
 
 
