@@ -29,7 +29,8 @@ import torch
 from benchmarks.beside.trees import ROOT, NoSuchCommit, working_tree
 from benchmarks.card_parts import PLAIN, TRANSFORMER
 from fedstill.core.files import write_whole
-from fedstill.engines.hardware import REPLAY, cores, has_bfloat16
+from fedstill.engines.devices import has_bfloat16
+from fedstill.engines.hardware import REPLAY, cores
 from fedstill.report import terminal
 from fedstill.running.same_run import processor
 from fedstill.version import VERSION

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedstill.core.process_settings import steady
 from fedstill.core.records import ModelSpec, Plan
+from fedstill.engines.devices import steady
 from fedstill.engines.hardware import Precision, lowered, products
 from fedstill.engines.optimiser import optimiser
 from fedstill.models import contract

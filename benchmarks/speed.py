@@ -28,7 +28,8 @@ from benchmarks.plain import PlainLoop
 from benchmarks.workloads import WORKLOADS, Workload, flops
 from fedstill.config.resolve import resolve
 from fedstill.core.records import SERVER
-from fedstill.engines.hardware import cores, has_bfloat16
+from fedstill.engines.devices import has_bfloat16
+from fedstill.engines.hardware import cores
 from fedstill.models import contract
 from fedstill.report import terminal
 from fedstill.running.preparation import prepare

@@ -21,7 +21,8 @@ from benchmarks.ours import Ours
 from benchmarks.speed import spread
 from benchmarks.workloads import WORKLOADS, Workload
 from fedstill.config.resolve import resolve
-from fedstill.engines.hardware import has_bfloat16, workers
+from fedstill.engines.devices import has_bfloat16
+from fedstill.engines.hardware import workers
 from fedstill.report import terminal
 from fedstill.running.preparation import prepare
 

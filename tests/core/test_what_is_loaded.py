@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 FILES = 35
-LINES = 7_000
+LINES = 6_970
 """Ceilings, which may fall and not rise. The goal is 40 files and 6,500 lines."""
 
 FILES_OF_ROUND = 49
-LINES_OF_ROUND = 10_430
+LINES_OF_ROUND = 10_400
 """The same for a round that is executed. It builds its network, so it also loads all models."""
 
 NEEDED = [

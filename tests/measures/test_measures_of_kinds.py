@@ -10,7 +10,7 @@ import torch
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.engines import hardware
+from fedstill.engines import devices
 from fedstill.measures.landscape import filter_normalised
 from fedstill.models import contract
 from fedstill.running.journal import read_journal
@@ -75,7 +75,7 @@ def test_bfloat16_trains_on_every_kind(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token ids stay whole numbers; torch imitates bfloat16 where a processor has none."""
-    monkeypatch.setattr(hardware, "has_bfloat16", lambda device: True)
+    monkeypatch.setattr(devices, "has_bfloat16", lambda device: True)
     results = {}
     for how in ("fp32", "bf16"):
         done = run(

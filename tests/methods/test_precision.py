@@ -21,8 +21,9 @@ from fedstill.core import trees
 from fedstill.core.errors import ConfigError
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Plan, Stage, Step, Tensors, TrainingStart
-from fedstill.engines import hardware
+from fedstill.engines import devices
 from fedstill.engines.clients import TrainingSetup
+from fedstill.engines.hardware import products
 from fedstill.engines.loop import train
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import prepare
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("with_threads")
 @pytest.fixture(autouse=True)
 def _has_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch imitates bfloat16 where a processor has none: slowly, but it can be tested."""
-    monkeypatch.setattr(hardware, "has_bfloat16", lambda device: True)
+    monkeypatch.setattr(devices, "has_bfloat16", lambda device: True)
 
 
 def rounded(v: Tensor) -> bool:
@@ -162,7 +163,7 @@ def test_a_stack_trains_in_bfloat16_too() -> None:
 def test_what_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="'tf32'"):
         resolve(Experiment(precision="tf32"))
-    monkeypatch.setattr(hardware, "has_bfloat16", lambda device: False)
+    monkeypatch.setattr(devices, "has_bfloat16", lambda device: False)
     for key in ("precision", "teacher_precision"):
         with pytest.raises(ConfigError, match=f"{key} .*bfloat16"):
             resolve(Experiment(**{key: "bf16"}))
@@ -174,16 +175,15 @@ def test_products_are_rounded_where_that_was_asked_for() -> None:
         return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
 
     for kind in ("tf32", "fp32", "bf16"):
-        with hardware.products(kind, torch.device("cuda")):
+        with products(kind, torch.device("cuda")):
             assert rounded_ones() == (kind == "tf32",) * 2
         assert rounded_ones() == (False, False)
 
 
 NEWER = """
 import torch
-from fedstill.core.process_settings import steady
+from fedstill.engines.devices import steady
 from fedstill.engines.passes import without_cudnn
-from fedstill.engines.hardware import products
 {user}
 said = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
 before = [one.fp32_precision for one in said]

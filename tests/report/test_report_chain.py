@@ -15,7 +15,7 @@ from run_journals import events, stop_after
 
 import toys
 from fedstill.core.errors import CorruptFile
-from fedstill.report import costs, knowledge
+from fedstill.report import knowledge, overview
 from fedstill.report.figures import PERCENT, Line, Style, curves
 from fedstill.report.page import page
 from fedstill.report.rounds import class_map
@@ -116,17 +116,17 @@ def test_seconds_to_a_target_are_sums_of_clients_training(runs: Path) -> None:
         passed += event["seconds_clients"]
         sums.append(passed)
     reached = [e["accuracy"] for e in one.rounds]
-    assert costs.seconds_to(one, reached[0]) == pytest.approx(sums[0])
+    assert overview.seconds_to(one, reached[0]) == pytest.approx(sums[0])
     best = max(reached)
-    assert costs.seconds_to(one, best) == pytest.approx(sums[reached.index(best)])
-    assert costs.seconds_to(one, 1.01) is None
+    assert overview.seconds_to(one, best) == pytest.approx(sums[reached.index(best)])
+    assert overview.seconds_to(one, 1.01) is None
 
 
 def test_long_runs_are_told_in_seconds_without_an_exponent() -> None:
     rounds = [[{"accuracy": 0.5, "seconds_clients": seconds}] for seconds in (913.0, 2474.0)]
     runs = [SimpleNamespace(rounds=own) for own in rounds]
-    assert costs._times_to(cast("Group", SimpleNamespace(started=runs)), 0.5) == "1,694 ± 1,104"
-    assert costs._times_to(cast("Group", SimpleNamespace(started=runs[:1])), 0.5) == "913"
+    assert overview._times_to(cast("Group", SimpleNamespace(started=runs)), 0.5) == "1,694 ± 1,104"
+    assert overview._times_to(cast("Group", SimpleNamespace(started=runs[:1])), 0.5) == "913"
 
 
 def test_the_number_of_teachers_stands_in_the_table(runs: Path) -> None:

@@ -15,9 +15,10 @@ import torch
 
 import toys
 from fedstill.config.resolve import resolve
-from fedstill.core import process_settings
 from fedstill.core.errors import ConfigError
+from fedstill.core.process_settings import process_settings
 from fedstill.core.records import State
+from fedstill.engines.devices import card_named, steady
 from fedstill.running import same_run
 from fedstill.running.journal import VERSIONS, Journal
 
@@ -29,7 +30,7 @@ def test_the_card_is_noted_where_a_run_trains_on_one(monkeypatch: pytest.MonkeyP
     assert same_run.software("cuda")["card"] == CARD
     assert same_run.software("cuda").keys() == set(VERSIONS)
     assert "card" not in same_run.software("cpu")
-    assert process_settings.card_named("cpu") == ""
+    assert card_named("cpu") == ""
 
 
 def test_a_resume_on_another_card_is_said_and_noted(
@@ -101,10 +102,10 @@ def test_a_numbered_card_is_the_current_one_during_a_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 1)
-    with process_settings.process_settings():
-        process_settings.steady("cuda")
+    with process_settings():
+        steady("cuda")
         assert current == [0]
-        process_settings.steady("cuda:1")
+        steady("cuda:1")
         assert current == [0, 1]
         assert "Card cuda:1" in same_run.software("cuda:1")["card"]
     assert current == [0, 1, 0]

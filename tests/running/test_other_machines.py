@@ -15,7 +15,7 @@ from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError
-from fedstill.engines import hardware
+from fedstill.engines import devices
 from fedstill.export.loading import load_model
 from fedstill.running.runner import resume, run
 from run_bits import before_round_1, resealed, stopped
@@ -30,7 +30,7 @@ LACKING = [
 def lacking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     """A line of a config that this machine cannot have, and what is said of it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(hardware, "has_bfloat16", lambda device: False)
+    monkeypatch.setattr(devices, "has_bfloat16", lambda device: False)
     return request.param
 
 

@@ -14,8 +14,8 @@ import fedstill
 import toys
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError
-from fedstill.engines import hardware
-from fedstill.engines.hardware import BYTES_ON_CARD, VISIBLE_CARDS, Slots, jobs_that_fit, slots_for
+from fedstill.engines import devices
+from fedstill.engines.devices import BYTES_ON_CARD, VISIBLE_CARDS, Slots, jobs_that_fit, slots_for
 from fedstill.running.compare import carry_out_runs, variants
 from fedstill.running.runner import run
 from run_bits import assert_same_bits, bits
@@ -56,7 +56,7 @@ def with_cards(monkeypatch: pytest.MonkeyPatch, *free: float, cores: int = 16) -
         return free[number], 80 * GIGABYTE
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
-    monkeypatch.setattr(hardware, "cores", lambda: cores)
+    monkeypatch.setattr(devices, "cores", lambda: cores)
     monkeypatch.setattr(os, "sysconf", lambda name: 2**20)
     monkeypatch.delenv(VISIBLE_CARDS, raising=False)
 

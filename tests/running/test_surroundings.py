@@ -23,9 +23,10 @@ import fedstill
 import toys
 from fedstill.core.errors import Interrupted
 from fedstill.core.method import ClientWork
-from fedstill.core.process_settings import at_the_end, process_settings, set_environment, steady
+from fedstill.core.process_settings import at_the_end, process_settings, set_environment
 from fedstill.core.records import Payload, Reply, Stage, State, Step, TrainingStart, World
 from fedstill.data.dataset import Dataset
+from fedstill.engines.devices import steady
 from fedstill.engines.hardware import side_by_side
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.recording import Quiet

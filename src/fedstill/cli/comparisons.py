@@ -385,7 +385,7 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.config.experiment import load
-    from fedstill.engines.hardware import slots_for
+    from fedstill.engines.devices import slots_for
     from fedstill.report import setting_effects, terminal
     from fedstill.report.progress import followed_runs
     from fedstill.running import compare as compared

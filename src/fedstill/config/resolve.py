@@ -71,7 +71,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.rounds import Schedule
 from fedstill.core.stream import cut_times
-from fedstill.engines.hardware import check_machine, check_precision, is_device
+from fedstill.engines.devices import check_machine, check_precision, is_device
 from fedstill.measures.choice import measures
 from fedstill.metrics.classification import ACCURACY, RANKING, RECORDED, unknown_metric
 

@@ -31,11 +31,11 @@ from fedstill.core.codec import MAX_LOCAL_ENTRIES, decode, encoded_parts
 from fedstill.core.errors import BadPayload, DiskFull
 from fedstill.core.files import digest, read_file, remove, write_whole
 from fedstill.core.method import ClientWork
-from fedstill.core.process_settings import card_named
 from fedstill.core.records import Examples, ModelSpec, Payload, Plan, Reply, Stage, View
 from fedstill.core.reports import METHOD_REPORT
 from fedstill.core.user_modules import class_identity, source_digest
 from fedstill.data.dataset import examples_digest
+from fedstill.engines.devices import card_named
 from fedstill.engines.serial import ClientJob, SerialEngine
 
 log = logging.getLogger("fedstill.reuse")

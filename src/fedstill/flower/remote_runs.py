@@ -16,11 +16,11 @@ from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, DeployFailed
 from fedstill.core.extensions import RoundHook
 from fedstill.core.files import digest, in_shell, remove_files, remove_folder
-from fedstill.core.process_settings import is_cuda
 from fedstill.core.records import Examples, Group, Payload, Stage, Tensors
 from fedstill.core.rounds import expected_reply
 from fedstill.core.screen import MAX_STRING
 from fedstill.data.dataset import Dataset
+from fedstill.engines.devices import is_cuda
 from fedstill.engines.hardware import cores
 from fedstill.engines.serial import Version
 from fedstill.flower.deployment.control import Control, NoAnswer, when_it_listens

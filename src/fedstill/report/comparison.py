@@ -20,7 +20,7 @@ from fedstill.core.errors import ConfigError, CorruptFile, Interrupted, RunsFail
 from fedstill.core.fields import plain_value
 from fedstill.core.files import named_path
 from fedstill.core.process_settings import process_settings
-from fedstill.engines.hardware import slots_for
+from fedstill.engines.devices import slots_for
 from fedstill.report import terminal
 from fedstill.report.page import write_page
 from fedstill.report.progress import followed_runs

@@ -356,12 +356,12 @@ SECTIONS = (
     Part(
         "targets",
         "Seconds of training to target accuracies.",
-        "fedstill.report.costs:targets",
+        "fedstill.report.overview:targets",
     ),
     Part(
         "cost",
         "Seconds and bytes.",
-        "fedstill.report.costs:cost",
+        "fedstill.report.overview:cost",
     ),
     Part(
         "failures",

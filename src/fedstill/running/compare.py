@@ -34,7 +34,8 @@ from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, Interrupted, RunExists
 from fedstill.core.files import digest, open_to_read
 from fedstill.data.dataset import Dataset, examples_digest
-from fedstill.engines.hardware import VISIBLE_CARDS, WORKERS, check_machine, cores
+from fedstill.engines.devices import VISIBLE_CARDS, check_machine
+from fedstill.engines.hardware import WORKERS, cores
 from fedstill.methods.fit import FIT
 from fedstill.methods.ridge import RIDGE
 from fedstill.running.client_data import NOISE, TRAIN, scale_data, split_data

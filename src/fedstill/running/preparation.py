@@ -26,7 +26,6 @@ from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.fields import Share, problem
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork
-from fedstill.core.process_settings import steady
 from fedstill.core.records import NOTHING, SERVER, Examples, Payload, Plan, Reply, Stage, Tensors
 from fedstill.core.rounds import run_round
 from fedstill.data.cache import cache_folder, reuse_bytes
@@ -35,7 +34,8 @@ from fedstill.data.inputs import Inputs
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import Arrival, SiteViews
 from fedstill.engines.client_measures import ClientMeasures
-from fedstill.engines.hardware import ThreadCounts, check_machine
+from fedstill.engines.devices import check_machine, steady
+from fedstill.engines.hardware import ThreadCounts
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.reply_cache import StoredReplies

@@ -16,10 +16,11 @@ from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import ClientHook, Recorder
 from fedstill.core.files import digest, read_file
-from fedstill.core.process_settings import process_settings, steady
+from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Stage, State, World
 from fedstill.core.rounds import StageChange, extended_world, run_round, unchanged
 from fedstill.data.dataset import Dataset
+from fedstill.engines.devices import steady
 from fedstill.engines.hardware import ThreadCounts, torch_threads
 from fedstill.engines.serial import Memory, SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Position, Restored, StoredMemory

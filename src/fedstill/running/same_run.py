@@ -32,12 +32,12 @@ from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, CorruptFile, UntrustedCode
 from fedstill.core.files import digest, flat, open_to_read, read_file
-from fedstill.core.process_settings import card_named, is_cuda
 from fedstill.core.records import State
 from fedstill.core.registry import LIVE
 from fedstill.core.reports import json_value
 from fedstill.core.user_modules import files_of
 from fedstill.data.sources.catalog import KNOWN
+from fedstill.engines.devices import card_named, is_cuda
 from fedstill.running.client_data import NOISE, TRAIN
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import (
