@@ -183,6 +183,7 @@ def test_products_are_rounded_where_that_was_asked_for() -> None:
 NEWER = """
 import torch
 from fedstill.engines.devices import steady
+from fedstill.engines.hardware import products
 from fedstill.engines.passes import without_cudnn
 {user}
 said = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
