@@ -12,6 +12,7 @@ import torch
 
 import toys
 from fedstill.cli import call
+from fedstill.config.experiment import Experiment
 from fedstill.core.errors import CorruptFile
 from fedstill.core.files import digest
 from fedstill.running.result import Result
@@ -21,6 +22,7 @@ from fedstill.unlearning.certificate import (
     SEAL,
     _canonical,
     check_certificate,
+    file_bytes,
     read_certificate,
 )
 from fedstill.unlearning.report import verification_table
@@ -107,6 +109,45 @@ def test_its_measurements_are_those_of_the_models(made: Path) -> None:
         assert measured["distance_to_exact"][name]["weights"] == pytest.approx(expected)
 
 
+def retrained(experiment: Experiment, folder: Path) -> dict[str, Any]:
+    """The measurements of a retraining, and of a second one that is compared with the first."""
+    run(experiment, folder / "run", toys.blobs())
+    request = UnlearningRequest(clients=(CLIENT,))
+    strategy = strategy_named("retraining", {})
+    unlearn(folder / "run", request, strategy, folder / "exact", data=toys.blobs())
+    second = unlearn(
+        folder / "run",
+        request,
+        strategy,
+        folder / "second",
+        exact=folder / "exact",
+        data=toys.blobs(),
+    )
+    return dict(second.certificate["measurements"])
+
+
+@pytest.mark.parametrize("method", ["analytic", "pfnm"])
+def test_the_model_of_the_method_is_measured(method: str, tmp_path: Path) -> None:
+    """It has another network than the clients train."""
+    measured = retrained(toys.toy(method, **toys.suited(method)), tmp_path)
+    for name, folder in (("original", "run"), ("unlearned", "second"), ("exact", "exact")):
+        expected = Result.of(tmp_path / folder).accuracy
+        assert measured["accuracy"][name]["test"] == pytest.approx(expected)
+    assert measured["distance_to_exact"]["unlearned"]["predictions"] == 0
+
+
+@pytest.mark.parametrize(
+    "method", ["fedrep", pytest.param("qkt", marks=pytest.mark.uses("querying"))]
+)
+def test_clients_with_models_of_their_own_are_measured_by_the_journals(
+    method: str, tmp_path: Path
+) -> None:
+    measured = retrained(toys.toy(method, **toys.suited(method)), tmp_path)
+    assert measured["accuracy"] == {"original": {}, "unlearned": {}, "exact": {}}
+    assert measured["cost"]["relative_to_exact"]["bytes"] == 1
+    assert call(["unlearn", str(tmp_path / "second"), "--check"]) == 0
+
+
 def test_retraining_has_distance_zero_to_itself(made: Path, tmp_path: Path) -> None:
     again = unlearn(
         made / "run",
@@ -133,6 +174,19 @@ def test_one_changed_byte_is_found(name: str, place: float, copied: Path) -> Non
         check_certificate(copied / "tuned")
 
 
+@pytest.mark.parametrize("byte", b" \n\t0a", ids=["space", "line", "tab", "digit", "letter"])
+def test_no_byte_of_a_certificate_can_be_replaced(byte: int, copied: Path) -> None:
+    """Not even a space by a line break, which leaves all entries as they are."""
+    path = copied / "tuned" / CERTIFICATE
+    data = path.read_bytes()
+    for position, old in enumerate(data):
+        if old == byte:
+            continue
+        path.write_bytes(data[:position] + bytes([byte]) + data[position + 1 :])
+        with pytest.raises(CorruptFile, match=CERTIFICATE):
+            read_certificate(copied / "tuned")
+
+
 def test_a_changed_byte_of_the_original_run_is_found(made: Path) -> None:
     path = made / "run" / "model.safetensors"
     data = path.read_bytes()
@@ -152,7 +206,7 @@ def test_without_the_original_run_only_the_new_one_is_checked(
     content["original"]["folder"] = str(copied / "gone")
     del content["sha256"]
     content["sha256"] = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-    path.write_text(json.dumps(content), encoding="utf-8")
+    path.write_bytes(file_bytes(content))
     assert not check_certificate(copied / "tuned").original_checked
     assert call(["unlearn", str(copied / "tuned"), "--check"]) == 0
     assert "gone" in capsys.readouterr().err
@@ -175,7 +229,7 @@ def test_a_forgotten_client_that_acts_is_found(made: Path, copied: Path) -> None
     content["unlearned"]["journal"] = digest(journal.read_bytes())
     del content["sha256"]
     content["sha256"] = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-    path.write_text(json.dumps(content), encoding="utf-8")
+    path.write_bytes(file_bytes(content))
     with pytest.raises(CorruptFile, match=f"client {CLIENT}"):
         check_certificate(folder)
 
@@ -202,7 +256,7 @@ def resealed(folder: Path, path: tuple[str, ...], value: object) -> None:
         table = table[key]
     table[path[-1]] = value
     certificate[SEAL] = digest(_canonical(certificate))
-    (folder / CERTIFICATE).write_text(json.dumps(certificate), encoding="utf-8")
+    (folder / CERTIFICATE).write_bytes(file_bytes(certificate))
 
 
 ENTRIES = [

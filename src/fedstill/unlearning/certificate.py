@@ -71,8 +71,13 @@ def write_certificate(
     }
     sealed: dict[str, Any] = json_value(certificate)
     sealed[SEAL] = digest(_canonical(sealed))
-    write_whole(folder / CERTIFICATE, json.dumps(sealed, indent=2).encode() + b"\n")
+    write_whole(folder / CERTIFICATE, file_bytes(sealed))
     return sealed
+
+
+def file_bytes(certificate: Mapping[str, Any]) -> bytes:
+    """The bytes of a certificate's file."""
+    return json.dumps(certificate, indent=2).encode() + b"\n"
 
 
 def seals_of(folder: Path) -> dict[str, str]:
@@ -178,7 +183,8 @@ def read_certificate(folder: Path) -> Mapping[str, Any]:
     """
     path = folder / CERTIFICATE
     try:
-        certificate = json.loads(read_file(path))
+        data = read_file(path)
+        certificate = json.loads(data)
     except FileNotFoundError as error:
         raise CorruptFile(
             f"{folder} holds no certificate; `fedstill unlearn` writes one, "
@@ -190,6 +196,11 @@ def read_certificate(folder: Path) -> Mapping[str, Any]:
         _canonical(certificate)
     ):
         raise CorruptFile(f"{path} has changed: its SHA-256 is not the one noted; unlearn again")
+    # The SHA-256 is of the entries. Spaces, escapes and repeated keys can change without them.
+    if data != file_bytes(certificate):
+        raise CorruptFile(
+            f"{path} has changed: fedstill writes these entries in another form; unlearn again"
+        )
     try:
         CertificateForm.model_validate(certificate)
     except ValidationError as error:

@@ -195,6 +195,8 @@ def _print(directory: Path, certificate: Mapping[str, Any]) -> None:
         f"{rounds['first']} to {rounds['last']} were trained without.",
     )
     table = verification_table([certificate])
+    if not table.rows:
+        return
     rows = [[title, *texts] for title, *texts in zip(table.head, *table.rows.values(), strict=True)]
     screen.print(terminal.table(["", *table.rows], rows))
 

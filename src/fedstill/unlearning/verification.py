@@ -24,17 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.core.errors import ConfigError
-from fedstill.core.extensions import Event
+from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.extensions import Event, of_some_clients
 from fedstill.core.files import read_file
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.records import SERVER, Examples, ModelSpec, Tensors
+from fedstill.core.records import SERVER, Examples, Tensors
 from fedstill.data.dataset import Dataset
 from fedstill.data.inputs import Inputs
-from fedstill.engines.passes import ModelPasses
+from fedstill.engines.passes import Predict, outputs_by_example
 from fedstill.metrics.membership import attack, auc_interval, confidences
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared
+from fedstill.running.replay import checkpoints_of
 from fedstill.running.result import Result
 from fedstill.unlearning.request import UnlearningRequest
 from fedstill.unlearning.strategy import OriginalRun
@@ -228,17 +229,30 @@ class MeasuredModel:
     """A run's final model, which can predict examples in the scale of its own run."""
 
     params: Tensors
-    spec: ModelSpec
+    predict: Predict
     inputs: Inputs
 
     @classmethod
-    def of(cls, folder: Path, prepared: Prepared) -> MeasuredModel:
-        """The final model of the run in a directory."""
-        return cls(Result.of(folder).model, prepared.world.model(-1), prepared.sites.inputs)
+    def of(cls, folder: Path, prepared: Prepared) -> MeasuredModel | None:
+        """The final model of the run in a directory; None if no model answers for all clients,
+        because each has its own.
+        """
+        restored = checkpoints_of(folder).latest()
+        if restored is None:
+            raise CorruptFile(f"{folder} has no checkpoints; put them back, or train it again")
+        state = replace(restored.state, params=Result.of(folder).model)
+        method = prepared.settings.method
+        predictors = method.predictors(state, prepared.world)
+        if not predictors or method.client_predictors(state, prepared.world):
+            return None
+        name, predict = next(iter(predictors.items()))
+        if of_some_clients(name):
+            return None
+        return cls(state.params, predict, prepared.sites.inputs)
 
     def logits(self, examples: Examples) -> Tensor:
         """Logits (n, C)."""
-        return ModelPasses(self.spec, self.inputs).logits(self.params, examples).cpu()
+        return outputs_by_example(self.predict, examples, self.inputs).logits
 
 
 # ---- measurements --------------------------------------------------------------------------------
@@ -257,17 +271,22 @@ def measurements(
     test by model: accuracies, attacks, and with an exact result the distances to it; and the costs
     of the new rounds.
 
-    Of real sites, whose examples this process does not have, it returns what the journals say.
+    Of real sites, whose examples this process does not have, and of clients with models of their
+    own, it returns what the journals say.
     """
     if original.settings.on_sites:
-        return measurements_at_sites(original, folder, request)
-    prepared = original.prepared
-    models = {"original": MeasuredModel.of(original.folder, prepared)}
-    models["unlearned"] = _model_of(original, folder)
+        return journal_measurements(original, folder, request)
+    folders = {"original": original.folder, "unlearned": folder}
     if exact is not None:
-        models["exact"] = _model_of(original, exact)
+        folders["exact"] = exact
+    models: dict[str, MeasuredModel] = {}
+    for name, place in folders.items():
+        model = MeasuredModel.of(place, original.prepared)
+        if model is None:
+            return journal_measurements(original, folder, request, exact)
+        models[name] = model
     sets = ExampleSets.of(original, request)
-    classes = prepared.world.classes
+    classes = original.prepared.world.classes
     fields: dict[str, Any] = {
         "accuracy": {name: accuracies(model, sets, classes) for name, model in models.items()},
         **_attacks(models, sets, classes, backdoor),
@@ -283,21 +302,23 @@ def measurements(
     return fields
 
 
-def measurements_at_sites(
-    original: OriginalRun, folder: Path, request: UnlearningRequest
+def journal_measurements(
+    original: OriginalRun, folder: Path, request: UnlearningRequest, exact: Path | None = None
 ) -> dict[str, Any]:
-    """What the journals of two runs at real sites say of their final models: the accuracy on the
-    server's test set, and the mean accuracy on the test sets of the sites that remain.
+    """What the journals of two runs say of their final models: the accuracy on the server's test
+    set, and the mean accuracy on the test sets of the clients that remain; and the costs.
     """
     journals = {
         "original": original.events,
         "unlearned": read_journal(folder / "journal.jsonl"),
     }
+    if exact is not None:
+        journals["exact"] = read_journal(exact / "journal.jsonl")
     return {
         "accuracy": {
             name: _reported_accuracies(events, request) for name, events in journals.items()
         },
-        "cost": costs(original.folder, folder),
+        "cost": _costs(original, folder, exact),
     }
 
 
@@ -349,11 +370,6 @@ def _costs(original: OriginalRun, folder: Path, exact: Path | None) -> dict[str,
     return fields
 
 
-def _model_of(original: OriginalRun, folder: Path) -> MeasuredModel:
-    """The final model of a run on the data of the original one."""
-    return MeasuredModel.of(folder, original.prepared)
-
-
 def accuracies(model: MeasuredModel, sets: ExampleSets, classes: int) -> dict[str, Any]:
     """The accuracy of a model on forgotten, remaining and test examples, in total and by class.
 
@@ -384,21 +400,34 @@ def _share(count: int, total: int) -> float | None:
 def distances(model: MeasuredModel, exact: MeasuredModel, examples: Examples) -> dict[str, float]:
     """The distance of a model to an exact result.
 
-    ``weights``: the L2 norm of the difference of all entries, relative to that of the exact model.
+    ``weights``: the L2 norm of the difference of all entries, relative to that of the exact model;
+    missing for models of different sizes.
     ``predictions``: the share of examples on which the predicted classes differ.
     ``probabilities``: the mean total variation distance of the predicted distributions, in [0, 1].
     """
-    difference = 0.0
-    norm = 0.0
-    for name, tensor in exact.params.items():
-        values = tensor.double()
-        difference += float((model.params[name].double() - values).square().sum())
-        norm += float(values.square().sum())
     logits = model.logits(examples).double()
     exact_logits = exact.logits(examples).double()
     gaps = (logits.softmax(1) - exact_logits.softmax(1)).abs().sum(1) / 2
-    return {
-        "weights": (difference / norm) ** 0.5,
+    fields = {
         "predictions": float((logits.argmax(1) != exact_logits.argmax(1)).double().mean()),
         "probabilities": float(gaps.mean()),
     }
+    if shapes_of(model.params) == shapes_of(exact.params):
+        fields = {"weights": relative_distance(model.params, exact.params), **fields}
+    return fields
+
+
+def shapes_of(params: Tensors) -> dict[str, tuple[int, ...]]:
+    """The shape of each entry."""
+    return {name: tuple(tensor.shape) for name, tensor in params.items()}
+
+
+def relative_distance(params: Tensors, exact: Tensors) -> float:
+    """The L2 norm of the difference of two models, relative to that of the second one."""
+    difference = 0.0
+    norm = 0.0
+    for name, tensor in exact.items():
+        values = tensor.double()
+        difference += float((params[name].double() - values).square().sum())
+        norm += float(values.square().sum())
+    return float((difference / norm) ** 0.5)
