@@ -19,6 +19,7 @@ def test_each_case_is_a_data_set_of_its_size(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=lambda case: case.name)
+@pytest.mark.slow
 def test_costs_are_measured_in_processes_of_their_own(case):
     row = measure(case, COUNT)
     for cost in (row.fedstill, row.yardstick_cost):
@@ -31,6 +32,7 @@ def test_costs_are_measured_in_processes_of_their_own(case):
     assert len(cells(row)) == 9
 
 
+@pytest.mark.slow
 def test_a_program_that_reads_only_a_part_is_an_error():
     half = dataclasses.replace(FEDSTILL, read="examples = len(open(path).readlines()) // 2\n")
     case = dataclasses.replace(CASES[1], yardstick=half)

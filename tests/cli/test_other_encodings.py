@@ -58,6 +58,7 @@ main()
 """In one process: the start of another would take longer than all commands."""
 
 
+@pytest.mark.slow
 def test_a_run_its_report_and_the_terminal_where_texts_are_ascii(place: Path) -> None:
     """The page is in UTF-8 nevertheless, and the terminal prints what is near to what it lacks."""
     said = python(place, "-c", PROGRAM, **ASCII, PYTHONIOENCODING="ascii")

@@ -11,6 +11,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -58,6 +59,7 @@ def modules_of_extras() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_the_demos_methods_need_no_extra(tmp_path: Path) -> None:
     hidden = modules_of_extras()
     assert "pytest" in hidden

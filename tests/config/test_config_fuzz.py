@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tomli_w
 
 from fedstill.config.experiment import load
@@ -165,6 +166,7 @@ def outcome(text: str, path: Path) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_damaged_values_and_keys_are_named(tmp_path: Path) -> None:
     draw = random.Random(31)
     said, nameless = 0, []

@@ -369,6 +369,7 @@ def test_a_backdoor_is_planted_as_the_page_says(capsys: pytest.CaptureFixture[st
     reason="the extras tensorboard and mlflow are not installed: pip install "
     "'fedstill[tensorboard,mlflow]'",
 )
+@pytest.mark.slow
 def test_runs_are_tracked_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,7 +41,7 @@ CHAIN = (
             ["Client by client", "Accuracy on public data by client", "Accuracy of the server"],
             ("model.name=tiny_cnn", "data.public=60"),
         ),
-        (
+        pytest.param(
             "qkt/figure2",
             "*:*",
             [
@@ -52,8 +52,15 @@ CHAIN = (
                 "Noise probe and label shares",
             ],
             PEERS,
+            marks=pytest.mark.slow,
         ),
-        ("qkt/figure7", "*:*", ["Accuracy by epoch"], (*PEERS, "data.public=60")),
+        pytest.param(
+            "qkt/figure7",
+            "*:*",
+            ["Accuracy by epoch"],
+            (*PEERS, "data.public=60"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and "/" in value else "",
 )

@@ -93,7 +93,10 @@ def test_an_error_that_the_page_shows_is_none() -> None:
 
 
 @pytest.mark.uses("benchmark")
-@pytest.mark.parametrize("path", ["README.md", "docs/forgetting.md", "docs/tasks.md"])
+@pytest.mark.parametrize(
+    "path",
+    ["README.md", "docs/forgetting.md", pytest.param("docs/tasks.md", marks=pytest.mark.slow)],
+)
 def test_the_commands_of_a_first_page_run(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

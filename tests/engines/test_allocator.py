@@ -35,6 +35,7 @@ for said in "10":  # each in a process that has been told nothing yet
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other C libraries have no such setting")
+@pytest.mark.slow
 def test_large_tensors_come_from_what_is_kept_unless_the_user_says_otherwise() -> None:
     command = [sys.executable, "-c", WHERE]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}

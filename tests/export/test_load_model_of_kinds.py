@@ -259,7 +259,7 @@ def test_a_client_that_standardised_its_own_has_its_mean_inside(tmp_path: Path) 
     assert model.about["standardised"] == "own"
 
 
-@pytest.mark.parametrize("kind", ["table", "series", "text"])
+@pytest.mark.parametrize("kind", ["table", pytest.param("series", marks=pytest.mark.slow), "text"])
 def test_a_run_is_exported_whatever_its_examples_are(
     kind: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import pytest
+
 from fedstill.flower.fleet import SOONEST, Pace
 from flowers import needs_flower
 
@@ -28,6 +30,7 @@ def test_it_asks_often_while_there_is_work_and_more_and_more_rarely_after_it() -
 
 
 @needs_flower
+@pytest.mark.slow
 def test_what_messages_need_is_imported_without_a_thread() -> None:
     code = "from fedstill.flower.deployment.node import preloaded; import importlib, threading;"
     code += "[importlib.import_module(name) for name in preloaded()];"

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import toys
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import run
@@ -26,6 +28,7 @@ def measured(folder: Path) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_measures_do_not_depend_on_the_order_of_sets(tmp_path: Path) -> None:
     env = {
         **os.environ,

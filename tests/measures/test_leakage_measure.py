@@ -198,6 +198,7 @@ def test_of_logits_it_is_what_would_be_sent_before_and_after_privacy(tmp_path: P
     assert local["seen"]["loss"] != local["raw"]["loss"]
 
 
+@pytest.mark.slow
 def test_noise_hides_what_was_learned_by_heart(tmp_path: Path) -> None:
     """Images of noise: a model can only learn them by heart. What it sends betrays them, and noise
     hides that.

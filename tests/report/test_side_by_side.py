@@ -52,6 +52,7 @@ def test_python_and_the_command_do_the_same_runs(
     assert again.table().equals(frame)
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard(small: fedstill.Experiment, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import fedstill\nprint('once')\nbase = fedstill.load('small.toml')\n"

@@ -184,6 +184,7 @@ def helper() -> Iterator[Helper]:
     one.close()
 
 
+@pytest.mark.slow
 def test_a_kill_while_updates_are_written_changes_no_bit(helper: Helper, tmp_path: Path) -> None:
     whole = helper.go("kept_updates", tmp_path / "whole")
     draw = random.Random(57)

@@ -306,6 +306,7 @@ def test_so_are_runs_that_started_from_another_model(tmp_path: Path) -> None:
     assert not (then.folder / "config.toml").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_run_of_a_comparison_is_begun_anew(
     own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
