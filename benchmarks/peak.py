@@ -1,5 +1,5 @@
-"""What this machine can do: matrix products and the very convolutions of a workload, one thread a
-core, all cores.
+"""The rate of this machine's kernels: matrix products, and the convolutions of W1's network, with
+one thread per core on all cores.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,45 +15,73 @@ from torch import Tensor
 from fedstill.engines.hardware import cores
 
 SECONDS = 0.6
-"""How long each kernel is run."""
+"""How long each kernel runs in one try."""
+
+TRIES = 3
+
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The number types that are measured, by name."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel with its inputs, and its floating-point operations per call."""
+
+    run: Callable[[], Tensor]
+    operations: float
 
 
 def rates() -> dict[str, float]:
-    """Floating-point operations a second of each kernel, summed over all cores, the best of three
-    tries.
+    """Floating-point operations per second by kernel and number type, summed over all cores: the
+    best of several tries.
     """
-    kernels: dict[str, Callable[[], tuple[Callable[[], Tensor], float]]] = {
-        "matrix product, float32": lambda: _product(torch.float32),
-        "matrix product, bfloat16": lambda: _product(torch.bfloat16),
-        "convolution 3 to 32, float32": lambda: _convolution(3, 32, 32),
-        "convolution 32 to 64, float32": lambda: _convolution(32, 64, 16),
-    }
-    return {name: max(_rate(make) for _ in range(3)) for name, make in kernels.items()}
+    measured = {}
+    for name, dtype in TYPES.items():
+        makers: dict[str, Callable[[torch.dtype], Kernel]] = {
+            "matrix product": _product,
+            "convolution 3 to 32": lambda dtype: _convolution(3, 32, 32, dtype),
+            "convolution 32 to 64": lambda dtype: _convolution(32, 64, 16, dtype),
+        }
+        for kernel, make in makers.items():
+            tries = [_rate(lambda make=make, dtype=dtype: make(dtype)) for _ in range(TRIES)]
+            measured[f"{kernel}, {name}"] = max(tries)
+    return measured
 
 
-def _product(kind: torch.dtype) -> tuple[Callable[[], Tensor], float]:
-    a, b = (torch.randn(1024, 1024).to(kind) for _ in range(2))
-    return lambda: a @ b, 2 * 1024**3
+def limit(measured: dict[str, float], name: str) -> float:
+    """The limit of a number type: the rate of its fastest kernel.
+
+    On some processors, convolutions are much faster than matrix products.
+    """
+    return max(rate for kernel, rate in measured.items() if kernel.endswith(f", {name}"))
 
 
-def _convolution(inside: int, out: int, side: int) -> tuple[Callable[[], Tensor], float]:
-    x = torch.randn(50, inside, side, side).contiguous(memory_format=torch.channels_last)
-    w = torch.randn(out, inside, 5, 5).contiguous(memory_format=torch.channels_last)
-    return lambda: torch.nn.functional.conv2d(
-        x, w, padding=2
-    ), 2 * 50 * side * side * out * inside * 25
+def _product(dtype: torch.dtype) -> Kernel:
+    a = torch.randn(1024, 1024).to(dtype)
+    b = torch.randn(1024, 1024).to(dtype)
+    return Kernel(lambda: a @ b, 2 * 1024**3)
 
 
-def _rate(make: Callable[[], tuple[Callable[[], Tensor], float]]) -> float:
-    def one(_: int) -> float:
+def _convolution(inside: int, out: int, side: int, dtype: torch.dtype) -> Kernel:
+    x = torch.randn(50, inside, side, side).to(dtype, memory_format=torch.channels_last)
+    w = torch.randn(out, inside, 5, 5).to(dtype, memory_format=torch.channels_last)
+    operations = 2 * 50 * side * side * out * inside * 25
+    return Kernel(lambda: torch.nn.functional.conv2d(x, w, padding=2), operations)
+
+
+def _rate(make: Callable[[], Kernel]) -> float:
+    """Operations per second of a kernel on all cores."""
+
+    def on_one_core(_: int) -> float:
         torch.set_num_threads(1)
-        kernel, work = make()
-        kernel()
-        done, began = 0, time.perf_counter()
+        kernel = make()
+        kernel.run()
+        calls = 0
+        began = time.perf_counter()
         while (seconds := time.perf_counter() - began) < SECONDS:
-            kernel()
-            done += 1
-        return done * work / seconds
+            kernel.run()
+            calls += 1
+        return calls * kernel.operations / seconds
 
     with torch.inference_mode(), ThreadPoolExecutor(cores()) as pool:
-        return sum(pool.map(one, range(cores())))
+        return sum(pool.map(on_one_core, range(cores())))

@@ -143,7 +143,8 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
     gap = turns(contestants, pairs)
     reference, serial, *_ = contestants
     work = reference.ask("flops")
-    limit, lower = (limits[f"matrix product, {kind}"] for kind in ("float32", "bfloat16"))
+    limit = peak.limit(limits, "float32")
+    lower = peak.limit(limits, "bfloat16")
     screen = terminal.console()
     screen.print(f"\n{name}: {workload.about}")
     screen.print(
@@ -224,7 +225,7 @@ def main() -> None:
     )
     screen.print(
         terminal.table(
-            ["limit, all cores", "GFLOP/s"], [(k, f"{v / 1e9:,.0f}") for k, v in limits.items()]
+            ["kernel, all cores", "GFLOP/s"], [(k, f"{v / 1e9:,.0f}") for k, v in limits.items()]
         )
     )
     for name in asked.workloads.split(","):
