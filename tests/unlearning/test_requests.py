@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -33,6 +35,10 @@ epochs = 1
 """
 
 
+ODD_NAMES = {0: "Jos\u00e9", 1: "Zoe\u0308 "}
+"""Two patients' names by number: one composed, one decomposed and with a space after it."""
+
+
 @pytest.fixture(scope="module")
 def visits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on a table of visits by patient and ward."""
@@ -40,7 +46,8 @@ def visits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = ["patient,ward,age,pressure,outcome"]
     for number in range(60):
         ward = "north" if number % 2 else "south"
-        rows.append(f"P{number // 3},{ward},{20 + number},{100 + number % 7},{number % 3 == 0}")
+        patient = ODD_NAMES.get(number // 3, f"P{number // 3}")
+        rows.append(f"{patient},{ward},{20 + number},{100 + number % 7},{number % 3 == 0}")
     (folder / "visits.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
     (folder / "run.toml").write_text(TABLE, encoding="utf-8")
     run(load(folder / "run.toml"), folder / "run")
@@ -75,6 +82,21 @@ def test_patients_are_forgotten_by_their_names(visits: Path, tmp_path: Path) -> 
     assert forgotten <= {12, 13, 14, 21, 22, 23}
 
 
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_names_in_another_unicode_form_and_with_spaces_are_found(
+    form: Literal["NFC", "NFD"], visits: Path, tmp_path: Path
+) -> None:
+    text = unicodedata.normalize(form, "Jos\u00e9")
+    (tmp_path / "patients.txt").write_bytes(f"\ufeff{text}\r\nZo\u00eb\r\n".encode())
+    options = ["--examples", tmp_path / "patients.txt", "--column", "patient"]
+    assert unlearned(visits / "run", *options, "--out", tmp_path / "new") == 0
+    request = OriginalRun.of(tmp_path / "new").earlier_request
+    ages = OriginalRun.of(visits / "run").prepared.dataset.train.values[:, 0]
+    forgotten = {int(ages[position]) - 20 for position in request.examples}
+    assert forgotten
+    assert forgotten <= {0, 1, 2, 3, 4, 5}
+
+
 def test_positions_in_a_file(visits: Path, tmp_path: Path) -> None:
     (tmp_path / "positions.txt").write_text("3\n1\n3\n", encoding="utf-8")
     options = ["--examples", tmp_path / "positions.txt", "--out", tmp_path / "new"]
@@ -102,8 +124,16 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "an unknown value": (["--examples", "{names}", "--column", "patient"], "no value '4'"),
     "an unknown column": (["--examples", "{names}", "--column", "doctor"], "doctor"),
     "an empty file": (["--examples", "{empty}"], "empty.txt"),
+    "all classes": (["--class", "0,1"], "unlearning names all"),
+    "a number with too many digits": (["--class", "9" * 5000], "class"),
+    "a position with too many digits": (["--examples", "{digits}"], "digits.txt, line 1"),
+    "another encoding": (["--examples", "{utf16}"], "UTF-8"),
+    "a column that is an input": (["--examples", "{names}", "--column", "age"], "positions"),
     "a directory in use": (["--client", "0", "--out", "{used}"], "used"),
 }
+
+
+FILES = ("names", "far", "empty", "digits", "utf16")
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -114,9 +144,11 @@ def test_a_wrong_request_is_one_line_and_starts_nothing(
     (tmp_path / "names.txt").write_text("4\nP999\n", encoding="utf-8")
     (tmp_path / "far.txt").write_text("100000\n", encoding="utf-8")
     (tmp_path / "empty.txt").write_text("\n", encoding="utf-8")
+    (tmp_path / "digits.txt").write_text("9" * 5000, encoding="utf-8")
+    (tmp_path / "utf16.txt").write_text("1\n", encoding="utf-16")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "letter.txt").write_text("mine", encoding="utf-8")
-    names = {name: tmp_path / f"{name}.txt" for name in ("names", "far", "empty")}
+    names = {name: tmp_path / f"{name}.txt" for name in FILES}
     filled = [text.format(**names, used=tmp_path / "used") for text in arguments]
     if "--out" not in filled:
         filled += ["--out", str(tmp_path / "new")]

@@ -310,9 +310,13 @@ def _names_at_start(folder: Path, key: str) -> list[str]:
     return names
 
 
+MOST_DIGITS = 18
+"""The most digits of a client's or a class's number."""
+
+
 def _parse_number(kind: str, text: str, names: Sequence[str]) -> int:
     """Convert a number, or one of ``names``, to a number; ``kind`` is for the error message."""
-    if text.isdecimal():
+    if text.isdecimal() and len(text) <= MOST_DIGITS:
         return int(text)
     name = nfc(text)
     if name in names:

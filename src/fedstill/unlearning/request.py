@@ -244,10 +244,16 @@ class UnlearningTable(PackageTable):
         return bool(self.request)
 
     def changed_split(self, split: ClientSplit, labels: Tensor) -> ClientSplit:
-        """The split without the forgotten examples, as far as the strategy does without them."""
+        """The split without the forgotten examples, as far as the strategy does without them.
+
+        Raises WrongConfig if no example remains.
+        """
         if not self.request:
             return split
-        return self.rule.changed_split(split, labels.numpy(), self.request)
+        changed = self.rule.changed_split(split, labels.numpy(), self.request)
+        if not len(changed.positions):
+            raise contradiction(TABLE, "names all training examples, and one must remain")
+        return changed
 
 
 def check_config(settings: Settings) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from fedstill.config.experiment import Experiment, from_tree
 from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings, written_plan
-from fedstill.core.errors import ConfigError, IncompatibleMethod
+from fedstill.core.errors import ConfigError, DataError, IncompatibleMethod
+from fedstill.core.fields import nfc
 from fedstill.core.files import (
     make_folder,
     read_file,
@@ -313,12 +314,15 @@ def _copy_updates(original: OriginalRun, folder: Path, start: StartPoint) -> Non
 
 # ---- the examples that a file names -------------------------------------------------------------
 
+MOST_DIGITS = 18
+"""The most digits of a position."""
+
 
 def read_positions(path: Path) -> tuple[int, ...]:
     """The positions in a file, one on each line; raises ConfigError for a line that is none."""
     positions = []
     for number, line in _lines(path):
-        if not line.isdecimal():
+        if not line.isdecimal() or len(line) > MOST_DIGITS:
             raise ConfigError(
                 f"{path}, line {number}: {line[:40]!r} is no position, a whole number from 0; name "
                 "the column of such values with --column"
@@ -329,15 +333,17 @@ def read_positions(path: Path) -> tuple[int, ...]:
 
 def read_values(path: Path) -> tuple[str, ...]:
     """The values in a file, one on each line."""
-    return tuple(dict.fromkeys(line for _, line in _lines(path)))
+    return tuple(dict.fromkeys(nfc(line) for _, line in _lines(path)))
 
 
 def _lines(path: Path) -> Sequence[tuple[int, str]]:
     """The lines of a file that are not empty, with their numbers."""
     try:
         text = read_file(path).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--examples: cannot read {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--examples: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--examples: {path} is no UTF-8 text; save it as UTF-8") from error
     numbered = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1)]
     lines = [(number, line) for number, line in numbered if line]
     if not lines:
@@ -356,19 +362,27 @@ def positions_of_values(
     settings = original.settings
     if original.data is not None:
         raise ConfigError("--column: the data of this run are in memory; name positions")
+    if column in (settings.data.columns or ()):
+        raise ConfigError(f"--column: {column!r} is an input of the model; name positions")
     options = {**reading_options(settings), "owner": column}
-    dataset = load_dataset(settings.data.name, **options)
+    try:
+        dataset = load_dataset(settings.data.name, **options)
+    except DataError as error:
+        # Its advice names keys of the config.
+        problem = str(error).rpartition("; ")[0] or str(error)
+        raise ConfigError(f"--column {column}: {problem}") from error
     train, _ = training_and_test_sets(settings, dataset)
     train = subset(train, settings.data.train_size, "train_size")
     train = set_public_apart(settings, dataset, train).train
     _check_same(original, train, column)
     assert train.owners is not None  # they have been asked for
 
-    codes = {name: code for code, name in enumerate(dataset.about.owners)}
-    unknown = [value for value in values if value not in codes]
+    # Names can be in another Unicode form, and tables can have spaces around them.
+    names = [nfc(name).strip() for name in dataset.about.owners]
+    unknown = [value for value in values if value not in names]
     if unknown:
         raise ConfigError(f"--examples: column {column!r} has no value {unknown[0]!r}")
-    wanted = torch.tensor([codes[value] for value in values])
+    wanted = torch.tensor([code for code, name in enumerate(names) if name in values])
     positions: list[int] = torch.isin(train.owners, wanted).nonzero().flatten().tolist()
     if not positions:
         raise ConfigError(
