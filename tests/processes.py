@@ -78,6 +78,14 @@ class Deployment:
             assert time.monotonic() < end, f"waited {seconds:g} s for {what}"
             time.sleep(0.3)
 
+    def finish(self, name: str) -> None:
+        """Wait until a process of ours has ended by itself, without an error.
+
+        It may still read its files after it has written the last one.
+        """
+        status = self.processes.pop(name).wait(LIMIT)
+        assert status == 0, self.log(name) + self.log("server")[-3000:]
+
     def kill(self, name: str, what: signal.Signals = signal.SIGKILL) -> None:
         """Kill a process of ours and all below it."""
         process = self.processes.pop(name)

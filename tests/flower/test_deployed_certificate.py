@@ -69,7 +69,7 @@ def test_a_run_goes_on_after_its_certificate_has_expired_and_was_renewed(tmp_pat
         assert not any(event["event"] == "round" for event in events(tmp_path / "run"))
 
         folder.renew(deployment.federation, ())
-        deployment.until(lambda: (tmp_path / "run/summary.json").is_file(), "the run to end")
+        deployment.finish("run")
         for name in clients:
             assert "connected again" in deployment.log(name)
     same_bits(tmp_path / "run", serial_of(gated(gate), tmp_path / "serial"))

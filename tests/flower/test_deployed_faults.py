@@ -53,7 +53,7 @@ def test_a_killed_client_and_a_node_that_restarts_cost_nothing(
     three.kill("client1")
     three.client(1)
     killed = time.monotonic()
-    three.until(lambda: (tmp_path / "run/summary.json").is_file(), "the run to end")
+    three.finish("run")
     print(
         f"a node killed and started again: its round ended {time.monotonic() - killed:.0f} s "
         "later; same bits"
@@ -78,7 +78,7 @@ def test_in_a_chain_what_trains_and_what_it_is_forked_from_are_killed(
     warm = [pid for site in sites for pid in forking(three, site)]
     for pid in warm:
         os.kill(pid, signal.SIGKILL)
-    three.until(lambda: (tmp_path / "run/summary.json").is_file(), "the run to end")
+    three.finish("run")
     print(
         f"\na chain: one that trained was killed, and the {len(warm)} it would be forked from; "
         "same bits"
@@ -123,7 +123,7 @@ def test_clients_that_raise_are_slow_or_send_what_they_must_not_are_named_and_us
     starting(three, what, tmp_path / "run", deadline=STAGE_SECONDS, max_mb=1)
     three.until(lambda: any(e["event"] == "round" for e in events(tmp_path / "run")), "round 1")
     gate.touch()
-    three.until(lambda: (tmp_path / "run/summary.json").is_file(), "the run to end")
+    three.finish("run")
     refused = {
         (e["round"], e["client"]): e["refused"]
         for e in events(tmp_path / "run")

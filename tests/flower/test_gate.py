@@ -385,6 +385,31 @@ def test_a_site_sends_nothing_but_its_answers(what: str) -> None:
     assert (status, len(inside.came)) == (403, came), text
 
 
+def test_a_site_that_was_removed_answers_no_more() -> None:
+    """Also an instruction that it has fetched before, and the parts of an announced reply."""
+    from flwr.proto.message_pb2 import PushObjectRequest
+    from flwr.proto.node_pb2 import Node
+
+    inside = Inside()
+    site, remaining = sessions(inside)
+    nodes = {SITE_KEYS[0].public: NODES[0], SITE_KEYS[1].public: NODES[1]}
+    site.gate.node_of = nodes.get
+    for session in (site, remaining):
+        session.pulls(inside, instruction("first", session.node), instruction("own", session.node))
+        assert session.pushes(reply("r", session.node, to="first"))[0] == 200
+    came = len(inside.came)
+
+    del nodes[site.key.public]
+    operator = {KEY_HEADER.replace("-", "_"): KEY}
+    asked(site.gate, "/v1/control/unregister-node", **operator)
+    part = PushObjectRequest(node=Node(node_id=site.node), run_id=7, object_id="part of r")
+    assert site.pushes(reply("x", site.node, to="own"))[0] == 401
+    assert site.pushes(reply("r", site.node, to="first"))[0] == 401
+    assert site.asks("push-object", part)[0] == 401
+    assert len(inside.came) == came + 1
+    assert remaining.pushes(reply("x", remaining.node, to="own"))[0] == 200
+
+
 def test_a_site_sends_one_message_with_its_own_parts_at_a_time() -> None:
     from flwr.proto.fleet_pb2 import PushMessagesRequest
     from flwr.proto.message_pb2 import ObjectTree

@@ -249,7 +249,9 @@ def test_a_site_whose_reply_is_refused_prints_the_reason_and_goes_on(
     from flwr.proto.node_pb2 import Node
 
     reason = "fedstill: the request names an instruction that has expired\n"
-    response = httpx.Response(403, text=reason, request=httpx.Request("POST", "https://fed"))
+    hostile = "\x1b[2J\u202e"
+    request = httpx.Request("POST", "https://fed")
+    response = httpx.Response(403, text=f"{reason}{hostile}", request=request)
 
     def refuse(request: object) -> None:
         response.raise_for_status()
@@ -261,6 +263,7 @@ def test_a_site_whose_reply_is_refused_prints_the_reason_and_goes_on(
     (line,) = capsys.readouterr().out.splitlines()
     assert "403" in line
     assert reason.strip() in line
+    assert not set(line) & set(hostile[0] + hostile[-1])
 
 
 def test_a_site_names_an_expired_certificate_while_it_still_gets_messages(

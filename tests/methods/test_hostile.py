@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import plain
@@ -24,7 +25,7 @@ from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
 from flowers import needs_flower
-from loops import context_of, first_state, next_state
+from loops import Collecting, context_of, first_state, next_state, states_after
 from run_bits import assert_same_bits, bits, stopped
 
 
@@ -80,6 +81,44 @@ class Lies:
 
 
 WHOLE = ("params", "shared", "change")
+
+
+class Miscounts(Lies):
+    """An engine of whose clients the last sends one number wherever it counts its examples."""
+
+    def __init__(self, engine, number: int) -> None:
+        super().__init__(engine)
+        self.number = number
+        self.lied = 0
+
+    def run(self, *asked) -> list[Reply]:
+        came = self.engine.run(*asked)
+        liar = came[-1]
+        counted = {
+            name: torch.full_like(group, self.number)
+            for name, group in liar.content.items()
+            if isinstance(group, torch.Tensor) and group.dtype == torch.int64
+        }
+        self.lied += bool(counted)
+        lie = replace(liar, content=Payload({**liar.content, **counted}))
+        return [*came[:-1], lie]
+
+
+COUNTING = ["ccvr", "fd", "fedproto", "fedtgp", "pfnm", "fedgen"]
+
+
+@pytest.mark.parametrize("number", [-1, 10**8, 2**62, -(2**63)])
+@pytest.mark.parametrize("name", COUNTING)
+def test_nobody_counts_more_examples_than_it_claims(name: str, number: int) -> None:
+    """Counts are weights: a client with a few examples would outweigh all others."""
+    run = ready(name)
+    miscounting = Miscounts(run.engine(), number)
+    seen = Collecting()
+    context = context_of(run, miscounting, seen)
+    states_after(context, run.settings.rounds)
+    refused = [refusal for result in seen.results for refusal in result.refused]
+    assert len(refused) == miscounting.lied > 0
+    assert all("examples" in refusal.reason for refusal in refused)
 
 
 @pytest.mark.parametrize("name", MEANS)

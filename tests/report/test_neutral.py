@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
+from pathlib import Path
 
 import pandas
 import pytest
@@ -11,12 +13,15 @@ from markdown_it import MarkdownIt
 from rich.table import Table
 from rich.text import Text
 
+import toys
 from fedstill.benchmark.entries import UNSAFE
 from fedstill.cli.app import say
 from fedstill.core.files import neutral
 from fedstill.report import terminal
+from fedstill.report.page import write_page
 from fedstill.report.table_files import csv_text, latex, markdown
 from fedstill.running import frame
+from fedstill.running.runner import run
 
 TERMINAL = [
     "\x1b[2J",
@@ -65,6 +70,25 @@ def test_a_terminal_gets_no_commands(name: str, capsys: pytest.CaptureFixture[st
     captured = capsys.readouterr()
     for printed in (captured.out, captured.err):
         assert not set(printed) & set("\x1b\x9b\x07\b\r\u202e\u200b\u061c\u2060")
+
+
+DIRECTION = "\u202e\u2066\u200f"
+
+
+def test_a_page_s_text_keeps_its_direction(tmp_path: Path) -> None:
+    """Names of classes, columns' values and runs may come from sites and strangers: with an
+    override, "client 1" looks like "client 2".
+    """
+    classes = [f"{DIRECTION}class {number}" for number in range(toys.CLASSES)]
+    data = replace(toys.blobs(), classes=tuple(classes))
+    folder = tmp_path / f"run{DIRECTION}"
+    result = run(toys.toy("fedntd", rounds=2, measure_every=1), folder, data)
+    write_page([folder], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "class 3" in page
+    for shown in (page, result._repr_html_()):
+        assert not set(shown) & set(DIRECTION)
+        assert "u202e" not in shown, "escaped for a script"
 
 
 @pytest.mark.parametrize("name", FORMULAS)

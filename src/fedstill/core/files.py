@@ -610,14 +610,15 @@ IN_LATEX = {
 }
 """LaTeX's special characters, and how to write them as text."""
 
-Target = Literal["terminal", "csv", "markdown", "latex"]
+Target = Literal["terminal", "html", "csv", "markdown", "latex"]
 
 
 def neutral(text: str, target: Target) -> str:
     """Return a text without commands for the program that will show it.
 
-    Control characters become "�". For CSV, a formula gets a quote before it. For Markdown and
-    LaTeX, special signs are escaped, and the text becomes one line.
+    Control characters become "�", also those that change the direction of a text. For CSV, a
+    formula gets a quote before it. For Markdown and LaTeX, special signs are escaped, and the text
+    becomes one line. HTML may have markup, which templates have made.
 
     >>> neutral("=cmd()", "csv"), neutral("-0.5", "csv")
     ("'=cmd()", '-0.5')

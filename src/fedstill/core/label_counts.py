@@ -103,6 +103,22 @@ def counts(labels: TensorLike, classes: int) -> Tensor:
     return torch.bincount(ids.to(torch.int64), minlength=classes)
 
 
+def too_many(reply: Reply, name: str, limit: int) -> str:
+    """Why a client's counts of its examples are impossible; empty if they are possible.
+
+    name: of the group of the reply with counts, int64, of disjoint sets of examples. limit: how
+    many examples the client has. Counts are weights in means: without a limit, a client with a few
+    examples could outweigh all others.
+    """
+    numbers = reply.content.get(name)
+    if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or not numbers.numel():
+        return ""  # the screen checks the form
+    total = float(numbers.double().sum())
+    if total <= limit and bool((numbers >= 0).all()):
+        return ""
+    return f"its {name!r} count {total:g} examples, and it has {limit}"
+
+
 def means_by_class(values: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """The mean of each class's values, and how many examples each has.
 

@@ -141,6 +141,14 @@ class Method:
         """
         return Payload(params=world.initial(client))
 
+    def refuses(self, reply: Reply, stage: Stage) -> str:
+        """Why the values of a reply are impossible, such as counts of more examples than the client
+        claims; empty if they are possible.
+
+        Before this, the reply has passed no other check of its content.
+        """
+        return ""
+
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 from fedstill.core.errors import ConfigError
+from fedstill.core.files import neutral
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -33,5 +34,6 @@ def check_flower_installed() -> None:
 
 
 def say(text: str) -> None:
-    """Print a line with the time, as a site's process does."""
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
+    """Print a line with the time, as a site's process does; the text may come from a server."""
+    line = neutral(" ".join(text.splitlines()), "terminal")
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)

@@ -39,6 +39,7 @@ from torch.nn.functional import normalize
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import CountOrZero, NonNegative
 from fedstill.core.keys import generator, seed_for
+from fedstill.core.label_counts import too_many
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,
@@ -136,6 +137,9 @@ class Analytic(FedAvg):
         if self.groups:
             return empty_group_sums(spec, world.classes, self.groups)
         return empty_sums(spec, world.classes)
+
+    def refuses(self, reply: Reply, stage: Stage) -> str:
+        return too_many(reply, "counts", reply.examples)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World

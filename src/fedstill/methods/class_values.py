@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedstill.core.aggregation import Weighting
 from fedstill.core.fields import NonNegative
-from fedstill.core.label_counts import means_by_class
+from fedstill.core.label_counts import means_by_class, too_many
 from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     SERVER,
@@ -94,6 +94,9 @@ class ClassValues(Method):
         return Payload(
             means=self.blank(client, world), counts=torch.zeros(world.classes, dtype=torch.int64)
         )
+
+    def refuses(self, reply: Reply, stage: Stage) -> str:
+        return too_many(reply, "counts", reply.examples)
 
 
 def client_groups(replies: Sequence[Reply]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedstill.core.files import neutral
 from fedstill.report.series import ByRound, Series, mean_over_seeds, over_seeds
 from fedstill.running.runs import Group, Spread
 
@@ -72,14 +73,21 @@ def new_trace(kind: str, /, **settings: Any) -> Trace:
 def figures_json(figures: Sequence[Figure]) -> str:
     """Figures as the JSON that the page's script reads; numbers that are not finite become null.
 
-    No text in it can end a script element: < and > are escaped.
+    No text in it can end a script element, because < and > are escaped, or change the direction of
+    other text.
     """
     plain_figures = [{"data": figure.traces, "layout": figure.layout} for figure in figures]
     try:
-        text = json.dumps(plain_figures, allow_nan=False, separators=(",", ":"))
+        text = _json(plain_figures)
     except ValueError:
-        text = json.dumps(_finite(plain_figures), allow_nan=False, separators=(",", ":"))
+        text = _json(_finite(plain_figures))
     return text.replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _json(value: Any) -> str:
+    # An escaped character would get past `neutral`.
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    return neutral(text, "html")
 
 
 def _finite(value: Any) -> Any:

@@ -24,7 +24,7 @@ from plotly.offline import get_plotlyjs
 from fedstill import manifest
 from fedstill.config.data_table import NO_DATA
 from fedstill.core.errors import ConfigError
-from fedstill.core.files import PAGE, check_may_overwrite, disk_error, replace_file
+from fedstill.core.files import PAGE, check_may_overwrite, disk_error, neutral, replace_file
 from fedstill.manifest import Part
 from fedstill.report.blocks import Block, Facts, Notice, Section, templates
 from fedstill.report.figures import Style
@@ -96,7 +96,7 @@ def _document(
 ) -> str:
     blocks = list(parts)
     template = templates().get_template("page.html")
-    return template.render(
+    text = template.render(
         title=title,
         introduction=list(introduction),
         blocks=blocks,
@@ -107,6 +107,7 @@ def _document(
         plotly=library,
         date=f"{datetime.now():%Y-%m-%d}",
     )
+    return neutral(text, "html")
 
 
 def _asset(name: str) -> Markup:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedstill.config.settings import Settings
 from fedstill.core.errors import CorruptFile
-from fedstill.core.files import digest, in_shell, named_path, read_file, write_whole
+from fedstill.core.files import digest, in_shell, named_path, neutral, read_file, write_whole
 from fedstill.core.records import SERVER, State
 from fedstill.core.registry import short_name
 from fedstill.core.reports import json_value
@@ -137,7 +137,8 @@ def notebook(title: str, facts: Mapping[str, str], *tables: str) -> str:
         f"{html.escape(name)} <b>{html.escape(fact)}</b>" for name, fact in facts.items()
     )
     head = f'<div style="margin-bottom:0.4em"><b>{html.escape(title)}</b><br>{line}</div>'
-    return f'<div style="font-variant-numeric:tabular-nums">{head}{"".join(tables)}</div>'
+    text = f'<div style="font-variant-numeric:tabular-nums">{head}{"".join(tables)}</div>'
+    return neutral(text, "html")
 
 
 def notebook_table(
