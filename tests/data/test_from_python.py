@@ -450,10 +450,10 @@ def test_columns_and_pairs_in_one_data_set_are_refused() -> None:
     ("data", "match"),
     [
         ({}, "mine: .*client"),
-        ({1: 0, "1": 0}, "mine: two clients"),
+        ({1: 0, "1": 0}, "mine: the names of two clients"),
         ({"test": 0}, "'test'.*train"),
         ({"train": 0, "north": 0}, "mine: 'north'"),
-        ({"train": 0, "training": 0}, "two splits that are train"),
+        ({"train": 0, "training": 0}, "two splits for train"),
         ({"north": {"x": 0, "y": 0}}, "mine, client north .*'x', 'y'"),
     ],
 )

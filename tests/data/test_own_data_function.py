@@ -64,9 +64,9 @@ def test_a_function_is_given_the_folder_if_it_takes_one(base: Path) -> None:
         (
             "pairs",
             ConfigError,
-            "'mine.py:pairs' gave a tuple",
+            "'mine.py:pairs' returned a tuple",
         ),
-        ("nothing", ConfigError, "'mine.py:nothing' gave None"),
+        ("nothing", ConfigError, "'mine.py:nothing' returned None"),
         (
             "needs",
             ConfigError,
@@ -136,7 +136,7 @@ def test_images_with_their_channels_last_are_refused() -> None:
     [
         (
             np.array([0.0, 1.0, 1.0]),
-            r"labels are float64 of shape \(3,\), .*: labels.astype\('int64'\)",
+            r"labels are float64 of shape \(3,\), .*labels.astype\('int64'\)",
         ),
         (
             np.array(["a", "b", "b"]),

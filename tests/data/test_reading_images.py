@@ -126,7 +126,7 @@ def test_images_in_folders_and_in_tables_are_turned(place: Path) -> None:
 
 def test_the_sizes_in_a_message_are_those_after_turning(place: Path) -> None:
     name = folder(place / "mine", [rotated("PNG", 1), rotated("PNG", 6)] * 5)
-    assert "01.png is 10×16 RGB, the first 16×10 RGB; set data.size = 10" in message(name)
+    assert "01.png is 10×16 RGB, but the first is 16×10 RGB; set data.size = 10" in message(name)
     assert load_dataset(name, size=12).input_shape == (3, 12, 12)
 
 
@@ -265,7 +265,7 @@ def test_pixels_that_do_not_fit_into_16_bits_are_refused(place: Path) -> None:
 
 def test_an_image_of_floats_is_refused(place: Path) -> None:
     image = encoded(np.zeros((8, 8), np.float32), "TIFF")
-    assert "kind F" in message(folder(place / "mine", [image], "tif"), broken="skip")
+    assert "mode F" in message(folder(place / "mine", [image], "tif"), broken="skip")
 
 
 # One mode.
@@ -461,14 +461,14 @@ def test_what_must_not_be_read_is_refused_and_not_skipped(
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     (place / "rows").mkdir()
     pq.write_table(pa.table({"image": pa.array(cells, kind), "label": [0, 1]}), "rows/a.parquet")
-    assert "names the file '../secret.png'" in message("rows", broken="skip")
+    assert "refers to the file '../secret.png'" in message("rows", broken="skip")
 
     large = encoded(np.zeros((64, 64), np.uint8))
     name = folder(place / "large", [GOOD, large])
     monkeypatch.setattr("fedstill.data.sources.images.PIXELS", 64 * 64 - 1)
     assert "64 × 64 pixels" in message(name, broken="skip", size=8)
     monkeypatch.setattr("fedstill.data.sources.images.IMAGE_BYTES", len(GOOD) - 1)
-    assert "an image may have at most" in message(name, broken="skip", size=8)
+    assert "above the limit of" in message(name, broken="skip", size=8)
 
 
 def test_a_disk_that_fails_breaks_no_image(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,7 +544,7 @@ def test_a_parquet_file_that_holds_the_labels_of_images_is_named(place: Path) ->
     names = [f"images/{number}.png" for number in range(6)]
     labels = pa.table({"file": names, "label": [0, 1] * 3})
     pq.write_table(labels, "mine/labels.parquet")
-    assert "labels.parquet is not read" in message("mine")
+    assert "labels.parquet cannot be used" in message("mine")
     assert load_dataset("mine", image_column="file").input_shape == (1, 8, 8)
 
     Path("numbers").mkdir()

@@ -499,7 +499,7 @@ def test_a_file_that_holds_no_data_set_is_named(root, tmp_path, monkeypatch):
         r"scans\.txt",
         "scans.txt",
     )
-    refused(r"scans\.txt is a file", "./scans.txt")
+    refused(r"scans\.txt is not a parquet", "./scans.txt")
     refused("cannot be read", "broken.parquet")
     refused(
         r"there is no file .*/absent\.parquet; paths are relative to the config's folder",
@@ -512,17 +512,17 @@ def test_wrong_names(root):
     refused("did you mean 'cifar10'", "cifar1")
     refused("did you mean 'my-own'", "my-ow")
     refused("there is no file or folder", "./nope")
-    refused("the Hugging Face hub does not give 'some/thing'", "some/thing")
+    refused("the Hugging Face hub does not provide 'some/thing'", "some/thing")
     refused("did you mean 'label_column'", "my-own", label_colum="x")
     refused("choose one of size|did you mean 'size'", "ham10000", sizes=3)
     refused("there are none", "cifar10", sizes=3)
     refused(
-        "data.size is not for dataset 'cifar10'",
+        "data.size does not apply to dataset 'cifar10'",
         "cifar10",
         size=3,
     )
-    refused("^data.input_column is not for dataset 'digits'", "digits", input="text")
-    refused("^data.missing_marks is not for dataset 'digits'", "digits", marks=True)
+    refused("^data.input_column does not apply to dataset 'digits'", "digits", input="text")
+    refused("^data.missing_marks does not apply to dataset 'digits'", "digits", marks=True)
     refused("size = 0", "my-own", size=0)
     refused("is empty", "my-own")
 
@@ -549,7 +549,7 @@ def test_images_of_different_sizes_and_kinds(root):
     write_parquet(
         root / "kinds/train-0.parquet", [*images, np.zeros((8, 8, 3), np.uint8)], [*labels, 0]
     )
-    refused("example 4 is 8×8 RGB, the first 8×8 grey", "kinds")
+    refused("example 4 is 8×8 RGB, but the first is 8×8 grey", "kinds")
     write_parquet(root / "splits/train-0.parquet", images, labels)
     write_parquet(root / "splits/test-0.parquet", images[:, :5], labels)
     refused("images differ between splits", "splits")

@@ -61,11 +61,11 @@ def test_an_archive_has_its_channels_first_or_last(
     [
         (
             {"x_train": pixels(8, 8), "y_train": LABELS},
-            "'train_images' among 'x_train', 'y_train'",
+            "'train_images' .it has 'x_train', 'y_train'",
         ),
         (
             {"train_images": pixels(8, 8)},
-            "'train_labels' among 'train_images'",
+            "'train_labels' .it has 'train_images'",
         ),
         (
             {"train_images": pixels(8, 8), "train_labels": np.eye(2)[LABELS]},
@@ -96,7 +96,7 @@ def test_what_is_said_of_images_that_differ_is_their_difference(place: Path) -> 
     pictures(place / "kinds", ("L", "RGB"), (8, 16))
     with pytest.raises(
         DataError,
-        match=r"16×16 RGB, the first 16×16 grey",
+        match=r"16×16 RGB, but the first is 16×16 grey",
     ):
         load_dataset("kinds", size=16)
     with pytest.raises(DataError, match=r"data\.size = 8 .*data\.mode"):
@@ -146,10 +146,10 @@ def test_what_is_no_pair_is_said() -> None:
     pair: Any = (torch.zeros(N, 2), torch.from_numpy(LABELS))
     for wrong, said in (({}, "a dict"), (pair[0], "a Tensor"), ((*pair, 1), "a tuple of 3")):
         with pytest.raises(
-            DataError, match=rf"mine, test: give a pair \(values, labels\), not {said}"
+            DataError, match=rf"mine, test: pass a pair \(values, labels\), not {said}"
         ):
             from_tensors("mine", pair, wrong)  # type: ignore[arg-type]
         with pytest.raises(
-            DataError, match=r"mine, client 1.*: give a pair \(values, labels\), not a"
+            DataError, match=r"mine, client 1.*: pass a pair \(values, labels\), not a"
         ):
             from_clients("mine", [(pair, pair), wrong])  # type: ignore[list-item]

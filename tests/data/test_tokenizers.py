@@ -161,8 +161,8 @@ def test_wrong_settings_are_one_line(
     ("content", "says"),
     [
         (None, "cannot be read"),
-        ("{}", "is no file of Hugging Face's tokenizers"),
-        ("\xff", "is no file of Hugging"),
+        ("{}", "is not a file of Hugging Face's tokenizers"),
+        ("\xff", "is not a file of Hugging"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_one_line(

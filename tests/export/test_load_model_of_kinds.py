@@ -216,7 +216,7 @@ def test_texts_are_encoded_as_the_run_encoded_its_own(runs: Runs, tmp_path: Path
         ),
         (
             [{"age": "old", "pressure": 2, "ward": "up"}],
-            "column 'age' holds something that is no number",
+            "column 'age' holds a value that is not a number",
         ),
         ([{"age": {}, "pressure": 2, "ward": "up"}], "column 'age'"),
     ],

@@ -1,5 +1,5 @@
-"""From values to the inputs of a network: rows of tables become numbers, categories and marks of
-missing values; texts become token ids.
+"""Encoding of values as inputs of a network: rows of tables become numbers, categories and
+indicators of missing values; texts become token ids.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from fedstill.core.fields import nfc
 from fedstill.core.files import digest, read_file
 from fedstill.data.dataset import DatasetInfo, Value
 
-# The names of the inputs. A column of numbers is one input; a categorical column is one input for
-# each category. Behind all others there is one input for each marked column, 1 where it is missing.
+# The names of the inputs. A numeric column is one input, and a categorical column is one input for
+# each category. At the end, there is an indicator for each marked column, which is 1 if the value
+# is missing.
 
 
 MISSING = " is missing"
-"""The end of the name of a mark, behind the name of its column."""
+"""The suffix of an indicator's name, after the name of its column."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class TableInputs:
 
     @property
     def about(self) -> DatasetInfo:
-        """The names of the inputs, and which of them are 0 or 1, as a data set has them.
+        """A data set's description with the names of the inputs, and the binary ones among them.
 
         >>> TableInputs(("age", "sex"), {"sex": ("f", "m")}, ("age",)).about.features
         ('age', 'sex=f', 'sex=m', 'age is missing')
@@ -80,9 +81,9 @@ class TableInputs:
     def named_by(
         columns: Sequence[str], features: Sequence[str], marks: Collection[int]
     ) -> TableInputs:
-        """The columns and categories of inputs with these names.
+        """Derive the columns and categories from the names of inputs.
 
-        features: the names of all inputs; marks: the positions of those that are 0 or 1.
+        features: the names of all inputs; marks: the positions of the binary ones.
 
         >>> TableInputs.named_by(
         ...     ["age", "sex"], ["age", "sex=f", "sex=m", "age is missing"], [1, 2, 3]
@@ -107,19 +108,19 @@ class TableInputs:
         return TableInputs(tuple(columns), categories, marked)
 
 
-# A categorical column as columns of 0 and 1.
+# One-hot encoding of categorical columns.
 
 
 MOST_CATEGORIES = 1000
-"""The most categories of a column that are read from data.
+"""The largest number of categories that are read from a column.
 
-A column with more holds numbers, or names of rows.
+A column with more categories probably holds numbers, or identifiers of rows.
 """
 
 
 @dataclass(frozen=True)
 class Categories:
-    """The categories of a column, each of which becomes an input."""
+    """The categories of a column; each category becomes an input."""
 
     column: str
     values: tuple[str, ...]
@@ -130,7 +131,7 @@ class Categories:
     ) -> Categories:
         """The declared categories, or else those in the training data, in order.
 
-        Raises DataError for none, or more than ``MOST_CATEGORIES``.
+        Raises DataError if there are none, or more than ``MOST_CATEGORIES``.
         """
         if declared:
             return Categories(column, tuple(category_name(value) for value in declared))
@@ -138,21 +139,21 @@ class Categories:
         if not 0 < len(names) <= MOST_CATEGORIES:
             raise DataError(
                 f"{source}: column {column!r} has {len(names):,} categories, not 1 to "
-                f"{MOST_CATEGORIES:,}; leave it out"
+                f"{MOST_CATEGORIES:,}; remove it"
             )
         return Categories(column, names)
 
     def encoded(self, source: str, column: pa.ChunkedArray) -> NDArray[np.float32]:
-        """(n, categories) of 0 and 1, NaN in rows without a value.
+        """The one-hot encoding (n, categories), NaN in rows without a value.
 
-        Raises DataError for a value that is none of the categories.
+        Raises DataError for a value that is not a category.
         """
         place = {value: index for index, value in enumerate(self.values)}
         distinct = distinct_values(column)
         places = [place.get(category_name(value), -1) for value in distinct.values]
         self._check_known(source, distinct, np.array(places, dtype=np.int64))
 
-        # One row for each different value; the last one is for rows without a value.
+        # One row for each distinct value; the last row is for missing values.
         rows = np.zeros((len(places) + 1, len(place)), dtype=np.float32)
         rows[np.arange(len(places)), places] = 1
         rows[-1] = np.nan
@@ -173,28 +174,28 @@ class Categories:
 
 @dataclass(frozen=True)
 class DistinctValues:
-    """The different values of a column, and the position (n,) of each row's among them.
+    """The distinct values of a column, and the position of each row's value among them, (n,).
 
-    The position is -1 where a value is missing.
+    The position of a missing value is -1.
     """
 
     values: list[Any]
     codes: NDArray[np.int64]
 
     def mapped(self, function: Callable[[Any], Any], missing: Any) -> NDArray[Any]:
-        """What a function makes of each row's value, (n,); ``missing`` where there is none."""
-        # A missing value has the code -1, which is the position of the last entry.
+        """Apply a function to each row's value, (n,); missing values become ``missing``."""
+        # The code -1 of a missing value is the position of the last entry.
         results = np.array([*map(function, self.values), missing])
         return results[self.codes]
 
 
 def distinct_values(column: pa.ChunkedArray) -> DistinctValues:
-    """The different values of a column, in the order in which they first occur."""
+    """The distinct values of a column, in the order of their first occurrence."""
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     if pa.types.is_null(column.type):
         return DistinctValues([], np.full(len(column), -1, dtype=np.int64))
-    if pa.types.is_nested(column.type):  # Arrow cannot compare these
+    if pa.types.is_nested(column.type):  # types that Arrow cannot compare
         return DistinctValues(column.to_pylist(), np.arange(len(column)))
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
@@ -211,7 +212,7 @@ def distinct_values(column: pa.ChunkedArray) -> DistinctValues:
 def float_values(
     column: pa.ChunkedArray | pa.Array, dtype: type[np.floating[Any]] = np.float64
 ) -> NDArray[Any]:
-    """The numbers (n,) of a column of type ``dtype``, NaN where one is null.
+    """The numbers (n,) of a column of type ``dtype``, with NaN for nulls.
 
     Arrow's own conversion imports pandas, which takes as long as reading a small file.
     """
@@ -228,27 +229,27 @@ def float_values(
 
 
 def null_mask(array: pa.Array) -> NDArray[np.bool_]:
-    """Which values (n,) are null."""
+    """Whether each value is null, (n,)."""
     if not array.null_count:
         return np.zeros(len(array), dtype=bool)
     return np.from_dlpack(array.is_null().cast(pa.uint8())).astype(bool)
 
 
 def _buffer(array: pa.Array, dtype: type[np.generic]) -> NDArray[Any]:
-    """The stored values of an array, whatever they are where it is null."""
+    """The stored values of an array, with arbitrary values at nulls."""
     values = np.frombuffer(array.buffers()[1] or b"", dtype=dtype)
     return values[array.offset : array.offset + len(array)]
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a value is missing: null, or NaN, which pandas writes for it."""
+    """Whether a value is missing: null, or NaN, which pandas writes for missing values."""
     return value is None or value != value
 
 
 def names_in_order(values: Iterable[Any]) -> tuple[str, ...]:
-    """The names of values, each once, without missing ones.
+    """The distinct names of values, without missing ones.
 
-    Numbers come first, in order of size, then texts in alphabetical order.
+    Numbers come first, in ascending order, followed by texts in alphabetical order.
     """
     present = [nfc(value) for value in values if not is_missing(value)]
     present.sort(key=lambda value: (isinstance(value, str), value))
@@ -256,7 +257,7 @@ def names_in_order(values: Iterable[Any]) -> tuple[str, ...]:
 
 
 def category_name(value: Any) -> str:
-    """The name of a value: the same for 3, 3.0 and "3", and for all Unicode forms of a text."""
+    """The name of a value. It is equal for 3, 3.0 and "3", and for all Unicode forms of a text."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return nfc(str(value))
@@ -271,10 +272,10 @@ Floats = NDArray[np.float32]
 def table_rows(
     source: str, table: pa.Table | Mapping[str, pa.ChunkedArray], about: DatasetInfo
 ) -> Floats:
-    """Columns as the inputs (n, features) of ``about``, NaN where a value is missing; without
-    marks.
+    """Encode columns as the inputs (n, features) of ``about``, without indicators; missing values
+    become NaN.
 
-    Raises DataError for a value that is no number, or none of the names of its column.
+    Raises DataError for a value that is neither a number nor a category of its column.
     """
     categories = dict(about.categories)
     positions = first_features(about)
@@ -291,7 +292,7 @@ def table_rows(
 
 
 def first_features(about: DatasetInfo) -> dict[str, int]:
-    """The position of each column's first feature among the inputs."""
+    """The position of each column's first input."""
     categories = dict(about.categories)
     positions = {}
     position = 0
@@ -302,7 +303,7 @@ def first_features(about: DatasetInfo) -> dict[str, int]:
 
 
 def column_of_feature(about: DatasetInfo, feature: int) -> str:
-    """The column from which an input was made, by the input's position; not for marks.
+    """The column of an input, given the input's position; not for indicators.
 
     >>> about = TableInputs(("age", "sex"), {"sex": ("f", "m")}).about
     >>> column_of_feature(about, 0), column_of_feature(about, 2)
@@ -316,7 +317,7 @@ def column_of_feature(about: DatasetInfo, feature: int) -> str:
 
 
 def _width(column: str, categories: Mapping[str, Sequence[str]]) -> int:
-    """The number of inputs that a column becomes."""
+    """The number of inputs of a column."""
     if column in categories:
         return len(categories[column])
     return 1
@@ -325,23 +326,23 @@ def _width(column: str, categories: Mapping[str, Sequence[str]]) -> int:
 def with_features(about: DatasetInfo, marked: Collection[str] = ()) -> DatasetInfo:
     """A data set's description with the names of a table's inputs.
 
-    marked: columns that have an input beside them that is 1 where they are missing.
+    marked: the columns with an indicator, which is 1 if the value is missing.
     """
     inputs = TableInputs(about.columns, dict(about.categories), tuple(marked)).about
     return replace(about, features=inputs.features, binary_features=inputs.binary_features)
 
 
 def with_marks(rows: Floats, about: DatasetInfo, marked: Collection[str]) -> Floats:
-    """Rows with an input behind them for each marked column: 1 where it is missing, else 0."""
+    """Append an indicator to rows for each marked column: 1 if the value is missing, else 0."""
     positions = first_features(about)
     marks = np.isnan(rows[:, [positions[name] for name in marked]])
     return np.concatenate([rows, marks.astype(np.float32)], axis=1)
 
 
 def numbers(column: pa.ChunkedArray, source: str = "") -> Floats:
-    """A column of numbers (n,) float32, NaN where one is missing.
+    """A numeric column (n,) as float32, with NaN for missing values.
 
-    Raises DataError for values that are no numbers, or too large for float32.
+    Raises DataError for values that are not numbers, or are too large for float32.
     """
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
@@ -350,37 +351,41 @@ def numbers(column: pa.ChunkedArray, source: str = "") -> Floats:
     except pa.ArrowException as error:
         if pa.types.is_integer(column.type):
             raise DataError(
-                f"{source} holds whole numbers beyond 2^53, which no float holds; if it is an id, "
-                "leave it out with data.columns"
+                f"{source} holds whole numbers beyond 2^53, which a float cannot represent; if it "
+                "is an id, leave it out with data.columns"
             ) from error
         raise DataError(
-            f"{source} holds something that is no number: {on_one_line(error)}; correct it"
+            f"{source} holds a value that is not a number: {on_one_line(error)}; correct it"
         ) from error
     large = np.flatnonzero(np.isfinite(exact) & (np.abs(exact) > np.finfo(np.float32).max))
     if len(large):
         raise DataError(
-            f"{source} holds {exact[large[0]]:g}, too large for a number of 32 bits; correct or "
-            "rescale it"
+            f"{source} holds {exact[large[0]]:g}, which is too large for a 32-bit float; correct "
+            "or rescale it"
         )
     as_floats: Floats = exact.astype(np.float32)
     return as_floats
 
 
-# Columns that are read, but perhaps not as they are meant. A run warns about them.
+# Columns that may be read incorrectly. A run warns about them.
 
 
 ROW_NUMBER_NAME = re.compile(
     r"unnamed: ?\d+|(.*[^a-z])?(id|ids|uuid|idx|index|nr|no)", re.IGNORECASE
 )
 ROW_NUMBER_SUFFIX = re.compile(r".*[a-z](ID|Id|Nr|No)")
-"""Names of columns that number rows: id, patient_id, patientID, Unnamed: 0."""
+"""Names of columns that probably number rows: id, patient_id, patientID, Unnamed: 0."""
 
 STEPS = 1024
-"""Numbers whose range has fewer steps of float32 than this are compared: some may become equal."""
+"""Columns whose range has fewer steps of float32 than this are checked for values that become
+equal.
+"""
 
 
 def row_numbers(table: pa.Table, columns: Sequence[str]) -> list[str]:
-    """A warning for each column of integers with a row number's name and a value for each row."""
+    """A warning for each integer column that probably numbers rows: by its name, and because all
+    values differ.
+    """
     warnings = []
     for name in columns:
         has_such_name = ROW_NUMBER_NAME.fullmatch(name) or ROW_NUMBER_SUFFIX.fullmatch(name)
@@ -395,7 +400,9 @@ def row_numbers(table: pa.Table, columns: Sequence[str]) -> list[str]:
 
 
 def lost_precision(table: pa.Table, columns: Sequence[str]) -> list[str]:
-    """A warning for each column with numbers that become equal as float32, such as times in s."""
+    """A warning for each column with numbers that become equal as float32, such as times in
+    seconds.
+    """
     warnings = []
     for name in columns:
         arrow_type = table[name].type
@@ -413,45 +420,46 @@ def lost_precision(table: pa.Table, columns: Sequence[str]) -> list[str]:
         distinct_in_32_bits = len(np.unique(exact.astype(np.float32)))
         if distinct_in_32_bits < distinct:
             warnings.append(
-                f"{name}: its {distinct:,} different numbers, from {exact.min():.12g} to "
-                f"{exact.max():.12g}, are {distinct_in_32_bits:,} in 32 bits; subtract the "
-                "smallest from all"
+                f"{name}: its {distinct:,} distinct numbers, from {exact.min():.12g} to "
+                f"{exact.max():.12g}, become {distinct_in_32_bits:,} in 32 bits; subtract the "
+                "minimum from all"
             )
     return warnings
 
 
-# Texts as token ids: words by a hash, bytes, or as a tokenizer's file says. No id is learned
-# from texts. Id 0 is padding. It follows texts that are shorter than others, and is never the id
-# of a word or a byte.
+# Texts as token ids: hashes of words, bytes, or the tokens of a tokenizer's file. Ids are not
+# learned from texts. Id 0 is padding at the end of shorter texts, and is never the id of a word or
+# a byte.
 
 
 BYTES = 257
-"""Token ids of ``"bytes"``: 256, and padding."""
+"""The number of token ids of ``"bytes"``: 256, and padding."""
 
 PADDING_NAMES = {"[PAD]", "<pad>", "<|pad|>", "[pad]", "<PAD>"}
-"""The names of padding in tokenizers' files that do not say which token it is."""
+"""The names of padding in tokenizer files that do not declare it."""
 
 
 MAX_TOKENIZER_BYTES = 1 << 27
-"""The most bytes of a tokenizer's file; those of large language models have up to 34 MB."""
+"""The largest size of a tokenizer file in bytes; those of large language models have up to 34 MB.
+"""
 
 MAX_GROWTH = 10_000
-"""How many times as long a tokenizer may make a text; known ones make it four times as long."""
+"""The largest factor by which a tokenizer may lengthen a text; known tokenizers have 4."""
 
 MOST_SECONDS = 2.0
 SECONDS_PER_CHARACTER = 1e-4
-"""The processor time that a tokenizer may take for some texts, with so much more for each
-character; known ones take about a microsecond.
+"""The processor time that a tokenizer may take per character; known tokenizers take about a
+microsecond.
 """
 
 FIRST_CHARACTERS = 128
-"""The longest text that is encoded as a whole at first; later ones may be twice as long."""
+"""The largest length of a text that is initially encoded as a whole; later, it is doubled."""
 
 SPARE_IDS = 10_000
-"""How many ids a tokenizer may leave unused, in addition to as many as it uses."""
+"""A tokenizer may leave this many ids unused, in addition to the number of ids that it uses."""
 
 INSERTION_KEYS = ("content", "prepend", "replacement", "ids", "single", "pair")
-"""The keys of a tokenizer's file whose texts or tokens are inserted into a text."""
+"""The keys of a tokenizer file whose texts or tokens are inserted into a text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -459,30 +467,30 @@ class TokenIds:
     """Texts as token ids."""
 
     ids: NDArray[np.int64]
-    """(n, length), in [0, ``vocabulary``); 0 is padding."""
+    """The ids (n, length), in [0, ``vocabulary``); 0 is padding."""
     vocabulary: int
     cut_share: float
-    """The share of texts that had more tokens than ``length``."""
+    """The share of texts with more than ``length`` tokens."""
     sha: str = ""
-    """The SHA-256 of the tokenizer's file, if one was read."""
+    """The SHA-256 of the tokenizer file, if there is one."""
 
 
 def encoded(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int) -> TokenIds:
-    """Texts as token ids.
+    """Encode texts as token ids.
 
     tokenizer: one of
 
-    - "words": lower case in Unicode's form NFC. Each run of letters, their marks and digits is a
-      word, and its id is 1 + the CRC-32 of its UTF-8 bytes modulo (``vocabulary`` - 1), so that two
-      words may share one.
+    - "words": the text is converted to lower case and to Unicode form NFC. Each sequence of
+      letters, their marks and digits is a word. Its id is 1 + the CRC-32 of its UTF-8 bytes modulo
+      (``vocabulary`` - 1), so two words may share an id.
     - "bytes": the UTF-8 bytes, each plus 1.
-    - a file ``*.json`` of Hugging Face's ``tokenizers``, with the vocabulary that it has. Its ids
-      are shifted by 1 where its padding is not 0, so that 0 is padding for every network.
+    - a file ``*.json`` of Hugging Face's ``tokenizers``, with its own vocabulary. If its padding is
+      not 0, its ids are shifted by 1, so that 0 is padding for every network.
 
-    vocabulary: of words, >= 2. length: tokens of a text that are kept, >= 1.
+    vocabulary: the number of ids for words, >= 2. length: the number of tokens to keep, >= 1.
 
-    Raises ConfigError for another tokenizer, a file that is none, or numbers out of range;
-    DataError for a text that is none.
+    Raises ConfigError for an unknown tokenizer, an invalid file, or numbers out of range, and
+    DataError for a value that is not a text.
 
     >>> encoded(["A cat, a cat", ""], "words", 100, 3).ids.tolist()
     [[46, 92, 46], [0, 0, 0]]
@@ -494,13 +502,13 @@ def encoded(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int) 
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise DataError(
-                f"text {index} is a {type(text).__name__}, not a text; leave it out, or write an "
+                f"text {index} is a {type(text).__name__}, not a text; remove it, or write an "
                 "empty one"
             )
     if tokenizer == "words":
         if vocabulary < 2:
             raise ConfigError(
-                f"data.vocabulary = {vocabulary} must be at least 2: one id is padding"
+                f"data.vocabulary = {vocabulary} must be at least 2, because one id is padding"
             )
         return _padded(_words(texts, vocabulary), len(texts), vocabulary, length)
     if tokenizer == "bytes":
@@ -517,9 +525,9 @@ ASCII_WORD = re.compile(r"\w+", re.ASCII)
 
 @functools.cache
 def _word() -> re.Pattern[str]:
-    """The pattern of a word: a letter, digit or underscore, and all of these and marks that follow.
+    """The pattern of a word: a letter, digit or underscore, followed by any of these and marks.
 
-    Vowel signs of Hindi and Thai are marks.
+    Vowel signs of Hindi and Thai are marks, for example.
     """
     characters = map(chr, range(sys.maxunicode + 1))
     marks = "".join(c for c in characters if unicodedata.category(c).startswith("M"))
@@ -530,7 +538,7 @@ def _words(texts: Sequence[str], vocabulary: int) -> Iterator[Sequence[int]]:
     ids: dict[str, int] = {}
     for index, text in enumerate(texts):
         normal = unicodedata.normalize("NFC", text.lower())
-        # ASCII has no marks, and the pattern without them is three times as fast.
+        # ASCII has no marks, and the pattern without marks is three times as fast.
         pattern = ASCII_WORD if normal.isascii() else _word()
         words = pattern.findall(normal)
         for word in words:
@@ -552,7 +560,7 @@ def _utf8(text: str, index: int) -> bytes:
 
 
 def _padded(rows: Iterator[Any], count: int, vocabulary: int, length: int) -> TokenIds:
-    """Rows of ids, one a text, cut and padded."""
+    """Truncate and pad rows of ids, one row per text."""
     ids = np.zeros((count, length), dtype=np.int64)
     cut_count = 0
     for index, row in enumerate(rows):
@@ -562,7 +570,7 @@ def _padded(rows: Iterator[Any], count: int, vocabulary: int, length: int) -> To
 
 
 def _by_file(texts: Sequence[str], path: Path, length: int) -> TokenIds:
-    """As a file of Hugging Face's ``tokenizers`` says, its special tokens included."""
+    """Encode texts with a file of Hugging Face's ``tokenizers``, including special tokens."""
     tokenizer, sha = _read_tokenizer(path)
     size = 1 + _largest_id(tokenizer)
     shift = 1
@@ -572,9 +580,11 @@ def _by_file(texts: Sequence[str], path: Path, length: int) -> TokenIds:
     ids = np.zeros((len(texts), length), dtype=np.int64)
     cut_count = 0
     with _library_errors(f"data.tokenizer = {str(path)!r} cannot read these texts"):
-        tokenizer.enable_truncation(length)  # keeps the special tokens at a text's end
+        tokenizer.enable_truncation(
+            length
+        )  # truncation keeps the special tokens at the end of a text
         encoder = _TimedEncoder(tokenizer)
-        # One text at a time: the library's threads for many would outlive a fork.
+        # One text at a time, because the library's threads for batches would survive a fork.
         for index, text in enumerate(texts):
             tokens = encoder.encode(text)
             ids[index, : len(tokens.ids)] = np.asarray(tokens.ids, dtype=np.int64) + shift
@@ -584,10 +594,10 @@ def _by_file(texts: Sequence[str], path: Path, length: int) -> TokenIds:
 
 @contextlib.contextmanager
 def _library_errors(problem: str) -> Iterator[None]:
-    """Raise ConfigError with the problem for an error of Hugging Face's library.
+    """A context that turns errors of Hugging Face's library into ConfigError with a problem.
 
-    The class of its errors is Exception itself. A panic, as after too many attempts to match an
-    expression, is no Exception.
+    The library raises Exception itself. A panic, for example after too many attempts to match a
+    regular expression, is not an Exception.
     """
     try:
         yield
@@ -599,11 +609,12 @@ def _library_errors(problem: str) -> Iterator[None]:
 
 @dataclass
 class _TimedEncoder:
-    """Encodes texts with a tokenizer that may have been made to take very long.
+    """Encodes texts with a time limit, because a malicious tokenizer may take very long.
 
-    The time of an expression can grow with a power of the length of a text, and the library cannot
-    be interrupted. So a text that is more than twice as long as all others is first encoded in
-    part. The time is that of this thread on the processor, so that a busy machine does not matter.
+    The time to match a regular expression can grow with a power of the length of a text, and the
+    library cannot be interrupted. Therefore, a text that is more than twice as long as all previous
+    ones is first encoded in parts. The limit refers to the CPU time of this thread, so that a busy
+    machine does not matter.
     """
 
     tokenizer: Any
@@ -627,33 +638,33 @@ class _TimedEncoder:
         if self.seconds > MOST_SECONDS + SECONDS_PER_CHARACTER * self.characters:
             raise TimeoutError(
                 f"{self.characters:,} characters took {self.seconds:.1f} s of processor time; its "
-                "expressions are too slow"
+                "regular expressions are too slow"
             )
         return tokens
 
 
 def _check_growth(content: bytes) -> None:
-    """Raise ValueError for a tokenizer's file that is too large or makes long texts of short ones.
+    """Raise ValueError for a tokenizer file that is too large or lengthens texts too much.
 
-    Its normalisers replace characters by texts, one after another. So a file of a few lines could
-    turn a word into terabytes. A key that occurs twice is refused, because the library may read
-    another of the two values than this check.
+    Its normalisers replace characters by texts, one after another, so a file of a few lines could
+    expand a word to terabytes. Duplicate keys are rejected, because the library may use a different
+    one of the two values than this check.
     """
     if len(content) > MAX_TOKENIZER_BYTES:
         raise ValueError(f"it has more than {MAX_TOKENIZER_BYTES:,} bytes")
     tree = json.loads(content, object_pairs_hook=table_of_unique_keys)
     if not isinstance(tree, Mapping):
-        raise TypeError("it is no table")
+        raise TypeError("it is not a JSON object")
     growth = 1.0
     for key in ("normalizer", "pre_tokenizer", "post_processor"):
         for part in _parts(tree.get(key)):
             growth *= max(1.0, _growth_by(part))
             if growth > MAX_GROWTH:
-                raise ValueError(f"its {key} makes texts more than {MAX_GROWTH} times as long")
+                raise ValueError(f"its {key} lengthens texts by a factor of more than {MAX_GROWTH}")
 
 
 def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
-    """A part of a tokenizer, and all parts in it."""
+    """A part of a tokenizer, and all nested parts."""
     if isinstance(value, Mapping):
         yield value
         for item in value.values():
@@ -664,14 +675,16 @@ def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _growth_by(part: Mapping[str, Any]) -> float:
-    """How many times as long a part of a tokenizer makes a text, at most."""
+    """The largest factor by which a part of a tokenizer lengthens a text."""
     insertions = [part.get(key) for key in INSERTION_KEYS]
     longest = max((len(text) for text in insertions if isinstance(text, (str, list))), default=0)
     pattern = part.get("pattern")
     if isinstance(pattern, Mapping) and isinstance(pattern.get("String"), str):
         return longest / max(1, len(pattern["String"]))
     if pattern is not None:
-        return 1.0 + longest  # an expression may match the empty text between all characters
+        return (
+            1.0 + longest
+        )  # a regular expression may match the empty text between any two characters
     return float(longest)
 
 
@@ -681,14 +694,16 @@ def _largest_id(tokenizer: Any) -> int:
 
 
 def _zero_is_padding(tokenizer: Any) -> bool:
-    """Whether the token of id 0 is padding: as the file says, or else by its name."""
+    """Whether the token with id 0 is padding, according to the file or else to its name."""
     if tokenizer.padding is None or tokenizer.padding.get("pad_id") is None:
         return tokenizer.id_to_token(0) in PADDING_NAMES
     return bool(tokenizer.padding["pad_id"] == 0)
 
 
 def _read_tokenizer(path: Path) -> tuple[Any, str]:
-    """A tokenizer, and the SHA-256 of its file; raises ConfigError for a file that is none."""
+    """Read a tokenizer, and return it with the SHA-256 of its file; raises ConfigError if the file
+    is invalid.
+    """
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -702,7 +717,9 @@ def _read_tokenizer(path: Path) -> tuple[Any, str]:
         raise ConfigError(
             f"data.tokenizer = {str(path)!r} cannot be read: {on_one_line(error)}"
         ) from error
-    with _library_errors(f"data.tokenizer = {str(path)!r} is no file of Hugging Face's tokenizers"):
+    with _library_errors(
+        f"data.tokenizer = {str(path)!r} is not a file of Hugging Face's tokenizers"
+    ):
         _check_growth(content)
         tokenizer = Tokenizer.from_str(content.decode())
     largest_id = _largest_id(tokenizer)
@@ -710,7 +727,7 @@ def _read_tokenizer(path: Path) -> tuple[Any, str]:
     if largest_id > 2 * tokens + SPARE_IDS:
         raise ConfigError(
             f"data.tokenizer = {str(path)!r} has {tokens:,} tokens with ids up to {largest_id:,}; "
-            "a network would have an entry for each id"
+            "a network would need an entry for each id"
         )
     if getattr(tokenizer.model, "dropout", None):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Local files and folders of data as arrays: tables, images by class, IDX and NPZ files."""
+"""Reads local files and folders as arrays: tables, images by class, IDX and NPZ files."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from fedstill.data.sources.verify import class_ids, verified
 TABLE_SUFFIXES = (".parquet", *CSV_SUFFIXES)
 
 DATA_SUFFIXES = (*TABLE_SUFFIXES, ".npz")
-"""The suffixes of files that may hold a data set by themselves."""
+"""The suffixes of files that can be a data set on their own."""
 
 
 def data_root(folder: str | Path | None) -> Path | None:
-    """The folder of local data: ``folder``, or the environment's ``FEDSTILL_DATA``, or None."""
+    """The folder of local data: ``folder``, the environment variable ``FEDSTILL_DATA``, or None."""
     root = folder
     if root is None:
         root = os.environ.get("FEDSTILL_DATA")
@@ -61,17 +61,17 @@ def data_root(folder: str | Path | None) -> Path | None:
 
 
 def at_home(path: str | Path) -> Path:
-    """A path with ``~`` as the home folder. Raises DataError if there is no such home folder."""
+    """Replace ``~`` in a path by the home folder. Raises DataError if there is no home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise DataError(
-            f"{path} names a home folder that is not there; give the whole path"
+            f"{path} refers to a home folder that does not exist; use the full path"
         ) from error
 
 
 def local_folder(name: str, folder: str | Path | None) -> Path | None:
-    """The folder of that name in ``data_root(folder)``, or None."""
+    """The folder with this name in ``data_root(folder)``, or None."""
     root = data_root(folder)
     if root is None or name in ("", ".", "..") or "/" in name:
         return None
@@ -82,14 +82,14 @@ def local_folder(name: str, folder: str | Path | None) -> Path | None:
 
 
 def is_data_file(path: Path) -> bool:
-    """Whether a path is a file that may hold a data set by itself."""
+    """Whether a path is a file that can be a data set on its own."""
     return path.suffix.lower() in DATA_SUFFIXES and path.is_file()
 
 
 def read_file(name: str, path: Path, request: ReadRequest) -> Decoded:
-    """The data in a parquet, CSV or NPZ file, verified; without a test split, a fifth is held out.
+    """The verified data in a parquet, CSV or NPZ file; without a test split, a fifth is held out.
 
-    The file is decoded once: the key of the cache has its size and time.
+    The file is decoded once. The cache key contains its size and modification time.
     """
     status = path.stat()
     key_fields = {
@@ -118,10 +118,10 @@ def _decoded_file(path: Path, request: ReadRequest) -> Decoded:
 def read_folder(
     name: str, place: Path, request: ReadRequest, entry: KnownData | None = None
 ) -> Decoded:
-    """The data in a folder, verified; without a test split, a fifth is held out.
+    """The verified data in a folder; without a test split, a fifth is held out.
 
-    The folder is decoded once: the key of the cache has its files' names, sizes and times. Raises
-    DataError for an empty folder, and for files that are no data set.
+    The folder is decoded once. The cache key contains the names, sizes and modification times of
+    its files. Raises DataError for an empty folder, and for files that are not a data set.
     """
     files = files_below(place, {*DATA_SUFFIXES, ".gz", *IMAGE_SUFFIXES})
     key_fields = {
@@ -146,7 +146,7 @@ def read_folder(
 
 
 def _stamp(place: Path, path: Path) -> tuple[str, int, int]:
-    """What tells whether a file has changed."""
+    """The name, size and modification time of a file, which reveal changes."""
     status = path.stat()
     return str(path.relative_to(place)), status.st_size, status.st_mtime_ns
 
@@ -191,8 +191,8 @@ def _decoded_tables(
 def table_splits(place: Path, files: Sequence[Path]) -> FileSplits:
     """The table files of a folder by split: parquet files, or else CSV files.
 
-    There are none where CSV files lie beside images. Raises DataError if some splits are parquet
-    files and others CSV files.
+    CSV files next to images do not count. Raises DataError if some splits are parquet files and
+    others are CSV files.
     """
     parquet = [path for path in files if path.suffix.lower() == ".parquet"]
     csv = [path for path in files if path.suffix.lower() in CSV_SUFFIXES]
@@ -206,11 +206,11 @@ def table_splits(place: Path, files: Sequence[Path]) -> FileSplits:
     for path in csv:
         if not set(splits_in(path.stem)) <= set(splits.files):
             raise DataError(
-                f"{place} has parquet files ({file_list(parquet)}) and {path.name}; the splits are "
-                "read from files of one kind: write all of them as parquet or all as CSV"
+                f"{place} has parquet files ({file_list(parquet)}) and {path.name}; all splits "
+                "must have the same format: write all of them as parquet or all as CSV"
             )
     if csv:
-        warning = f"left out, because parquet files are read: {file_list(csv)}; move them elsewhere"
+        warning = f"ignored because there are parquet files: {file_list(csv)}; move them elsewhere"
         splits = replace(splits, warnings=(*splits.warnings, warning))
     return splits
 
@@ -218,9 +218,9 @@ def table_splits(place: Path, files: Sequence[Path]) -> FileSplits:
 def _images_warning(
     tables: Mapping[str, Sequence[Path]], files: Sequence[Path], request: ReadRequest
 ) -> str:
-    """A warning about image files beside parquet files that hold no images, or "".
+    """A warning about image files next to parquet files without images, or "".
 
-    Raises DataError if there is an image for each row: the table must be what holds their labels.
+    Raises DataError if there is one image per row, because the table probably holds their labels.
     """
     images = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
     if not images or request.image:
@@ -230,24 +230,24 @@ def _images_warning(
         return ""
     if len(images) >= frame.rows:
         raise DataError(labels_in_table(frame.files[0]))
-    return f"not read, because parquet files are read: {len(images):,} image files"
+    return f"ignored because there are parquet files: {len(images):,} image files"
 
 
 def read_csv(folder: Path, files: Mapping[str, Sequence[Path]], request: ReadRequest) -> Decoded:
-    """The CSV files of a folder, by split.
+    """Read the CSV files of a folder by split.
 
-    Raises DataError for a file that cannot be read, and for unclear columns.
+    Raises DataError for a file that cannot be read, and for ambiguous columns.
     """
     source = _name_of(folder, files)
     frames = frames_of(CsvFrame, folder, files, request.options)
     for frame in frames.values():
         if not frame.rows:
             place = single_file(frame.files) or source
-            raise DataError(f"{place} has a line of column names and no rows below it; add rows")
+            raise DataError(f"{place} has a line of column names but no rows; add rows")
     schema = schema_of(source, frames, request)
     if schema is None:
         raise DataError(
-            f"{source}: a CSV file holds no images; leave data.image_column and data.kind out"
+            f"{source}: a CSV file holds no images; remove data.image_column and data.kind"
         )
     check_not_encoded(source, request)
     return read_frames(source, frames, schema)
@@ -256,9 +256,9 @@ def read_csv(folder: Path, files: Mapping[str, Sequence[Path]], request: ReadReq
 def read_parquet(
     folder: Path, files: Mapping[str, Sequence[Path]], request: ReadRequest
 ) -> Decoded:
-    """The parquet files of a folder, by split: images, or other columns.
+    """Read the parquet files of a folder by split: images, or other columns.
 
-    Raises DataError for a damaged file, for unclear columns, and for more than may be read.
+    Raises DataError for damaged files, for ambiguous columns, and for data that exceed the limits.
     """
     source = _name_of(folder, files)
     try:
@@ -290,7 +290,7 @@ def _damaged(files: Mapping[str, Sequence[Path]]) -> Path | None:
 
 
 def _with_file_note(data: Decoded, place: Path, files: Sequence[Path]) -> Decoded:
-    """The data with a note on the table files of each split, if a split has several."""
+    """The data with a note about the table files of each split, if a split has several."""
     by_split = table_splits(place, files).files
     if all(len(paths) == 1 for paths in by_split.values()):
         return data
@@ -298,18 +298,18 @@ def _with_file_note(data: Decoded, place: Path, files: Sequence[Path]) -> Decode
     return replace(data, about=data.about.with_notes(f"read {'; '.join(sources)}"))
 
 
-# The kind of a data set's examples, before it is read.
+# The kind of a data set's examples, before the data set is read.
 
 
 FILES_LOOKED_AT = 1000
-"""The files of a folder among which the first table is looked for."""
+"""The number of files in a folder among which the first table is searched."""
 
 
 def likely_kind(name: str, folder: str, label_column: str, options: Mapping[str, Any]) -> Kind:
-    """The kind of a data set's examples; "image" where it is unknown before the data are read.
+    """The kind of a data set's examples; "image" if it is unknown before the data are read.
 
-    name: a registered name, a path, or a folder in ``folder``; options: fields of
-    ``ReadingOptions`` that are set.
+    name: a registered name, a path, or a folder in ``folder``; options: values of fields of
+    ``ReadingOptions``.
     """
     if "kind" in options:
         return options["kind"]  # type: ignore[no-any-return]
@@ -342,7 +342,7 @@ def _first_table(place: Path) -> Path | None:
 
 @lru_cache(maxsize=64)
 def _kind_of_table(file: Path, modified: int, label_column: str, options: ReadingOptions) -> Kind:
-    """The kind of a table's examples; ``modified``, its time, is a part of the cache's key."""
+    """The kind of a table's examples; ``modified``: its modification time, for the cache key."""
     frame: ParquetFrame | CsvFrame = CsvFrame((file,), options)
     if file.suffix.lower() == ".parquet":
         frame = ParquetFrame((file,), options)
@@ -368,9 +368,9 @@ def is_idx(folder: Path) -> bool:
 
 
 def read_idx(folder: Path) -> Decoded:
-    """Both splits of a folder of four ``*-ubyte.gz`` files.
+    """Read both splits of a folder with four ``*-ubyte.gz`` files.
 
-    Raises DataError naming a file that is absent or damaged.
+    Raises DataError with the name of a missing or damaged file.
     """
     return Decoded({split: _idx_split(folder, prefix) for split, prefix in PREFIXES.items()}, None)
 
@@ -382,26 +382,26 @@ def _idx_split(folder: Path, prefix: str) -> Split:
 
 
 def _idx_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    """A file of bytes: two zeros, the type 8, the number of dimensions, the sizes (4 bytes each),
-    the data.
+    """The array in an IDX file: two zero bytes, the type 8, the number of dimensions, the sizes (4
+    bytes each) and the data.
     """
     with file_errors(path):
         if not path.is_file():
-            raise DataError(f"{path} is absent; the four IDX files belong in one folder")
+            raise DataError(f"{path} is missing; all four IDX files must be in one folder")
         try:
             array = _unpacked(path, dimensions)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise DataError(f"{path} is damaged ({error}); download it again") from error
     if array is None:
         raise DataError(
-            f"{path} is not an IDX file of {dimensions} dimension(s), or is cut short; download it "
+            f"{path} is truncated or not an IDX file of {dimensions} dimension(s); download it "
             "again"
         )
     return array
 
 
 def _unpacked(path: Path, dimensions: int) -> NDArray[np.uint8] | None:
-    """The array in an IDX file; None if the header is another, or the data are fewer or more."""
+    """The array in an IDX file; None if the header is invalid or does not match the data."""
     with gzip.open(path) as file:
         head = file.read(4 + 4 * dimensions)
         if head[:4] != bytes([0, 0, 8, dimensions]) or len(head) != 4 + 4 * dimensions:
@@ -417,24 +417,23 @@ def _unpacked(path: Path, dimensions: int) -> NDArray[np.uint8] | None:
     return np.frombuffer(data, dtype=np.uint8).reshape(shape)
 
 
-# NPZ: the archive of arrays that MedMNIST is published in. Headers are read and checked before
-# arrays.
+# NPZ: the archive format of MedMNIST. Headers are read and checked before arrays.
 
 
 MEDMNIST_NAMES = {"train": "train", "validation": "val", "test": "test"}
-"""The beginnings of the names of arrays, by split."""
+"""The prefixes of array names, by split."""
 
 CHANNELS = (1, 3, 4)
-"""The numbers of channels that images have. An axis of another length is none of channels."""
+"""The possible numbers of channels of images."""
 
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 PACKED = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
-"""The compressions that NumPy writes. Others unpack a few bytes to gigabytes at a time."""
+"""The compressions that NumPy writes. Others may unpack a few bytes to gigabytes at once."""
 
 
 @dataclass(frozen=True)
 class _Header:
-    """The header of an array in an archive: its shape and its type of numbers."""
+    """The header of an array in an archive: its shape and data type."""
 
     name: str
     shape: tuple[int, ...]
@@ -446,11 +445,12 @@ class _Header:
 
 
 def read_npz(path: Path) -> Decoded:
-    """The splits of an archive with ``train_images``, ``train_labels``, ``val_…`` and ``test_…``.
+    """Read the splits of an archive with ``train_images``, ``train_labels``, ``val_…`` and
+    ``test_…``.
 
     Images are (N, H, W) or (N, H, W, C) uint8, or (N, C, H, W) if C is 1, 3 or 4 and the last axis
-    is not. Labels are (N,) or (N, 1) whole numbers. Pickles are not read. Raises DataError for
-    other arrays, and for more than may be read.
+    is not. Labels are whole numbers (N,) or (N, 1). Pickles are not read. Raises DataError for
+    other arrays, and for arrays that exceed the limits.
     """
     try:
         with file_errors(path), zipfile.ZipFile(path) as archive:
@@ -477,10 +477,10 @@ def read_npz(path: Path) -> Decoded:
 
 
 def _checked_splits(path: Path, archive: zipfile.ZipFile) -> dict[str, str]:
-    """The splits of an archive and the beginnings of their arrays' names.
+    """The splits of an archive and the prefixes of their arrays' names.
 
-    The sizes and headers of all their arrays are checked. Raises ValueError for a damaged archive,
-    and DataError for arrays of another kind.
+    This checks the sizes and headers of all arrays. Raises ValueError for a damaged archive, and
+    DataError for unsuitable arrays.
     """
     members = set(archive.namelist())
     names = {
@@ -500,23 +500,23 @@ def _checked_splits(path: Path, archive: zipfile.ZipFile) -> dict[str, str]:
 
 
 def _check_array_names(path: Path, members: Collection[str], required: Sequence[str]) -> None:
-    """Raise DataError for an archive of arrays that lacks a required one."""
+    """Raise DataError for an archive that lacks a required array."""
     arrays = sorted(name.removesuffix(".npy") for name in members if name.endswith(".npy"))
     if "train_images.npy" not in required:
-        required = ["train_images.npy"]  # the first to add
+        required = ["train_images.npy"]  # the first array to add
     absent = [name.removesuffix(".npy") for name in required if name not in members]
     if arrays and absent:
         raise DataError(
-            f"{path} has no array {absent[0]!r} among {', '.join(map(repr, arrays))[:200]}; it "
+            f"{path} has no array {absent[0]!r} (it has {', '.join(map(repr, arrays))[:200]}); it "
             "needs train_images and train_labels, and test_images and test_labels if there is a "
             "test split"
         )
 
 
 def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
-    """The header of an array; ValueError if it holds no numbers, or another size than it claims."""
+    """The header of an array; ValueError if it holds no numbers, or if its size is inconsistent."""
     if info.compress_type not in PACKED:
-        raise ValueError(f"{info.filename} is not packed as NumPy does it")
+        raise ValueError(f"{info.filename} has a compression that NumPy does not use")
     with archive.open(info) as file:
         version = npy.read_magic(file)
         if version not in HEADERS:
@@ -537,29 +537,30 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
     has_wrong_side = any(isinstance(side, bool) or side < 1 for side in shape)
     if has_wrong_side or header.nbytes != info.file_size - start:
         raise ValueError(
-            f"{header.name} says that it has shape {_short(shape)}, and holds "
+            f"{header.name} claims to have shape {_short(shape)}, but holds "
             f"{info.file_size - start:,} bytes"
         )
     return header
 
 
 def _count(path: Path, images: _Header, labels: _Header) -> int:
-    """The number of examples; raises an error if these are no images and their labels."""
+    """The number of examples; raises an error if the arrays are not images and labels."""
     count = math.prod(labels.shape)
     if images.dtype != np.uint8:
         raise DataError(
-            f"{path}: {images.name} holds {images.dtype}, and images are uint8 from 0 to 255; for "
-            "other numbers write a function with fedstill.from_tensors, and name it as data.name = "
+            f"{path}: {images.name} holds {images.dtype}, but images must be uint8 from 0 to 255; "
+            "for other numbers, write a function with fedstill.from_tensors, and set data.name = "
             "'mine.py:data'"
         )
     if len(labels.shape) == 2 and labels.shape[0] == images.shape[0] and labels.shape[1] > 1:
         raise DataError(
-            f"{path}: {labels.name} has shape {_short(labels.shape)}, and needs one class id an "
-            "image; of one-hot labels save labels.argmax(1)"
+            f"{path}: {labels.name} has shape {_short(labels.shape)}, but must have one class id "
+            "per image; for one-hot labels, save labels.argmax(1)"
         )
     if len(images.shape) not in (3, 4) or count != images.shape[0]:
         raise ValueError(
-            f"{images.name} has shape {_short(images.shape)} and {images.dtype}, and {count} labels"
+            f"{images.name} has shape {_short(images.shape)} and {images.dtype}, with {count} "
+            "labels"
         )
     return count
 

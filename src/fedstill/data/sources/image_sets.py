@@ -1,5 +1,5 @@
-"""Encoded images as one array: those of a split, of columns, of folders by class, and without
-labels.
+"""Decodes encoded images into arrays: images in columns of tables, in folders by class, and in
+folders without labels.
 """
 
 from __future__ import annotations
@@ -51,57 +51,56 @@ from fedstill.data.sources.splits import (
 from fedstill.data.sources.tables import ImageFrame
 from fedstill.data.sources.verify import RawSplit, checked_label, decoded_with_class_ids
 
-# The images of a split. Large images are decoded by several threads; results and errors are used in
-# the order of the rows, so that neither depends on the number of threads.
+# The images of a split. Large images are decoded in several threads. Results and errors are used in
+# the order of the rows, so that they do not depend on the number of threads.
 
 
 THREADS = min(8, os.cpu_count() or 1)
-"""The threads that decode images."""
+"""The number of threads that decode images."""
 
 THREAD_PIXELS = 1 << 13
-"""The pixels of an image from which on threads decode it.
+"""Images with at least this many pixels are decoded in threads.
 
-Decoding a smaller one is mostly Python code, which runs in one thread at a time.
+Decoding smaller images mostly executes Python code, which runs in one thread at a time.
 """
 
 TASKS_AHEAD = 2 * THREADS
-"""The tasks of threads that are started before their turn comes."""
+"""The number of tasks that threads start before their results are needed."""
 
 TASK_PIXELS = 1 << 19
-"""The pixels that a task decodes, so that threads do not wait for each other at every image."""
+"""The number of pixels per task; it keeps threads from waiting for each other at every image."""
 
 TASK_ROWS = 64
-"""The most rows of a task."""
+"""The largest number of rows in a task."""
 
 ENCODED_BYTES = 1 << 26
-"""The bytes of encoded images that wait for threads; a larger image waits alone."""
+"""The bytes of encoded images that may wait for threads; a larger image waits alone."""
 
 
 @dataclass(frozen=True)
 class ImageRows:
-    """The images of a split that could be decoded."""
+    """The decoded images of a split."""
 
     images: Pixels
-    """(N, C, H, W) uint8."""
+    """The images, (N, C, H, W) uint8."""
     labels: list[int | str]
-    """The N labels as they were read."""
+    """The N labels in the form in which they were read."""
     positions: NDArray[np.int64]
-    """The rows (N,) of the split that the images are in, before any was left out."""
+    """The row of each image in the split, (N,), including rows that were left out."""
     rows: int
-    """The number of all rows, with those that were left out."""
+    """The number of all rows, including those that were left out."""
     broken: tuple[BrokenImage, ...] = ()
     unlabelled: int = 0
-    """The number of images that were left out because they have no label."""
+    """The number of images without a label, which were left out."""
     largest: int | None = None
-    """The largest pixel of images with 16 bits a pixel, if there are any."""
+    """The largest pixel of images with 16 bits per pixel, if there are any."""
 
 
 def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows:
-    """The images of a split and their labels, from (image, label) of each row.
+    """Decode the images of a split and check their labels, given (image, label) of each row.
 
-    Broken images, and rows without a label if these are left out, are not among them. Raises
-    DataError if no image is left, and for a label or an image that cannot be used: the first in
-    the order of the rows.
+    Broken images are left out, and rows without a label if the request allows it. Raises DataError
+    if no image is left, and for the first row with an unusable label or image.
     """
     stack = _Stack(pictures)
     labels: list[int | str] = []
@@ -109,7 +108,7 @@ def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows
     broken: list[BrokenImage] = []
     unlabelled = 0
     count = 0
-    # Decoders warn of what they find in a file. The filter holds for all threads.
+    # Decoders warn about irregular files. The filter applies to all threads.
     with catch_warnings(), contextlib.closing(_decoded(pictures, cells)) as rows:
         simplefilter("ignore")
         for row in rows:
@@ -127,11 +126,11 @@ def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows
                 stack.add(row.picture)
     if not count:
         raise DataError(
-            f"{pictures.source} holds no examples; leave the file out or download it again"
+            f"{pictures.source} holds no examples; remove the file or download it again"
         )
     if not positions:
         check_broken(pictures.source, broken, can_skip=False)
-        raise DataError(f"{pictures.source}: no example has a label; give them labels")
+        raise DataError(f"{pictures.source}: no example has a label; add labels")
     return ImageRows(
         images=stack.images(),
         labels=labels,
@@ -149,7 +148,7 @@ class _Row:
 
     index: int
     cell: Any
-    """The encoded image, an exception if the row could not be read."""
+    """The encoded image, or an exception if the row could not be read."""
     label: Any
 
     @property
@@ -162,19 +161,19 @@ class _Row:
 
 @dataclass(frozen=True)
 class _DecodedRow:
-    """A row's label, and its image or the reason why there is none."""
+    """A row's label, with its decoded image or an error."""
 
     index: int
     label: Any
     picture: Picture | None = None
     error: Exception | None = None
-    """BrokenImage, or an error that ends the reading when the row's turn comes."""
+    """BrokenImage, or an error that ends the reading when this row is reached."""
 
 
 def _decoded(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> Generator[_DecodedRow]:
     """The rows of a split with their decoded images, in order.
 
-    The first image tells whether threads decode the others.
+    The size of the first image decides whether the others are decoded in threads.
     """
     rows = _numbered(cells)
     for row in rows:
@@ -186,7 +185,7 @@ def _decoded(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> Generator[
 
 
 def _numbered(cells: Iterable[tuple[Any, Any]]) -> Iterator[_Row]:
-    """The rows. An error in reading them becomes a row, so that it waits for those before it."""
+    """The rows. A reading error becomes a row, so that it is raised after the rows before it."""
     index = -1
     try:
         for index, (cell, label) in enumerate(cells):
@@ -201,7 +200,7 @@ def _decoded_row(pictures: Pictures, row: _Row) -> _DecodedRow:
     try:
         picture = pictures.decoded(row.cell, row.index)
     except BrokenImage as broken:
-        # A new exception: the traceback of this one holds the bytes of the image.
+        # A new exception, because the traceback of the old one keeps the bytes of the image.
         error = BrokenImage(broken.name, broken.reason)
         return _DecodedRow(row.index, row.label, error=error)
     except Exception as error:
@@ -211,7 +210,7 @@ def _decoded_row(pictures: Pictures, row: _Row) -> _DecodedRow:
 
 @dataclass(frozen=True)
 class _Task:
-    """Rows that a thread decodes, and the bytes of their encoded images."""
+    """Rows that one thread decodes, and the bytes of their encoded images."""
 
     rows: Future[list[_DecodedRow]]
     bytes: int
@@ -220,10 +219,10 @@ class _Task:
 def _decoded_by_threads(
     pictures: Pictures, rows: Iterator[_Row], row_count: int
 ) -> Generator[_DecodedRow]:
-    """The decoded rows, in order. As many tasks as TASKS_AHEAD and ENCODED_BYTES allow are started
-    before their turn comes.
+    """The decoded rows, in order. TASKS_AHEAD and ENCODED_BYTES limit the number of tasks that are
+    started in advance.
 
-    row_count: the rows of a task.
+    row_count: the number of rows in a task.
     """
 
     def decode(batch: Sequence[_Row]) -> list[_DecodedRow]:
@@ -243,7 +242,7 @@ def _decoded_by_threads(
 
 
 def _batches(rows: Iterator[_Row], row_count: int) -> Iterator[list[_Row]]:
-    """The rows by task. Large encoded images make a task of fewer rows."""
+    """The rows of each task. Tasks with large encoded images have fewer rows."""
     batch: list[_Row] = []
     size = 0
     for row in rows:
@@ -258,7 +257,7 @@ def _batches(rows: Iterator[_Row], row_count: int) -> Iterator[list[_Row]]:
 
 
 class _Stack:
-    """Images of one shape in one array, which grows where their number is unknown."""
+    """An array of images of one shape, which grows if their number is unknown."""
 
     def __init__(self, pictures: Pictures) -> None:
         self.largest: int | None = None
@@ -267,7 +266,7 @@ class _Stack:
         self._count = 0
 
     def add(self, picture: Picture) -> None:
-        """Add an image; DataError if its shape is not that of the first."""
+        """Add an image; DataError if its shape differs from that of the first image."""
         array = self._array_for(picture)
         if picture.pixels.shape != array.shape[1:]:
             raise self._pictures.mismatch(picture.name, picture.pixels.shape, array.shape[1:])
@@ -277,7 +276,7 @@ class _Stack:
             self.largest = max(self.largest or 0, picture.largest)
 
     def images(self) -> Pixels:
-        """All images (N, C, H, W); nothing may be added afterwards."""
+        """All images (N, C, H, W); no image may be added afterwards."""
         assert self._array is not None
         self._array.resize((self._count, *self._array.shape[1:]), refcheck=False)
         return self._array
@@ -289,7 +288,7 @@ class _Stack:
             rows = max(self._pictures.rows, 1)
             self._array = np.empty((rows, *picture.pixels.shape), dtype=np.uint8)
         elif self._count == len(self._array):
-            # The system moves large arrays without copying them.
+            # The operating system moves large arrays without copying them.
             rows = self._count + self._count // 4 + 1
             self._array.resize((rows, *self._array.shape[1:]), refcheck=False)
         return self._array
@@ -306,8 +305,8 @@ def labelled_images(
 ) -> Decoded:
     """The images of all splits with class ids, and warnings about them.
 
-    names: of the classes, if labels are ids. Raises DataError for broken images, unless they are
-    left out.
+    names: the names of the classes, if labels are ids. Raises DataError for broken images, unless
+    the request leaves them out.
     """
     if request.broken == "refuse":
         broken = [image for rows in splits.values() for image in rows.broken]
@@ -315,7 +314,7 @@ def labelled_images(
     raw = {split: RawSplit(rows.images, rows.labels) for split, rows in splits.items()}
     data = decoded_with_class_ids(raw, names)
     notes = [
-        f"{split}: {rows.unlabelled:,} of {rows.rows:,} images were left out, as they have no label"
+        f"{split}: {rows.unlabelled:,} of {rows.rows:,} images without a label were left out"
         for split, rows in splits.items()
         if rows.unlabelled
     ]
@@ -333,7 +332,7 @@ def image_warnings(source: str, splits: Mapping[str, ImageRows]) -> list[str]:
 def with_owners(
     source: str, data: Decoded, rows: Mapping[str, ImageRows], owner_tables: Mapping[str, pa.Table]
 ) -> Decoded:
-    """Images with their owners. owner_tables: the single column of owners of each split."""
+    """The data with the owners of images. owner_tables: the column of owners of each split."""
     tables = {split: owner_tables[split].take(pa.array(rows[split].positions)) for split in rows}
     (column,) = {name for table in tables.values() for name in table.column_names}
     owners = owners_of(source, tables, column)
@@ -347,26 +346,26 @@ def _broken_warning(source: str, split: str, rows: ImageRows) -> str:
     if not rows.broken:
         return ""
     return (
-        f"left out, because they are broken: {len(rows.broken):,} of {rows.rows:,} images in "
-        f"{split} ({_named(source, rows.broken)})"
+        f"left out {len(rows.broken):,} of {rows.rows:,} images in {split}, which are broken "
+        f"({_named(source, rows.broken)})"
     )
 
 
 def _dark_warning(largest_pixels: Sequence[int | None]) -> str:
-    """A warning about 16-bit images none of which has a bright pixel, or ""."""
+    """A warning if 16-bit images have no bright pixels, or ""."""
     pixels = [largest for largest in largest_pixels if largest is not None]
     if not pixels or max(pixels) > TWELVE_BITS:
         return ""
     return (
-        f"the upper 8 bits of 16-bit images are read, and no pixel is above {max(pixels):,}, so "
-        "that they are nearly black; if they have 12 bits, multiply them by 16"
+        f"only the upper 8 bits of 16-bit images are read, and no pixel is above {max(pixels):,}, "
+        "so the images are nearly black; if they have 12 bits, multiply them by 16"
     )
 
 
 def check_broken(source: str, broken: Sequence[BrokenImage], *, can_skip: bool) -> None:
-    """Raise DataError for broken images, if there are any.
+    """Raise DataError if there are broken images.
 
-    can_skip: whether ``data.broken`` would leave them out.
+    can_skip: whether ``data.broken`` could leave them out.
     """
     if not broken:
         return
@@ -385,7 +384,7 @@ def check_broken(source: str, broken: Sequence[BrokenImage], *, can_skip: bool) 
 
 
 NAMED_IMAGES = 10
-"""The number of broken images that a message names."""
+"""The largest number of broken images that a message lists."""
 
 
 def _named(source: str, broken: Sequence[BrokenImage]) -> str:
@@ -394,16 +393,17 @@ def _named(source: str, broken: Sequence[BrokenImage]) -> str:
     return shortened_list(names, NAMED_IMAGES)
 
 
-# Columns of a table, of which one may hold images.
+# Tables, which may have a column of images.
 
 
 def read_columns(
     source: str, frames: Mapping[str, ImageFrame], request: ReadRequest, within: Path | str
 ) -> Decoded:
-    """The rows of {split: frame} as arrays, of images or of other columns.
+    """The rows of {split: frame} as arrays of images or of other columns.
 
-    within: the folder, or the data set on the hub, outside of which no file is opened because a row
-    names it. Raises DataError for absent or unclear columns, and for what cannot be read in them.
+    within: the folder or the hub data set of the frames; files outside of it are not opened, even
+    if a row refers to them. Raises DataError for missing or ambiguous columns, and for values that
+    cannot be read.
     """
     schema = schema_of(source, frames, request)
     if schema is not None:
@@ -429,7 +429,7 @@ def read_columns(
 
 
 def _image_column(source: str, schema: pa.Schema, request: ReadRequest) -> str:
-    """The column of images; DataError if it is not there, or not clear which it is."""
+    """The column of images; DataError if it is missing or ambiguous."""
     candidates = image_columns(schema)
     name = nfc(request.image)
     if not name and len(candidates) == 1:
@@ -445,26 +445,28 @@ def _check_owner(source: str, columns: Sequence[str], options: ReadingOptions) -
 
 
 def check_not_encoded(source: str, request: ReadRequest) -> None:
-    """Raise DataError for a mode of images where the data are no encoded images."""
+    """Raise DataError if ``data.mode`` is set although the data are not encoded images."""
     if request.mode is not None:
-        raise DataError(f"{source} holds no encoded images, which data.mode is for; leave it out")
+        raise DataError(
+            f"data.mode is only for encoded images, which {source} does not hold; remove it"
+        )
 
 
-# Images in folders named by their class.
+# Images in folders named after their class.
 
 
 HUGGING_FACE_TABLES = frozenset({"metadata.csv", "metadata.jsonl", "metadata.parquet"})
-"""The names of tables of labels beside images in the layout of Hugging Face."""
+"""The names of label tables in Hugging Face's layout of image folders."""
 
 LABEL_TABLE_SUFFIXES = frozenset({".csv", ".tsv", ".jsonl", ".xlsx", ".xls", ".parquet"})
-"""How the names of tables end that may hold the labels of images beside them."""
+"""The suffixes of tables that may hold the labels of images in the same folder."""
 
 
 def read_image_folder(place: Path, files: Sequence[Path], request: ReadRequest) -> Decoded:
-    """Images in folders named by their class, with folders named by the split above them or
-    without.
+    """Images in folders named after their class, optionally below folders named after splits.
 
-    Raises DataError if there are no images, if a file is none, or if their classes are in a table.
+    Raises DataError if there are no images, if an image cannot be read, or if the classes are in a
+    table.
     """
     images = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
     images.sort(key=lambda path: nfc(path.as_posix()))
@@ -474,8 +476,8 @@ def read_image_folder(place: Path, files: Sequence[Path], request: ReadRequest) 
     flat = _without_class([path.relative_to(place) for path in images])
     if flat is not None:
         raise DataError(
-            f"{place / flat} is in no folder of its class; put each image into a folder named by "
-            "its class: "
+            f"{place / flat} is not in the folder of a class; put each image into a folder named "
+            "after its class: "
             f"{place.name}/cat/{flat.name}, or {place.name}/train/cat/{flat.name}"
         )
 
@@ -495,17 +497,17 @@ def _no_images(place: Path, files: Sequence[Path]) -> str:
     kinds = Counter(path.suffix.lower() for path in files if path.suffix)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3)) or "nothing else"
     return (
-        f"{place} holds no images (it holds {counts}); a folder of images holds one folder a "
-        "class, e.g. train/cat/1.png. Other files, such as sounds, are read by a function of yours:"
-        " data.name = 'mine.py:data'"
+        f"{place} holds no images (it holds {counts}); images need one folder per class, "
+        "for example train/cat/1.png. To read other files, such as sounds, write a function: "
+        "data.name = 'mine.py:data'"
     )
 
 
 def _table_warning(place: Path, files: Sequence[Path], images: Sequence[Path]) -> str:
-    """A warning about tables beside images, or "" if there are none.
+    """A warning about tables next to images, or "" if there are none.
 
-    Raises DataError where the table must be what holds the labels: images are not in folders of
-    several classes, or the table has the name that Hugging Face gives it.
+    Raises DataError if the table probably holds the labels: either images are not in folders of
+    several classes, or the table has one of the names of Hugging Face's layout.
     """
     tables = [path for path in files if path.suffix.lower() in LABEL_TABLE_SUFFIXES]
     if not tables:
@@ -516,19 +518,19 @@ def _table_warning(place: Path, files: Sequence[Path], images: Sequence[Path]) -
     if metadata or is_flat or len(classes) == 1:
         raise DataError(labels_in_table(next(iter(metadata or tables))))
     names = ", ".join(path.name for path in tables[:NAMED_FILES])
-    return f"not read: {names}; the classes of images are the names of their folders"
+    return f"not read: {names}; the classes of images are taken from the names of their folders"
 
 
 def labels_in_table(table: Path) -> str:
     """The error for image files whose labels are in a table."""
     return (
-        f"{table} is not read, as labels of image files are not taken from a table; put each image "
-        "into a folder named by its class, or write parquet files of images and labels"
+        f"{table} cannot be used, because labels of image files are not read from tables; put each "
+        "image into a folder named after its class, or write parquet files of images and labels"
     )
 
 
 def _folder_owners(place: Path, splits: FileSplits) -> dict[str, pa.Table]:
-    """The folder of each image's client."""
+    """The owner of each image: the name of its client's folder."""
     tables = {}
     for split, paths in splits.files.items():
         clients = [client_name(place, path, class_folders=True) for path in paths]
@@ -537,10 +539,10 @@ def _folder_owners(place: Path, splits: FileSplits) -> dict[str, pa.Table]:
 
 
 def _without_class(images: Sequence[Path]) -> Path | None:
-    """An image that lies in no folder of a class: in no folder, or in that of a split.
+    """An image that is not in the folder of a class, but in no folder or in the folder of a split.
 
     In the layout split/image.png, all folders of images are splits. In the layout class/image.png,
-    a folder may be named as a split, such as "test", and is a class.
+    a folder may have the name of a split, such as "test", but is a class.
     """
     folders = {path.parts[0].lower() for path in images if len(path.parts) == 2}
     has_class_folders = not all(map(split_named, folders))
@@ -551,11 +553,11 @@ def _without_class(images: Sequence[Path]) -> Path | None:
     return None
 
 
-# Images in a folder without labels, such as a user's own for public data.
+# Images in a folder without labels, for example a user's public data.
 
 
 def images_in(place: Path) -> list[Path]:
-    """The image files directly in a folder, sorted by name; none if there is no such folder.
+    """The image files directly in a folder, sorted by name; empty if the folder does not exist.
 
     A folder with such files has no folders of classes.
     """
@@ -569,24 +571,24 @@ def images_in(place: Path) -> list[Path]:
 
 @dataclass(frozen=True, eq=False)
 class UnlabelledImages:
-    """The images of a folder, in the order of their names, and warnings about them."""
+    """The images of a folder, sorted by name, and warnings about them."""
 
     images: Tensor
-    """(n, C, H, W) uint8."""
+    """The images, (n, C, H, W) uint8."""
     warnings: tuple[str, ...]
 
 
 def read_unlabelled(place: Path, request: ReadRequest | None = None) -> UnlabelledImages:
-    """All images of a folder.
+    """Read all images of a folder.
 
-    Raises DataError for a file that is no image, unless such files are skipped, and for an image
-    that differs from the first in size or kind.
+    Raises DataError for a file that is not an image, unless such files are skipped, and for an
+    image that differs from the first one in size or mode.
     """
     request = request or ReadRequest()
     paths = images_in(place)
     if not paths:
         kinds = ", ".join(sorted(IMAGE_SUFFIXES))
-        raise DataError(f"{place} holds no images ({kinds}); put some in, or name another folder")
+        raise DataError(f"{place} holds no images ({kinds}); add images, or choose another folder")
     pictures = Pictures(
         source=str(place),
         request=request,

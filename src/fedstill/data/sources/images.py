@@ -1,4 +1,4 @@
-"""An encoded image as an array: the header first, the pixels only if there is room for them."""
+"""Decodes an encoded image: first the header, and the pixels only if memory suffices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fedstill.data.sources.limits import (
     size_text,
 )
 
-# The images that are read, and what they become.
+# The supported images, and the modes to which they are decoded.
 
 
 MODES = {
@@ -45,29 +45,29 @@ MODES = {
     "CMYK": "RGB",
     "YCbCr": "RGB",
 }
-"""Pillow's modes of images that are read, and the mode that each is decoded to."""
+"""Pillow's modes of supported images, and the mode to which each is decoded."""
 
 SIXTEEN_BITS = ("I", "I;16", "I;16B")
-"""Pillow's modes of grey images with 16 bits a pixel."""
+"""Pillow's modes of grey images with 16 bits per pixel."""
 
 CHANNEL_NAMES = {1: "grey", 3: "RGB"}
 
 TWELVE_BITS = 4095
-"""The largest pixel of a camera or scanner with 12 bits, whose images are often stored in 16."""
+"""The largest pixel value with 12 bits. Cameras and scanners often store 12 bits in 16."""
 
 TARGETS = {"grey": "L", "rgb": "RGB"}
 """Pillow's mode for each value of ``data.mode``."""
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
-"""The formats that are read: their headers state the size that decoding gives. Others start
-programs (EPS) or lie (ICO).
+"""The supported formats. Their headers state the true size of the image. Other formats start
+programs (EPS) or may state a false size (ICO).
 """
 
 IMAGE_SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".jfif", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".avif", ".jp2"}
     | {".ppm", ".pgm", ".pbm", ".pnm"}
 )
-"""How the names of files that are read as images end."""
+"""The suffixes of files that are read as images."""
 
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -78,10 +78,10 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What turns an image upright, by its EXIF orientation.
+"""The transpositions for EXIF orientations.
 
-It is the table of ``PIL.ImageOps.exif_transpose``, which also writes all EXIF tags anew and fails
-on damaged ones.
+This is the table of ``PIL.ImageOps.exif_transpose``. That function also rewrites all EXIF tags and
+fails if they are damaged.
 """
 
 Shape = tuple[int, int, int]
@@ -95,8 +95,8 @@ Pixels = NDArray[np.uint8]
 class Picture:
     """A decoded image.
 
-    pixels: (C, H, W) uint8. stored_pixels: their number before the image was resized. largest: the
-    largest pixel of an image with 16 bits a pixel, before the upper 8 were taken.
+    pixels: (C, H, W) uint8. stored_pixels: the number of pixels before resizing. largest: the
+    largest pixel of an image with 16 bits per pixel, before it was reduced to the upper 8 bits.
     """
 
     name: str
@@ -115,13 +115,14 @@ class BrokenImage(DataError):
 
 
 SMALL_SHARE = 64
-"""An image of at most 1/64 of the limit is small."""
+"""Images with at most 1/64 of the limit count as small."""
 
 
 class PixelBudget:
-    """Bounds the pixels that threads decode at the same time; a larger image is decoded alone.
+    """Limits the number of pixels that threads decode at the same time. An image above the limit
+    is decoded alone.
 
-    Small images do not count: all threads together do not come to the limit with them.
+    Small images do not count, because all threads together cannot reach the limit with them.
     """
 
     def __init__(self, limit: int) -> None:
@@ -131,7 +132,7 @@ class PixelBudget:
 
     @contextlib.contextmanager
     def reserved(self, count: int) -> Iterator[None]:
-        """A context in which ``count`` pixels are in use; waits until there is room for them."""
+        """A context that reserves ``count`` pixels; waits until they are available."""
         if count <= self._limit // SMALL_SHARE:
             yield
             return
@@ -148,30 +149,30 @@ class PixelBudget:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Decodes the images of one split; several threads may do so at the same time."""
+    """Decodes the images of a split. It is safe to use in several threads."""
 
     source: str
-    """The split, for messages."""
+    """The name of the split for messages."""
     request: ReadRequest = field(default_factory=ReadRequest)
-    """The size and mode of the images, and what is done about broken ones."""
+    """The size and mode of the images, and the treatment of broken ones."""
     rows: int = 0
     """The number of rows; 0 if it is unknown."""
     within: Path | str = ""
-    """The folder (a path), or the data set on the hub (a name), outside of which no file is opened
-    because a table names it.
+    """The folder (a path) or the hub data set (a name) of the images; files outside of it are not
+    opened, even if a table refers to them.
     """
     size_remedy: str = "set data.size = SIDE to resize all"
-    """What to do about images of several sizes."""
+    """The advice for images of different sizes."""
     mode_remedy: str = "set data.mode = 'rgb' (or 'grey') to convert all"
-    """What to do about images of which some are grey and others RGB."""
+    """The advice if some images are grey and others RGB."""
     _budget: PixelBudget = field(default_factory=lambda: PixelBudget(PIXELS), repr=False)
 
     def decoded(self, cell: Any, index: int) -> Picture:
-        """Image number ``index`` of the split.
+        """Decode image number ``index`` of the split.
 
         cell: the path of a file, or a table's {"bytes": …, "path": …}. Raises BrokenImage for an
-        image that is missing or cannot be decoded, and DataError for one that must not be read: it
-        is too large, of another kind, has several pages, or lies outside of the data set.
+        image that is missing or cannot be decoded, and DataError for an image that is too large,
+        has an unsupported mode or several pages, or is outside of the data set.
         """
         name = self._name(cell, index)
         with file_errors(name), self._file(name, cell) as file:
@@ -184,29 +185,29 @@ class Pictures:
                 _raise_decoding_error(name, error)
 
     def _decoded(self, name: str, picture: Image.Image, index: int) -> Picture:
-        """An image whose header has been read."""
+        """Decode an image whose header has been read."""
         _check_header(name, picture)
         width, height = picture.size
         if index == 0 or index >= self.rows:
-            # All images have the shape of the first one, so that one check suffices if their number
-            # is known. Turning keeps the number of pixels, so the header suffices.
+            # All images have the shape of the first one, so one check suffices if their number is
+            # known. Rotation does not change the number of pixels, so the header suffices.
             self.check_total(index + 1, self._bytes(picture))
         with self._budget.reserved(width * height):
             return self._read(name, picture)
 
     def check_total(self, count: int, image_bytes: int) -> None:
-        """Raise DataError if images of this size are too large together."""
+        """Raise DataError if ``count`` images of this size exceed the limit together."""
         check_size(self.source, max(self.rows, count) * (image_bytes + EXAMPLE_BYTES))
 
     def mismatch(self, name: str, shape: Shape, first: Shape) -> DataError:
-        """The error for an image of another shape than the first one's."""
+        """The error for an image whose shape differs from that of the first image."""
         remedies = []
         if shape[1:] != first[1:]:
             remedies.append(self.size_remedy.replace("SIDE", str(first[1])))
         if shape[0] != first[0]:
             remedies.append(self.mode_remedy)
         return DataError(
-            f"{name} is {_shape_text(shape)}, the first {_shape_text(first)}; "
+            f"{name} is {_shape_text(shape)}, but the first is {_shape_text(first)}; "
             f"{', and '.join(remedies)}"
         )
 
@@ -222,14 +223,14 @@ class Pictures:
         return width * height * len(self._mode(picture))
 
     def _mode(self, picture: Image.Image) -> str:
-        """The mode that an image is converted to: "L" or "RGB", a letter a channel."""
+        """The mode to which an image is converted, "L" or "RGB"; each letter is a channel."""
         if self.request.mode is None:
             return MODES[picture.mode]
         return TARGETS[self.request.mode]
 
     def _read(self, name: str, picture: Image.Image) -> Picture:
-        """The pixels of an image whose header has been checked."""
-        # Decoding may change the mode, so the header's decides.
+        """Read the pixels of an image whose header has been checked."""
+        # Decoding may change the mode, so the mode in the header is used.
         stored_mode = picture.mode
         mode = self._mode(picture)
         picture.load()
@@ -240,7 +241,7 @@ class Pictures:
             largest = _checked_largest(name, values)
             plain = Image.fromarray((values >> 8).astype(np.uint8))
 
-        # Transparency is dropped first, so that the mode does not change what it hides.
+        # Transparency is dropped first, so that hidden pixels do not depend on the mode.
         for target in (MODES[stored_mode], mode):
             if plain.mode != target:
                 plain = plain.convert(target)
@@ -274,14 +275,16 @@ class Pictures:
 
 
 def _inside(name: str, path: str, within: Path | str) -> Path:
-    """The file that a table names, if it lies in the data set's folder after links are followed."""
+    """A file to which a table refers; DataError if, after resolving links, it is outside of the
+    data set's folder.
+    """
     if isinstance(within, Path) and "\0" not in path:
         real = Path(os.path.realpath(within / path))
         if real.is_relative_to(os.path.realpath(within)):
             return real
     raise DataError(
-        f"{name} names the file {cut_reason(path, 200)!r}, not in {within}; put it there, or its "
-        "bytes in the table"
+        f"{name} refers to the file {cut_reason(path, 200)!r}, which is not in {within}; move it "
+        "there, or store its bytes in the table"
     )
 
 
@@ -292,7 +295,9 @@ def _on_hub(path: str, dataset: str) -> bool:
 
 
 def _hub_file(name: str, path: str) -> IO[bytes]:
-    """A file of the hub, read as a whole: a network that fails later would seem a broken image."""
+    """A file of the hub, read completely, so that a network error is not mistaken for a broken
+    image.
+    """
     import fsspec  # type: ignore[import-untyped]
 
     with fsspec.open(path, "rb") as file:
@@ -311,27 +316,27 @@ def _plain_file(name: str, path: Path) -> IO[bytes]:
 def _check_file_size(name: str, size: int) -> None:
     if size > IMAGE_BYTES:
         raise DataError(
-            f"{name} is {size_text(size)}; an image may have at most {size_text(IMAGE_BYTES)}; "
+            f"{name} has {size_text(size)}, above the limit of {size_text(IMAGE_BYTES)}; "
             "make it smaller"
         )
 
 
 @functools.cache
 def _formats() -> tuple[str, ...]:
-    """The formats that this Pillow can read."""
+    """The formats that the installed Pillow can read."""
     if not all(name in Image.OPEN for name in FORMATS):
         Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def _check_header(name: str, picture: Image.Image) -> None:
-    """Raise DataError for an image of a kind or size that is not decoded."""
+    """Raise DataError for an image with an unsupported mode or size."""
     if picture.mode not in MODES:
-        raise DataError(f"{name} is an image of kind {picture.mode}; save it as 8-bit grey or RGB")
+        raise DataError(f"{name} is an image of mode {picture.mode}; save it as 8-bit grey or RGB")
     width, height = picture.size
     if width * height > PIXELS:
         raise DataError(
-            f"{name} is an image of {width} × {height} pixels, and at most {PIXELS:,} are read; "
+            f"{name} is an image of {width} × {height} pixels, above the limit of {PIXELS:,}; "
             "make it smaller"
         )
     check_single_page(name, picture)
@@ -340,23 +345,23 @@ def _check_header(name: str, picture: Image.Image) -> None:
 def check_single_page(name: str, picture: Image.Image) -> None:
     """Raise DataError for an image with several pages or frames.
 
-    Phones write JPEG files of the format MPO, whose further images are previews and depths.
+    Phones write JPEG files of the format MPO, whose additional images are previews and depth maps.
     """
     if picture.format != "MPO" and getattr(picture, "is_animated", False):
         raise DataError(
-            f"{name} has several pages or frames, and an example is one image; save each page as "
-            "a file, or only the one that you need"
+            f"{name} has several pages or frames, but an example must be one image; save each page "
+            "as a file, or only the page that you need"
         )
 
 
 def _orientation(picture: Image.Image) -> int:
-    """The EXIF orientation of a loaded image, from 1 to 8; 1 where the tags are damaged.
+    """The EXIF orientation of a loaded image, from 1 to 8; 1 if the tags are damaged.
 
-    Pillow turns TIFF files itself and then drops their tag.
+    Pillow rotates TIFF files itself and then removes their tag.
     """
     try:
         orientation: int = picture.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # many kinds, by version; viewers show such images as they are, too
+    except Exception:  # The type depends on the version. Viewers ignore damaged tags, too.
         return 1
     if orientation not in range(1, 9):
         return 1
@@ -369,28 +374,26 @@ def _checked_largest(name: str, values: NDArray[Any]) -> int:
     largest = int(values.max())
     if smallest < 0 or largest > 65535:
         raise DataError(
-            f"{name} has pixels from {smallest:,} to {largest:,}, and 16-bit grey images have 0 to "
-            "65,535; save it as 8-bit or 16-bit grey"
+            f"{name} has pixels from {smallest:,} to {largest:,}, but 16-bit grey images must have "
+            "pixels from 0 to 65,535; save it as 8-bit or 16-bit grey"
         )
     return largest
 
 
 def _raise_decoding_error(name: str, error: Exception) -> NoReturn:
-    """Raise what an exception of a decoder means: BrokenImage, unless memory or a disk failed.
+    """Raise BrokenImage for an exception of a decoder, unless memory or a disk failed.
 
-    Decoders raise exceptions of many kinds on damaged bytes, which differ by format and version.
+    Decoders raise many types of exceptions for damaged bytes, depending on format and version.
     """
     if isinstance(error, MemoryError):
         raise error
     if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-        raise error  # the disk or the network failed, and not the image
+        raise error  # the disk or the network failed; the image may be intact
     if isinstance(error, Image.DecompressionBombError):
-        raise DataError(
-            f"{name} is a larger image than any that is read ({error}); make it smaller"
-        ) from error
+        raise DataError(f"{name} is too large for an image ({error}); make it smaller") from error
     reason = on_one_line(error)
     if isinstance(error, UnidentifiedImageError):
-        reason = f"it is none of {', '.join(FORMATS)}"
+        reason = f"its format is none of {', '.join(FORMATS)}"
     raise BrokenImage(name, f"cannot be decoded as an image ({reason})") from error
 
 

@@ -1,7 +1,8 @@
-"""Data that Python has: data frames, Hugging Face and torch data sets, and such data by client.
+"""Data from Python: data frames, Hugging Face and torch data sets, for all clients together or by
+client.
 
-pandas, ``datasets`` and torchvision are not imported here: their objects are recognised by their
-interface, or by a class of a module that is imported already.
+This module does not import pandas, ``datasets`` or torchvision. It recognises their objects by
+their interface, or by a class of a module that is already imported.
 """
 
 from __future__ import annotations
@@ -51,37 +52,38 @@ from fedstill.data.sources.tensors import (
 from fedstill.data.sources.verify import verified
 
 PAIR_FIELDS = ("mode", "size", *(field.name for field in dataclasses.fields(TensorFields)))
-"""Options for data without columns; mode and size are for PIL images."""
+"""Options for data without columns; mode and size apply to PIL images."""
 
 IMAGE_FIELDS: Mapping[str, Any] = {"size": Count | None, "mode": Mode | None, "broken": Broken}
-"""Options for images, and the values that they may have."""
+"""Options for images, and their types."""
 
 
 @process_settings()
 def from_python(
     name: str, data: object, test: object = None, validation: object = None, **fields: Any
 ) -> Dataset:
-    """A data set of data that Python has, of all clients together or by client.
+    """A data set from Python objects, for all clients together or by client.
 
-    data: one of these, a pair (train, test) of these, or a mapping of splits (train, validation,
-    test) to these:
+    data: one of the following, a pair (train, test) of them, or a mapping from splits (train,
+    validation, test) to them:
 
-    - columns: a pandas DataFrame or another table with the Arrow interface, or a Hugging Face
-      ``Dataset``. They are read as the columns of a parquet file are: rows of a table, texts, lists
+    - Columns: a pandas DataFrame or another table with the Arrow interface, or a Hugging Face
+      ``Dataset``. They are read like the columns of a parquet file: rows of a table, texts, lists
       of numbers, or images.
-    - pairs (value, label): a torch ``Dataset`` with a length, or the data set of a ``DataLoader``.
-      Values are tensors, NumPy arrays or PIL images; each is read once, in order. An attribute
-      ``classes``, as torchvision has it, names the classes.
+    - Pairs (value, label): a torch ``Dataset`` with a length, or the data set of a ``DataLoader``.
+      Values are tensors, NumPy arrays or PIL images; each is read once, in order. If the data set
+      has an attribute ``classes``, as in torchvision, it contains the names of the classes.
     - (values, labels), as for ``from_tensors``.
 
-    Or a mapping from clients to any of these: a run of it has these clients, and ``partition`` need
-    not be set. Without a test set, a stratified fifth of the training data is held out.
+    ``data`` may also be a mapping from clients to any of these. A run on it has these clients, and
+    ``partition`` can be omitted. Without a test set, a stratified fifth of the training data is
+    held out.
 
-    test, validation: such data for these splits, common to all clients. fields: of columns, those
-    of ``load_dataset``, such as ``label_column``, ``columns``, ``categorical`` and ``missing``; of
-    other data, those of ``from_tensors``, and ``size`` and ``mode`` of PIL images. Raises
-    ConfigError for other objects and for fields that the data do not have, and DataError as
-    ``load_dataset`` and ``from_tensors`` do.
+    test, validation: data for these splits, common to all clients. fields: for columns, the fields
+    of ``load_dataset``, such as ``label_column``, ``columns``, ``categorical`` and ``missing``; for
+    other data, the fields of ``from_tensors``, and ``size`` and ``mode`` for PIL images. Raises
+    ConfigError for other objects and for fields that do not apply to the data, and DataError like
+    ``load_dataset`` and ``from_tensors``.
     """
     fields = plain_value(fields)
     for key, hint in IMAGE_FIELDS.items():
@@ -98,28 +100,28 @@ def from_python(
     if len(with_columns) < len(python_data.sources):
         without_columns = next(source for source in python_data.sources if source.table is None)
         raise DataError(
-            f"{with_columns[0].part} has columns, and {without_columns.part} has none; give "
-            "data of one kind"
+            f"{with_columns[0].part} has columns, but {without_columns.part} has none; use "
+            "one kind of data"
         )
     _check_fields(name, fields, FIELDS)
     return _dataset_of_columns(python_data)
 
 
 def is_by_client(data: object) -> bool:
-    """Whether data are a mapping from clients to their data, and not one of splits."""
+    """Whether data are a mapping from clients, rather than from splits, to data."""
     if not isinstance(data, Mapping) or _is_of(data, "datasets", "DatasetDict"):
         return False
     return not any(split_named(str(key)) for key in data)
 
 
 def _is_of(data: object, module: str, name: str) -> bool:
-    """Whether an object is of a class of a library, which its maker has imported."""
+    """Whether an object is an instance of a library's class, if the library has been imported."""
     kind = getattr(sys.modules.get(module), name, None)
     return isinstance(kind, type) and isinstance(data, kind)
 
 
 def _check_fields(name: str, fields: Mapping[str, Any], legal: Sequence[str]) -> None:
-    """Raise ConfigError for a field that does not exist, or not for such data."""
+    """Raise ConfigError for a field that does not exist, or does not apply to such data."""
     for key in fields:
         if key in legal:
             continue
@@ -129,23 +131,23 @@ def _check_fields(name: str, fields: Mapping[str, Any], legal: Sequence[str]) ->
         if legal is PAIR_FIELDS:
             kind = "columns"
         raise ConfigError(
-            f"dataset {name!r}: {key} is for data with {kind}; leave it out (these data have "
+            f"dataset {name!r}: {key} is for data with {kind}; remove it (these data have "
             f"{', '.join(legal)})"
         )
 
 
-# The sources: the data of each split, of one client or of all.
+# Sources: the data of a split, from one client or from all clients together.
 
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """Data that the user passed for a split, of one client or of all."""
+    """Data that the user passed for a split, from one client or from all clients together."""
 
     part: str
-    """The place of the data, for messages."""
+    """A description of the data for messages."""
     split: str
     client: int | None
-    """The number of the client that the data belong to; None if they are common to all."""
+    """The number of the client that owns the data; None if they are common to all."""
     data: Any
     table: pa.Table | None = None
     """The columns of the data, if they have columns."""
@@ -178,7 +180,7 @@ class _Splits:
 def _python_data(
     name: str, data: object, common: Mapping[str, object], fields: Mapping[str, Any]
 ) -> _PythonData:
-    """All data; a common split replaces those of the clients, with a warning."""
+    """Collect all data; a common split replaces the clients' own, with a warning."""
     sources: list[_Source] = []
     warnings = []
     clients: tuple[str, ...] = ()
@@ -201,7 +203,7 @@ def _python_data(
         if common_data is None:
             continue
         if any(source.split == split for source in sources):
-            warnings.append(f"{split}= is given, so the other data of the split are not used")
+            warnings.append(f"{split}= is set, so the other data of this split are not used")
         sources = [source for source in sources if source.split != split]
         sources.append(_Source(f"{name}, {split}", split, None, common_data))
 
@@ -220,14 +222,14 @@ def _python_data(
 def _client_names(name: str, data: Any) -> tuple[str, ...]:
     names = tuple(nfc(str(key)) for key in data)
     if not names:
-        raise DataError(f"{name}: the mapping is empty; give the data of at least one client")
+        raise DataError(f"{name}: the mapping is empty; pass the data of at least one client")
     if len(set(names)) < len(names):
-        raise DataError(f"{name}: two clients have the same name as text; rename one of them")
+        raise DataError(f"{name}: the names of two clients are equal as text; rename one of them")
     return names
 
 
 def _splits_of(part: str, data: Any) -> _Splits:
-    """The data of each split of one client, or of all."""
+    """The data of each split, from one client or from all clients together."""
     if isinstance(data, Mapping):
         return _named_splits(part, data)
     if isinstance(data, (tuple, list)) and len(data) == 2 and not _is_pair(data):
@@ -237,7 +239,7 @@ def _splits_of(part: str, data: Any) -> _Splits:
 
 
 def _is_pair(data: Sequence[Any]) -> bool:
-    """Whether two objects are values and labels, and not training and test data."""
+    """Whether two objects are values and labels, rather than training and test data."""
     return any(isinstance(value, (Tensor, np.ndarray)) for value in data)
 
 
@@ -247,19 +249,20 @@ def _named_splits(part: str, data: Mapping[Any, Any]) -> _Splits:
     for key, source in data.items():
         split = split_named(str(key))
         if split in splits:
-            raise DataError(f"{part} has two splits that are {split}; join them, or leave one out")
+            raise DataError(f"{part} has two splits for {split}; merge them, or remove one")
         if split:
             splits[split] = source
         else:
             unknown.append(str(key))
     if "train" not in splits:
         raise DataError(
-            f"{part} has no split train among {', '.join(map(repr, map(str, data))) or 'none'}; "
-            "name the training data train"
+            f"{part} has no split 'train' (it has "
+            f"{', '.join(map(repr, map(str, data))) or 'none'}); use the key 'train' for the "
+            "training data"
         )
     if unknown and not _is_of(data, "datasets", "DatasetDict"):
         raise DataError(
-            f"{part}: {unknown[0]!r} is no split; the keys are either splits (train, validation, "
+            f"{part}: {unknown[0]!r} is not a split; keys are either splits (train, validation, "
             "test) or clients"
         )
     warning = ""
@@ -268,19 +271,19 @@ def _named_splits(part: str, data: Mapping[Any, Any]) -> _Splits:
     return _Splits(splits, warning)
 
 
-# Columns: data frames and Hugging Face data sets. They are read as the columns of files are.
+# Columns: data frames and Hugging Face data sets. They are read like the columns of files.
 #
-# In a mapping from clients, each row gets the name of its client in a column of its own, which is
-# the column of owners. A split that is common to all clients gets the first client's name, because
-# every row needs one. When the rows have been read, ``_with_clients`` takes the owners from common
-# splits, and numbers clients in the order of the mapping; reading numbers them by name.
+# In a mapping from clients, an additional column of owners contains the name of each row's client.
+# In splits that are common to all clients, it contains the first client's name, because every row
+# needs an owner. After the rows have been read, ``_with_clients`` removes the owners of common
+# splits, and numbers clients in the order of the mapping instead of alphabetically.
 
 
 CLIENT_COLUMN = "<client>"
-"""The column that says to which client of a mapping a row belongs."""
+"""The column with the client of each row, for mappings from clients."""
 
 UNNAMED_INDEX = re.compile(r"__index_level_\d+__")
-"""The name that pyarrow gives to an index of pandas that has none."""
+"""The name that pyarrow assigns to an unnamed pandas index."""
 
 ROWS_AT_ONCE = 1000
 
@@ -299,7 +302,7 @@ class ArrowFrame:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """None: it is in memory."""
+        """Empty, because the data are in memory."""
         return ()
 
     @property
@@ -308,11 +311,11 @@ class ArrowFrame:
         return len(self.table)
 
     def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
-        """Some columns, all rows."""
+        """All rows of some columns."""
         return with_missing(self.table.select(list(names)), self.options.missing_values)
 
     def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
-        """Each row's encoded image and its label."""
+        """Each row's encoded image and label."""
         for batch in self.table.select([image, label]).to_batches(ROWS_AT_ONCE):
             images = batch.column(image).to_pylist()
             labels = batch.column(label).to_pylist()
@@ -320,7 +323,7 @@ class ArrowFrame:
 
 
 def _resolved(source: _Source) -> _Source:
-    """The source with its columns, if it has some; of a DataLoader, with its data set."""
+    """The source with its columns, if it has any; a DataLoader is replaced by its data set."""
     data = source.data
     warnings = []
     if isinstance(data, torch_data.DataLoader):
@@ -333,7 +336,7 @@ def _resolved(source: _Source) -> _Source:
         table = table.replace_schema_metadata(data.features.arrow_schema.metadata)
         if data.format["type"] == "custom":
             warnings.append(
-                "the transform of a Hugging Face data set is not applied; apply it with map()"
+                "the transform of the Hugging Face data set is not applied; apply it with map()"
             )
     elif hasattr(data, "__arrow_c_stream__"):
         try:
@@ -341,7 +344,7 @@ def _resolved(source: _Source) -> _Source:
         except (pa.ArrowException, ValueError, TypeError) as error:
             raise DataError(
                 f"{source.part}: pyarrow cannot convert the {type(data).__name__} to columns "
-                f"({on_one_line(error)}); give each column one type and a name of its own"
+                f"({on_one_line(error)}); every column needs a single type and a unique name"
             ) from error
     if table is not None:
         table = _with_plain_columns(source.part, table)
@@ -349,13 +352,13 @@ def _resolved(source: _Source) -> _Source:
 
 
 def _without_unnamed_index(table: pa.Table) -> pa.Table:
-    """A table of a DataFrame without the numbers of its rows, which pyarrow makes a column."""
+    """The table of a DataFrame without the column that pyarrow makes from an unnamed index."""
     unnamed = [name for name in index_columns(table.schema) if UNNAMED_INDEX.fullmatch(name)]
     return table.drop_columns(unnamed)
 
 
 def _with_plain_columns(part: str, table: pa.Table) -> pa.Table:
-    """A table with the names of its columns in one Unicode form, and with Arrow's own types."""
+    """A table with column names in Unicode normal form, and without extension types."""
     schema = normalised(Path(part), table.schema)
     for index, field in enumerate(schema):
         if isinstance(field.type, pa.BaseExtensionType):
@@ -370,7 +373,7 @@ def _dataset_of_columns(python_data: _PythonData) -> Dataset:
     request = _read_request(python_data)
     tables = _tables_by_split(python_data)
     frames = {split: ArrowFrame(table, request.options) for split, table in tables.items()}
-    # The paths of images that Python has in memory are as trustworthy as the program.
+    # Paths of images in memory are as trustworthy as the program itself.
     decoded = read_columns(name, frames, request, within=Path(Path.cwd().anchor))
     if python_data.clients:
         decoded = _with_clients(python_data, decoded)
@@ -382,18 +385,16 @@ def _dataset_of_columns(python_data: _PythonData) -> Dataset:
 
 
 def _read_request(python_data: _PythonData) -> ReadRequest:
-    """What the user's fields say to read; a mapping from clients sets the column of owners."""
+    """The read request of the user's fields; a mapping from clients sets the column of owners."""
     name = python_data.name
     fields = {key: _as_tuple(value) for key, value in python_data.fields.items()}
     if python_data.clients:
         if "owner" in fields:
-            raise ConfigError(
-                f"dataset {name!r}: the keys of data are the clients; leave owner out"
-            )
+            raise ConfigError(f"dataset {name!r}: the keys of data are the clients; remove owner")
         fields["owner"] = CLIENT_COLUMN
     if fields.get("owner") == FILE:
         raise ConfigError(
-            f"dataset {name!r}: data from Python have no files; name a column of clients, "
+            f"dataset {name!r}: data from Python have no files; set owner to a column of clients, "
             "or pass a mapping from clients to their data"
         )
     categorical = python_data.fields.get("categorical", ())
@@ -405,16 +406,16 @@ def _read_request(python_data: _PythonData) -> ReadRequest:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Lists as tuples, at any depth."""
+    """Convert lists to tuples, at any depth."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_as_tuple, value))
     return value
 
 
 def _tables_by_split(python_data: _PythonData) -> dict[str, pa.Table]:
-    """The rows of each split, one source below another, with a column of clients if there are any.
+    """The concatenated rows of each split, with a column of owners if there are clients.
 
-    Raises DataError for columns of different types, and for class names that differ.
+    Raises DataError if column types or class names differ.
     """
     _check_class_names(python_data.sources)
     by_split = {}
@@ -434,13 +435,13 @@ def _tables_by_split(python_data: _PythonData) -> dict[str, pa.Table]:
         except pa.ArrowException as error:
             raise DataError(
                 f"{python_data.name}, {split}: clients have columns of different types "
-                f"({on_one_line(error)}); make them alike"
+                f"({on_one_line(error)}); use the same types for all clients"
             ) from error
     return by_split
 
 
 def _below_each_other(tables: Sequence[pa.Table]) -> pa.Table:
-    """One table of the rows of all, whose metadata name the index of any of them."""
+    """The concatenation of tables; its metadata contain the index column of any of them."""
     table = pa.concat_tables(tables, promote_options="permissive")
     index = sorted(set().union(*(index_columns(table.schema) for table in tables)))
     metadata = {**(table.schema.metadata or {}), b"pandas": json.dumps({"index_columns": index})}
@@ -464,7 +465,7 @@ def _check_class_names(sources: Sequence[_Source]) -> None:
 
 
 def _with_clients(python_data: _PythonData, data: Decoded) -> Decoded:
-    """The data with clients in the order of the mapping, and common splits without clients."""
+    """The data with clients in the order of the mapping, and without clients in common splits."""
     number = {client: index for index, client in enumerate(python_data.clients)}
     numbers = np.array([number[owner] for owner in data.about.owners], dtype=np.int64)
     common = {source.split for source in python_data.sources if source.client is None}
@@ -478,7 +479,7 @@ def _with_clients(python_data: _PythonData, data: Decoded) -> Decoded:
     return replace(data, splits=splits, about=about)
 
 
-# Pairs: torch data sets, and arrays.
+# Pairs: torch data sets and arrays.
 
 
 def _dataset_of_pairs(python_data: _PythonData) -> Dataset:
@@ -503,7 +504,7 @@ def _dataset_of_pairs(python_data: _PythonData) -> Dataset:
 
 
 def _classes_of(sources: Sequence[_Source]) -> tuple[str, ...] | None:
-    """The class names that torch data sets declare; DataError if two of them differ."""
+    """The class names that torch data sets declare; DataError if they differ."""
     declared: dict[str, tuple[str, ...]] = {}
     for source in sources:
         data = source.data
@@ -539,7 +540,7 @@ def _items_of(source: _Source, fields: Mapping[str, Any]) -> ItemsRead:
 
 
 def _check_items(source: _Source) -> None:
-    """Raise ConfigError for an object that does not give examples by number."""
+    """Raise ConfigError for an object without indexed examples."""
     data = source.data
     not_items = (str, bytes, tuple, list, Mapping, Tensor, np.ndarray, Dataset)
     is_stream = isinstance(data, torch_data.IterableDataset) or _is_of(
@@ -550,7 +551,7 @@ def _check_items(source: _Source) -> None:
         return
     hint = ", which is read in one order only" if is_stream else ""
     raise ConfigError(
-        f"{source.part} is {kind_text(data)}{hint}, not a data set: give (values, labels), a torch "
+        f"{source.part} is {kind_text(data)}{hint}, not a data set: pass (values, labels), a torch "
         "Dataset of (value, label) pairs with a length, a DataFrame, a Hugging Face Dataset, or "
-        "what fedstill.from_tensors(NAME, train=(values, labels)) makes"
+        "the result of fedstill.from_tensors(NAME, train=(values, labels))"
     )

@@ -1,4 +1,4 @@
-"""Limits on the size of data, checked against a file's own claims before it is decoded."""
+"""Limits on the size of data, which are checked against a file's metadata before it is decoded."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from pathlib import Path
 from fedstill.core.errors import DataError, on_one_line
 
 PIXELS = 1 << 26
-"""The most pixels of an image, 8,192 × 8,192. Decoded, it and its copies take about 800 MB."""
+"""The largest number of pixels of an image, 8,192 × 8,192. Decoding it takes about 800 MB."""
 
 IMAGE_BYTES = 4 * PIXELS
-"""The most bytes of an image's file. An uncompressed image of ``PIXELS`` takes no more."""
+"""The largest size of an image file in bytes: the size of an uncompressed image of ``PIXELS``."""
 
 SHARE = 3
-"""A data set may take a third of the memory. Reading makes a copy, and the run needs the rest."""
+"""A data set may take 1/3 of the memory. Reading makes a copy, and the run needs the rest."""
 
 UNKNOWN_MEMORY = 12 << 30
-"""The memory that is assumed if the system does not tell it."""
+"""The assumed memory if the system does not report it."""
 
 RATIO = 200
-"""The most times its size that a compressed file may unpack to.
+"""The largest compression ratio of a file.
 
-Photographs shrink to a half or a twentieth, masks to a hundredth. What shrinks further is one value
-over and over.
+The ratio is 2 to 20 for photographs, and 100 for masks. Data with a larger ratio consist almost
+entirely of a repeated value.
 """
 
 FREE = 1 << 28
-"""A file that unpacks to at most so many bytes, 256 MB, may have any ratio."""
+"""The ratio is not limited for files that unpack to at most 256 MB."""
 
 EXAMPLE_BYTES = 100
-"""The memory for an example beside its pixels while it is read."""
+"""The memory for an example during reading, in addition to its pixels."""
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 _GROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def memory_bytes() -> int:
-    """The memory that this process may use: the least of the machine's, its container's and its
-    own limit.
+    """The memory that this process may use: the minimum of the machine's memory and the limits of
+    the container and the process.
     """
     limits = []
     with contextlib.suppress(AttributeError, ValueError, OSError):  # a system without sysconf
@@ -57,36 +57,37 @@ def memory_bytes() -> int:
 
 
 def most_bytes() -> int:
-    """The most bytes of a data set."""
+    """The largest size of a data set in bytes."""
     return memory_bytes() // SHARE
 
 
 def check_size(source: str | Path, claimed: int, stored: int | None = None) -> None:
-    """Raise DataError for data that claim more bytes than may be read.
+    """Raise DataError for data whose claimed size exceeds the limit.
 
     stored: the bytes of their file, if it is compressed.
     """
     most = most_bytes()
     if claimed > most:
         raise DataError(
-            f"{source} says that it holds {size_text(claimed)}, and this machine reads at most "
-            f"{size_text(most)}, 1/{SHARE} of its memory; take a part of it, or a machine with more"
+            f"{source} claims to hold {size_text(claimed)}, but this machine reads at most "
+            f"{size_text(most)}, 1/{SHARE} of its memory; use a part of the data, or a machine "
+            "with more memory"
         )
     if stored is not None:
         check_ratio(source, claimed, stored)
 
 
 def check_ratio(source: str | Path, claimed: int, stored: int) -> None:
-    """Raise DataError for a file that claims to unpack to far more than data do."""
+    """Raise DataError for a file with an implausible compression ratio."""
     if claimed > max(FREE, RATIO * stored):
         raise DataError(
-            f"{source} has {size_text(stored)} and says that it holds {size_text(claimed)}, over "
-            f"{RATIO} times as much; if that is right, write it uncompressed"
+            f"{source} has {size_text(stored)} and claims to hold {size_text(claimed)}, over "
+            f"{RATIO} times as much; if this is correct, write it uncompressed"
         )
 
 
 def size_text(count: int) -> str:
-    """A number of bytes, for people.
+    """A number of bytes in readable form.
 
     >>> size_text(420_000), size_text(582 << 40), size_text(7)
     ('420 kB', '640 TB', '7 bytes')
@@ -103,7 +104,7 @@ def size_text(count: int) -> str:
 
 @contextlib.contextmanager
 def file_errors(source: str | Path) -> Iterator[None]:
-    """Turn an error of the system, or a lack of memory, into a DataError that names the file."""
+    """A context that turns system errors and a lack of memory into DataError with the file name."""
     try:
         yield
     except MemoryError as error:
@@ -114,15 +115,15 @@ def file_errors(source: str | Path) -> Iterator[None]:
             path = error.filename
         raise DataError(
             f"{path} cannot be read ({error.strerror or on_one_line(error)}); make it readable, "
-            "or name other data"
+            "or choose other data"
         ) from error
 
 
 def memory_error(source: str | Path, error: MemoryError) -> DataError:
     """The error for data that do not fit into memory."""
     return DataError(
-        f"{source}{_size(source)} does not fit into memory ({on_one_line(error)}); take a part of "
-        "it, or a machine with more"
+        f"{source}{_size(source)} does not fit into memory ({on_one_line(error)}); use a part of "
+        "the data, or a machine with more memory"
     )
 
 
@@ -133,30 +134,31 @@ def _size(source: str | Path) -> str:
     return ""
 
 
-# The files below a folder. A folder that is not that of a data set is noticed early.
+# The files below a folder. Folders that are not data sets are detected early.
 
 
 DEPTH = 8
-"""The most folders in folders. Data have one for a split, one for a class, and a few above them."""
+"""The largest depth of folders. Data have folders for splits and classes, and a few above them."""
 
 FOLDERS_WALKED = 100_000
-"""The most folders of a data set."""
+"""The largest number of folders in a data set."""
 
 OTHERS = 10_000
-"""The most files that are no data, unless a fifth of all files are."""
+"""The largest number of files that are not data, unless at least a fifth of all files are data."""
 
 
 def files_below(place: Path, data_suffixes: Collection[str]) -> list[Path]:
-    """All regular files below a folder, through links too, in the order of their paths.
+    """All regular files below a folder, sorted by path; links are followed.
 
-    Hidden files are left out. Raises DataError for what cannot be read, for a link that leads back
-    up, and for a folder that is clearly not that of a data set: the root of a file system, or
-    thousands of files whose names do not end as those of data do.
+    Hidden files are left out. Raises DataError for unreadable folders, for links to a parent
+    folder, and for folders that are clearly not data sets: the root of a file system, or folders
+    with thousands of files without a suffix of data files.
     """
     real = Path(os.path.realpath(place))
     if real == Path(real.anchor):
         raise DataError(
-            f"{place} is the root of a file system, not the folder of a data set; name that folder"
+            f"{place} is the root of a file system, not the folder of a data set; choose that "
+            "folder"
         )
     with file_errors(place):
         return sorted(_Walk(place, data_suffixes).files(place, ()))
@@ -164,7 +166,7 @@ def files_below(place: Path, data_suffixes: Collection[str]) -> list[Path]:
 
 @dataclass
 class _Walk:
-    """A walk through a folder, which counts folders, files of data, and other files."""
+    """A walk through a folder, which counts folders, data files and other files."""
 
     place: Path
     data_suffixes: Collection[str]
@@ -180,7 +182,7 @@ class _Walk:
             raise DataError(f"{folder} is a link to a folder above it; remove the link")
         self.folders += 1
         if len(parents) > DEPTH:
-            self._refuse(f"has folders {len(parents)} deep")
+            self._refuse(f"has {len(parents)} levels of folders")
         if self.folders > FOLDERS_WALKED:
             self._refuse(f"has {self.folders:,} folders")
 
@@ -205,10 +207,10 @@ class _Walk:
         self.others += 1
         if self.others > OTHERS and self.others > 4 * self.data:
             self._refuse(
-                f"has over {self.others - 1:,} files that are no images, parquet, CSV, IDX or NPZ"
+                f"has over {self.others - 1:,} files that are not images, parquet, CSV, IDX or NPZ"
             )
 
     def _refuse(self, reason: str) -> None:
         raise DataError(
-            f"{self.place} {reason}: it is not the folder of a data set; name that folder"
+            f"{self.place} {reason}: it is not the folder of a data set; choose that folder"
         )

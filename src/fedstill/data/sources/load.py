@@ -1,4 +1,6 @@
-"""Data sets by name: registered ones, local files and folders, functions of the user, the hub."""
+"""Loads data sets by name: registered data sets, local files and folders, the user's functions, and
+the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +55,13 @@ from fedstill.data.sources.tables import normalised, with_missing
 from fedstill.data.sources.verify import verified
 
 OPTION_FIELDS = tuple(field.name for field in fields(ReadingOptions))
-"""Fields of ``load_dataset`` that say how columns become examples."""
+"""Fields of ``load_dataset`` on the conversion of columns to examples."""
 
 FIELDS = ("broken", "image_column", "label_column", "mean", "mode", "size", "std", *OPTION_FIELDS)
 """Fields of ``load_dataset`` for data that are not registered."""
 
 CONFIG_KEYS = {"input": "input_column", "marks": "missing_marks"}
-"""The keys of ``[data]`` that have another name than the field."""
+"""The keys of ``[data]`` whose names differ from the field."""
 
 UNPACKERS = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
 """The programs that unpack files, by suffix."""
@@ -67,14 +69,14 @@ UNPACKERS = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd"
 FOLDER_KINDS = "a folder of parquet or CSV files, or of images by class"
 
 Folder = str | Path | None
-"""The folder of local data; None: the environment's ``FEDSTILL_DATA``."""
+"""The folder of local data; None: the environment variable ``FEDSTILL_DATA``."""
 
 
 @process_settings()
 def load_dataset(
     name: str | Path, *, folder: Folder = None, base: Path | None = None, **fields: Any
 ) -> Dataset:
-    """A data set by name, verified, decoded once into the cache and memory-mapped from there.
+    """Load a data set by name. It is verified, decoded into the cache once, and memory-mapped.
 
     name: one of
 
@@ -82,26 +84,27 @@ def load_dataset(
     - a path, relative to ``base``, to a parquet, CSV or NPZ file, or to a folder of parquet or CSV
       files or of images by class,
     - ``"owner/name"`` on the Hugging Face hub,
-    - ``"mine.py:data"``: a function that returns a Dataset. It gets ``folder`` if it has that
-      parameter; its other parameters need defaults.
+    - ``"mine.py:data"``: a function that returns a Dataset. It is called with ``folder`` if it has
+      this parameter; its other parameters need defaults.
 
     folder: the folder of local data; default: ``FEDSTILL_DATA``. fields: for files, folders and the
-    hub ``image_column``, ``label_column``, ``size`` (resize images to size × size), ``mode``
+    hub, ``image_column``, ``label_column``, ``size`` (resize images to size × size), ``mode``
     (convert all images to "grey" or "rgb"), ``broken`` ("skip" leaves out images that cannot be
-    decoded), ``mean``, ``std``, and the fields of
-    ``fedstill.data.dataset.ReadingOptions``.
+    decoded), ``mean``, ``std``, and the fields of ``fedstill.data.dataset.ReadingOptions``.
 
-    Data without a test split have a stratified fifth held out. Raises DataError for data that are
-    damaged or not what their name promises, DataAbsent for data that are not there, UnknownName
-    for an unknown name, and ConfigError for fields that the data do not take.
+    If the data have no test split, a stratified fifth is held out. Raises DataError for data that
+    are damaged or differ from the known data set of that name, DataAbsent for missing data,
+    UnknownName for an unknown name, and ConfigError for fields that do not apply to the data.
     """
     name = plain_value(name)
     fields = plain_value(fields)
     if not isinstance(name, str):
-        raise ConfigError(f"a data set is named by a text or a path, not {kind_text(name)}")
+        raise ConfigError(
+            f"the name of a data set must be a string or a path, not {kind_text(name)}"
+        )
     path, _, attribute = name.partition(":")
     if path.endswith(".py") or attribute:
-        # Errors of the user's function are not shortened to one about the file.
+        # Errors in the user's function are not replaced by an error about the file.
         return _from_function(name, folder, base, fields)
     with file_errors(name):
         if name in names("dataset"):
@@ -109,18 +112,18 @@ def load_dataset(
         return _by_path(name, folder, base, fields)
 
 
-# Registered data sets, and functions of the user.
+# Registered data sets and the user's functions.
 
 
 def _registered(entry: Entry, folder: Folder, fields: Mapping[str, Any]) -> Dataset:
-    _check_fields(entry.name, fields, entry.fields, "it is read in one way alone")
+    _check_fields(entry.name, fields, entry.fields, "it has no reading options")
     return _checked_dataset(entry.name, entry.build(**_folder_argument(entry, folder), **fields))
 
 
 def _from_function(
     name: str, folder: Folder, base: Path | None, fields: Mapping[str, Any]
 ) -> Dataset:
-    """The data set that a user's function returns; its owners must be those that are asked for."""
+    """The data set that a user's function returns; it must have the requested owners."""
     entry = lookup("dataset", name, base)
     owner = None
     if "owner" not in entry.fields:
@@ -137,8 +140,8 @@ def _from_function(
         raise DataError(f"dataset {short_name(name)!r}: {reason(error, entry.target)}") from error
     if owner and not data.about.owners:
         raise DataError(
-            f"dataset {short_name(name)!r} does not say whose its examples are, so there is no "
-            f"column {owner!r}; let it return what fedstill.from_clients makes"
+            f"dataset {short_name(name)!r} has no owners of examples, so there is no "
+            f"column {owner!r}; let it return the result of fedstill.from_clients"
         )
     return data
 
@@ -152,34 +155,34 @@ def _folder_argument(entry: Entry, folder: Folder) -> dict[str, Any]:
 def _checked_dataset(name: str, data: object) -> Dataset:
     if not isinstance(data, Dataset):
         raise ConfigError(
-            f"dataset {short_name(name)!r} gave {kind_text(data)}; it must return a Dataset, as "
-            "fedstill.from_tensors makes one"
+            f"dataset {short_name(name)!r} returned {kind_text(data)}; it must return a Dataset, "
+            "such as the result of fedstill.from_tensors"
         )
     return data
 
 
 def _check_defaults(name: str, target: Callable[..., Any], arguments: Collection[str]) -> None:
-    """Raise ConfigError for a parameter of a user's function that nothing sets."""
+    """Raise ConfigError for a parameter of a user's function without a value."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for parameter in inspect.signature(target).parameters.values():
         has_default = parameter.default is not parameter.empty or parameter.kind in variadic
         if not has_default and parameter.name not in arguments:
             raise ConfigError(
                 f"dataset {short_name(name)!r} has a parameter {parameter.name!r} without a "
-                "default; it is given the parameter folder only, so give the others a default"
+                "default; all parameters except folder need a default"
             )
 
 
 def _check_fields(
     name: str, fields: Mapping[str, Any], legal: Collection[str], explanation: str
 ) -> None:
-    """Raise an error for a field that does not exist, or that these data do not take."""
+    """Raise an error for a field that does not exist, or does not apply to these data."""
     for field in sorted(set(fields) - set(legal)):
         if field not in FIELDS:
             raise _unknown_field(name, field, legal)
         key = f"data.{CONFIG_KEYS.get(field, field)}"
         raise ConfigError(
-            f"{key} is not for dataset {short_name(name)!r}: {explanation}; leave it out"
+            f"{key} does not apply to dataset {short_name(name)!r}: {explanation}; remove it"
         )
 
 
@@ -217,7 +220,7 @@ def _by_path(name: str, folder: Folder, base: Path | None, fields: Mapping[str, 
     if place is None:
         return as_dataset(name, _file_or_hub(name, path, folder, request), mean, std)
 
-    # What is known of a folder holds for its usual columns and sizes.
+    # The known facts about a folder apply to its usual columns and sizes.
     if request.image or request.label or request.size or request.mode:
         entry = None
     data = read_folder(name, place, request, entry)
@@ -230,8 +233,8 @@ def _by_path(name: str, folder: Folder, base: Path | None, fields: Mapping[str, 
 def _check_size(name: str, size: Any) -> None:
     if size is not None and not (isinstance(size, int) and 1 <= size <= 4096):
         raise ConfigError(
-            f"dataset {name!r}: size = {size!r} is not a whole number from 1 to 4096; leave it out "
-            "or give one"
+            f"dataset {name!r}: size = {size!r} is not a whole number from 1 to 4096; correct or "
+            "remove it"
         )
 
 
@@ -241,7 +244,7 @@ def request_of_fields(
     *,
     has_checksums: bool = False,
 ) -> ReadRequest:
-    """What the fields of ``load_dataset`` say to read; options: those that they do not name."""
+    """The read request of the fields of ``load_dataset``; options: defaults of the others."""
     named = {key: value for key, value in fields.items() if key in OPTION_FIELDS}
     return ReadRequest(
         image=fields.get("image_column"),
@@ -255,24 +258,24 @@ def request_of_fields(
 
 
 def _file_or_hub(name: str, path: Path, folder: Folder, request: ReadRequest) -> Decoded:
-    """The data that a name stands for which is no folder; path: the file that it may name."""
+    """The data of a name that is not a folder: the file ``path``, or a data set on the hub."""
     if is_data_file(path):
         return read_file(name, path, request)
     if path.is_file():
         unpacker = UNPACKERS.get(path.suffix.lower())
-        remedy = f"give one of these, or {FOLDER_KINDS}"
+        remedy = f"use one of these, or {FOLDER_KINDS}"
         if unpacker:
             remedy = f"unpack it first: {unpacker} {path.name}"
-        raise DataError(f"{path} is a file, and not a parquet, CSV or NPZ file; {remedy}")
+        raise DataError(f"{path} is not a parquet, CSV or NPZ file; {remedy}")
     if path.suffix.lower() in DATA_SUFFIXES:
         raise DataAbsent(f"there is no file {path}; paths are relative to the config's folder")
 
     is_path = name.startswith((".", "/", "~"))
     if name.count("/") == 1 and not is_path:
-        remedy = f"check the name and the network, or make a folder {path} of parquet files"
+        remedy = f"check the name and the network, or create a folder {path} of parquet files"
         return _from_hub(name, request, remedy)
     if "/" in name or is_path:
-        raise DataAbsent(f"there is no file or folder {path}; give {FOLDER_KINDS}")
+        raise DataAbsent(f"there is no file or folder {path}; use {FOLDER_KINDS}")
     root = data_root(folder)
     local: list[str] = []
     if root is not None and root.is_dir():
@@ -291,9 +294,11 @@ def _from_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
 
 
 def load_known(entry: KnownData, folder: Folder, size: int | None = None) -> Dataset:
-    """A data set of the catalogue: from its folder in ``folder``, from the system, or the hub.
+    """Load a data set of the catalogue from its folder in ``folder``, from the system, or from the
+    hub.
 
-    size: the side to which images are resized. Raises DataAbsent if it is at none of these.
+    size: the side to which images are resized. Raises DataAbsent if the data are in none of these
+    places.
     """
     request = ReadRequest(size=size)
     place = local_folder(entry.name, folder)
@@ -312,7 +317,7 @@ def _known_from_hub(entry: KnownData, folder: Folder, request: ReadRequest) -> D
     if root is not None:
         absence = f"there is no folder {root / entry.name}"
     if entry.hub is None:
-        raise DataAbsent(f"dataset {entry.name!r} is not here: {absence}; {entry.remedy}")
+        raise DataAbsent(f"dataset {entry.name!r} was not found: {absence}; {entry.remedy}")
     hub = entry.hub
     key_fields = {"hub": hub, "request": asdict(request), "known": asdict(entry)}
 
@@ -326,10 +331,10 @@ def _known_from_hub(entry: KnownData, folder: Folder, request: ReadRequest) -> D
 
 
 def read_digits() -> Decoded:
-    """The digits as (1, 8, 8) images, a fifth of every class held out for the test.
+    """The digits as (1, 8, 8) images, with a fifth of every class held out for testing.
 
-    Reading: scikit-learn has no train/test split and values 0 to 16; they are scaled to 0 to 255
-    and rounded.
+    Reading: scikit-learn's digits have no test split, and values from 0 to 16; we scale them to 0
+    to 255 and round them.
     """
     from sklearn.datasets import load_digits
 
@@ -379,20 +384,20 @@ def cifar100(folder: Folder = None) -> Dataset:
 
 @register("dataset", "cinic10")
 def cinic10(folder: Folder = None) -> Dataset:
-    """CINIC-10: 270,000 photographs, 32×32 RGB, the classes of CIFAR-10; a third each for train,
-    validation and test.
+    """CINIC-10: 270,000 photographs, 32×32 RGB, the classes of CIFAR-10; one third each for
+    training, validation and test.
     """
     return load_known(catalog.CINIC10, folder)
 
 
 @register("dataset", "ham10000")
 def ham10000(folder: Folder = None, size: Count = 32) -> Dataset:
-    """HAM10000: 10,015 skin lesions, resized to size×size RGB, 7 very unevenly sized classes; a
+    """HAM10000: 10,015 skin lesions, resized to size×size RGB, 7 classes of very different sizes; a
     fifth is held out for the test.
 
     size: Height and width of an image.
 
-    Reading: there is no official split for this use, and SFedKD does not say the image size.
+    Reading: there is no official split for this use, and SFedKD does not state the image size.
     """
     return load_known(replace(catalog.HAM10000, shape=(3, size, size)), folder, size)
 
@@ -409,20 +414,20 @@ def pathmnist(folder: Folder = None) -> Dataset:
     return load_known(catalog.PATHMNIST, folder)
 
 
-# The Hugging Face hub, which the datasets library reads.
+# The Hugging Face hub, read with the datasets library.
 
 
 HUB_SECONDS = 10
-"""The seconds within which the hub must answer."""
+"""The time limit for an answer of the hub, in seconds."""
 
 ROWS_A_BATCH = 1000
 
 
 def read_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
-    """A data set of the Hugging Face hub.
+    """Read a data set of the Hugging Face hub.
 
-    Raises DataAbsent with ``remedy`` if the hub does not answer or has no such data set, and
-    DataError if it cannot be read, or has two splits of the same meaning.
+    Raises DataAbsent with ``remedy`` if the hub does not answer or does not have the data set, and
+    DataError if it cannot be read, or has two splits of the same kind.
     """
     _check_hub_has(name, remedy)
     with _hub_errors(f"hub dataset {name!r}", remedy):
@@ -438,57 +443,57 @@ def read_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
     left_out = [hub_name for hub_name in streams if hub_name not in splits.values()]
     if not left_out:
         return data
-    warning = f"left out: the splits {', '.join(left_out)} of the hub"
+    warning = f"ignored splits on the hub: {', '.join(left_out)}"
     return replace(data, about=data.about.with_warnings(warning))
 
 
 def _hub_splits(name: str, hub_names: Sequence[str]) -> dict[str, str]:
-    """The name on the hub of each split that is read."""
+    """The hub's name of each split that is read."""
     splits: dict[str, str] = {}
     for hub_name in hub_names:
         split = split_named(hub_name)
         if split in splits:
             raise DataError(
-                f"hub dataset {name!r} has two splits that are {split}, {splits[split]!r} and "
-                f"{hub_name!r}; read it with datasets.load_dataset, and pass the splits that you "
-                "want to fedstill.from_python"
+                f"hub dataset {name!r} has two splits for {split}, {splits[split]!r} and "
+                f"{hub_name!r}; read it with datasets.load_dataset, and pass the splits to use to "
+                "fedstill.from_python"
             )
         if split:
             splits[split] = hub_name
     if "train" not in splits:
         raise DataError(
-            f"hub dataset {name!r} has no split train among {', '.join(hub_names) or 'none'}; read "
-            "it with datasets.load_dataset, and pass its parts to fedstill.from_python"
+            f"hub dataset {name!r} has no split 'train' (it has {', '.join(hub_names) or 'none'}); "
+            "read it with datasets.load_dataset, and pass its parts to fedstill.from_python"
         )
     return {split: splits[split] for split in SPLITS if split in splits}
 
 
 @dataclass(frozen=True)
 class HubFrame:
-    """A streaming data set as columns, or as rows of images."""
+    """A streamed data set as columns, or as rows of images."""
 
     name: str
     stream: Any
     options: ReadingOptions
     rows: int = 0
-    """0: the hub does not tell the number of rows."""
+    """0, because the hub does not report the number of rows."""
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns and their types; none if the hub does not tell them."""
+        """The columns and their types; empty if the hub does not report them."""
         if not self.stream.features:
             return pa.schema([])
         return normalised(Path(self.name), self.stream.features.arrow_schema)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """None: it is on the hub."""
+        """Empty, because the data are on the hub."""
         return ()
 
     def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
-        """Some columns, all rows; raises DataError for more than may be read.
+        """All rows of some columns; raises DataError if they exceed the limits.
 
-        optional: is ignored; all rows of a stream have the same columns.
+        optional: ignored, because all rows of a stream have the same columns.
         """
         features = self.stream.features.arrow_schema
         stored_names = [name for name in features.names if nfc(name) in names]
@@ -504,7 +509,7 @@ class HubFrame:
         return with_missing(table.select(list(names)), self.options.missing_values)
 
     def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
-        """Each row's encoded image and its label."""
+        """Each row's encoded image and label."""
         import datasets
 
         stored_names = {nfc(name): name for name in self.stream.features.arrow_schema.names}
@@ -518,9 +523,9 @@ class HubFrame:
 
 
 def _check_hub_has(name: str, remedy: str) -> None:
-    """Raise DataAbsent if the hub does not answer, or has no such data set.
+    """Raise DataAbsent if the hub does not answer, or does not have the data set.
 
-    It is one short request, because the retries of ``datasets`` hang without a network.
+    This sends one short request, because the retries of ``datasets`` hang without a network.
     """
     from huggingface_hub import HfApi
 
@@ -529,13 +534,13 @@ def _check_hub_has(name: str, remedy: str) -> None:
         hub.dataset_info(name, timeout=HUB_SECONDS)
     except Exception as error:  # many kinds, by version and transport
         raise DataAbsent(
-            f"the Hugging Face hub does not give {name!r} ({on_one_line(error)}); {remedy}"
+            f"the Hugging Face hub does not provide {name!r} ({on_one_line(error)}); {remedy}"
         ) from error
 
 
 @contextlib.contextmanager
 def _hub_errors(source: str, remedy: str) -> Iterator[None]:
-    """Turn the libraries' errors about bad files into a DataError that names the data set."""
+    """A context that turns the libraries' errors about bad files into DataError."""
     import datasets
 
     kinds = (OSError, ValueError, TypeError, RuntimeError, KeyError, AttributeError)

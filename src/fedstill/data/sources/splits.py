@@ -1,4 +1,4 @@
-"""The splits of a data set: which one a file belongs to, and a test split where there is none."""
+"""The splits of a data set: assignment of files to splits, and a held-out test split if needed."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ SPLIT_WORDS = {
     "val": "validation",
     "dev": "validation",
 }
-"""Words in names of files and folders, and the splits that they stand for.
+"""Words in names of files and folders, and the splits that they denote.
 
 Source: the keywords of the Hugging Face ``datasets`` library.
 """
 
 SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-\d{5}")
-"""The name of one of several files of a split, such as ``train-00000-of-00003``."""
+"""The name of a shard, such as ``train-00000-of-00003``."""
 
 NAMED_FILES = 8
-"""The number of files that a message names."""
+"""The largest number of files that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class FileSplits:
 
 
 def split_named(name: str) -> str:
-    """The split that a column's value or the whole name of a folder stands for, or "".
+    """The split that a column's value or the whole name of a folder denotes, or "".
 
     >>> split_named("Training"), split_named("training hospital")
     ('train', '')
@@ -63,7 +63,7 @@ def split_named(name: str) -> str:
 
 
 def splits_in(name: str) -> list[str]:
-    """The splits that the words of a name stand for. Words end at any character but a letter.
+    """The splits that the words of a name denote. Words consist of letters.
 
     >>> splits_in("heart_Test2"), splits_in("attest"), splits_in("train-test")
     (['test'], [], ['train', 'test'])
@@ -73,15 +73,15 @@ def splits_in(name: str) -> list[str]:
 
 
 def file_list(files: Sequence[Path]) -> str:
-    """The names of some files, and the number of the others."""
+    """A list of file names, which is shortened if there are many files."""
     return shortened_list([path.name for path in files], NAMED_FILES)
 
 
 def split_tables(place: Path, files: Sequence[Path]) -> FileSplits:
-    """The splits of table files: told by words of a file's name, or else by a folder in ``place``.
+    """Assign table files to splits, by words in the file name, or else by a folder in ``place``.
 
     All files are training data if no name contains the word of a split. Raises DataError if only
-    some do, or if a name contains the words of two splits.
+    some names do, or if a name contains the words of two splits.
     """
     splits = {path: _table_split(place, path) for path in files}
     unknown = [path for path in files if not splits[path]]
@@ -89,25 +89,26 @@ def split_tables(place: Path, files: Sequence[Path]) -> FileSplits:
     shards = _shards_left_out(files, unknown)
     if shards:
         warnings.append(
-            f"left out, because their names stand for no split: {file_list(shards)}; name them "
-            "train, validation or test to read them"
+            f"ignored because their names do not contain a split: {file_list(shards)}; to read "
+            "them, add train, validation or test to their names"
         )
     read = [path for path in files if path not in shards]
     without_split = [path for path in read if not splits[path]]
     if 0 < len(without_split) < len(read):
         with_split = next(path for path in read if splits[path])
         raise DataError(
-            f"{place}: the name of {file_list(without_split)} contains no split, and that of "
-            f"{with_split.name} does; put train, validation or test into its name, or move it "
+            f"{place}: the name of {file_list(without_split)} contains no split, unlike "
+            f"{with_split.name}; add train, validation or test to its name, or move it "
             "elsewhere"
         )
     return FileSplits(_by_split(read, splits), tuple(warnings))
 
 
 def _shards_left_out(files: Sequence[Path], unknown: Sequence[Path]) -> list[Path]:
-    """The shards without a split among files; none if the files are the shards of one name.
+    """The shards among files whose names contain no split. If all files are shards of one name,
+    they are the training data, and the result is empty.
 
-    Such shards are the training data. unknown: the files whose names contain no split.
+    unknown: the files whose names contain no split.
     """
     shards = [path for path in unknown if SHARD.fullmatch(path.stem)]
     names = {SHARD.sub(r"\g<name>", path.stem) for path in shards}
@@ -117,10 +118,10 @@ def _shards_left_out(files: Sequence[Path], unknown: Sequence[Path]) -> list[Pat
 
 
 def split_images(place: Path, images: Sequence[Path]) -> FileSplits:
-    """The splits of images in folders by class: told by the folders between ``place`` and a class.
+    """Assign images in folders by class to splits, by the folders between ``place`` and a class.
 
-    All images are training data if no folder is named as a split is; else images outside of such
-    folders are left out, with a warning.
+    All images are training data if no folder has the name of a split. Otherwise, images outside of
+    such folders are left out, with a warning.
     """
     splits = {path: _folder_split(path.relative_to(place).parts[:-2]) for path in images}
     unknown = [path for path in images if not splits[path]]
@@ -128,7 +129,7 @@ def split_images(place: Path, images: Sequence[Path]) -> FileSplits:
     if 0 < len(unknown) < len(images):
         folders = Counter(path.relative_to(place).parts[0] for path in unknown)
         warnings.append(
-            f"left out, because they are in no folder of a split: {len(unknown):,} images in "
+            f"ignored because they are not in the folder of a split: {len(unknown):,} images in "
             f"{', '.join(list(folders)[:NAMED_FILES])}; move them into train, validation or test"
         )
         images = [path for path in images if splits[path]]
@@ -136,11 +137,11 @@ def split_images(place: Path, images: Sequence[Path]) -> FileSplits:
 
 
 def client_name(place: Path, path: Path, *, class_folders: bool) -> str:
-    """The name of the client whose file a table is, or in whose folder an image is.
+    """The name of the client that owns a table file or an image file.
 
-    It is the path in ``place`` without the words of splits, the number of a shard and, for images
-    in folders by class, the class: ``north`` for ``north_train.csv``, ``train/north.csv`` and
-    ``train/north/cat/1.png``. Raises DataError if nothing is left.
+    It is the path in ``place`` without words of splits, shard numbers and, for images in folders by
+    class, the class: ``north`` for ``north_train.csv``, ``train/north.csv`` and
+    ``train/north/cat/1.png``. Raises DataError if nothing remains.
     """
     relative = path.relative_to(place)
     parts = [part for part in relative.parts[:-1] if not split_named(part)]
@@ -153,12 +154,12 @@ def client_name(place: Path, path: Path, *, class_folders: bool) -> str:
         remedy = "its client's name"
         if class_folders:
             remedy = "a folder of its client above its class"
-        raise DataError(f"{path}: give it {remedy}, because each client has files of its own")
+        raise DataError(f"{path}: add {remedy}, because files must belong to clients")
     return name
 
 
 def _without_split_words(name: str) -> str:
-    """A file's name without the words of splits and the characters between them.
+    """A file's name without words of splits and the separators around them.
 
     >>> _without_split_words("north_train"), _without_split_words("St-Test-Anna")
     ('north', 'St-Anna')
@@ -186,20 +187,20 @@ def _table_split(place: Path, path: Path) -> str:
 
 
 def _folder_split(folders: Iterable[str]) -> str:
-    """The split that the name of a folder stands for; of several folders, the innermost."""
+    """The split that the name of the innermost such folder denotes, or ""."""
     splits = [split_named(folder) for folder in folders]
     return next(filter(None, reversed(splits)), "")
 
 
 def _unused_words(place: Path, files: Sequence[Path], *, class_folders: bool) -> list[str]:
-    """A warning for each folder whose longer name contains the word of a split."""
+    """A warning for each folder whose name contains the word of a split among other words."""
     parents = [path.relative_to(place).parent for path in files]
     if class_folders:
         parents = [parent.parent for parent in parents]
     folders = dict.fromkeys(chain.from_iterable(parent.parts for parent in parents))
     return [
-        f"the folder {folder!r} is not read as the split {splits_in(folder)[0]}, because its name "
-        f"has other words; to make it that split, name it {splits_in(folder)[0]}"
+        f"the folder {folder!r} does not count as the split {splits_in(folder)[0]}, because its "
+        f"name has other words; if it is this split, rename it to {splits_in(folder)[0]}"
         for folder in folders
         if splits_in(folder) and not split_named(folder)
     ]
@@ -214,30 +215,32 @@ def _by_split(files: Sequence[Path], splits: Mapping[Path, str]) -> dict[str, tu
     return {split: paths for split, paths in by_split.items() if paths}
 
 
-# A test split for data that have none: a fifth of every class, the same on every machine.
+# A test split for data without one: a fifth of every class, equal on all machines.
 
 
 TEST_SHARE = 0.2
 SEED = 0
 
 NAMED_CLASSES = 5
-"""The number of classes that a warning names."""
+"""The largest number of classes that a warning lists."""
 
 MOVED_BYTES = 1 << 24
-"""The bytes that are moved at the same time where an array is changed in place."""
+"""The number of bytes that are moved at once if an array is changed in place."""
 
 
 def hold_out(
     name: str, data: Decoded, options: ReadingOptions = DEFAULT_OPTIONS, *, in_place: bool = False
 ) -> Decoded:
-    """``data`` with a test split: as it is if it has one, else with a stratified fifth of train.
+    """Return ``data`` with a test split. If there is none, a stratified fifth of the training split
+    is held out.
 
-    A class gives round(n / 5) examples, drawn by NumPy's legacy stream at seed 0, which never
-    changes. A class of one or two examples gives none, with a warning. The order of examples stays.
+    Each class contributes round(n / 5) examples, drawn from NumPy's legacy generator with seed 0,
+    which never changes. Classes with one or two examples contribute none, with a warning. The
+    order of examples does not change.
 
-    name: of the data, for messages. options: if they have cuts, a fifth of each task is held out,
-    whatever the other tasks are. in_place: whether the training array may be changed, which saves
-    the memory of a second one. Raises DataError if no class gives an example.
+    name: the name of the data, for messages. options: if they have cuts, a fifth of each task is
+    held out, independently of other tasks. in_place: whether the training array may be changed,
+    which saves the memory of a copy. Raises DataError if no class contributes an example.
     """
     if "test" in data.splits:
         return data
@@ -250,8 +253,8 @@ def hold_out(
             held_out[members[: round(TEST_SHARE * len(members))]] = True
     if not held_out.any():
         raise DataError(
-            f"{name} has no test split, and a fifth cannot be held out, because no class has three "
-            "examples; give a test split"
+            f"{name} has no test split, and a fifth cannot be held out because no class has three "
+            "examples; add a test split"
         )
 
     test = train.selected(held_out, train.values[held_out])
@@ -281,13 +284,13 @@ def _untested_classes_warning(
     if classes is not None:
         names = [classes[label] for label in untested if 0 <= label < len(classes)]
     return (
-        f"the held-out test set has no example of {shortened_list(names, NAMED_CLASSES)}, as such "
-        "small classes have no fifth; give a test split to test them"
+        f"the held-out test set has no example of {shortened_list(names, NAMED_CLASSES)}, because "
+        "these classes are too small; to test them, add a test split"
     )
 
 
 def _parts_of_train(data: Decoded, options: ReadingOptions) -> list[NDArray[np.int64]]:
-    """The positions of each task's training examples; of all, if there are no tasks by date."""
+    """The positions of each task's training examples, or of all if there are no tasks by date."""
     train = data.splits["train"]
     if not options.cuts or train.owners is None:
         return [np.arange(len(train))]
@@ -297,10 +300,10 @@ def _parts_of_train(data: Decoded, options: ReadingOptions) -> list[NDArray[np.i
 
 
 def _moved_together(values: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Some rows of an array in ascending order, moved to its beginning."""
+    """Move rows (in ascending order) to the beginning of an array, and return this part."""
     block = max(1, MOVED_BYTES // max(1, values[:1].nbytes))
     for start in range(0, len(rows), block):
-        # Rows only move towards the beginning, over rows that have been moved or left out.
+        # Rows only move towards the beginning, over rows that were already moved or left out.
         moved = rows[start : start + block]
         values[start : start + len(moved)] = values[moved]
     return values[: len(rows)]

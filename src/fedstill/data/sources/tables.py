@@ -1,4 +1,4 @@
-"""Parquet and CSV files as Arrow tables. Sizes are checked before anything is decoded."""
+"""Reads parquet and CSV files as Arrow tables. Sizes are checked before data are decoded."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ class Frame(Protocol):
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns and their types; names are in one Unicode form."""
+        """The columns and their types; names are in Unicode normal form."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files, in the order of their rows; none for data on the hub."""
+        """The files, in the order of their rows; empty for data on the hub."""
 
     @property
     def rows(self) -> int:
         """The number of rows, 0 if it is unknown."""
 
     def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
-        """Some columns, all rows, in their order; ``FILE`` is the column of the files' clients.
+        """All rows of some columns, in order; the column ``FILE`` contains the clients of the
+        files.
 
-        optional: whether a file may lack a column, whose values are then missing.
+        optional: whether files may lack a column, whose values are then missing.
         """
 
 
 class ImageFrame(Frame, Protocol):
-    """The rows of a split that may have a column of encoded images."""
+    """The rows of a split, which may have a column of encoded images."""
 
     def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
         """Each row's encoded image, as ``{"bytes": …, "path": …}``, and its label."""
@@ -53,9 +54,9 @@ class ImageFrame(Frame, Protocol):
 
 @dataclass(frozen=True)
 class ParquetFrame:
-    """Parquet files of one schema, one below another.
+    """The concatenated rows of parquet files with the same schema.
 
-    clients: the client of each file, if each file or folder is one.
+    clients: the client of each file, if each file or folder belongs to one client.
     """
 
     files: tuple[Path, ...]
@@ -70,23 +71,22 @@ class ParquetFrame:
 
     @cached_property
     def rows(self) -> int:
-        """The number of rows that the files claim."""
+        """The number of rows according to the files' metadata."""
         return sum(file_claims(path).num_rows for path in self.files)
 
     def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
-        """Each row's encoded image and its label.
+        """Each row's encoded image and label.
 
-        Raises DataError for columns of other types, and for images that are larger than may be
-        read.
+        Raises DataError for columns of other types, and for images that exceed the limits.
         """
         for path in self.files:
             with file_errors(path):
                 yield from _image_cells(path, image, label)
 
     def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
-        """Some columns of all files. All of them must have a column, optional or not.
+        """Some columns of all files. All files must have these columns, regardless of ``optional``.
 
-        Raises DataError for a file that lacks one, or is larger than may be read.
+        Raises DataError for a file that lacks a column or exceeds the limits.
         """
         in_files = [name for name in names if name != FILE]
         tables = [self._read_one(path, in_files) for path in self.files]
@@ -102,8 +102,8 @@ class ParquetFrame:
             for name in names:
                 if name not in known:
                     raise DataError(
-                        f"{path} has no column {name!r}, which {self.files[0].name} has; write it "
-                        "there, or name the columns to read in data.columns"
+                        f"{path} has no column {name!r}, unlike {self.files[0].name}; add the "
+                        "column, or list the columns to read in data.columns"
                     )
             stored_names = {name: all_names[schema.get_field_index(name)] for name in names}
             check_claims(path, claims, list(stored_names.values()))
@@ -113,7 +113,7 @@ class ParquetFrame:
 
 
 def normalised(path: Path, schema: pa.Schema) -> pa.Schema:
-    """A schema with the names of its columns in one Unicode form.
+    """A schema whose column names are in Unicode normal form.
 
     Raises DataError if two columns then have the same name.
     """
@@ -133,25 +133,26 @@ def _check_unique(path: Path, names: Sequence[str]) -> None:
 
 
 PAGE_BUFFER = 1 << 20
-"""The bytes of a column that are read ahead, so that no whole row group is held."""
+"""The bytes of a column that are read ahead, so that row groups are not held as a whole."""
 
 FIXED_ROWS = 1 << 16
-"""The rows of a batch of columns whose values all have the same width."""
+"""The number of rows in a batch, for columns of fixed-width values."""
 
 BATCH_BYTES = 1 << 23
-"""The bytes of a batch of other columns, as far as the file's metadata tell its size."""
+"""The approximate bytes in a batch of other columns, according to the file's metadata."""
 
 
 def _read_columns(
     path: Path, claims: pq.FileMetaData, schema: pa.Schema, names: Sequence[str]
 ) -> dict[str, pa.ChunkedArray]:
-    """Columns by name. Columns of one width are read together, others one after another."""
+    """Columns by name. Columns of fixed width are read together, other columns one by one."""
     types = {name: schema.field(name).type for name in names}
     texts = [name for name in names if holds_text(types[name])]
     fixed = [name for name in names if _has_fixed_width(types[name])]
     others = [name for name in names if name not in {*texts, *fixed}]
     batch_rows = _rows_a_batch(claims, others)
-    # Opened once: every opening reads the metadata of all columns, of which there may be thousands.
+    # The file is opened once, because opening it reads the metadata of possibly thousands of
+    # columns.
     with pq.ParquetFile(
         path, buffer_size=PAGE_BUFFER, pre_buffer=False, read_dictionary=texts
     ) as file:
@@ -168,7 +169,7 @@ def _read_columns(
 class _ColumnReader:
     """Reads columns of a parquet file, and counts their bytes.
 
-    ``file`` reads texts as references. Raises DataError for more bytes than may be read.
+    ``file`` reads texts as dictionary references. Raises DataError if the bytes exceed the limit.
     """
 
     path: Path
@@ -190,8 +191,8 @@ class _ColumnReader:
     def texts(self, name: str) -> pa.ChunkedArray:
         """A column of texts.
 
-        A text that a file stores once may stand in all rows. So rows are read as references to
-        texts, and the bytes of the texts are counted before the references are replaced.
+        A file may store a text once and use it in all rows. Rows are therefore read as references
+        to texts, and the bytes of the texts are counted before the references are replaced.
         """
         batches = list(self.file.iter_batches(FIXED_ROWS, columns=[name], use_threads=False))
         column = self._joined(batches, [name])[name]
@@ -211,11 +212,11 @@ class _ColumnReader:
     def _joined(
         self, batches: Sequence[pa.RecordBatch], names: Sequence[str]
     ) -> dict[str, pa.ChunkedArray]:
-        """The columns of all batches; DataError if they have other rows than the file claims."""
+        """The columns of all batches; DataError if the number of rows contradicts the metadata."""
         count = sum(map(len, batches))
         if count != self.claims.num_rows:
             raise DataError(
-                f"{self.path} says that it holds {self.claims.num_rows:,} rows, and holds "
+                f"{self.path} claims to hold {self.claims.num_rows:,} rows, but holds "
                 f"{count:,}; write it again"
             )
         columns = {}
@@ -229,7 +230,9 @@ class _ColumnReader:
 
 
 def _rows_a_batch(claims: pq.FileMetaData, names: Sequence[str]) -> dict[str, int]:
-    """The rows of a batch of lists, by the number of values that the metadata state."""
+    """The number of rows in a batch of lists, by column, from the numbers of values in the
+    metadata.
+    """
     values = dict.fromkeys(names, 0)
     for chunk in _chunks(claims):
         name = _column_of(chunk.path_in_schema, values)
@@ -252,7 +255,7 @@ def _chunks(claims: pq.FileMetaData) -> Iterator[pq.ColumnChunkMetaData]:
 
 
 def _column_of(path: str, names: Collection[str]) -> str | None:
-    """Which of some columns a stored column is, or is a part of; None if it is none of them.
+    """The column to which a stored column belongs; None if it belongs to none of ``names``.
 
     >>> _column_of("a.list.element", {"a", "b"}), _column_of("c", {"a", "b"})
     ('a', None)
@@ -266,7 +269,7 @@ def _column_of(path: str, names: Collection[str]) -> str | None:
 
 
 def _has_fixed_width(arrow_type: pa.DataType) -> bool:
-    """Whether all values of a column have the same width, so that none can be large by itself."""
+    """Whether all values of a column have the same width, so that no single value can be large."""
     types = pa.types
     if types.is_fixed_size_list(arrow_type):
         return arrow_type.list_size <= 4096 and _has_fixed_width(arrow_type.value_type)
@@ -275,23 +278,23 @@ def _has_fixed_width(arrow_type: pa.DataType) -> bool:
 
 
 def file_claims(path: Path) -> pq.FileMetaData:
-    """The metadata of a parquet file; DataError if it has too many rows, whatever they hold."""
+    """The metadata of a parquet file; DataError if it has too many rows, regardless of content."""
     with file_errors(path):
         claims = pq.read_metadata(path)
     groups = [claims.row_group(index).num_rows for index in range(claims.num_row_groups)]
     if claims.num_rows != sum(groups) or min(groups, default=0) < 0:
         raise DataError(
-            f"{path} says that it holds {claims.num_rows:,} rows, and its parts {groups}; write it "
-            "again"
+            f"{path} claims to hold {claims.num_rows:,} rows, but its parts hold {groups}; write "
+            "it again"
         )
     check_size(path, claims.num_rows * EXAMPLE_BYTES)
     return claims
 
 
 def check_claims(path: Path, claims: pq.FileMetaData, names: Sequence[str]) -> None:
-    """Raise DataError for columns that claim to unpack to far more than the file holds.
+    """Raise DataError for columns whose claimed size is implausible for the size of the file.
 
-    names: paths of columns; all columns below a path count.
+    names: paths of columns, including all columns below a path.
     """
     columns = set(names)
     sizes = [
@@ -300,7 +303,7 @@ def check_claims(path: Path, claims: pq.FileMetaData, names: Sequence[str]) -> N
         if _column_of(chunk.path_in_schema, columns) is not None
     ]
     if min(sizes, default=0) < 0:
-        raise DataError(f"{path} says that a column holds {min(sizes)} bytes; write it again")
+        raise DataError(f"{path} claims that a column holds {min(sizes)} bytes; write it again")
     check_ratio(path, sum(sizes), path.stat().st_size)
 
 
@@ -308,13 +311,14 @@ def check_claims(path: Path, claims: pq.FileMetaData, names: Sequence[str]) -> N
 
 
 IMAGES_AT_ONCE = 16
-"""The rows of a batch, unless a file has a dictionary of its images. Such a file may store an image
-once and refer to it in all rows, so that the images of k rows may take k times its bytes.
+"""The number of rows in a batch. It is 1 if a file has a dictionary of its images. Such a file may
+store an image once and refer to it in all rows, so that the images of k rows may take k times its
+bytes.
 """
 
 
 def _image_cells(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]]:
-    """Each row's encoded image and its label, from one file."""
+    """Each row's encoded image and label, from one file."""
     claims = file_claims(path)
     schema = pq.read_schema(path)
     stored_names = {nfc(name): name for name in schema.names}
@@ -343,13 +347,12 @@ def _image_cells(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]
                 yield cell, label_value
     if count != claims.num_rows:
         raise DataError(
-            f"{path} says that it holds {claims.num_rows:,} rows, and holds {count:,}; write it "
-            "again"
+            f"{path} claims to hold {claims.num_rows:,} rows, but holds {count:,}; write it again"
         )
 
 
 def _has_dictionary(claims: pq.FileMetaData, columns: Sequence[str]) -> bool:
-    """Whether a file says that it stores some of the columns as references to distinct values."""
+    """Whether a file stores some of the columns as references to distinct values."""
     return any(
         chunk.path_in_schema in columns and chunk.has_dictionary_page for chunk in _chunks(claims)
     )
@@ -365,7 +368,7 @@ def _as_cell(value: Any, arrow_type: pa.DataType) -> dict[str, Any] | None:
 
 
 def _image_parts(path: Path, schema: pa.Schema, name: str) -> list[str]:
-    """The columns, or parts of one, that images are in: their bytes, or paths of files.
+    """The columns that contain images, or the parts of such a column: bytes, or paths of files.
 
     Raises DataError for other types.
     """
@@ -383,8 +386,8 @@ def _image_parts(path: Path, schema: pa.Schema, name: str) -> list[str]:
     elif _is_binary(arrow_type) or holds_text(arrow_type):
         return [name]
     raise DataError(
-        f"{path}: column {name!r} holds {str(arrow_type)[:100]}, not encoded images; write it "
-        "again with them"
+        f"{path}: column {name!r} holds {str(arrow_type)[:100]}, not encoded images; write the "
+        "file again with encoded images"
     )
 
 
@@ -404,7 +407,7 @@ def _column_type(path: Path, schema: pa.Schema, name: str) -> pa.DataType:
     count = len(schema.get_all_field_indices(name))
     if count != 1:
         raise DataError(
-            f"{path} must have exactly one column {name!r}, as the first file of its split has; it "
+            f"{path} must have exactly one column {name!r}, like the first file of its split, but "
             f"has {count}; write it again"
         )
     return schema.field(name).type
@@ -414,29 +417,29 @@ def _is_binary(arrow_type: pa.DataType) -> bool:
     return bool(pa.types.is_binary(arrow_type) or pa.types.is_large_binary(arrow_type))
 
 
-# CSV files: what separates values, what is missing, which values are no numbers.
+# CSV files: separators, missing values, and values that are not numbers.
 
 
 CSV_SUFFIXES = (".csv", ".tsv")
 
 MISSING_TEXTS = ("?", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")
-"""The texts that mean missing in a CSV file, beside an empty field.
+"""The texts that denote missing values in a CSV file, in addition to an empty field.
 
-In quotes, in a column of texts, they are names.
+In a column of texts, quoted ones are ordinary texts.
 """
 
 SEPARATORS = ",;\t"
-"""The characters that may separate values. The most frequent one in the first line does."""
+"""The possible separators; the most frequent one in the first line is used."""
 
 HEADER_BYTES = 1 << 20
-"""The first bytes of a file, in which its first line is looked for."""
+"""The number of bytes at the start of a file that must contain its first line."""
 
 
 @dataclass(frozen=True)
 class CsvFrame:
-    """CSV files in UTF-8 with a line of column names, one below another.
+    """The concatenated rows of CSV files in UTF-8 with a line of column names.
 
-    clients: the client of each file, if each file or folder is one.
+    clients: the client of each file, if each file or folder belongs to one client.
     """
 
     files: tuple[Path, ...]
@@ -445,7 +448,7 @@ class CsvFrame:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """The columns of all files; of files that disagree in a column, the type of the first."""
+        """The columns of all files; if the types of a column differ, the first file's type."""
         fields: dict[str, list[pa.Field]] = {}
         for table in self._tables:
             for field in table.schema:
@@ -453,7 +456,7 @@ class CsvFrame:
         return pa.schema([_common_field(candidates) for candidates in fields.values()])
 
     def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
-        """Some columns of all files. Raises DataError if a file lacks one, or holds other types."""
+        """Some columns of all files; DataError if a file lacks a column, or if types differ."""
         in_files = [name for name in names if name != FILE]
         tables = []
         for path, table in zip(self.files, self._tables, strict=True):
@@ -461,16 +464,16 @@ class CsvFrame:
             absent = [name for name in in_files if name not in present]
             if absent and not optional:
                 raise DataError(
-                    f"{path} has no column {absent[0]!r}, which others of its split have; write it "
-                    "there, or name the columns to read in data.columns"
+                    f"{path} has no column {absent[0]!r}, unlike other files of its split; add the "
+                    "column, or list the columns to read in data.columns"
                 )
             tables.append(table.select(present))
         return _joined(self, tables, names)
 
     def missing_text_at(self, name: str, row: int) -> str:
-        """The text that counts as missing in a row, such as "NA"; empty for an empty field.
+        """The text that denotes the missing value in a row, such as "NA"; empty for an empty field.
 
-        The file is read again without texts that mean missing.
+        The file is read again without treating any text as missing.
         """
         for path, table in zip(self.files, self._tables, strict=True):
             if row < len(table):
@@ -492,16 +495,16 @@ class CsvFrame:
 
 
 def read_csv(path: Path, options: ReadingOptions = DEFAULT_OPTIONS) -> pa.Table:
-    """The columns of a CSV file; their names without blanks around them, in one Unicode form.
+    """The columns of a CSV file, with stripped names in Unicode normal form.
 
-    Raises DataError for a file that is none.
+    Raises DataError for a file that is not CSV.
     """
     with file_errors(path):
         check_size(path, 8 * path.stat().st_size)
         separator = _separator(path)
         try:
             table = _read_csv(path, separator, **_conversion(options))
-            # Arrow decodes the names when they are read.
+            # Arrow decodes names only when they are accessed.
             names = [nfc(name.strip()) for name in table.column_names]
         except (pa.ArrowInvalid, UnicodeDecodeError) as error:
             raise DataError(
@@ -527,7 +530,7 @@ def _read_csv(path: Path, separator: str, **conversion: Any) -> pa.Table:
 
 
 def _conversion(options: ReadingOptions) -> dict[str, Any]:
-    """How the values of a CSV file become numbers, texts and missing values."""
+    """Arrow's options for the conversion of values to numbers, texts and missing values."""
     missing = options.missing_values or MISSING_TEXTS
     return {
         "null_values": ["", *(text for text in missing if isinstance(text, str))],
@@ -546,9 +549,9 @@ def _separator(path: Path) -> str:
 def _with_quoted_names(
     path: Path, separator: str, options: ReadingOptions, table: pa.Table
 ) -> pa.Table:
-    """The table in which "None" or "NA" in quotes is a name in columns of texts.
+    """The table in which quoted texts such as "None" or "NA" are not missing in columns of texts.
 
-    An empty text in quotes stays missing.
+    An empty text in quotes remains missing.
     """
     names = [
         field.name
@@ -573,7 +576,9 @@ def _with_quoted_names(
 
 
 def _common_field(fields: Sequence[pa.Field]) -> pa.Field:
-    """A column of several files: a type that fits all, or else the first one's; any stray value."""
+    """The field of a column in several files: a type that fits all files, or else the first file's
+    type, with the first stray value.
+    """
     try:
         schemas = [pa.schema([field]) for field in fields]
         field = pa.unify_schemas(schemas, promote_options="permissive").field(0)
@@ -588,9 +593,9 @@ def _common_field(fields: Sequence[pa.Field]) -> pa.Field:
 def _joined(
     frame: ParquetFrame | CsvFrame, tables: Sequence[pa.Table], names: Sequence[str]
 ) -> pa.Table:
-    """The tables of a frame's files, one below another, with the values that mean missing.
+    """The concatenated tables of a frame's files, in which the configured values are missing.
 
-    Raises DataError for a column that holds another type in another file.
+    Raises DataError if the type of a column differs between files.
     """
     if FILE in names:
         tables = [
@@ -608,7 +613,7 @@ def _joined(
 
 
 def _conflict(tables: Sequence[pa.Table], files: Sequence[Path]) -> str:
-    """The message on a column that holds other types in a later file, or ""."""
+    """The message about a column whose type differs in a later file, or ""."""
     first: dict[str, tuple[str, pa.DataType]] = {}
     for path, table in zip(files, tables, strict=True):
         for field in table.schema:
@@ -630,7 +635,7 @@ def _have_common_type(arrow_type: pa.DataType, other: pa.DataType) -> bool:
 
 
 def with_missing(table: pa.Table, values: Sequence[str | int | float]) -> pa.Table:
-    """A table in which some values are missing: numbers in columns of numbers, texts in others."""
+    """Mark some values of a table as missing: numbers in numeric columns, texts in others."""
     if not values:
         return table
     numbers = pa.array([float(v) for v in values if not isinstance(v, str)], pa.float64())
@@ -649,7 +654,7 @@ def with_missing(table: pa.Table, values: Sequence[str | int | float]) -> pa.Tab
 
 
 def single_file(files: Iterable[Path]) -> Path | None:
-    """The file, if there is only one."""
+    """The file if there is only one, else None."""
     paths = list(files)
     if len(paths) != 1:
         return None

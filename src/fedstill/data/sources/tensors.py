@@ -1,4 +1,4 @@
-"""Data sets of tensors, arrays and torch data sets."""
+"""Data sets from tensors, arrays and torch data sets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from fedstill.data.sources.verify import (
 )
 
 Array = Tensor | NDArray[Any]
-"""A tensor of torch's, or an array of NumPy's."""
+"""A torch tensor or a NumPy array."""
 
 Pair = tuple[Array, Array]
 """Values (N, …) and labels (N,)."""
@@ -51,7 +51,7 @@ Pair = tuple[Array, Array]
 
 @dataclass(frozen=True)
 class TensorFields:
-    """What the user says about tensors, as keywords of ``from_tensors``."""
+    """The user's description of tensors, as keywords of ``from_tensors``."""
 
     classes: Sequence[str] | None = None
     mean: Sequence[float] | None = None
@@ -62,13 +62,14 @@ class TensorFields:
 
 @dataclass(frozen=True)
 class ClientPairs:
-    """Pairs by split, and whose the examples are, if they belong to clients."""
+    """Pairs by split, and the owners of examples, if they belong to clients."""
 
     pairs: Mapping[str, Pair]
     clients: tuple[str, ...] = ()
     """The names of the clients."""
     owners: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
-    """By split, the number (N,) of each example's client; a split without it is common to all."""
+    """The number of each example's client (N,), by split; other splits are common to all clients.
+    """
     warnings: tuple[str, ...] = ()
 
 
@@ -85,17 +86,18 @@ def from_tensors(  # noqa: PLR0913 - the parts and properties of a data set, by 
     vocabulary: int = 0,
     kind: Kind | None = None,
 ) -> Dataset:
-    """A data set of tensors, or NumPy arrays: (values (N, …), labels (N,) of whole numbers) for
-    each split.
+    """A data set from tensors or NumPy arrays: a pair (values, labels) for each split, with values
+    (N, …) and integer labels (N,).
 
-    Values are images (N, C, H, W) uint8; numbers, of any float type: vectors or rows of a table (N,
-    D), series (N, C, L), or of another shape; or token ids (N, L) of whole numbers in [0,
-    vocabulary), 0 for padding. Without ``test``, a stratified fifth of ``train`` is held out.
+    Values are one of: images (N, C, H, W) uint8; numbers of any float type, such as vectors or rows
+    of a table (N, D) or series (N, C, L); or integer token ids (N, L) in [0, vocabulary), with 0
+    for padding. Without ``test``, a stratified fifth of ``train`` is held out.
 
-    kind: "table" if (N, D) are columns of several units, which are then standardised as tables are;
-    otherwise the shape decides. mean, std: for images one number a channel, default 0.5; for a
-    table or series one a column or channel, default none. Raises DataError for other shapes or
-    types, for labels or ids out of range, and for images whose channels are last.
+    kind: "table" if the columns of (N, D) have different units; they are then standardised like
+    tables. By default, the shape determines the kind. mean, std: for images, one number per
+    channel, default 0.5; for tables and series, one number per column or channel, default none.
+    Raises DataError for other shapes or types, for labels or ids out of range, and for images whose
+    channels are last.
     """
     pairs = {"train": train, "validation": validation, "test": test}
     checked = {
@@ -118,20 +120,20 @@ def from_clients(
     validation: Pair | None = None,
     **fields: Any,
 ) -> Dataset:
-    """A data set of clients' own data, a client each: (values, labels), or ((values, labels),
-    (values, labels)) with a test set of its own.
+    """A data set from the data of each client: (values, labels), or ((values, labels), (values,
+    labels)) for a client with its own test set.
 
-    test: common to all; without it, all own tests together, or else a stratified fifth of the
-    training data. names: what clients are called. fields: as for ``from_tensors``. A run of these
-    data has these clients; ``partition`` need not be set. Raises DataError for a client without
-    examples, and for what ``from_tensors`` refuses.
+    test: the common test set. By default, it consists of all clients' own test sets, or else of a
+    stratified fifth of the training data. names: the names of the clients. fields: as for
+    ``from_tensors``. A run on these data has these clients, and ``partition`` can be omitted.
+    Raises DataError for a client without examples, and like ``from_tensors``.
     """
     if names is None:
         names = [f"client {index}" for index in range(len(clients))]
     names = tuple(map(str, names))
     if not clients or len(names) != len(clients) or len(set(names)) != len(names):
         raise DataError(
-            f"{name}: {len(clients)} clients and {len(set(names))} different names; give one name "
+            f"{name}: {len(clients)} clients and {len(set(names))} different names; pass one name "
             "a client"
         )
     by_split = _pairs_by_split(name, clients)
@@ -145,7 +147,7 @@ def from_clients(
 def _pairs_by_split(
     name: str, clients: Sequence[Pair | tuple[Pair, Pair]]
 ) -> dict[str, dict[int, Pair]]:
-    """The training and test data of clients, by their numbers."""
+    """The training and test data of clients, by number."""
     train = {}
     test = {}
     for index, client in enumerate(clients):
@@ -159,7 +161,7 @@ def _pairs_by_split(
 
 @dataclass(frozen=True)
 class _ClientData:
-    """The training data of a client, and its test data, if it has some."""
+    """The training data of a client, and its test data, if any."""
 
     train: Pair
     test: Pair | None
@@ -182,10 +184,10 @@ def join_clients(
     by_split: Mapping[str, Mapping[int, Pair]],
     common: Mapping[str, Pair],
 ) -> ClientPairs:
-    """The clients' examples of each split, one client below another.
+    """The concatenated examples of all clients for each split.
 
-    clients: their names; by_split: by split, the pairs of clients by their numbers; common: pairs
-    of splits that are common to all, which replace the clients' own with a warning.
+    clients: their names; by_split: the pairs of each split, by the clients' numbers; common: pairs
+    of splits that are common to all clients, which replace the clients' own with a warning.
     """
     pairs = dict(common)
     owners = {}
@@ -220,9 +222,9 @@ def _client_arrays(part: str, split: str, pair: Pair) -> Split:
     values = as_array(f"{part}: values", pair[0])
     labels = as_array(f"{part}: labels", pair[1])
     if not len(labels):
-        remedy = f"leave its {split} set out"
+        remedy = f"remove its {split} set"
         if split == "train":
-            remedy = "leave it out"
+            remedy = "remove the client"
         raise DataError(f"{part} has no {split} examples; {remedy}")
     check_labels(f"{part}, {split}", labels, len(values))
     return Split(values, labels)
@@ -232,8 +234,8 @@ def _concatenated(name: str, arrays: Sequence[Split]) -> Pair:
     shapes = sorted({split.values.shape[1:] for split in arrays})
     if len(shapes) > 1:
         raise DataError(
-            f"{name}: clients' examples have several shapes: {', '.join(map(str, shapes))}; "
-            "make them alike"
+            f"{name}: the shapes of examples differ between clients: "
+            f"{', '.join(map(str, shapes))}; use one shape"
         )
     values = np.concatenate([split.values for split in arrays])
     return values, np.concatenate([split.labels for split in arrays])
@@ -242,7 +244,7 @@ def _concatenated(name: str, arrays: Sequence[Split]) -> Pair:
 def dataset_of_pairs(name: str, data: ClientPairs, fields: TensorFields) -> Dataset:
     """The data set of some pairs; without a test split, a stratified fifth is held out.
 
-    Raises DataError for what ``from_tensors`` refuses, and for too few examples to hold any out.
+    Raises DataError like ``from_tensors``, and for too few examples to hold any out.
     """
     splits = {}
     for split in SPLITS:
@@ -253,8 +255,8 @@ def dataset_of_pairs(name: str, data: ClientPairs, fields: TensorFields) -> Data
     for split, arrays in splits.items():
         if arrays.values.dtype != train.dtype:
             raise DataError(
-                f"{name}: values of train are {train.dtype}, those of {split} "
-                f"{arrays.values.dtype}; give all of one type"
+                f"{name}: values of train are {train.dtype}, but those of {split} "
+                f"{arrays.values.dtype}; use one type"
             )
 
     about = _info(name, train, data, fields)
@@ -266,7 +268,7 @@ def dataset_of_pairs(name: str, data: ClientPairs, fields: TensorFields) -> Data
 
 
 def _info(name: str, train: NDArray[Any], data: ClientPairs, fields: TensorFields) -> DatasetInfo:
-    """What training values are, with warnings about images that may be meant otherwise."""
+    """The description of training values, with warnings about ambiguous images."""
     kind = _kind(name, train, fields)
     warnings = list(data.warnings)
     if kind == "image":
@@ -280,18 +282,18 @@ def _info(name: str, train: NDArray[Any], data: ClientPairs, fields: TensorField
 
 
 def checked_pair(part: str, pair: Any) -> Any:
-    """``pair`` if it has two parts; raises DataError for anything else."""
+    """Return ``pair`` if it has two parts; raises DataError for anything else."""
     if not isinstance(pair, (tuple, list)):
-        raise DataError(f"{part}: give a pair (values, labels), not a {type(pair).__name__}")
+        raise DataError(f"{part}: pass a pair (values, labels), not a {type(pair).__name__}")
     if len(pair) != 2:
         raise DataError(
-            f"{part}: give a pair (values, labels), not a {type(pair).__name__} of {len(pair)}"
+            f"{part}: pass a pair (values, labels), not a {type(pair).__name__} of {len(pair)}"
         )
     return pair
 
 
 def as_array(part: str, values: object) -> NDArray[Any]:
-    """A tensor or an array as an array that torch may read; raises DataError for anything else."""
+    """A tensor or an array as an array that torch can read; raises DataError for anything else."""
     if isinstance(values, np.ndarray):
         return np.require(values, requirements=["C", "W"])
     if not isinstance(values, Tensor):
@@ -307,7 +309,7 @@ def _checked_arrays(part: str, pair: Pair, vocabulary: int) -> Split:
     labels = as_array(f"{part}: labels", pair[1])
     if values.ndim < 2 or not len(values):
         raise DataError(
-            f"{part}: values have shape {values.shape}; give (N, …) with N above 0, one row an "
+            f"{part}: values have shape {values.shape}; pass (N, …) with N above 0, one row per "
             "example"
         )
     check_labels(part, labels, len(values))
@@ -318,11 +320,11 @@ def _checked_arrays(part: str, pair: Pair, vocabulary: int) -> Split:
 
 
 def _numbers(part: str, values: NDArray[Any]) -> NDArray[Any]:
-    """Pixels as they are, or numbers as float32."""
+    """Pixels without changes, or other numbers as float32."""
     is_pixels = values.dtype == np.uint8 and values.ndim == 4
     if not is_pixels and values.dtype.kind != "f":
         raise DataError(
-            f"{part}: values are {values.dtype} of shape {values.shape}; give pixels as uint8 (N, "
+            f"{part}: values are {values.dtype} of shape {values.shape}; pass pixels as uint8 (N, "
             "C, H, W), other numbers as floats, or token ids with vocabulary="
         )
     if values.ndim == 4:
@@ -332,8 +334,7 @@ def _numbers(part: str, values: NDArray[Any]) -> NDArray[Any]:
     wrong = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))
     if len(wrong):
         raise DataError(
-            f"{part}: example {wrong[0]} has a value that is missing or infinite; correct or leave "
-            "it out"
+            f"{part}: example {wrong[0]} has a missing or infinite value; correct or remove it out"
         )
     return np.ascontiguousarray(values, dtype=np.float32)
 
@@ -353,7 +354,7 @@ def _ids(part: str, values: NDArray[Any], vocabulary: int) -> NDArray[np.int64]:
 
 
 def _kind(name: str, values: NDArray[Any], fields: TensorFields) -> Kind:
-    """The kind of examples: by their shape, or a table if the user says so."""
+    """The kind of examples: determined by their shape, or a table if the user says so."""
     by_dimensions: Mapping[int, Kind] = {3: "series", 4: "image"}
     by_shape = by_dimensions.get(values.ndim, "vector")
     if fields.vocabulary:
@@ -373,7 +374,7 @@ def _kind(name: str, values: NDArray[Any], fields: TensorFields) -> Kind:
 
 @dataclass(frozen=True)
 class LoaderData:
-    """The data set of a DataLoader, and a warning about what of the DataLoader is not used."""
+    """The data set of a DataLoader, and a warning about options that are not used."""
 
     data: torch_data.Dataset[Any]
     warning: str = ""
@@ -389,8 +390,8 @@ class LoaderData:
         is_random = isinstance(sampler, torch_data.RandomSampler) and not sampler.replacement
         if not is_random and not isinstance(sampler, torch_data.SequentialSampler):
             raise DataError(
-                f"{part}: a {type(sampler).__name__} selects examples, which a data set cannot do; "
-                "give the data set of the DataLoader, or torch.utils.data.Subset(dataset, indices)"
+                f"{part}: a {type(sampler).__name__} selects examples, which is not supported; "
+                "pass the data set of the DataLoader, or torch.utils.data.Subset(dataset, indices)"
             )
         warning = "the batches of a DataLoader are not used: plan.batch sets their size"
         if loader.collate_fn is not torch_data.default_collate:
@@ -399,21 +400,21 @@ class LoaderData:
 
 
 def check_no_image_fields(part: str, request: ReadRequest) -> None:
-    """Raise ConfigError for size or mode of PIL images where there are none."""
+    """Raise ConfigError if size or mode is set although there are no PIL images."""
     for key in ("size", "mode"):
         if getattr(request, key) is not None:
             raise ConfigError(
-                f"{part}: {key} is for PIL images, and these are tensors or arrays; change them "
-                f"before, and leave {key} out"
+                f"{part}: {key} is for PIL images, but these are tensors or arrays; convert them "
+                f"beforehand, and remove {key}"
             )
 
 
 READ_TWICE = 8
-"""The items that are read a second time, to notice transforms that draw at random."""
+"""The number of items that are read twice, to detect random transforms."""
 
 RANDOM_WARNING = (
-    "a torch data set gives other values when it is read again, as transforms that draw at random "
-    "do; it is read once: leave such transforms out, and set data.augment"
+    "a torch data set returns different values when it is read again, as with random transforms. "
+    "It is read only once: remove random transforms, and set data.augment"
 )
 
 
@@ -428,20 +429,20 @@ class ItemsRead:
 
 @dataclass(frozen=True)
 class TorchItems:
-    """A data set of (value, label) pairs that is read item by item."""
+    """A torch data set of (value, label) pairs, which is read item by item."""
 
     part: str
     data: Any
     request: ReadRequest
 
     def read(self) -> ItemsRead:
-        """All items, with a warning if one differs when it is read again.
+        """Read all items, with a warning if an item differs when it is read again.
 
-        Raises DataError for items that are no pairs, and for values of different types or shapes.
+        Raises DataError for items that are not pairs, and if the types or shapes of values differ.
         """
         count = len(self.data)
         if not count:
-            raise DataError(f"{self.part} holds no examples; leave it out")
+            raise DataError(f"{self.part} holds no examples; remove it")
         with _seeded():
             positions = np.linspace(0, count - 1, READ_TWICE).round().astype(int)
             changes = any(self._changes(index) for index in np.unique(positions).tolist())
@@ -467,8 +468,8 @@ class TorchItems:
         if isinstance(item, (tuple, list)) and len(item) == 2:
             return item[0], item[1]
         raise DataError(
-            f"{self.part}: example {index} is {kind_text(item)}; a torch data set must give pairs "
-            "(value, label)"
+            f"{self.part}: example {index} is {kind_text(item)}; a torch data set must return "
+            "pairs (value, label)"
         )
 
     def _changes(self, index: int) -> bool:
@@ -484,7 +485,7 @@ class TorchItems:
         return np.asarray(value)
 
     def _pictures(self, count: int) -> ItemsRead:
-        """PIL images (N, C, H, W), decoded as those of files are."""
+        """PIL images as (N, C, H, W), decoded like image files."""
         labels = []
 
         def cells() -> Iterator[tuple[dict[str, Any], int]]:
@@ -499,22 +500,24 @@ class TorchItems:
         return ItemsRead(rows.images, np.array(labels), tuple(filter(None, warnings)))
 
     def _encoded(self, index: int, picture: object) -> dict[str, Any]:
-        """An image as the bytes of a file, upright."""
+        """An image as the bytes of a file, rotated according to its EXIF orientation."""
         if not isinstance(picture, Image.Image):
             raise DataError(
-                f"{self.part}: example {index} is {kind_text(picture)}, and the first is a PIL "
-                "image; make them alike"
+                f"{self.part}: example {index} is {kind_text(picture)}, but the first is a PIL "
+                "image; use one type"
             )
         check_single_page(f"{self.part}: example {index}", picture)
         upright = picture
-        with contextlib.suppress(Exception):  # damaged tags; viewers show such images as they are
+        with contextlib.suppress(
+            Exception
+        ):  # damaged tags: viewers ignore the orientation of such images
             upright = ImageOps.exif_transpose(picture)
         file = io.BytesIO()
         try:
-            upright.save(file, "TIFF")  # it has all kinds of pixels
+            upright.save(file, "TIFF")  # TIFF supports all modes of pixels
         except OSError as error:
             raise DataError(
-                f"{self.part}: example {index} is an image of kind {picture.mode} "
+                f"{self.part}: example {index} is an image of mode {picture.mode} "
                 f"({on_one_line(error)}); convert it to RGB"
             ) from error
         return {"bytes": file.getvalue(), "path": None}
@@ -528,7 +531,7 @@ class TorchItems:
             value, label = self._item(index)
             if not isinstance(value, (Tensor, np.ndarray)):
                 raise DataError(
-                    f"{self.part}: the value of example {index} is {kind_text(value)}; give a "
+                    f"{self.part}: the value of example {index} is {kind_text(value)}; use a "
                     "tensor, a NumPy array or a PIL image, of one kind"
                 )
             array = as_array(f"{self.part}: the values of example {index}", value)
@@ -536,8 +539,9 @@ class TorchItems:
                 values = np.empty((count, *array.shape), array.dtype)
             if array.shape != values.shape[1:] or array.dtype != values.dtype:
                 raise DataError(
-                    f"{self.part}: example {index} is {array.dtype} of shape {array.shape}, the "
-                    f"first {values.dtype} of shape {values.shape[1:]}; make them alike"
+                    f"{self.part}: example {index} is {array.dtype} of shape {array.shape}, but "
+                    f"the first is {values.dtype} of shape {values.shape[1:]}; use one type and "
+                    "shape"
                 )
             values[index] = array
             labels.append(self._label(index, label))
@@ -545,27 +549,27 @@ class TorchItems:
         return ItemsRead(values, np.array(labels))
 
     def _label(self, index: int, label: Any) -> Any:
-        """A label as a number, from a tensor or array of one number, too."""
+        """A label as a number; tensors and arrays of one number are converted."""
         if label is None:
             raise DataError(
-                f"{self.part}: example {index} has no label; give it one, or leave it out"
+                f"{self.part}: example {index} has no label; add a label, or remove the example"
             )
         if not isinstance(label, (Tensor, np.ndarray)):
             return label
         array = as_array(f"{self.part}: the label of example {index}", label)
         if array.size != 1:
             raise DataError(
-                f"{self.part}: the label of example {index} has shape {array.shape}; give one "
-                "class id (if it marks one class: label.argmax())"
+                f"{self.part}: the label of example {index} has shape {array.shape}; use one "
+                "class id (for one-hot labels: label.argmax())"
             )
         return array.item()
 
 
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed the global generators that transforms draw from, and restore them afterwards.
+    """A context in which the global generators are seeded; they are restored afterwards.
 
-    A resumed run reads the same examples then.
+    If transforms draw from them, a resumed run reads the same examples.
     """
     python_state = random.getstate()
     numpy_state = np.random.get_state()

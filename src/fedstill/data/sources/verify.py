@@ -1,5 +1,5 @@
-"""Labels as class ids, and checks of decoded data: splits, shapes, labels, checksums of known data
-sets, and how arrays store images.
+"""Conversion of labels to class ids, and checks of decoded data: splits, shapes, labels, checksums
+of known data sets, and the layout of images in arrays.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from fedstill.data.sources.splits import SPLITS
 # Labels as class ids.
 
 
-# Labels one by one: whole numbers, or names.
+# Single labels: whole numbers, or names.
 
 
 LARGEST_ID = 1 << 62
-"""Class ids are smaller than this."""
+"""Class ids must be smaller than this."""
 
 NAME_LENGTH = 1000
-"""The most characters of a label that is a name."""
+"""The largest number of characters in the name of a class."""
 
 
 def checked_label(source: str, row: int, value: Any) -> int | str:
-    """A label: whole numbers (3, 3.0, True) as int, names in one Unicode form.
+    """A checked label: whole numbers (3, 3.0, True) as int, names in Unicode normal form.
 
     Raises DataError with the row for anything else.
     """
@@ -46,33 +46,31 @@ def checked_label(source: str, row: int, value: Any) -> int | str:
         return nfc(value)
     is_nan = isinstance(value, (float, np.floating)) and np.isnan(value)
     if value is None or is_nan:
-        raise DataError(
-            f"{source}: example {row} has no label; give it one, or leave the example out"
-        )
+        raise DataError(f"{source}: example {row} has no label; add a label, or remove the example")
     text = repr(value)
     if len(text) > 60:
         text = text[:60] + "…"
-    remedy = "labels are class ids, whole numbers from 0, or names"
+    remedy = "labels must be class ids (whole numbers from 0) or names"
     if isinstance(value, float):
-        remedy += "; fedstill classifies and has no regression"
+        remedy += "; fedstill does not support regression"
     raise DataError(f"{source}: example {row} has the label {text}; {remedy}")
 
 
 def class_ids(source: str, values: Iterable[Any]) -> NDArray[np.int64]:
-    """Labels (N,) that are numbers; raises DataError for the first that is not a whole number."""
+    """Integer labels (N,); raises DataError for the first label that is not a whole number."""
     labels = [checked_label(source, row, value) for row, value in enumerate(values)]
     for row, label in enumerate(labels):
         if isinstance(label, str):
             raise DataError(
-                f"{source}: example {row} has the label {label!r}; here labels are class ids, "
-                "whole numbers from 0"
+                f"{source}: example {row} has the label {label!r}, but labels must be class ids "
+                "(whole numbers from 0)"
             )
     return np.array(labels, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class RawSplit:
-    """The examples of a split with labels as they were read."""
+    """The examples of a split, with labels in the form in which they were read."""
 
     values: NDArray[Any]
     labels: Sequence[int | str]
@@ -82,7 +80,7 @@ class RawSplit:
 def decoded_with_class_ids(
     splits: Mapping[str, RawSplit], names: tuple[str, ...] | None
 ) -> Decoded:
-    """Splits with class ids for labels; labels that are names get ids in alphabetical order.
+    """Convert the labels of splits to class ids; names get ids in alphabetical order.
 
     names: the class names that a file declares for ids.
     """
@@ -105,7 +103,7 @@ def decoded_with_class_ids(
 
 
 def check_labels(part: str, labels: NDArray[Any], count: int) -> None:
-    """Raise DataError for labels that are not ``count`` whole numbers, with how to make them so."""
+    """Raise DataError, with advice, unless labels are ``count`` whole numbers."""
     if labels.shape == (count,) and labels.dtype.kind in "iub":
         return
     problem = (
@@ -116,21 +114,23 @@ def check_labels(part: str, labels: NDArray[Any], count: int) -> None:
         raise DataError(problem + _shape_remedy(labels, count))
     if labels.dtype.kind in "OSU":
         raise DataError(
-            f"{problem}: names, ids = np.unique(labels, return_inverse=True), then give ids, and "
+            f"{problem}: names, ids = np.unique(labels, return_inverse=True), then pass ids, and "
             "classes=names"
         )
     if labels.dtype.kind == "f":
         check_whole(part, labels)
-        raise DataError(f"{problem}: labels.astype('int64') of an array, labels.long() of a tensor")
-    raise DataError(f"{problem}; give class ids, whole numbers from 0")
+        raise DataError(
+            f"{problem}; use labels.astype('int64') for an array, or labels.long() for a tensor"
+        )
+    raise DataError(f"{problem}; use class ids (whole numbers from 0)")
 
 
 def _shape_remedy(labels: NDArray[Any], count: int) -> str:
     if labels.shape == (count, 1):
         return ": labels.reshape(-1)"
     if labels.ndim == 2 and len(labels) == count:
-        return ": labels.argmax(1), if they mark one class in each row"
-    return "; give one label an example"
+        return "; for one-hot labels, use labels.argmax(1)"
+    return "; use one label per example"
 
 
 def check_whole(part: str, labels: NDArray[Any]) -> None:
@@ -139,28 +139,28 @@ def check_whole(part: str, labels: NDArray[Any]) -> None:
     fractions = np.flatnonzero(is_finite & (labels != np.round(labels)))
     if len(fractions):
         raise DataError(
-            f"{part}: labels are numbers with fractions (example {fractions[0]} has "
-            f"{labels[fractions[0]]:.6g}): fedstill classifies and has no regression; for classes "
-            "of ranges, np.digitize(labels, limits)"
+            f"{part}: labels are not whole numbers (example {fractions[0]} has "
+            f"{labels[fractions[0]]:.6g}): fedstill does not support regression; to make classes "
+            "of ranges, use np.digitize(labels, limits)"
         )
     unknown = np.flatnonzero(~is_finite)
     if len(unknown):
         raise DataError(
             f"{part}: example {unknown[0]} has the label {labels[unknown[0]]} ({len(unknown):,} of "
-            f"{len(labels):,} are not finite); give it a class id, or leave such examples out"
+            f"{len(labels):,} are not finite); use a class id, or remove such examples"
         )
 
 
 BLOCK = 4096
-"""The images hashed at once, so that a large data set is not copied."""
+"""The number of images that are hashed at once, so that a large data set is not copied."""
 
 
 def verified(name: str, data: Decoded, entry: KnownData | None = None) -> Decoded:
-    """The data with class names and with splits in order, after all checks.
+    """Check the data, and return them with class names and with splits in order.
 
-    All data need a train and a test split, equal shapes, and labels that are ids of classes. A
-    known data set also needs its sizes, shape and class names, and its checksums if these are
-    recorded. Raises DataError for the first check that fails.
+    All data need a train and a test split, equal shapes, and labels that are class ids. A known
+    data set must also have its known sizes, shape, class names and, if recorded, checksums. Raises
+    DataError for the first check that fails.
     """
     _check_splits(name, data)
     classes = _classes(name, data, entry)
@@ -171,7 +171,7 @@ def verified(name: str, data: Decoded, entry: KnownData | None = None) -> Decode
         if len(wrong):
             raise DataError(
                 f"{name}, {split}: example {wrong[0]} has label {labels[wrong[0]]}, outside 0 to "
-                f"{len(classes) - 1}; correct or leave out the example"
+                f"{len(classes) - 1}; correct or remove the example"
             )
     if entry is not None and data.about.kind == "image":
         _check_images(entry, data)
@@ -182,9 +182,8 @@ def verified(name: str, data: Decoded, entry: KnownData | None = None) -> Decode
 
 
 def image_digests(split: Split) -> Digests:
-    """The digests of a split's pixels, as bytes in the order (N, H, W, C), and of its labels.
-
-    Labels are a byte each.
+    """The digests of a split's pixels, as bytes in the order (N, H, W, C), and of its labels, as
+    one byte each.
     """
     pixels = hashlib.sha256()
     for start in range(0, len(split), BLOCK):
@@ -216,15 +215,17 @@ def _check_shapes(name: str, data: Decoded) -> None:
     if data.about.kind == "image":
         raise DataError(
             f"{name}: images differ between splits, (C, H, W) = {shapes}; set data.size to resize "
-            "all, and data.mode where some are grey and others RGB"
+            "all, and data.mode if some are grey and others RGB"
         )
     raise DataError(
-        f"{name}: examples differ between splits, their shapes are {shapes}; make them alike"
+        f"{name}: the shapes of examples differ between splits: {shapes}; use one shape"
     )
 
 
 def _classes(name: str, data: Decoded, entry: KnownData | None) -> tuple[str, ...]:
-    """The names of the classes: known, declared, or the numbers up to the highest label."""
+    """The names of the classes: known names, declared names, or the numbers up to the highest
+    label.
+    """
     if entry is not None:
         if data.classes is not None and _letters(data.classes) != _letters(entry.classes):
             raise DataError(
@@ -254,7 +255,7 @@ def _check_columns(entry: KnownData, data: Decoded) -> None:
     for split, expected in entry.digests.items():
         if data.source_digests.get(split, expected) != expected:
             raise DataError(
-                f"{entry.name}, {split}: the examples are not those of that name; give the folder "
+                f"{entry.name}, {split}: the examples differ from the data set; give the folder "
                 "another"
             )
 
@@ -289,42 +290,44 @@ def _check_images(entry: KnownData, data: Decoded) -> None:
         raise DataError(f"{entry.name}, {split}: the {part} have SHA-256 {comparison}; {remedy}")
 
 
-# Images in arrays: where their channels are, and the scale of their pixels.
+# Images in arrays: the position of their channels, and the scale of their pixels.
 
 
 PICTURE_CHANNELS = (1, 3, 4)
-"""Channels of grey, RGB and RGBA pictures, which most image libraries give last."""
+"""The numbers of channels of grey, RGB and RGBA images; most image libraries put channels last."""
 
 MOST_PICTURE_CHANNELS = max(PICTURE_CHANNELS)
 
-TRANSPOSITION = "values.transpose(0, 3, 1, 2) of an array, values.permute(0, 3, 1, 2) of a tensor"
+TRANSPOSITION = (
+    "values.transpose(0, 3, 1, 2) for an array, or values.permute(0, 3, 1, 2) for a tensor"
+)
 
 
 def check_channels(part: str, values: NDArray[Any]) -> None:
     """Raise DataError for images (N, H, W, C), which would be read as images of H channels."""
     if _channel_axis(values.shape) == "last":
         raise DataError(
-            f"{part}: values of shape {values.shape} have their channels last; give (N, C, H, W): "
+            f"{part}: values of shape {values.shape} have their channels last; pass (N, C, H, W): "
             f"{TRANSPOSITION}"
         )
 
 
 def ambiguous_channels(values: NDArray[Any]) -> str:
-    """A warning about images that could be read either way, or ""."""
+    """A warning about images with an ambiguous position of channels, or ""."""
     if _channel_axis(values.shape) != "unclear":
         return ""
     _, channels, height, width = values.shape
     return (
         f"values of shape {values.shape} are read as images of {channels} channels and {height} × "
-        f"{width} pixels; if their channels are last, give {TRANSPOSITION}"
+        f"{width} pixels; if their channels are last, pass {TRANSPOSITION}"
     )
 
 
 def _channel_axis(shape: tuple[int, ...]) -> Literal["first", "last", "unclear"]:
     """Whether images of a shape (N, …, …, …) have their channels first or last.
 
-    Small squares of many channels, such as (N, 512, 4, 4), are maps of features. Other images are
-    about as wide as high, so the two axes whose lengths are most alike are height and width.
+    Small squares with many channels, such as (N, 512, 4, 4), are feature maps. For other images,
+    the two axes with the most similar lengths are taken as height and width.
 
     >>> [_channel_axis((90, *sides)) for sides in ((64, 48, 3), (512, 4, 4), (4, 64, 4))]
     ['last', 'first', 'unclear']
@@ -344,11 +347,11 @@ def _elongation(side: int, other: int) -> Fraction:
 
 
 FAR = 3.0
-"""Pixels in [0, 1], and such as are standardised already, are not further from 0."""
+"""The largest absolute value of pixels in [0, 1] or of standardised pixels."""
 
 
 def unusual_scale(values: NDArray[Any]) -> str:
-    """A warning about images of floats that (x - 0.5) / 0.5 does not bring near [-1, 1], or ""."""
+    """A warning about images whose floats (x - 0.5) / 0.5 does not map to about [-1, 1], or ""."""
     if values.dtype.kind != "f" or not len(values):
         return ""
     low = float(values.min())
@@ -356,6 +359,6 @@ def unusual_scale(values: NDArray[Any]) -> str:
     if max(-low, high) <= FAR:
         return ""
     return (
-        f"images hold numbers from {low:.4g} to {high:.4g}, which (x - 0.5) / 0.5 makes "
-        f"{2 * low - 1:.4g} to {2 * high - 1:.4g}; divide pixels by 255, or give mean= and std="
+        f"images hold numbers from {low:.4g} to {high:.4g}, which (x - 0.5) / 0.5 maps to "
+        f"{2 * low - 1:.4g} to {2 * high - 1:.4g}; divide pixels by 255, or set mean= and std="
     )
