@@ -246,11 +246,11 @@ def test_where_no_class_fell_it_says_so_first(
     assert call(["why", str(tmp_path / "calm")]) == 0
     shown = capsys.readouterr()
     first, second = shown.out.splitlines()[:2]
-    assert first.startswith("No class fell")
+    assert first.startswith("No class lost accuracy")
     assert "stayed at" in second
     assert "contributed most" not in shown.out
     assert "round 2" in shown.err
     assert call(["why", str(tmp_path / "calm"), "--class", "0", "--round", "1"]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("Class '0' did not fall")
+    assert shown.out.startswith("Class '0' did not lose accuracy")
     assert "round 1" in shown.err

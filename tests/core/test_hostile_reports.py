@@ -125,7 +125,7 @@ ATTACKS: dict[str, tuple[Callable[[Header], Any], str]] = {
     "endless counts": (right(lambda n: [10**400, *n[1:]]), MALFORMED.format("correct_by_class")),
     "more right than test examples": (
         right(lambda n: [10**6, *n[1:]]),
-        "more right answers than there are test examples",
+        "more correct predictions than there are test examples",
     ),
     "label counts of others": (metrics(label_counts=[7] * C), "'label_counts' is not what it has"),
     "no label counts": (without("label_counts"), "correct_by_class comes without label_counts"),
@@ -198,7 +198,7 @@ ATTACKS: dict[str, tuple[Callable[[Header], Any], str]] = {
         "memory has no SHA-256",
     ),
     "too many examples": (said(examples=10**9), "claims 1000000000 examples"),
-    "more examples than it has": (said(examples=500), "claims 500 examples, and has"),
+    "more examples than it has": (said(examples=500), "claims 500 examples, but has"),
     "negative examples": (said(examples=-1), "examples is out of range"),
     "text for examples": (said(examples="all"), "'all' is not a whole number"),
     "half an example": (said(examples=1.5), "is not a whole number"),

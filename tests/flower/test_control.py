@@ -73,4 +73,4 @@ def test_a_run_of_which_the_server_does_not_know_has_ended(
     monkeypatch.setattr(ControlHttpClient, "ListRuns", refuse)
     end = Control("127.0.0.1:1", None, b"x" * 43).ended(7)
     assert end is not None
-    assert "again" in end
+    assert "restarted" in end

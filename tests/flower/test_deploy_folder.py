@@ -184,7 +184,7 @@ def test_the_servers_certificate_is_for_its_hosts_and_signed_by_the_authority(
     ("changes", "line"),
     [
         ({"clients": 0}, "--clients 0 must be from 1"),
-        ({"hosts": ("a b",)}, "'a b' is no host name or address"),
+        ({"hosts": ("a b",)}, "'a b' is not a host name"),
         ({"port": 0}, "--port 0 must be from 1 to 65535"),
     ],
 )

@@ -85,7 +85,7 @@ def asked(
         return answer.status, answer.read(1000).decode(errors="replace")
 
 
-OPERATORS = "this path is the operator's"
+OPERATORS = "this path is only for the operator"
 STRANGERS: dict[str, tuple[Any, ...]] = {
     "start a run": ("POST", "/v1/control/start-run", {}, 403, OPERATORS),
     "stop a run": ("POST", "/v1/control/stop-run", {}, 403, OPERATORS),
@@ -122,7 +122,13 @@ STRANGERS: dict[str, tuple[Any, ...]] = {
     ),
     "no signature": ("POST", "/v1/fleet/pull-messages", {}, 401, "this request is not signed"),
     "another method": ("GET", "/v1/fleet/pull-messages", {}, 403, OPERATORS),
-    "no length": ("POST", "/v1/fleet/push-object", {"content_length": ""}, 413, "says its length"),
+    "no length": (
+        "POST",
+        "/v1/fleet/push-object",
+        {"content_length": ""},
+        413,
+        "must state its length",
+    ),
     "a large length": (
         "POST",
         "/v1/fleet/push-object",
@@ -233,7 +239,7 @@ def test_a_sites_key_opens_its_own_messages_only_and_a_request_once(
     node, when = node_of(three, 0), now().isoformat()
     assert pulling(three, own, node, when)[0] == 200
     again = pulling(three, own, node, when)
-    assert again == (401, "fedstill: this request was made before\n")
+    assert again == (401, "fedstill: this request was already sent\n")
     assert pulling(three, other, node)[0] == 403, "client 1's key, client 0's node"
     certificates.make_client(tmp_path / "unknown.key")
     assert pulling(three, tmp_path / "unknown.key", node)[0] == 401

@@ -30,10 +30,10 @@ SECONDS = 120
 SAYS = {
     "wrong CA": "is not signed by this client's ca.crt",
     "expired": "deploy renew DIR",
-    "wrong host name": "does not name 127.0.0.1; on the server: fedstill deploy renew DIR --host "
-    "127.0.0.1",
+    "wrong host name": "is not valid for 127.0.0.1; on the server: fedstill deploy renew DIR "
+    "--host 127.0.0.1",
     "unknown key": "its key is not listed",
-    "plain-text client": "speaks TLS: leave --insecure-for-testing out",
+    "plain-text client": "uses TLS: remove --insecure-for-testing",
 }
 
 
@@ -158,6 +158,6 @@ def test_without_certificates_nothing_starts(tmp_path: Path) -> None:
     ):
         done = fedstill_("deploy", *arguments)
         assert done.returncode == 2
-        assert "is missing: without" in done.stderr
+        assert "is missing: the server does not start" in done.stderr
         assert len(done.stderr.splitlines()) == 1
         print("\n" + done.stderr.strip())

@@ -129,9 +129,7 @@ def test_the_list_of_keys_is_of_clients_each_with_a_key_of_its_own(tmp_path: Pat
     allowed = federation.server / "allowed"
     assert sorted(control.listed(federation)) == ["client0", "client1"]
     (allowed / "client2.pub").write_bytes((allowed / "client1.pub").read_bytes())
-    with pytest.raises(
-        ConfigError, match=r"client2.pub: the file's name .* from client0.pub to client1.pub"
-    ):
+    with pytest.raises(ConfigError, match=r"client2.pub: .* from client0.pub to client1.pub"):
         control.listed(federation)
     (allowed / "client2.pub").unlink()
     (allowed / "client1.pub").write_bytes((allowed / "client0.pub").read_bytes())

@@ -414,7 +414,7 @@ def test_a_site_that_lost_its_disk_says_so(tmp_path: Path) -> None:
     ((round, client, why), *_) = refused(tmp_path / "run")
     assert (round, client) == (2, 1)
     assert why.startswith(
-        "failed: the memory that counts, client1-round1-stage0.safetensors, cannot be used"
+        "failed: the client state client1-round1-stage0.safetensors cannot be used"
     )
 
 

@@ -274,7 +274,7 @@ def nothing(own: Path) -> None:
             "own2/task3",
         ),
         (mistaken, "own2/notes"),
-        (gap, "own2 has task2, and no task1"),
+        (gap, "own2 has task2, but no task1"),
         (nothing, "own2 has no folder task1, task2"),
     ],
 )
@@ -320,9 +320,8 @@ def test_data_that_change_after_their_task_began_are_refused_by_name(tmp_path: P
         resume(tmp_path / "run", toys.blobs(), watch=StopAfter(1), grid=grid(there))
     (said,) = [e["refused"] for e in journal(tmp_path / "run", "client") if "refused" in e]
     assert said == (
-        "failed: task 1 at this site has other data than when this run first used it: put them "
-        "back as they were, or "
-        "start a new run"
+        "failed: task 1 at this site has other data than when this run first used it: restore the "
+        "data, or start a new run"
     )
     shutil.rmtree(own / "task1")
     shutil.copytree(tmp_path / "kept", own / "task1")
@@ -343,7 +342,7 @@ def test_data_that_come_after_their_task_began_are_refused_by_name(tmp_path: Pat
     resume(tmp_path / "run", toys.blobs(), grid=grid(there))
     (said, *_) = [e["refused"] for e in journal(tmp_path / "run", "client") if "refused" in e]
     assert said.startswith(
-        "failed: task 2 at this site has data now, and had none when this run first used it"
+        "failed: task 2 at this site has data now, but had none when this run first used it"
     )
 
 

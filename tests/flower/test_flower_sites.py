@@ -194,7 +194,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "labels": (
         {"stage": Stage(0, 0, "census", (0, 1, 2))},
         {},
-        "need label counts, so they stay here",
+        "need label counts, so this site does not send them",
     ),
     "own data only": (
         {},
@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "memory": (
         {"memory": ("client0-round0-stage0.safetensors", "0" * 64)},
         {},
-        "the memory that counts, .* cannot be",
+        "the client state .* cannot be",
     ),
 }
 
@@ -390,7 +390,7 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
     site = Site(0, tmp_path / "memory", data=str(folder))
     assert "set public" in Clerk(site, shows_reasons=True)(request).failure
     assert (
-        "is not the server's"
+        "differs from the server's"
         in Clerk(replace(site, public=str(folder)), shows_reasons=True)(request).failure
     )
     public = prepare(settings, toys.blobs()).sites.public

@@ -123,7 +123,7 @@ def test_rows_of_a_later_task_may_come_at_any_time(place: Path) -> None:
         (
             "acquired",
             {"cuts": [], "tasks": 3},
-            "cut by time_column, and the run's stream.cuts has no dates for it",
+            "divided by time_column, but the run's stream.cuts has no dates for it",
         ),
     ],
 )

@@ -598,7 +598,7 @@ def test_the_installed_flower_is_served_inside_the_gate(
     assert session.pushes(instruction("x", node))[0] == 403
     without = [option for option in options if option not in ("--isolation", "process")]
     monkeypatch.setattr(sys, "argv", ["superlink", *without])
-    with pytest.raises(ConfigError, match="let it run the code of an app"):
+    with pytest.raises(ConfigError, match="it could execute an app's code"):
         superlink.gated(tmp_path / "parts")
 
 

@@ -134,7 +134,7 @@ def test_one_that_speaks_tls_and_one_that_does_not_are_told_so(tmp_path: Path) -
     federation = made(tmp_path)
     with pytest.raises(DeployFailed, match="--insecure-for-testing"):
         greeted(federation, federation, insecure=True)
-    with pytest.raises(DeployFailed, match="does not speak TLS"):
+    with pytest.raises(DeployFailed, match="does not use TLS"):
         greeted(federation, None)
     greeted(federation, None, insecure=True)
 

@@ -1,3 +1,3 @@
-"""Finds out which clients caused forgetting: which class lost accuracy in which round, how much
-each client contributed to it, and what would have happened without a client.
+"""Attribution of forgetting to clients: the changes of each class's accuracy by round, the clients'
+contributions to them, and the effect of leaving out a client.
 """

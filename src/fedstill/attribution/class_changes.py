@@ -1,4 +1,4 @@
-"""Changes of a class's accuracy in a round, their attribution to clients, and both in words."""
+"""Changes of a class's accuracy in a round, their attribution to clients, and texts about both."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class ClassChange:
 def class_changes(events: Sequence[Event]) -> list[ClassChange]:
     """The changes of every class in every round of a journal, largest loss first.
 
-    Changes in round 1 come last: before it the model is untrained and usually predicts a single
-    class, whose accuracy was never learned.
+    Changes in round 1 come last, because the untrained model usually predicts a single class, whose
+    initial accuracy was not learned.
     """
     evaluated = [event for event in events if event["event"] in ("initial", "round")]
     changes = []
@@ -94,8 +94,8 @@ def find_changes(folder: Path, label: int | None, round: int | None) -> list[Cla
 
 @dataclass(frozen=True)
 class TaskData:
-    """What a client held in a run with tasks: its task, its examples of the class in it, and all of
-    its examples.
+    """The data of a client in a run with tasks: its task, and the number of its examples of the
+    class and of all classes in this task.
     """
 
     task: int
@@ -105,17 +105,17 @@ class TaskData:
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """How a class's change in a round is divided.
+    """The attribution of a class's change in a round.
 
-    ``parts``: the change by part of the round, in order, on the test examples of the measure; they
-    sum to the change on these.
+    ``parts``: the change by part of the round, in order. The parts sum to the change on the test
+    examples of the measure.
     ``clients``: the contribution of each client in soft accuracy; empty if the change was not
-    divided between clients. ``error``: the uncertainty of a contribution.
-    ``server``: the change that the server makes if all clients are idle, for example by momentum.
-    ``game``, ``rule``: what clients outside a coalition do, and how the change is divided.
+    divided among clients. ``error``: the uncertainty of a contribution.
+    ``server``: the server's change if all clients are idle, for example by momentum.
+    ``game``, ``rule``: the behaviour of clients outside a coalition, and the rule of the division.
     ``sampled_share``: the class's share of the data of the round's clients, relative to its share
     of all clients' data; None if unknown.
-    ``task_data``: by client, in a run with tasks.
+    ``task_data``: the data by client, in a run with tasks.
     """
 
     change: ClassChange
@@ -130,10 +130,10 @@ class Attribution:
 
 
 def of_global_model(looks: Sequence[Look]) -> list[Look]:
-    """The looks that show one model, in the order of their stages.
+    """The measurements of the global model, in the order of their stages.
 
-    Stages in which clients train models of their own beside the global one are left out. Without a
-    global model, each round keeps the looks at the clients of its first stage.
+    Stages in which clients train their own models in addition to the global one are left out.
+    Without a global model, the result contains the measurements of each round's first stage.
     """
     of_global = [look for look in looks if look.get("model") != "own"]
     if of_global:
@@ -145,9 +145,9 @@ def of_global_model(looks: Sequence[Look]) -> list[Look]:
 
 
 def attribute(change: ClassChange, looks: Sequence[Look]) -> Attribution | None:
-    """The attribution of a change, from the measure's looks at the stages of its round.
+    """The attribution of a change, from the measurements of its round's stages.
 
-    None if the round was not measured, or if this class was not among those that were divided.
+    None if the round was not measured, or if the change of this class was not divided.
     """
     of_round = [look for look in of_global_model(looks) if look["round"] == change.round]
     if not of_round:
@@ -199,7 +199,7 @@ def _contributions(pairs: Sequence[tuple[Look, int]]) -> dict[int, float]:
 
 
 def _error(gap: float | Sequence[float]) -> float:
-    """The error of a contribution: one for all clients, or the largest of those by client."""
+    """The error of a contribution: a common error, or the largest error of all clients."""
     if isinstance(gap, float):
         return gap
     return max(gap)
@@ -218,7 +218,7 @@ def _task_data(label: int, looks: Sequence[Look]) -> dict[int, TaskData]:
 # ---- the attribution in words --------------------------------------------------------------------
 
 MAX_NAMED = 3
-"""How many clients are named in a sentence."""
+"""The largest number of clients in a sentence."""
 
 MIN_ERROR = 0.005
 """Contributions below half a point are not mentioned in a sentence."""
@@ -230,20 +230,20 @@ HOLDS_CLASS = 0.25
 """A client holds a class if its share of it is at least this much of the share over all clients."""
 
 SERVER_ROW = "server, with all clients idle"
-"""The row of the change that happens without any client."""
+"""The row of the server's change without any client."""
 
 GAMES = {
     "idle": "a client that received the model and sent it back without training",
     "absent": "a client that did not reply",
 }
-"""What a client is compared with, by game."""
+"""The baseline of a client's contribution, by game."""
 
 RULES = {
     "path": "Aumann-Shapley along the line",
     "exact": "Shapley, all coalitions",
-    "two ends": "mean of alone and left out",
+    "two ends": "mean of adding it alone and leaving it out",
 }
-"""How contributions are computed, by rule."""
+"""Descriptions of the computation of contributions, by rule."""
 
 
 def client_name(run: Run, client: int) -> str:
@@ -285,7 +285,7 @@ def sentence_of(run: Run, attribution: Attribution) -> str:
 
 
 def _tasks_of_class(run: Run, change: ClassChange) -> str:
-    """The tasks that contain the class, if not all do."""
+    """A note on the tasks that contain the class, if not all of them do."""
     classes: Sequence[Sequence[int]] = run.start.get("stream", {}).get("classes", ())
     tasks = [str(task) for task, labels in enumerate(classes, 1) if change.label in labels]
     if len(tasks) == len(classes):
@@ -294,7 +294,7 @@ def _tasks_of_class(run: Run, change: ClassChange) -> str:
 
 
 def _task_of_round(run: Run, change: ClassChange) -> str:
-    """The run's task in the round, if there are several."""
+    """A note on the run's task in the round, if there are several tasks."""
     first_rounds: Sequence[int] = run.start.get("stream", {}).get("first_rounds", ())
     if len(first_rounds) < 2:
         return ""
@@ -316,8 +316,8 @@ def _largest_contributions(run: Run, attribution: Attribution) -> str:
 
 
 def _main_clients(attribution: Attribution) -> list[int]:
-    """The clients with the largest contributions in the direction of the change, without those
-    below their error.
+    """The clients with the largest contributions in the direction of the change; contributions
+    below the error are left out.
     """
     contributions = attribution.clients
     lowest_first = culprits(contributions, max(attribution.error, MIN_ERROR))
@@ -328,15 +328,15 @@ def _main_clients(attribution: Attribution) -> list[int]:
 
 
 def no_loss_note(run: Run, largest: ClassChange, label: int | None, round: int | None) -> str:
-    """A sentence that no class fell, if the largest loss is none; else empty.
+    """A sentence if no class lost accuracy, else empty.
 
-    ``label``, ``round``: the class and the round that were asked for.
+    ``label``, ``round``: the class and the round in the user's question.
     """
     if largest.change < 0:
         return ""
-    subject = "No class fell"
+    subject = "No class lost accuracy"
     if label is not None:
-        subject = f"Class {run.classes[label]!r} did not fall"
+        subject = f"Class {run.classes[label]!r} did not lose accuracy"
     # Changes in round 1 come last, so there are no others.
     if round is not None or largest.round == 1:
         return f"{subject} in round {largest.round}."
@@ -344,8 +344,8 @@ def no_loss_note(run: Run, largest: ClassChange, label: int | None, round: int |
 
 
 def contribution_table(run: Run, attribution: Attribution) -> TextTable:
-    """The contribution of each client, and what it holds of the class; the server's share and the
-    sum come last.
+    """A table of each client's contribution and its examples of the class; the server's share and
+    the sum come last.
     """
     data_cells = _held_examples(run, attribution)
     titles = []
@@ -368,8 +368,8 @@ def contribution_table(run: Run, attribution: Attribution) -> TextTable:
 
 
 def _held_examples(run: Run, attribution: Attribution) -> dict[int, list[str]]:
-    """The cells on each client's data: its task, if there are tasks, its examples of the class, and
-    all of its examples. Empty if unknown.
+    """The cells about each client's data: its task (if there are tasks), its examples of the class,
+    and all its examples. Empty if unknown.
     """
     if attribution.task_data:
         return {
@@ -384,7 +384,7 @@ def _held_examples(run: Run, attribution: Attribution) -> dict[int, list[str]]:
 
 
 def advice(run: Run, attribution: Attribution) -> str:
-    """What may help against a loss of this kind; empty for other changes."""
+    """Advice against a loss of this kind; empty for other changes."""
     if attribution.change.change >= 0:
         return ""
     task_data = attribution.task_data
@@ -404,7 +404,7 @@ def advice(run: Run, attribution: Attribution) -> str:
         if all(name.startswith("client ") for name in attribution.parts):
             return (
                 "The clients of a chain train in the order shown. A method with teachers (sfedkd) "
-                "may preserve what earlier clients taught."
+                "may preserve knowledge from earlier clients."
             )
         return ""
     suspect = _holder(run, attribution)
@@ -412,14 +412,14 @@ def advice(run: Run, attribution: Attribution) -> str:
         return (
             f"{client_name(run, suspect)} is among the clients that contributed most, although it "
             "holds the class, and a client rarely forgets a class that it trains on. Check its "
-            "labels of this class: wrong labels have this effect. To see the course without it, "
-            "use --without."
+            "labels of this class: wrong labels have this effect. To see the effect of leaving it "
+            "out, use --without."
         )
     if attribution.parts["local training"] > attribution.parts["averaging"]:
         return (
-            "Averaging caused more of the loss than local training: the local models know the "
-            "class, but their mean does not. Local models that stay closer to each other may help "
-            "(scaffold, fedprox, fewer local steps)."
+            "Averaging caused more of the loss than local training: the local models predict the "
+            "class, but their mean does not. Methods that keep local models closer to each other "
+            "may help (scaffold, fedprox, fewer local steps)."
         )
     remedy = (
         "Distillation against forgetting (fedntd, fedadkd) or fewer or smaller local steps "
@@ -444,10 +444,10 @@ def _uncapitalised(sentence: str) -> str:
 
 
 def _holder(run: Run, attribution: Attribution) -> int | None:
-    """The client with the largest contribution among those that hold the class and contributed most
-    to its loss; None if none of them holds it.
+    """Among the clients that contributed most to a loss, the first one that holds the class; None
+    if none of them does.
 
-    A client counts if it contributed at least half as much as the first one.
+    The clients considered contributed at least half as much as the largest contributor.
     """
     main = _main_clients(attribution)
     if not main:
@@ -473,14 +473,14 @@ def _holds_class(run: Run, attribution: Attribution, client: int) -> bool:
 
 
 def method_note(attribution: Attribution) -> str:
-    """How contributions were computed, and what they do not show; empty without contributions."""
+    """A note on the computation and limits of contributions; empty without contributions."""
     if not attribution.clients:
         return ""
     return (
-        "How to read: a contribution says how many points of accuracy on the class a client's "
-        "training took away (negative) or added (positive) in this round, compared with "
-        f"{GAMES[attribution.game]}. Contributions add up to the change, ± "
+        "How to read: a contribution is the number of points of accuracy on the class that a "
+        "client's training removed (negative) or added (positive) in this round, compared with "
+        f"{GAMES[attribution.game]}. Contributions sum to the change, ± "
         f"{100 * attribution.error:.1f} points of soft accuracy ({RULES[attribution.rule]}). A "
-        "large one is no proof of a mistake: clients that lack a class contribute to its loss, "
-        "too. They do not explain the final model."
+        "large contribution does not prove a mistake: clients that lack a class contribute to its "
+        "loss, too. Contributions do not explain the final model."
     )

@@ -27,7 +27,7 @@ RoundCount = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 Game = Literal["idle", "absent"]
 
 DEFAULT_ROUNDS = 5
-"""How many rounds are replayed without a client."""
+"""The default number of rounds that are replayed without a client."""
 
 OPTIONS_OF_QUESTION: Mapping[str, set[str]] = {
     "--client": {"--round"},
@@ -35,11 +35,11 @@ OPTIONS_OF_QUESTION: Mapping[str, set[str]] = {
     "--draws": {"--class", "--round"},
     "": {"--class", "--round", "--worst", "--exact", "--game", "--open"},
 }
-"""The options that go with each question; the empty one is the plain command."""
+"""The options that are compatible with each question; the empty text is the plain command."""
 
 
 def check_options(names: Sequence[str]) -> None:
-    """Raise ConfigError if an option does not go with the question.
+    """Raise ConfigError if an option is not compatible with the question.
 
     >>> check_options(["--class", "--worst"])
     """
@@ -53,7 +53,7 @@ def check_options(names: Sequence[str]) -> None:
     ]
     if extra and not question:
         raise ConfigError(
-            f"{' and '.join(extra)}: also name the client to leave out, with --without"
+            f"{' and '.join(extra)}: also set the client to leave out, with --without"
         )
     if extra:
         raise ConfigError(f"{extra[0]} cannot be combined with {question}")
@@ -81,29 +81,30 @@ def why_command(  # noqa: PLR0913 - the options of the command why
     training, by averaging, and by client.
 
     If the journal does not contain the measure contributions, the rounds since the nearest
-    checkpoint are replayed; keep_checkpoints_every in the config makes this short. If a method's
+    checkpoint are replayed; keep_checkpoints_every in the config shortens this. If a method's
     aggregation is not a sum, contributions are computed from two end points instead of along a
-    path, and the output says so. Results are stored for the next time and for the report, except
+    path, and the output mentions it. Results are stored for later calls and for the report, except
     those of --exact and --game.
 
     Args:
         directory: The run's directory.
-        class_: The class, by number or name. By default, the one with the largest loss.
-        round_: The round: its number, or best. By default, the one with the largest loss; with
+        class_: The class, by number or name. By default, the class with the largest loss.
+        round_: The round: its number, or best. By default, the round with the largest loss; with
             --client, round 1.
         worst: How many of the largest losses to report.
         exact: Compute all coalitions of the round's clients; at most ten clients.
         game: What clients outside a coalition do: change nothing (idle), or not reply (absent).
         without: Replay rounds without this client, by number or name, and compare.
-        from_: The first round without the client. By default, --round or that of the largest loss.
-        rounds: How many rounds are replayed without the client. By default, 5.
+        from_: The first round without the client. By default, --round or the round with the largest
+            loss.
+        rounds: How many rounds to replay without the client. By default, 5.
         once: Leave the client out in the first of these rounds only.
         draws: Repeat the round with this many other samples of clients, e.g. 10, to see how much
             the loss depends on the sample.
-        client: If clients learn from peers: show what this one, by number or name, learned in
+        client: If clients learn from peers: show what this client, by number or name, learned in
             --round, by phase and by teacher.
         open_: Write the run's page with the charts, and open it.
-        trust_code: Trust the code that the run names, if it was not made on this machine.
+        trust_code: Trust the code in the run's config, if the run was created on another machine.
         quiet: Print no progress.
     """
     from fedstill.attribution.class_changes import find_changes
@@ -155,7 +156,7 @@ def why_command(  # noqa: PLR0913 - the options of the command why
 
 
 def _round_number(directory: Path, text: str | None) -> int | None:
-    """The round that ``--round`` names; None if it is not set."""
+    """The value of ``--round``; None if it is not set."""
     if text is None:
         return None
     if text == "best":
@@ -265,7 +266,7 @@ def _print_next_command(
 class ReplayedSpan:
     """The rounds that are replayed without a client.
 
-    ``once``: leave it out in the first round only.
+    ``once``: whether to leave the client out in the first round only.
     """
 
     first: int
@@ -369,8 +370,8 @@ def _print_exchange(directory: Path, client: int, round: int, quiet: bool) -> in
     def announce_exchanges(count: int) -> None:
         if not quiet:
             say(
-                f"then replaying client {client}'s exchange {count} times: with all, some and none "
-                "of its teachers",
+                f"then replaying the exchange of client {client} {count} times: with all, some and "
+                "none of its teachers",
                 0,
             )
 

@@ -40,9 +40,7 @@ MEASURE = "contributions"
 
 @dataclass
 class _RoundMeasure(NoRecorder):
-    """Takes a measure in the stages of one round, and collects the events that it would have added
-    to the journal.
-    """
+    """Takes a measure in the stages of one round, and collects its events for the journal."""
 
     measure: Measure
     round: int
@@ -72,8 +70,8 @@ class _RoundMeasure(NoRecorder):
 
 
 def check_coalitions(replay: Replay, round: int) -> None:
-    """Raise ConfigError if a stage that changes the global model has too many clients to replay all
-    of their coalitions.
+    """Raise ConfigError if a stage that changes the global model has too many clients to evaluate
+    all coalitions.
     """
     settings = replay.prepared.settings
     most = 0
@@ -82,8 +80,8 @@ def check_coalitions(replay: Replay, round: int) -> None:
             most = max(most, len(stage.clients))
     if most > MOST_EXACT:
         raise ConfigError(
-            f"--exact: round {round} has {most} clients, and all coalitions can be computed for at "
-            f"most {MOST_EXACT}; leave it out"
+            f"--exact: round {round} has {most} clients, but all coalitions can only be computed "
+            f"for up to {MOST_EXACT}; remove the option"
         )
 
 
@@ -149,15 +147,15 @@ def accuracies_by_round(
 # ---- other samples of clients --------------------------------------------------------------------
 
 DRAWS_PER_SAMPLE = 20
-"""How many samples are drawn, at most, for each one that differs from all before."""
+"""The maximum number of draws for each new sample that differs from all previous ones."""
 
 
 @dataclass(frozen=True)
 class SampledRound:
     """A round with a sample of clients.
 
-    ``class_counts``: the clients' examples of each class in the round, (C,). ``class_accuracy``: of
-    the global model after it, (C,); None for a class without test examples.
+    ``class_counts``: the clients' examples of each class in the round, (C,). ``class_accuracy``:
+    the global model's accuracies after the round, (C,); None for a class without test examples.
     """
 
     clients: tuple[int, ...]
@@ -172,13 +170,13 @@ def repeat_round(
     announce: Announce,
     progress: Callable[[int], None] = lambda number: None,
 ) -> list[SampledRound]:
-    """Repeat a round from the same state with ``count`` other samples of clients; this measures how
+    """Repeat a round from the same state with ``count`` other samples of clients, to measure how
     much its result depends on the sample.
 
-    The original round comes first. The topology draws the samples with other keys, and all differ.
-    A client trains in each round in the same way, because its draws do not depend on the sample.
+    The original round comes first. The topology draws distinct samples with other keys. A client
+    trains in the same way in each round, because its random numbers do not depend on the sample.
     ``progress`` is called after each round with its number, from 0. Raises ConfigError if there
-    are not enough samples, or no global model on a common test set.
+    are not enough samples, or if there is no global model or common test set.
     """
     samples = _samples(replay, round, count)
     counts = replay.prepared.sites.all_counts(round)
@@ -200,8 +198,8 @@ def repeat_round(
 
 
 def _samples(replay: Replay, round: int, count: int) -> list[list[Stage]]:
-    """The original stages of a round, and ``count`` times with other clients. Raises ConfigError if
-    there are not enough.
+    """The stages of a round with its original clients, and with ``count`` other samples. Raises
+    ConfigError if there are not enough samples.
     """
     schedule = replay.prepared.settings.schedule
     world = replay.prepared.world
@@ -216,7 +214,7 @@ def _samples(replay: Replay, round: int, count: int) -> list[list[Stage]]:
 
     reason = f"there are {len(distinct) - 1}"
     if len(distinct) == 1:
-        reason = "every client acts in it"
+        reason = "all clients take part in it"
     raise ConfigError(f"round {round} has no {count} other samples of clients: {reason}")
 
 
@@ -225,7 +223,7 @@ def _all_clients(stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
 
 
 def _sampled_clients(stages: Sequence[Stage]) -> tuple[int, ...]:
-    """The clients of a chain in their order, or the clients that act side by side."""
+    """The clients of a chain in order, or the clients of a parallel round."""
     chained = tuple(stage.clients[0] for stage in stages if stage.sequential)
     if chained:
         return chained
@@ -234,8 +232,8 @@ def _sampled_clients(stages: Sequence[Stage]) -> tuple[int, ...]:
 
 
 def sample_table(change: ClassChange, rounds: Sequence[SampledRound]) -> TextTable:
-    """For each sample its clients, their examples of the class, and the accuracy after the round;
-    the original round comes first.
+    """A table of the clients in each sample, their examples of the class, and the accuracy after
+    the round; the original round comes first.
     """
     lines = []
     for index, sampled_round in enumerate(rounds):
@@ -251,7 +249,7 @@ def sample_table(change: ClassChange, rounds: Sequence[SampledRound]) -> TextTab
 
 
 def sample_sentence(run: Run, change: ClassChange, rounds: Sequence[SampledRound]) -> str:
-    """How much the change of a class depends on the sample of clients, in a sentence."""
+    """A sentence on how much the change of a class depends on the sample of clients."""
     name = repr(run.classes[change.label])
     accuracies = [sampled_round.class_accuracy[change.label] for sampled_round in rounds]
     changes = [accuracy - change.accuracy_before for accuracy in accuracies if accuracy is not None]
@@ -268,13 +266,13 @@ def sample_sentence(run: Run, change: ClassChange, rounds: Sequence[SampledRound
         f"Class {name} in round {change.round}, from the same model: {points(original)} points "
         f"with the original clients; {mean} over {len(sampled_changes)} other samples, from "
         f"{points(min(sampled_changes))} to {points(max(sampled_changes))}. "
-        f"With {count} the class ends lower."
+        f"With {count}, the class ends lower."
     )
 
 
 MAX_EXACT = 4
-"""The largest number of teachers for which all coalitions are replayed (16 exchanges). With m
-teachers more, 2m + 2 exchanges give the mean of two ends.
+"""The largest number of teachers for which all coalitions are replayed (16 exchanges). With m > 4
+teachers, 2m + 2 exchanges yield the mean of two ends.
 """
 
 # ---- replaying an exchange -----------------------------------------------------------------------
@@ -285,7 +283,7 @@ class ExchangeEffect:
     """The effect of an exchange on a client's model, as changes of class accuracy on the common
     test set. Tensors are (C,) float64.
 
-    ``query``: the classes that the client asked for. ``examples``: its own examples by class.
+    ``query``: the queried classes. ``examples``: the client's own examples by class.
     ``before``: the accuracy of its model from the stage ``fit``.
     ``parts``: the change by phase; their sum is the whole change.
     ``alone``: the change from the same phases without any teacher.
@@ -333,7 +331,7 @@ class _ExchangeRecorder(NoRecorder):
 class _Exchange:
     """One client's exchange, which can be replayed with some of its teachers.
 
-    ``session``: at the beginning of the round. ``stages``: those of the round.
+    ``session``: a session at the beginning of the round. ``stages``: the stages of the round.
     """
 
     session: Session
@@ -346,7 +344,7 @@ class _Exchange:
         return self.session.replay.prepared
 
     def replay(self, state: State) -> _ExchangeRecorder:
-        """Replay the rest of the round, in which no other client asks."""
+        """Replay the rest of the round without queries of other clients."""
         recorder = _ExchangeRecorder(self.client)
         stages = [self._with_client_alone(stage) for stage in self.stages]
         self.session.fork(state).in_company().run(stages, recorder)
@@ -365,8 +363,8 @@ class _Exchange:
         return self.class_accuracy(list(recorder.states.values())[-1])
 
     def class_accuracy(self, state: State) -> Tensor:
-        """Class accuracies (C,) float64 of the client's model, or of the model that answers for it;
-        NaN without test examples.
+        """The class accuracies (C,) float64 of the model that the client uses; NaN for classes
+        without test examples.
         """
         sites = self.prepared.sites
         test = sites.common_test
@@ -407,10 +405,10 @@ def exchange_effect(
     has_exchange = stages[0].name == FIT and len(stages) > 1
     if not has_exchange or prepared.sites.common_test is None:
         raise ConfigError(
-            f"{replay.folder} has no exchange between clients that is measured on a common test set"
+            f"{replay.folder} has no exchange between clients, or no common test set to measure it"
         )
 
-    # The models of the stage fit may be in the cache of replies.
+    # The models of the stage fit may be in the reply cache.
     with replay.session(reuse_replies=True) as session:
         session.go_to(round, announce)
         exchange = _Exchange(session, client, stages)
@@ -419,7 +417,7 @@ def exchange_effect(
         teachers = recorder.teachers
         if not teachers:
             raise ConfigError(
-                f"client {client} learned from no peer in round {round}: it asked for nothing, or "
+                f"client {client} did not learn from peers in round {round}: it sent no query, or "
                 "no peer could teach it"
             )
 
@@ -464,7 +462,7 @@ ALONE_ROW = "no teacher: the same phases alone"
 
 
 def exchange_sentence(run: Run, effect: ExchangeEffect) -> str:
-    """What a client learned of the classes that it asked for, by phase, and its main teachers."""
+    """A sentence on a client's gain on the queried classes by phase, and on its main teachers."""
     query = effect.query
     accuracy_before = _mean_over_classes(effect.before, query)
     parts = {name: _mean_over_classes(change, query) for name, change in effect.parts.items()}
@@ -472,7 +470,7 @@ def exchange_sentence(run: Run, effect: ExchangeEffect) -> str:
     classes = ", ".join(repr(run.classes[label]) for label in query)
     changes = ", ".join(f"{name} {points(change)}" for name, change in parts.items())
     return (
-        f"{client_name(run, effect.client).capitalize()} asked for {classes}: from "
+        f"{client_name(run, effect.client).capitalize()} queried {classes}: from "
         f"{100 * accuracy_before:.1f} % to {100 * accuracy_after:.1f} %: "
         f"{changes}; {_main_teachers(run, effect)}."
     )
@@ -493,7 +491,7 @@ def _main_teachers(run: Run, effect: ExchangeEffect) -> str:
 
 
 def exchange_note(effect: ExchangeEffect) -> str:
-    """How the contributions of teachers were computed, and what they do not show."""
+    """A note on the computation and limits of the teachers' contributions."""
     error = float(effect.gap.nan_to_num().max())
     return (
         f"In points of accuracy on the common test set, ± {100 * error:.1f}: {RULES[effect.rule]}, "
@@ -503,8 +501,8 @@ def exchange_note(effect: ExchangeEffect) -> str:
 
 
 def teacher_table(run: Run, effect: ExchangeEffect) -> TextTable:
-    """The contribution of each teacher to the classes that were asked for, and to the client's
-    other classes, weighted by its examples; the sum comes last.
+    """A table of each teacher's contribution to the queried classes, and to the client's other
+    classes, weighted by its examples; the sum comes last.
     """
     data_cells = {
         client: str(sum(run.label_counts[client][label] for label in effect.query))
@@ -518,7 +516,12 @@ def teacher_table(run: Run, effect: ExchangeEffect) -> TextTable:
     ]
     lines.append([ALONE_ROW, *_gain_cells(effect, effect.alone), ""])
     lines.append(["together", *_gain_cells(effect, total), ""])
-    head = ["teacher", "asked for [points]", "own classes [points]", "holds of what was asked"]
+    head = [
+        "teacher",
+        "queried classes [points]",
+        "own classes [points]",
+        "examples of queried classes",
+    ]
     return TextTable(head, lines)
 
 

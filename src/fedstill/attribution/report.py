@@ -1,4 +1,4 @@
-"""The report's section on forgetting: which clients contributed to which class's rise or fall."""
+"""The report's section on the clients' contributions to changes in class accuracy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from fedstill.running.runs import Group, Run
 MEASURE = "contributions"
 
 MAX_CHANGES = 10
-"""How many of the largest losses have a chart."""
+"""The number of the largest losses that have a chart."""
 
 CONTRIBUTION_COLOURS = (
     (0.0, "#b2182b"),
@@ -67,26 +67,27 @@ REST_COLOUR = "#c8c8c8"
 
 NO_AXES = {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
 
-SMALL_CHANGE = "it changed by less than 5 points here"
+SMALL_CHANGE = "it changed by less than 5 points"
 
 EXPLANATION = (
-    "How much each class changed in a measured round, and which clients contributed: in points of "
+    "Changes of each class in a measured round, and the clients' contributions, in points of "
     "accuracy on at most 100 test examples per class. A contribution is a client's share of the "
-    "change in one round, with the others idle. It does not explain the final model, and it is not "
-    "what happens without the client: fedstill why RUN --without K computes that."
+    "change in one round, with the others idle. It does not explain the final model, and it "
+    "differs from the effect of leaving the client out, which fedstill why RUN --without K "
+    "computes."
 )
 MAP_EXPLANATION = (
-    "Each column is a client of the round, each row a class. Red is a loss of accuracy, blue a "
-    "gain."
+    "Each column is a client of the round, and each row is a class. Red is a loss of accuracy, "
+    "blue a gain."
 )
 CHANGE_EXPLANATION = (
-    "From the accuracy before the round to the accuracy after it. Rest: the part of the change "
-    "that contributions, in soft accuracy, do not follow."
+    "From the accuracy before the round to the accuracy after it. Rest: the difference between the "
+    "change in accuracy and the contributions, which are in soft accuracy."
 )
 
 
 def contributors(report: Report) -> Section | None:
-    """The section; None if no run measured contributions."""
+    """Return the section; None if no run measured contributions."""
     groups = [group for group in report.groups if any(looks(group, MEASURE))]
     if not groups:
         return None
@@ -117,7 +118,7 @@ def contributors(report: Report) -> Section | None:
 
 
 def _events(run: Run) -> list[Event]:
-    """The measure's events of a run, in the order of rounds and stages."""
+    """A run's events of the measure, in the order of rounds and stages."""
     events = [event for event in run.measures if event["measure"] == MEASURE]
     return sorted(events, key=lambda event: (event["round"], event["stage"]))
 
@@ -163,8 +164,8 @@ def _contribution_map(group: Group, number: int) -> Figure:
 
 
 def _columns(run: Run, event: Event) -> dict[str, list[float | None]]:
-    """The contributions (C,) of each client, or of each part of a stage that was not divided
-    between clients.
+    """The contributions (C,) of each client, or of each part of a stage that was not divided among
+    clients.
     """
     columns: dict[str, list[float | None]] = {}
     if event.get("classes"):
@@ -211,8 +212,8 @@ def _heat_map(
 
 
 def _losses(run: Run) -> list[ClassChange]:
-    """The losses of classes in measured rounds of a run, largest first; without round 1, before
-    which the model is untrained.
+    """The losses of classes in measured rounds of a run, largest first; without round 1, which
+    starts from an untrained model.
     """
     losses = []
     for number, events in _by_round(of_global_model(_events(run))).items():
@@ -230,7 +231,7 @@ def _size(loss: ClassChange) -> tuple[float, int, int]:
 
 
 def _largest_losses(groups: Iterable[Group]) -> list[ClassChange]:
-    """The largest losses of all groups, each class and round once."""
+    """The largest losses of all groups, with each pair of class and round once."""
     losses: list[ClassChange] = []
     for group in groups:
         losses += _losses(group.started[0])
@@ -243,7 +244,7 @@ def _largest_losses(groups: Iterable[Group]) -> list[ClassChange]:
 def _loss_blocks(
     groups: Sequence[Group], style: Style, losses: Sequence[ClassChange]
 ) -> list[Block]:
-    """A chart of one loss at a time, and a table of all of them."""
+    """A chart with a selector for the largest losses, and a table of all of them."""
     charts = [
         Chart(
             [_loss_figure(group.started[0], loss) for loss in losses],
@@ -256,9 +257,7 @@ def _loss_blocks(
     ]
     names = [_loss_name(groups[0].classes, loss) for loss in losses]
     return [
-        Paragraph(
-            f"The largest losses in measured rounds, of the first seed. {CHANGE_EXPLANATION}"
-        ),
+        Paragraph(f"The largest losses in measured rounds of the first seed. {CHANGE_EXPLANATION}"),
         Choice("falls", "Show", names),
         Gallery(charts),
         _loss_table(groups, style, losses),
@@ -302,7 +301,7 @@ def _loss_table(groups: Sequence[Group], style: Style, losses: Sequence[ClassCha
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar from ``base`` up by ``height``, or down if that is negative."""
+    """A bar from ``base`` to ``base + height``; the height may be negative."""
 
     name: str
     base: float
@@ -311,15 +310,15 @@ class Bar:
 
     @property
     def text(self) -> str:
-        """An accuracy in percent, or a change in points."""
+        """The label of the bar: an accuracy in percent, or a change in points."""
         if self.colour == ACCURACY_COLOUR:
             return f"{100 * self.height:.1f} %"
         return points(self.height)
 
 
 def _loss_figure(run: Run, loss: ClassChange) -> Figure:
-    """Bars from the accuracy before to the accuracy after: on the left by client, on the right by
-    local training and averaging.
+    """Bars from the accuracy before the round to the accuracy after it: by client on the left, and
+    by local training and averaging on the right.
     """
     attribution = _attribution(run, loss)
     if attribution is None:
@@ -363,7 +362,7 @@ def _bars(run: Run, attribution: Attribution) -> list[Bar]:
 
 
 def _steps(start: float, steps: Mapping[str, float]) -> list[Bar]:
-    """Steps as bars, each from the end of the last one."""
+    """Steps as bars; each bar starts at the end of the previous one."""
     bars = []
     base = start
     for name, height in steps.items():

@@ -1,7 +1,7 @@
 """Rounds over Flower: messages, the server's engine, sites with their own data, and deployments.
 
-This module imports neither torch nor Flower: the programs of a federation that do not compute are
-small.
+This module imports neither torch nor Flower, so that programs of a federation that do not compute
+need little memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-"""Flower and Ray as fedstill runs them: they send no reports, and install nothing while they
-run.
+"""Environment variables for Flower and Ray: they send no usage reports, and install nothing at run
+time.
 """
 
 
@@ -34,6 +34,6 @@ def check_flower_installed() -> None:
 
 
 def say(text: str) -> None:
-    """Print a line with the time, as a site's process does; the text may come from a server."""
+    """Print a line with the time, without control characters; the text may come from a server."""
     line = neutral(" ".join(text.splitlines()), "terminal")
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)

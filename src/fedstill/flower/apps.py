@@ -1,4 +1,4 @@
-"""The two sides of fedstill as a Flower app: what ``flwr run`` starts on the server and at every
+"""The two sides of fedstill's Flower app, which ``flwr run`` starts on the server and at every
 client.
 """
 
@@ -20,12 +20,12 @@ from fedstill.flower.site_settings import Site, load_site
 from fedstill.running import runner
 
 MAX_REQUEST_BYTES = 4 << 30
-"""The largest request that a client reads."""
+"""The largest request that a client accepts, in bytes."""
 
 
 def clerk_of(context: Any) -> tuple[int, Does]:
-    """The client that a node is, and its clerk, from ``site.toml``; a node without one takes part
-    in trials only.
+    """The number of a node's client and its clerk, from ``site.toml``. A node without this file
+    only takes part in trials.
     """
     config = context.node_config
     if "site" in config:
@@ -37,7 +37,7 @@ def clerk_of(context: Any) -> tuple[int, Does]:
 
 
 def _reported(clerk: Does) -> Does:
-    """A clerk that prints a line for each stage that it has done."""
+    """A clerk that also prints a line for each executed stage."""
 
     def answer(request: Request) -> SiteReply:
         began = time.monotonic()
@@ -50,7 +50,7 @@ def _reported(clerk: Does) -> Does:
 
 
 def _line(request: Request, reply: SiteReply, seconds: float) -> str:
-    """What a site has done for a request."""
+    """A description of the work for a request."""
     stage = request.stage
     work = "answered"
     if reply.examples:

@@ -1,4 +1,4 @@
-"""Commands for a federation of machines: deploy init, add, remove, unlearn, admit, key, renew,
+"""The commands for federations of machines: deploy init, add, remove, unlearn, admit, key, renew,
 server, client and status.
 """
 
@@ -88,7 +88,7 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> None:
         folder.ensure_keys(federation)
         command = programs.superlink(federation, insecure_for_testing)
         control.write_link(federation, insecure_for_testing)
-    # The server takes this process over: what the checks have imported leaves the memory.
+    # The server replaces this process, which frees the memory of modules that the checks imported.
     programs.become(command, programs.environment(federation.server / "flwr"))
 
 
@@ -96,8 +96,7 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> None:
 def admit_command(directory: Path) -> int:
     """Reload the list of keys while the server runs.
 
-    The server then accepts clients that are new on the list, and rejects those that are no longer
-    on it.
+    The server then accepts new clients on the list, and rejects clients that are no longer listed.
 
     Args:
         directory: The federation's folder. Keys are in its server/allowed, a file clientN.pub for
@@ -122,7 +121,7 @@ def add_command(directory: Path, *, clients: int) -> int:
 
     federation, folders = folder.add_clients(folder.load_federation(directory), clients)
     for path in folders:
-        print(f"{path}: bring this folder to its site over a secure channel, and delete it here")
+        print(f"{path}: copy this folder to its site over a secure channel, and delete it here")
     print(f"topology.clients can be up to {federation.clients} from now on")
     _print_admitted(federation)
     return 0
@@ -130,9 +129,9 @@ def add_command(directory: Path, *, clients: int) -> int:
 
 @deploy.command(name="remove")
 def remove_command(directory: Path, client: int) -> int:
-    """Remove a client that has left: its key opens nothing any more, and no run waits for it.
+    """Remove a client that has left. Its key is no longer accepted, and no run waits for it.
 
-    No other site gets its number.
+    Its number is not assigned to another site.
 
     Args:
         directory: The federation's folder.
@@ -154,14 +153,13 @@ def unlearn_command(directory: Path, client: int, *runs: Path) -> int:
     """Remove a client, train the models of its runs again without it, and delete its files on this
     machine.
 
-    A run that started from the model of one of these runs is trained again, too. Every new run has
-    a certificate. The command prints what it cannot delete.
+    Runs that started from the model of one of these runs are trained again, too. Every new run has
+    a certificate. The command lists everything that it cannot delete.
 
     Args:
         directory: The federation's folder.
         client: The number of the client.
-        runs: The directories of finished runs. By default, all runs that the server has carried out
-            since it started.
+        runs: The directories of finished runs. By default, all runs since the start of the server.
     """
     from fedstill.flower import remote_runs
     from fedstill.flower.deployment import control, folder
@@ -172,7 +170,7 @@ def unlearn_command(directory: Path, client: int, *runs: Path) -> int:
     concerned = runs_of_client(folders, client)
     if not concerned:
         raise ConfigError(
-            f"client {client} contributed to none of {len(folders)} runs; name the directory of a "
+            f"client {client} contributed to none of {len(folders)} runs; pass the directory of a "
             "run, or use `fedstill deploy remove`"
         )
     removals = [part.load() for part in manifest.client_removals()]
@@ -193,19 +191,19 @@ def unlearn_command(directory: Path, client: int, *runs: Path) -> int:
 
 
 def _print_admitted(federation: Federation) -> None:
-    """Have a running server reload the list of keys, and print what changes."""
+    """Reload the list of keys of a running server, and print the changes."""
     from fedstill.flower.deployment import control
 
     try:
         for line in control.admit(federation, seconds=0):
             print(line)
     except (control.NotListening, control.NeverStarted):
-        print("the server is not running; it reads the list when it starts")
+        print("the server is not running; it will read the list when it starts")
 
 
 @deploy.command
 def status(directory: Path) -> int:
-    """Show the sites of a federation, when the server last heard of each, and the current run.
+    """Show the sites of a federation, the last contact with each of them, and the current run.
 
     Args:
         directory: The federation's folder.
@@ -222,7 +220,7 @@ def status(directory: Path) -> int:
     for run in runs:
         print(f"run {run.number}: {run_state(run)}")
     if not runs:
-        print("no run is under way")
+        print("no run is in progress")
     if server.certificates is not None:
         until = certificates.last_day(federation.server / "server.crt")
         print(reach.expiry_warning(until, str(directory)) or f"certificate valid until {until:%F}")
@@ -230,7 +228,7 @@ def status(directory: Path) -> int:
 
 
 def site_state(site: SiteStatus) -> str:
-    """Whether a site is there, and when the server last heard of it."""
+    """A description of a site: whether it is online, and the time of its last contact."""
     from fedstill.report.progress import duration
 
     if site.contact is None:
@@ -243,12 +241,12 @@ def site_state(site: SiteStatus) -> str:
 
 
 def run_state(run: RunStatus) -> str:
-    """The directory of a run, and its last complete round."""
+    """A description of a run: its directory, and its last complete round."""
     from fedstill.running.journal import read_journal
     from fedstill.running.runs import JOURNAL
 
     if not run.folder:
-        return "in a directory that the server has made"
+        return "in a directory created by the server"
     path = Path(run.folder) / JOURNAL
     if not path.is_file():
         return f"{run.folder}, being prepared"
@@ -279,12 +277,12 @@ def key_command(
 
 @deploy.command(name="renew")
 def renew_command(directory: Path, *, host: Hosts = ()) -> int:
-    """Renew the server's certificate, before or after it expires. A running server takes it, and
+    """Renew the server's certificate, before or after it expires. A running server reloads it, and
     clients need no change.
 
     Args:
         directory: The federation's folder, with its ca.key.
-        host: One more name or address under which clients reach the server. May be repeated.
+        host: An additional name or address under which clients reach the server. May be repeated.
     """
     from fedstill.flower.deployment import certificates, folder
 
@@ -292,7 +290,7 @@ def renew_command(directory: Path, *, host: Hosts = ()) -> int:
     until = certificates.last_day(federation.server / "server.crt")
     print(
         f"the certificate for {', '.join(federation.hosts)} is valid until {until:%Y-%m-%d}; a "
-        "server that runs takes it within seconds"
+        "running server reloads it within seconds"
     )
     return 0
 
@@ -302,8 +300,8 @@ def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure =
     """Start a client (Flower's SuperNode) with its key and its site.toml.
 
     Args:
-        directory: The client's folder, as `deploy init` made it.
-        wait: How many seconds to keep asking a server that does not list this client's key yet.
+        directory: The client's folder, created by `deploy init`.
+        wait: How many seconds to retry if the server does not list this client's key yet.
         insecure_for_testing: Use neither TLS nor a key; for a server on a loopback address only.
     """
     from fedstill.flower.deployment import folder, node, programs

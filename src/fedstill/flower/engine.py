@@ -1,8 +1,7 @@
-"""The Flower engine: clients on other machines execute a stage, and the engine exchanges messages
-with them.
+"""The Flower engine, which exchanges messages with clients on other machines that execute a stage.
 
-The server's own stages run in this process. ``LoopbackGrid`` delivers the messages within this
-process, without sockets, and serialises each of them.
+The server's own stages run in this process. ``LoopbackGrid`` delivers serialised messages within
+this process, without sockets.
 """
 
 from __future__ import annotations
@@ -25,11 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Truth:
-    """The server's knowledge of a client's data: examples by class (C,) of three sets.
+    """The server's knowledge of a client's data: the number of examples by class (C,) in three
+    sets, each None if unknown.
 
-    ``train``: of the client. ``test``: of the common test set. ``public``: of the public set. None
-    where the server does not know, as for real sites. ``tasks``: the number of the run's tasks.
-    ``may_be_idle``: whether a client may lack data, as real sites in a run with tasks.
+    ``train``: the client's training set, unknown for real sites. ``test``: the common test set.
+    ``public``: the public set. ``tasks``: the number of the run's tasks. ``may_be_idle``: whether a
+    client may have no data, like real sites in a run with tasks.
     """
 
     train: Sequence[int] | None = None
@@ -40,23 +40,23 @@ class Truth:
 
 
 class Asks(Protocol):
-    """Brings requests to clients and their answers back; a client that gives none is a failed
-    answer.
+    """Delivers requests to clients and collects their answers. A missing answer is replaced by a
+    failed one.
     """
 
     def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
-        """One answer for each request."""
+        """Return one answer for each request."""
 
 
 @dataclass
 class FlowerEngine:
     """Sends requests for stages to clients, and checks their answers.
 
-    ``server_engine``: does the stages of the server. ``request``: makes a request of a payload and
-    the facts about a run. ``measures``: those that clients take. ``truth``: gives the server's
-    knowledge of a client's data in a round. ``start``: the model that the run starts from, which
-    goes to each client with its first request. Clients keep their states on their own disks;
-    ``memory.index`` has the current version of each.
+    ``server_engine``: executes the stages of the server. ``request``: creates a request from a
+    payload and the facts about a run. ``measures``: the measures at clients. ``truth``: returns the
+    server's knowledge of a client's data in a round. ``start``: the model that the run starts from,
+    which is sent to each client with its first request. Clients store their states on their own
+    disks; ``memory.index`` has the current version of each.
     """
 
     server_engine: SerialEngine
@@ -77,7 +77,7 @@ class FlowerEngine:
     def run(
         self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
-        """The replies of the clients that got a payload; sites look the work up by its name."""
+        """The replies of the clients with a payload; sites look up the work by its name."""
         if SERVER in stage.clients:
             return self.server_engine.run(work, stage, payloads, seed)
         return self.exchange(stage, payloads, remember=True)
@@ -85,9 +85,9 @@ class FlowerEngine:
     def exchange(
         self, stage: Stage, payloads: Mapping[int, Payload], *, remember: bool
     ) -> list[Reply]:
-        """The replies of the clients that got a payload, to one step of a stage.
+        """The replies of the clients with a payload, for one step of a stage.
 
-        ``remember``: whether the memories that this step leaves count after ``commit``.
+        ``remember``: whether the client states of this step become valid with ``commit``.
         """
         requests = [
             self.request(
@@ -111,15 +111,15 @@ class FlowerEngine:
         return [self._checked(answer, stage) for answer in answers]
 
     def _start_for(self, client: int) -> Tensors:
-        """The model that the run starts from, unless the client has it."""
+        """The model that the run starts from; empty if the client already has it."""
         if client in self._with_start:
             return {}
         return self.start
 
     def _note_starts(self, answers: Sequence[SiteReply]) -> None:
-        """Note which clients have the model that the run starts from.
+        """Update the set of clients that have the model that the run starts from.
 
-        A client that fails may have lost it, and one without data has not stored it.
+        A failing client may have lost it, and a client without data has not stored it.
         """
         for answer in answers:
             if answer.failure or answer.idle:
@@ -128,11 +128,11 @@ class FlowerEngine:
                 self._with_start.add(answer.client)
 
     def _named_memories(self, client: int) -> tuple[str, ...]:
-        """The files of a client's memories that checkpoints name."""
+        """The files of a client's states to which checkpoints refer."""
         return tuple(sorted(n for n in self.memory.named if n.startswith(f"client{client}-")))
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """From now on these clients' memories of the stage count; those of other clients do not."""
+        """Make the states of these clients after a stage valid, and discard those of others."""
         if SERVER in stage.clients:
             self.server_engine.commit(stage, clients)
             return
@@ -145,12 +145,12 @@ class FlowerEngine:
         self._held = {}
 
     def close(self) -> None:
-        """End the engine of the server's own stages."""
+        """Close the engine of the server's own stages."""
         self.server_engine.close()
 
     def _checked(self, answer: SiteReply, stage: Stage) -> Reply:
-        """A site's answer as a reply; a failure if its report is not of this run or cannot be
-        true.
+        """Convert a site's answer to a reply; it becomes a failure if its report does not belong to
+        this run or cannot be true.
         """
         reply = answer.reply()
         if reply.failure:
@@ -160,17 +160,17 @@ class FlowerEngine:
             truth = self.truth(answer.client, stage.round)
             failure = failure or untrue(answer.examples, answer.metrics, truth)
             if answer.idle and not truth.may_be_idle:
-                failure = "claims to have no data in this task, and the sites have no tasks"
+                failure = "claims to have no data in this task, but the sites have no tasks"
         except Exception as error:
             failure = f"its report could not be checked: {on_one_line(error)}"
         return replace(reply, failure=failure)
 
 
-# Whether the claims of a client can be true.
+# Plausibility of clients' reports.
 
 
 def untrue(examples: int, fields: Mapping[str, Any], truth: Truth) -> str:
-    """Why a client's number of examples and its counts cannot be true; empty if they can."""
+    """The reason why a client's number of examples or its counts cannot be true, or ""."""
     return (
         _untrue_own(examples, fields, truth.train)
         or _untrue_tests(fields, truth.test)
@@ -184,7 +184,7 @@ def _untrue_own(examples: int, fields: Mapping[str, Any], train: Sequence[int] |
     if train is None:
         return ""
     if examples > sum(train):
-        return f"claims {examples} examples, and has {sum(train)}"
+        return f"claims {examples} examples, but has {sum(train)}"
     if "label_counts" in fields and list(fields["label_counts"]) != list(train):
         return "its report 'label_counts' is not what it has"
     return ""
@@ -195,7 +195,7 @@ def _untrue_tests(fields: Mapping[str, Any], test: Sequence[int] | None) -> str:
         return ""
     rows = [fields.get("correct_by_class", ()), *fields.get("correct_by_epoch", ())]
     if any(len(row) not in (0, len(test)) or _exceeds(row, test) for row in rows):
-        return "its report has more right answers than there are test examples"
+        return "its report has more correct predictions than there are test examples"
     return ""
 
 
@@ -207,7 +207,7 @@ def _untrue_tasks(fields: Mapping[str, Any], tasks: int) -> str:
 
 
 def _untrue_counts(name: str, fields: Mapping[str, Any], existing: Sequence[int] | None) -> str:
-    """Whether a table of answers by class counts more examples than there are."""
+    """The reason if a table of predictions by class counts more examples than exist; else empty."""
     table = fields.get(name)
     if existing is None or not isinstance(table, Mapping):
         return ""
@@ -222,14 +222,15 @@ def _exceeds(counts: Sequence[int], limits: Sequence[int]) -> bool:
 
 
 class LoopbackGrid:
-    """Calls a ClientApp where a SuperLink would: one virtual node for each client, and bytes in
-    between.
+    """Calls a ClientApp in place of a SuperLink, with a virtual node for each client and serialised
+    messages.
 
-    Node ids are large numbers in no order and replies come last first, as in a deployment: nothing
-    may depend on them. ``bytes_down``, ``bytes_up`` count whole serialised messages, ``sent`` the
-    messages. It leans on names of Flower's that are not public (how a message is serialised and
-    gets its id), which a test watches. Its time passes only by waiting: a reply that is not there
-    at once never comes, so no caller needs to wait for it.
+    As in a deployment, callers must not depend on node ids, which are large and unordered, or on
+    the order of replies, which is reversed. ``bytes_down`` and ``bytes_up`` count the bytes of
+    whole serialised messages, and ``sent`` counts the messages. The class uses private names of
+    Flower for the serialisation and the ids of messages; a test watches them. Its clock only
+    advances when a caller waits: a reply that is not available at once never comes, so callers need
+    not wait for it.
     """
 
     def __init__(self, app: ClientApp, clients: Sequence[int]) -> None:
@@ -248,15 +249,15 @@ class LoopbackGrid:
         self._replies: dict[str, Parcel] = {}
 
     def monotonic(self) -> float:
-        """The time, in seconds."""
+        """The time in seconds."""
         return self.time
 
     def sleep(self, seconds: float, /) -> None:
-        """Let time pass."""
+        """Advance the time."""
         self.time += seconds
 
     def get_node_ids(self) -> list[int]:
-        """The nodes that are there."""
+        """The available nodes."""
         return sorted(self.nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
@@ -264,7 +265,7 @@ class LoopbackGrid:
         return [self._push(message) for message in messages]
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """The replies that are there, last first."""
+        """The available replies, last one first."""
         there = [i for i in message_ids if i in self._replies]
         return [parsed(self._replies.pop(i)) for i in reversed(there)]
 
@@ -280,8 +281,8 @@ class LoopbackGrid:
         return str(self.sent)
 
     def deliver(self, node: int, data: Parcel) -> Parcel | None:
-        """A node's answer to a message: its reply, or Flower's error reply if its app raises; None:
-        no reply.
+        """A node's answer to a message: its reply, or Flower's error reply if its app raises an
+        exception; None if there is no reply.
         """
         from flwr.app import Error, Message
 
@@ -295,10 +296,10 @@ class LoopbackGrid:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A message as it travels over a loopback grid: its protobuf without the data of its arrays.
+    """A message on a loopback grid: its protobuf without the data of its arrays.
 
-    ``arrays``: these data, by the names of the record and the array. They are bytes, which nobody
-    can change, so they are not copied.
+    ``arrays``: the data, by the names of the record and the array. They are immutable bytes, so
+    they are not copied.
     """
 
     message: bytes
@@ -309,7 +310,7 @@ class Parcel:
 
 
 def serialised(message: Message) -> Parcel:
-    """A message as bytes, by Flower's own serialisation."""
+    """Serialise a message with Flower's own functions."""
     from flwr.app import Array, ArrayRecord, RecordDict
     from flwr.app.message import make_message
     from flwr.common.serde import message_to_proto
@@ -330,7 +331,7 @@ def serialised(message: Message) -> Parcel:
 
 
 def parsed(parcel: Parcel) -> Message:
-    """The message in a parcel."""
+    """Parse the message in a parcel."""
     from flwr.common.serde import message_from_proto
     from flwr.proto.message_pb2 import Message as Proto
 

@@ -1,7 +1,7 @@
-"""Facts that all sites must agree on: classes, the form of examples, the public set, and the model
+"""Facts that all sites must share: the classes, the form of examples, the public set, and the model
 that a run starts from.
 
-No site sees the data of the others, so the server sends these facts with each request.
+Sites do not see each other's data, so the server sends these facts with each request.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from fedstill.running.standardisation import Origin
 T = TypeVar("T")
 
 OF_IMAGES = ("classes", "shape", "mean", "std", "public", "start")
-"""The facts of a run on images; the others have their defaults, and a request leaves them out."""
+"""The facts of a run on images. Other facts have their defaults, and requests omit them."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that every site must share.
+    """The facts that all sites must share.
 
-    ``classes``: names, in the order of their ids. ``shape``: of an example. ``mean``, ``std``: by
-    which images are normalised, or the numbers of each column or channel are standardised.
-    ``public``: SHA-256 of the public set, empty if there is none. ``kind``: of the examples.
-    ``vocabulary``: the number of token ids. ``tokenizer``: SHA-256 of the tokenizer's file, empty
-    for none. ``columns``: of a table. ``features``: the names of its inputs. ``marks``: the
-    positions of the inputs that are 0 or 1. ``origin``: from whose data ``mean`` and ``std`` are.
-    ``start``: SHA-256 of the model that the run starts from, empty for drawn weights.
+    ``classes``: the names, in the order of their ids. ``shape``: the shape of an example. ``mean``,
+    ``std``: the mean and standard deviation for normalising images, or for standardising each
+    column or channel. ``public``: the SHA-256 of the public set, or empty. ``kind``: the kind of
+    examples. ``vocabulary``: the number of token ids. ``tokenizer``: the SHA-256 of the tokenizer
+    file, or empty. ``columns``: the columns of a table. ``features``: the names of its inputs.
+    ``marks``: the positions of the binary inputs. ``origin``: the data from which ``mean`` and
+    ``std`` were computed. ``start``: the SHA-256 of the model that the run starts from; empty for
+    random weights.
     """
 
     classes: tuple[str, ...] = ()
@@ -59,7 +60,7 @@ class Facts:
 
     @staticmethod
     def of_trial(prepared: Prepared) -> Facts:
-        """The facts of a run whose clients read its data themselves: the start alone."""
+        """The facts of a run whose clients read the run's data themselves: only ``start``."""
         start = prepared.world.start
         if start is None:
             return Facts()
@@ -67,7 +68,7 @@ class Facts:
 
     @staticmethod
     def known_by(prepared: Prepared) -> Facts:
-        """The facts of a run, as the server knows them."""
+        """The facts of a run on the server."""
         data = prepared.dataset
         public = ""
         if prepared.sites.public is not None:
@@ -102,7 +103,7 @@ class Facts:
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Facts:
-        """The facts in a request; raises Refused for values that are not facts."""
+        """Parse the facts in a request; raises Refused for malformed values."""
         try:
             facts = Facts(
                 classes=_values(values, "classes", str),
@@ -133,7 +134,7 @@ class Facts:
         if self.kind == "image":
             of_images = {name: getattr(self, name) for name in OF_IMAGES}
             if self != Facts(**of_images):
-                raise ValueError(f"images have no facts but {', '.join(OF_IMAGES)}")
+                raise ValueError(f"images have no facts except {', '.join(OF_IMAGES)}")
             return
         width = 0
         if self.shape:
@@ -154,7 +155,7 @@ class Facts:
                 )
 
     def plain(self) -> dict[str, Any]:
-        """The facts as JSON has them."""
+        """The facts as JSON values."""
         values = asdict(self)
         if not self.start:
             del values["start"]
@@ -163,21 +164,21 @@ class Facts:
         return values
 
     def acceptable(self) -> dict[str, Any]:
-        """What a site can accept before a run: all but the mean and spread of the sites' sums."""
+        """The facts that a site can accept before a run: all except the mean and standard deviation
+        from the sites' sums.
+        """
         values = {name: value for name, value in self.plain().items() if value or name == "origin"}
         if self.origin == "summed":
             values = {name: values[name] for name in values if name not in ("mean", "std")}
         return values
 
     def check_start(self, settings: Settings) -> None:
-        """Raise Refused where the config and the facts disagree on whether the run starts from a
-        model.
-        """
+        """Raise Refused if the config and the facts disagree about a model to start from."""
         if bool(settings.start_from) != bool(self.start):
             raise Refused("the request's facts contradict start_from", "config")
 
     def check_config(self, settings: Settings) -> None:
-        """Raise Refused for facts that contradict what the run's config says about the data."""
+        """Raise Refused for facts that contradict the run's config."""
         data = settings.data
         flower = settings.flower
         agreements = {
@@ -203,14 +204,15 @@ class Facts:
         )
 
     def inputs(self, settings: Settings) -> Inputs:
-        """How stored values become inputs, the same at every site."""
+        """The conversion of stored values to inputs, which is equal at all sites."""
         return Inputs(self.mean, self.std, tuple(settings.data.augment), self.about)
 
 
 def accepted_text(config: str, facts: Mapping[str, Any]) -> str:
-    """What a site accepts, as TOML: a run's config, and the facts about data in its requests.
+    """The text that a site accepts, as TOML: a run's config, and the facts about data in its
+    requests.
 
-    A trial has no facts: then it is the config alone. Raises Refused for values that are no facts.
+    For a trial, which has no facts, it is only the config. Raises Refused for malformed facts.
     """
     if not facts:
         return config
@@ -218,12 +220,12 @@ def accepted_text(config: str, facts: Mapping[str, Any]) -> str:
 
 
 def _values(values: Mapping[str, Any], name: str, convert: Callable[[Any], T]) -> tuple[T, ...]:
-    """A list of values by its name; empty without that name."""
+    """The list of values with a name; empty if it is missing."""
     return tuple(convert(value) for value in values.get(name, ()))
 
 
 def _tokenizer_digest(tokenizer: str | None) -> str:
-    """The SHA-256 of a tokenizer's file; empty for words and bytes."""
+    """The SHA-256 of a tokenizer file; empty for words and bytes."""
     if not tokenizer or not tokenizer.endswith(".json"):
         return ""
     try:

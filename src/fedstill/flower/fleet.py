@@ -1,5 +1,5 @@
-"""The clients behind a Flower grid: which node is which, and asking many at once, with a deadline
-and retries.
+"""The clients behind a Flower grid: it identifies their nodes, and sends requests to many clients
+at once, with a deadline and retries.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 
-# Replies on a Flower grid, each by itself: one that is slow, broken or too large holds up nobody
-# else's.
+# Replies on a Flower grid are fetched independently, so that a slow, broken or oversized reply does
+# not delay others.
 #
-# Flower's own grid fetches the replies that were announced one after another. It waits for parts
-# that have not come yet, keeps all of them before their size is known, and raises for a reply that
-# it cannot read. So replies from a Flower server are fetched here, a thread for each. This leans on
-# names of Flower's that are not public, which a test watches.
+# Flower's own grid fetches announced replies one after another. It waits for missing parts, stores
+# parts before the size of the reply is known, and raises an exception for unreadable replies.
+# Therefore, this module fetches replies from a Flower server in one thread each. It uses private
+# names of Flower, which a test watches.
 
 
 BRIEFLY = 0.2
-"""The most seconds that a look waits for replies which are being fetched."""
+"""The maximum time to wait for replies that are being fetched, in seconds."""
 
 LATEST = 3.0
-"""The most seconds between two questions for a part of a reply that has not come."""
+"""The maximum time between two requests for a missing part of a reply, in seconds."""
 
 AROUND = 2 << 20
-"""Bytes of a reply beside its arrays: its header, and what Flower writes around them."""
+"""The allowance for a reply besides its arrays, in bytes: its header and Flower's encoding."""
 
 MAX_INTRODUCTION = 1 << 16
-"""The most bytes of the reply of a node that is asked which client it is."""
+"""The maximum size of the reply in which a node identifies its client, in bytes."""
 
 MAX_PARTS = 100_000
-"""The parts of a reply: Flower cuts arrays into pieces of 5 MB."""
+"""The maximum number of parts of a reply. Flower splits arrays into parts of 5 MB."""
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """A reply, or the reason why it did not come.
+    """A reply, or the reason why it is missing.
 
     ``may_retry``: whether the request may be sent again.
     """
@@ -68,21 +68,21 @@ class Arrived:
 
 @dataclass
 class Arrivals:
-    """The replies that come in over a grid. Each has a size limit of its own."""
+    """The incoming replies of a grid. Each reply has its own size limit."""
 
     grid: Grid
     # by the id of the message that is answered
     _fetched: dict[str, _Fetch] = field(default_factory=dict)
 
     def pull(self, limits: Mapping[str, int]) -> dict[str, Arrived]:
-        """The replies, or reasons why there are none, by the ids of the messages that have one.
+        """The available replies, or the reasons why they are missing, by the id of the request.
 
-        ``limits``: the most bytes of the arrays of each reply, by the id of the message.
+        ``limits``: the maximum size of each reply's arrays in bytes, by the id of the request.
         """
         ids = list(limits)
         if not ids:
             return {}
-        # no server is between: replies are whole
+        # without a server in between, replies are complete
         if getattr(type(self.grid), "_runtime_client", None) is None:
             messages = self.grid.pull_messages(ids)
             return {message.metadata.reply_to_message_id: Arrived(message) for message in messages}
@@ -93,7 +93,7 @@ class Arrivals:
         return {id: self._fetched.pop(id).future.result() for id in ready}
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Stop fetching the replies to some messages: nobody waits for them any more."""
+        """Stop fetching the replies to some messages, because they are no longer needed."""
         for id in ids:
             if id in self._fetched:
                 self._fetched.pop(id).stop.set()
@@ -116,8 +116,8 @@ class Arrivals:
 
 @dataclass
 class _Fetch:
-    """One reply on its way: its parts are asked for until all are there, it is too large, or nobody
-    waits for it.
+    """A reply that is being fetched. Its parts are requested until they are complete, the reply is
+    too large, or it is no longer needed.
     """
 
     grid: Any
@@ -132,7 +132,7 @@ class _Fetch:
             self.future.set_result(self._fetch())
         except _Lost as error:
             self.future.set_result(Arrived(None, str(error), may_retry=True))
-        except BaseException as error:  # an unreadable reply is a failure of one client only
+        except BaseException as error:  # an unreadable reply is only a failure of its client
             self.future.set_result(Arrived(None, _problem(error)))
 
     def _fetch(self) -> Arrived:
@@ -189,7 +189,7 @@ class _Fetch:
         raise _Lost("nobody waits for the reply")
 
     def _check_size(self, size: int) -> None:
-        """Raises BadPayload for a reply over the limit."""
+        """Raise BadPayload for a reply above the limit."""
         if size > self.max_bytes + AROUND:
             raise BadPayload(
                 f"the message has {size} bytes or more, over the limit of {self.max_bytes}"
@@ -197,7 +197,7 @@ class _Fetch:
 
 
 class _Lost(Exception):
-    """A reply did not come; its request may be sent again."""
+    """A reply was lost; its request may be sent again."""
 
 
 def _problem(error: BaseException) -> str:
@@ -208,9 +208,7 @@ def _problem(error: BaseException) -> str:
 
 
 def unfolded(parts: Mapping[str, bytes]) -> int:
-    """Bytes of all arrays in a message's parts, of which one part may stand in an array many
-    times.
-    """
+    """The bytes of all arrays in a message. An array may use the same part several times."""
     from flwr.supercore.inflatable.inflatable_object import (
         get_object_head_values_from_object_content,
     )
@@ -235,18 +233,16 @@ def _ids(tree: Any) -> Iterator[str]:
 UNREADABLE = "sent an invalid reply"
 
 MEMBERS_SECONDS = 10.0
-"""Seconds between two looks at the list of members while requests have no answer."""
+"""The time between two checks of the list of members while requests are unanswered, in seconds."""
 
 GRACE = 5.0
-"""Seconds by which a message outlives its stage: that the deadline has passed is then ours to say,
-not Flower's.
+"""The time by which a message outlives its stage, in seconds, so that fedstill rather than Flower
+reports a missed deadline.
 """
 
 
 class Clock(Protocol):
-    """What time it is, and waiting: the module ``time``, or a grid in which time passes by waiting
-    alone.
-    """
+    """A clock: the module ``time``, or a grid whose time only advances when a caller waits."""
 
     def monotonic(self) -> float: ...
     def sleep(self, seconds: float, /) -> None: ...
@@ -254,13 +250,14 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a stage may take and how often a message is sent again.
+    """Time limits for a stage and retries of its messages.
 
-    ``deadline``: seconds for a stage. ``ttl``: seconds that a message stays valid; 0: until the
-    deadline. ``retries``: how often a message is sent again that Flower lost, or that has no answer
-    in its share of the deadline: what a node held when it restarted is gone, and Flower does not
-    say so if it is back soon. ``poll``: the most seconds between looks; the first ones are nearer.
-    ``max_bytes``: of an answer.
+    ``deadline``: the time for a stage, in seconds. ``ttl``: the time for which a message is valid;
+    0: until the deadline. ``retries``: how often a message is sent again if Flower lost it, or if
+    it is not answered within its share of the deadline. The latter happens if a node restarts and
+    loses its messages, which Flower does not report if the node is back soon. ``poll``: the maximum
+    time between two checks for replies; the first checks are more frequent. ``max_bytes``: the
+    maximum size of an answer.
     """
 
     deadline: float = 600.0
@@ -271,15 +268,15 @@ class Patience:
 
     @property
     def share(self) -> float:
-        """Seconds after which a message without an answer is sent again."""
+        """The time after which an unanswered message is sent again, in seconds."""
         return self.deadline / (self.retries + 1)
 
 
 @dataclass
 class _Call:
-    """One client's request: how often it was sent, the messages under way, and its answer.
+    """A request to a client: the number of attempts, pending messages, and the answer.
 
-    ``retry_at``: the time at which it is sent again. ``lost``: why the last message was lost.
+    ``retry_at``: the time of the next attempt. ``lost``: the reason why the last message was lost.
     """
 
     request: Request
@@ -292,7 +289,7 @@ class _Call:
 
 @dataclass
 class Fleet:
-    """Clients by their number, over a grid that knows nodes by ids of its own."""
+    """Clients by number, over a grid with its own node ids."""
 
     grid: Grid
     patience: Patience
@@ -300,14 +297,14 @@ class Fleet:
     clients: dict[int, int] = field(default_factory=dict)  # node id -> client
     _began: float = field(default=0.0, init=False)  # the stage
     _looked_at: float = field(default=float("-inf"), init=False)  # the list of members
-    _asked: dict[str, int] = field(default_factory=dict)  # message id -> node asked who it is
+    _asked: dict[str, int] = field(default_factory=dict)  # message id -> node asked for its client
     _arrivals: Arrivals = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._arrivals = Arrivals(self.grid)
 
     def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
-        """One answer for each request, in their order; without a reply, a failure with a reason."""
+        """One answer for each request, in order; a missing reply becomes a failed answer."""
         self._began = self.clock.monotonic()
         self._looked_at = float("-inf")
         end = self._began + self.patience.deadline
@@ -337,11 +334,11 @@ class Fleet:
             self._send(due, self._nodes(calls, end), end)
 
     def _fail_removed(self, calls: Sequence[_Call]) -> None:
-        """Fail the requests to clients that the federation has no more: nobody waits for them."""
+        """Fail the requests to clients that have been removed from the federation."""
         registered = getattr(self.grid, "registered", None)
         looked_at = self._looked_at
         if all(call.attempts for call in calls):
-            # All were members when the stage began.
+            # All clients were members at the start of the stage.
             looked_at = max(looked_at, self._began)
         if registered is None or self.clock.monotonic() < looked_at + MEMBERS_SECONDS:
             return
@@ -352,18 +349,17 @@ class Fleet:
                 call.answer = _failed(call.request, "is not in the federation: no key is listed")
 
     def _is_due(self, call: _Call) -> bool:
-        """Whether a request is to be sent, for the first time or again."""
+        """Whether a request has to be sent, for the first time or again."""
         if not call.messages:
             return True
         may_retry = call.attempts <= self.patience.retries
         return may_retry and self.clock.monotonic() >= call.retry_at
 
     def _nodes(self, calls: dict[int, _Call], end: float) -> dict[int, list[int]]:
-        """The nodes of each client that are online.
+        """The online nodes of each client.
 
-        A grid with ``members`` knows clients by their keys, {node id: client}; what a node says of
-        itself counts for nothing there. On any other grid, new nodes are asked which client they
-        are.
+        A grid with ``members`` identifies clients by their keys, {node id: client}, regardless of
+        the nodes' own claims. On other grids, new nodes are asked for their client.
         """
         members = getattr(self.grid, "members", None)
         if members is not None:
@@ -378,7 +374,7 @@ class Fleet:
         return _by_client({node: self.clients[node] for node in online if node in self.clients})
 
     def _read_introductions(self) -> None:
-        """Note which clients the nodes are that have answered."""
+        """Store the clients of the nodes that have answered."""
         limits = dict.fromkeys(self._asked, MAX_INTRODUCTION)
         for id, arrived in self._arrivals.pull(limits).items():
             node = self._asked.pop(id)
@@ -391,7 +387,7 @@ class Fleet:
                 self.clients[node] = client
 
     def _introduce(self, nodes: Sequence[int], end: float) -> None:
-        """Ask nodes which clients they are."""
+        """Ask nodes for their clients."""
         from flwr.app import ConfigRecord, Message, RecordDict
 
         if not nodes:
@@ -436,7 +432,8 @@ class Fleet:
         limits = {id: self._limit(call.request) for id, call in under_way.items()}
         replies = self._arrivals.pull(limits)
         while replies:
-            # One leaves at a time: all encoded and all decoded replies may not fit into memory.
+            # Replies are removed one by one, because all encoded and decoded replies together may
+            # not fit into memory.
             id, arrived = replies.popitem()
             call = under_way[id]
             call.messages.discard(id)
@@ -455,24 +452,24 @@ class Fleet:
     def _read(self, request: Request, message: Message) -> SiteReply:
         try:
             answer = SiteReply.of(*header_and_payload(message.content, self._limit(request)))
-        except Exception as error:  # an unreadable message is a failure of one client only
+        except Exception as error:  # an unreadable message is only a failure of its client
             return _failed(request, f"{UNREADABLE}: {_problem(error)}")
         if answer.client != request.client:
             return _failed(request, f"answered as client {answer.client}")
         return answer
 
     def _limit(self, request: Request) -> int:
-        """The most bytes of the arrays in the reply to a request."""
+        """The maximum size of the arrays in the reply to a request, in bytes."""
         return min(request.reply_limit or self.patience.max_bytes, self.patience.max_bytes)
 
     def _lose(self, call: _Call, reason: str) -> None:
-        """Note a lost message; the request fails if it may not be sent again."""
+        """Register a lost message; the request fails if it may not be sent again."""
         call.lost = reason
         if call.attempts > self.patience.retries and not call.messages:
             call.answer = _failed(call.request, reason)
 
     def _silence(self, call: _Call) -> str:
-        """The reason why a request has no answer at the deadline."""
+        """The reason why a request was not answered by the deadline."""
         if call.lost:
             return call.lost
         deadline = f"within the deadline of {self.patience.deadline:g} s (flower.deadline)"
@@ -500,31 +497,31 @@ def _failed(request: Request, reason: str) -> SiteReply:
     return SiteReply(request.client, stage.round, stage.index, failure=cut_reason(reason))
 
 
-# How long a program waits before it asks again
+# Waiting times between requests of a program
 
 
 SOONEST = 0.05
-"""Seconds between two questions while there is work."""
+"""The time between two requests while there is work, in seconds."""
 
 SHARE = 0.02
-"""Of the time since there was work last, that is waited before the next question."""
+"""The waiting time as a share of the time since there was work."""
 
 
 @dataclass
 class Pace:
-    """How long to wait for the next question, in seconds: never longer than asked for.
+    """The waiting time until the next request, with a maximum that the caller sets.
 
-    A federation at work is asked twenty times a second, one that has been idle for two minutes
-    every three seconds.
+    A busy federation is asked twenty times per second. After two idle minutes, it is asked every
+    three seconds.
     """
 
     clock: Callable[[], float] = time.monotonic
     busy: float = field(default=float("-inf"))
 
     def worked(self) -> None:
-        """There was work just now."""
+        """Register that there is work."""
         self.busy = self.clock()
 
     def wait(self, most: float) -> float:
-        """Seconds until the next question, at most ``most``."""
+        """The seconds until the next request, at most ``most``."""
         return min(most, max(SOONEST, SHARE * (self.clock() - self.busy)))

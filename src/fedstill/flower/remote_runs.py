@@ -1,4 +1,4 @@
-"""Runs that another program carries out: Flower's simulation, or a federation's server."""
+"""Runs in other programs: Flower's simulation, or a federation's server."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ if TYPE_CHECKING:
 
 
 CLIENTS_ON_CARD = 4
-"""Clients that share a card; without a share Ray may hide the card from them."""
+"""The number of clients per GPU; without such a share, Ray may hide the GPU from them."""
 
 LOOK = 1.0
-"""Seconds between two readings of the journal."""
+"""The time between two readings of the journal, in seconds."""
 
 ASK = 60.0
-"""Seconds between two questions to the server."""
+"""The time between two requests to the server, in seconds."""
 
 START = 180.0
-"""Seconds in which the server must start."""
+"""The time limit for the start of the server, in seconds."""
 
 
 class FlowerRuns:
-    """Runs with ``engine = "flower"``: a ``running.driver.RemoteEngine``."""
+    """Runs with ``engine = "flower"`` (a ``running.driver.RemoteEngine``)."""
 
     def require(self) -> None:
         """Raise ConfigError if Flower is not installed."""
@@ -77,11 +77,12 @@ class FlowerRuns:
         folder: Path,
         drive: Callable[[Grid], Driven],
     ) -> Driven:
-        """Call ``drive`` with a grid of ``settings.clients`` virtual nodes; its result.
+        """Call ``drive`` with a grid of ``settings.clients`` virtual nodes, and return its result.
 
-        Ray spreads the nodes over a machine's cores or a cluster. ``folder``: the run's directory;
-        clients keep their state in its ``sites``, which all machines must see. Raises ConfigError
-        if Ray is not installed, DeployFailed if it does not start, and the errors of ``drive``.
+        Ray distributes the nodes over a machine's cores or a cluster. ``folder``: the run's
+        directory. Clients keep their states in its subfolder ``sites``, which must be accessible
+        from all machines. Raises ConfigError if Ray is not installed, DeployFailed if it does not
+        start, and the errors of ``drive``.
         """
         require_flower()
         try:
@@ -112,36 +113,35 @@ class FlowerRuns:
             run_simulation(app, clients, num_supernodes=settings.clients, backend_config=one_core)
         except Exception as error:
             raise DeployFailed(
-                f"Ray could not carry the run out: {' '.join(str(error).split())[:300]}"
+                f"Ray could not execute the run: {' '.join(str(error).split())[:300]}"
             ) from error
         if errors:
             raise errors[0]
         if not results:
-            raise DeployFailed("Ray ended before the run did; its log says why")
+            raise DeployFailed("Ray ended before the run; see its log")
         return results[0]
 
     def connect(
         self, prepared: Prepared, folder: Path, identity: Callable[[], str], grid: Grid | None
     ) -> FlowerEngine:
-        """The engine of a run over a grid, or over one inside this process."""
+        """The engine of a run over a grid, by default over one inside this process."""
         return connect(prepared, folder, identity, grid)
 
     def informed(self, engine: RunEngine, prepared: Prepared) -> FlowerEngine:
-        """The engine of a run whose data are prepared anew."""
+        """The engine of a run whose data were prepared again."""
         assert isinstance(engine, FlowerEngine)
         return informed(engine, prepared)
 
     def submit(self, settings: Settings, folder: Path, resume: bool, watch: Progress) -> Result:
-        """Have a federation's server do a run in a directory of its own disk, and wait for its end.
+        """Submit a run in a directory to a federation's server, and wait until it ends.
 
-        The directory must be seen from here too: this is the operator's command on the server's
-        machine. Raises DeployFailed with the reason if the server does not take the run, or it
-        fails there.
+        The command must run on the server's machine, because it also reads the directory. Raises
+        DeployFailed with the reason if the server rejects the run, or if the run fails.
         """
         federation = load_federation(Path(settings.flower.federation))
         config = settings.toml
         if resume:
-            config = ""  # the server reads the one in the directory
+            config = ""  # the server reads the file in the directory
         values = {"config": config, "out": str(folder.resolve()), "resume": resume}
         control = Control.of(federation)
         run = when_it_listens(lambda: control.start(federation.app, values), START)
@@ -149,26 +149,26 @@ class FlowerRuns:
         return _follow(control, run, settings.rounds, folder, watch)
 
     def client_memory(self, folder: Path, client: int, version: Version) -> Payload:
-        """A client's state in a version, if the client worked in a simulation on this machine.
+        """A version of a client's state, for clients of a simulation on this machine.
 
-        Raises ConfigError if the state is at the client's site, or no longer there.
+        Raises ConfigError if the state is at the client's site, or no longer exists.
         """
         desk = Desk(folder / "sites", name_for_clients(folder), client)
         if not desk.place.is_dir():
             raise ConfigError(
-                f"the model of client {client} is at its site: this machine does not have it"
+                f"the model of client {client} is stored at its site, not on this machine"
             )
         name, _ = version
         if not (desk.place / name).is_file():
             raise ConfigError(
-                f"the model of client {client} is no longer at its site: the run began with a "
-                "version whose sites kept those of the last stages only"
+                f"the model of client {client} no longer exists at its site: the run was started "
+                "with a version that only kept the models of the last stages"
             )
         return desk.remembered(version)
 
 
 def _follow(control: Control, run: int, rounds: int, folder: Path, watch: Progress) -> Result:
-    """Show a run's rounds until it ends on the server; its result."""
+    """Show a run's rounds until it ends on the server, and return its result."""
     rounds_shown = 0
     length_read = 0
     last_question = time.monotonic()
@@ -194,7 +194,7 @@ def _follow(control: Control, run: int, rounds: int, folder: Path, watch: Progre
 
 
 def _length(folder: Path) -> int:
-    """The bytes of the journal; a long journal is read only when it has become longer."""
+    """The size of the journal in bytes; the journal is only read again if it has grown."""
     path = folder / JOURNAL
     if not path.is_file():
         return 0
@@ -212,7 +212,7 @@ def _raise_if_ended(control: Control, run: int, folder: Path) -> None:
     try:
         end = control.ended(run)
     except NoAnswer:
-        # The server may be restarting; it can tell later whether the run still exists.
+        # The server may be restarting; it will report later whether the run still exists.
         return
     if end is not None and not (folder / "summary.json").is_file():
         raise DeployFailed(
@@ -220,7 +220,7 @@ def _raise_if_ended(control: Control, run: int, folder: Path) -> None:
         )
 
 
-# The engine of a run, over a grid that is given or one inside this process
+# The engine of a run, over a given grid or one inside this process
 
 
 def connect(
@@ -228,8 +228,9 @@ def connect(
 ) -> FlowerEngine:
     """The engine of a run whose clients are reached over Flower.
 
-    ``folder``: the run's directory. ``identity``: gives the run's identity. ``grid``: a Flower grid
-    whose nodes are the clients; without one they work in this process, over a loopback grid.
+    ``folder``: the run's directory. ``identity``: returns the run's identity. ``grid``: a Flower
+    grid whose nodes are the clients; without a grid, the clients work in this process, over a
+    loopback grid.
     """
     settings = prepared.settings
     if grid is None:
@@ -265,7 +266,7 @@ def connect(
 
 
 def _facts(prepared: Prepared) -> Mapping[str, Any]:
-    """The facts that go with each request; none in a trial that starts from drawn weights."""
+    """The facts in each request; empty for a trial that starts from random weights."""
     if prepared.settings.on_sites:
         return Facts.known_by(prepared).plain()
     if prepared.world.start is None:
@@ -274,14 +275,14 @@ def _facts(prepared: Prepared) -> Mapping[str, Any]:
 
 
 def _start(prepared: Prepared) -> Tensors:
-    """The model that the run starts from; empty for drawn weights."""
+    """The model that the run starts from; empty for random weights."""
     if prepared.world.start is None:
         return {}
     return prepared.world.start.params
 
 
 def informed(engine: FlowerEngine, prepared: Prepared) -> FlowerEngine:
-    """The engine for a run whose facts are known only now; its messages go the same way."""
+    """The engine for a run whose facts have become known, with the same connection."""
     server_engine = replace(engine.server_engine, world=prepared.world, sites=prepared.sites)
     return replace(
         engine,
@@ -292,21 +293,21 @@ def informed(engine: FlowerEngine, prepared: Prepared) -> FlowerEngine:
 
 
 BYTES_OF_NUMBER = 8
-"""The most bytes of a number in a reply: those of secure sums have 64 bits."""
+"""The maximum size of a number in a reply, in bytes; numbers of secure sums have 64 bits."""
 
 BYTES_AROUND_TENSOR = 1024
-"""For the name, shape and type of a tensor, and for what Flower and safetensors write around it."""
+"""The allowance per tensor in bytes, for its name, shape and type, and for the encoding."""
 
 BYTES_OF_SHARES = 1024
-"""For what a client sends about another one in a step of a secure sum."""
+"""The size of a client's data about another client in a step of a secure sum, in bytes."""
 
 REPLY_ALLOWANCE = 1 << 16
-"""Bytes that every reply may have beside its expected content."""
+"""The allowance for a reply besides its expected content, in bytes."""
 
 
 @dataclass(frozen=True)
 class ReplyLimits:
-    """The most bytes of each client's reply, computed from the form of a valid reply."""
+    """The maximum size of each client's reply, computed from the form of a valid reply."""
 
     prepared: Prepared
 
@@ -315,7 +316,7 @@ class ReplyLimits:
         return run_extensions(self.prepared).round_hooks
 
     def of(self, client: int, stage: Stage) -> int:
-        """The most bytes of the arrays in a client's reply to a stage; 0 if they are not known."""
+        """The maximum size of the arrays in a client's reply, in bytes; 0 if it is unknown."""
         prepared = self.prepared
         if stage == sums_stage(prepared.world, prepared.settings.schedule):
             about = prepared.dataset.about
@@ -325,14 +326,14 @@ class ReplyLimits:
             try:
                 expected = expected_reply(client, stage, prepared.world, schedule, self._hooks)
             except Exception:
-                # The screen calls the function again when the reply is here, and names the error.
+                # The screen calls the function again when the reply arrives, and reports the error.
                 return 0
         content = sum(_most_bytes(group) for group in expected.values())
         return REPLY_ALLOWANCE + content + BYTES_OF_SHARES * len(stage.clients)
 
 
 def _most_bytes(group: Group) -> int:
-    """The most bytes of a group of a reply that has the form of this one."""
+    """The maximum size of a group of a reply that has this form, in bytes."""
     if isinstance(group, torch.Tensor):
         return BYTES_AROUND_TENSOR + max(group.nbytes, BYTES_OF_NUMBER * group.numel())
     if isinstance(group, Mapping):
@@ -343,8 +344,8 @@ def _most_bytes(group: Group) -> int:
 
 
 def truth_of(prepared: Prepared) -> Callable[[int, int], Truth]:
-    """What the server knows of each client's data in each round: all in a simulation, nothing of
-    real sites.
+    """The server's knowledge of each client's data in each round: everything in a simulation, and
+    nothing for real sites.
     """
     sites = prepared.sites
     classes = prepared.world.classes
@@ -359,7 +360,7 @@ def truth_of(prepared: Prepared) -> Callable[[int, int], Truth]:
 
 
 def _counts_by_class(examples: Examples | None, classes: int) -> list[int] | None:
-    """How many examples each class has; None without examples, or without their labels."""
+    """The number of examples by class; None without examples or labels."""
     if examples is None or len(examples) == 0 or bool((examples.labels < 0).any()):
         return None
     counts: list[int] = torch.bincount(examples.labels.cpu(), minlength=classes).tolist()
@@ -367,7 +368,7 @@ def _counts_by_class(examples: Examples | None, classes: int) -> list[int] | Non
 
 
 def patience(settings: Settings) -> Patience:
-    """How long to wait for clients, from ``[flower]``."""
+    """The time limits for clients, from ``[flower]``."""
     table = settings.flower
     return Patience(
         deadline=table.deadline,
@@ -379,11 +380,11 @@ def patience(settings: Settings) -> Patience:
 
 
 def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> ClientApp:
-    """A ClientApp whose nodes are the clients of a simulation: each on its part of the data, its
-    memory in a folder.
+    """A ClientApp whose nodes are the clients of a simulation, each with its part of the data and
+    its state in a folder.
 
-    They belong to the server's own user, so they import whatever code its configuration names, and
-    read its files.
+    They belong to the server's own user, so they import any code in its configuration, and read its
+    files.
     """
     imports = tuple(code_in(settings.tree))
     files = tuple(files_in(settings.tree))
@@ -397,25 +398,25 @@ def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> Clie
     return client_app(clerk_of, settings.flower.max_mb << 20, shows_reasons=True)
 
 
-# What a server deletes of a client that leaves a federation, and what it cannot delete.
+# The deletion of a client's files on the server when the client leaves a federation.
 
 
 CLIENT_FOLDERS = ("updates", "memory")
-"""The folders of a run's directory with files of single clients: kept replies, and states."""
+"""The folders in a run directory with files of single clients: kept replies, and states."""
 
 BEYOND_REACH = (
     "copies of models that sites, users or trackers hold, and models that were published",
     "backups of this machine",
     "data and state at the client's own site, which deletes them itself",
 )
-"""What no command on the server can delete."""
+"""Copies that no command on the server can delete."""
 
 
 @dataclass(frozen=True)
 class Deletion:
-    """What was deleted, and what is left.
+    """The result of a deletion.
 
-    ``deleted``: files and folders. ``left``: in words, each with its path if it has one.
+    ``deleted``: files and folders. ``left``: descriptions of what was not deleted, with paths.
     """
 
     deleted: Sequence[Path]
@@ -423,10 +424,10 @@ class Deletion:
 
 
 def delete_traces(federation: Federation, client: int, runs: Sequence[Path]) -> Deletion:
-    """Delete the replies, states and files of a client on this machine: in the directories of runs,
-    and its folder in the federation's folder.
+    """Delete the replies, states and files of a client on this machine, in the directories of runs
+    and in the federation's folder.
 
-    Raises DiskFull or ConfigError for a link in place of a folder of replies or states.
+    Raises DiskFull, and ConfigError if a folder of replies or states is a link.
     """
     deleted: list[Path] = []
     for run in runs:
@@ -440,25 +441,23 @@ def delete_traces(federation: Federation, client: int, runs: Sequence[Path]) -> 
 
 
 def _delete_files(run: Path, client: int) -> Iterator[Path]:
-    """Delete the kept replies and the states of a client in a run's directory; yields their
-    paths.
-    """
+    """Delete the kept replies and the states of a client in a run directory; yields their paths."""
     name = re.compile(rf"client{client}-round\d+-stage\d+\.safetensors")
     for folder in CLIENT_FOLDERS:
         names = remove_files(run / folder, lambda entry: name.fullmatch(entry) is not None)
         for deleted in sorted(names):
             yield run / folder / deleted
 
-    # The states of a simulation's sites are in the run's directory, too.
+    # In a simulation, the states of sites are also in the run directory.
     for path in sorted((run / "sites").glob(f"*/client{client}")):
         if path.parent.resolve().parent != run.resolve() / "sites":
-            raise ConfigError(f"{path} leads out of {run}: delete the link, then unlearn again")
+            raise ConfigError(f"{path} is a link out of {run}: delete the link, then unlearn again")
         remove_folder(path)
         yield path
 
 
 def _left_in(run: Path) -> Iterator[str]:
-    """What a run's directory, and packs of it, still have of what the client has taught or sent."""
+    """Descriptions of files in a run directory and its packs that still depend on the client."""
     yield (
         f"{run}: the old model and its checkpoints, and the journal with the client's numbers; "
         "delete the directory when nobody needs it"

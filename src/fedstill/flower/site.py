@@ -1,7 +1,7 @@
-"""A site: how one client's machine does a stage that a server asks for, what it refuses, and what
-it keeps on its disk.
+"""A site: it executes the stages that a server requests on one client's machine, refuses
+unacceptable requests, and stores the client's files.
 
-What a capability protects there is in its guards (``core.extensions.SiteGuard``).
+Outer packages protect sites with guards (``core.extensions.SiteGuard``).
 """
 
 from __future__ import annotations
@@ -81,11 +81,12 @@ log = logging.getLogger("fedstill.site")
 
 @dataclass
 class Clerk:
-    """Does stages for a site: checks a request, prepares the run, and works if the guards admit it.
+    """Executes stages for a site: it checks a request, prepares the run, and does the work if the
+    guards permit it.
 
     ``dataset``: data in memory, for a trial in the server's own process. ``ready``: runs that were
-    prepared for earlier requests. ``shows_reasons``: whether the server learns why work failed, in
-    a simulation, where it has all data anyway.
+    prepared for earlier requests. ``shows_reasons``: whether the server receives the reasons of
+    failures, as in a simulation, where the server has all data anyway.
     """
 
     site: Site
@@ -94,7 +95,7 @@ class Clerk:
     shows_reasons: bool = False
 
     def __call__(self, request: Request) -> SiteReply:
-        """The answer; an error is an answer too, with the reason in one line."""
+        """The answer to a request. An error becomes an answer with the reason in one line."""
         try:
             with process_settings():
                 answer = self._answer(request)
@@ -105,7 +106,7 @@ class Clerk:
         return answer
 
     def _failed(self, request: Request, details: str, topic: Topic) -> SiteReply:
-        """The answer to a request that failed. Its details stay in the site's log."""
+        """The answer to a failed request. Details remain in the site's log."""
         stage = request.stage
         reason = cut_reason(details)
         if not self.shows_reasons:
@@ -120,7 +121,7 @@ class Clerk:
         return Refusals(self.site.memory)
 
     def _answer(self, request: Request) -> SiteReply:
-        """The answer to a request that this site accepts; raises Refused for others."""
+        """The answer to an acceptable request; raises Refused for other requests."""
         if request.client != self.site.client:
             raise Refused(f"this site is client {self.site.client}, not client {request.client}")
         self._check(request)
@@ -149,12 +150,12 @@ class Clerk:
             return visit.answer(request)
 
     def _desk(self, request: Request) -> Desk:
-        """The client's files of the run of a request."""
+        """The client's files for the run of a request."""
         is_secret = bool(self.site.data)
         return Desk(self.site.memory, request.run, request.client, is_secret)
 
     def _notebook(self, desk: Desk) -> SiteNotebook:
-        """Where the guards keep their notes of a run."""
+        """The storage of the guards' notes about a run."""
         return SiteNotebook(
             folder=desk.place,
             memory=self.site.memory,
@@ -163,8 +164,8 @@ class Clerk:
         )
 
     def _ready(self, request: Request) -> Ready:
-        """The run of a request. It is prepared now unless it was for an earlier request, with the
-        data of the same task.
+        """The run of a request. It is prepared unless an earlier request has already prepared it
+        with the data of the same task.
         """
         key = description_of_run(request)
 
@@ -177,7 +178,7 @@ class Clerk:
         return ready
 
     def _check(self, request: Request) -> None:
-        """Raises Refused for another version, or a configuration that the site has not accepted."""
+        """Raise Refused for another version, or for a config that the site has not accepted."""
         if request.version != VERSION:
             raise Refused(
                 f"the server runs fedstill {request.version[:40]}, this site {VERSION}: install "
@@ -191,13 +192,13 @@ class Clerk:
 
     def _settings(self, request: Request) -> Settings:
         """The settings of a request; raises Refused for code, files and measures that the site does
-        not allow.
+        not permit.
         """
         try:
             tree = parse_toml(request.config.encode())
         except ValueError as error:
             raise Refused(f"the configuration is not TOML: {error}") from error
-        # Resolving the settings imports the code that they name, so this comes first.
+        # This comes first, because resolving the settings imports the code in them.
         self._check_code(tree)
         settings = resolve(from_tree(tree, {}, None))
 
@@ -217,7 +218,7 @@ class Clerk:
         return settings
 
     def _check_code(self, tree: Mapping[str, Any]) -> None:
-        """Raises Refused for a configuration that names code which the site does not list."""
+        """Raise Refused for a configuration with code that the site does not list."""
         for name in code_in(tree):
             if name not in self.site.imports:
                 raise Refused(
@@ -227,7 +228,7 @@ class Clerk:
                 )
 
     def _check_files(self, tree: Mapping[str, Any]) -> None:
-        """Raises Refused for a configuration that reads files which the site does not list."""
+        """Raise Refused for a configuration that reads files which the site does not list."""
         for name in files_in(tree):
             if name not in self.site.files:
                 raise Refused(
@@ -238,7 +239,7 @@ class Clerk:
                 )
 
     def _prepare(self, settings: Settings, request: Request) -> Ready:
-        """A run on the site's own data, or in a trial on its part of the run's data."""
+        """Prepare a run on the site's own data or, in a trial, on its part of the run's data."""
         site = self.site
         facts = Facts.of(request.facts)
         facts.check_start(settings)
@@ -266,16 +267,16 @@ class Clerk:
 
 
 OFFERED = "offered"
-"""The folder in a site's memory with what was asked of it and is not accepted."""
+"""The folder in a site's memory with configs that were requested but are not accepted."""
 
 MOST_OFFERED = 20
-"""How many such files there are at most; the operator deletes them."""
+"""The maximum number of such files; the site's operator deletes them."""
 
 
 def _check_accepted(site: Site, request: Request) -> None:
     """Raise Refused for a config and facts that the site has not accepted.
 
-    They are written to a file for the site's operator, whose SHA-256 is the one to accept.
+    They are written to a file for the site's operator, who can accept the SHA-256 of this file.
     """
     text = accepted_text(request.config, request.facts)
     sha = digest(text.encode())
@@ -294,9 +295,9 @@ def _check_accepted(site: Site, request: Request) -> None:
 
 @dataclass
 class Visit:
-    """What a site does for one request: the guards' checks, the work, and the answer.
+    """The processing of one request: the guards' checks, the work and the answer.
 
-    ``memory``: the version of the memory that the work has left; None for nothing.
+    ``memory``: the version of the client state after the work; None if there is no state.
     """
 
     prepared: Prepared
@@ -306,12 +307,12 @@ class Visit:
     memory: Version | None = None
 
     def answer(self, request: Request) -> SiteReply:
-        """The answer, as the guards let it leave."""
+        """The answer, after the guards' processing."""
         reply = self._guarded(request, self.guards)
         return SiteReply.from_reply(reply, self.memory)
 
     def _guarded(self, request: Request, guards: Sequence[SiteGuard]) -> Reply:
-        """The reply to a request inside some guards, of which the first is the outermost."""
+        """The reply to a request within some guards; the first guard is the outermost."""
         if not guards:
             return self._reply(request)
         outermost, *inner = guards
@@ -320,7 +321,7 @@ class Visit:
         )
 
     def _reply(self, request: Request) -> Reply:
-        """The reply that was kept for the same request, or that of new work."""
+        """The stored reply to the same request, or a new reply."""
         answer = self.desk.kept(request)
         if answer is None:
             answer = self._new_answer(request)
@@ -332,7 +333,9 @@ class Visit:
         return reply
 
     def _new_answer(self, request: Request) -> SiteReply:
-        """The answer of new work, kept for when the same is asked again; one that failed is not."""
+        """Do the work and return the answer, which is stored for repeated requests unless the work
+        failed.
+        """
         for guard in self.guards:
             guard.admit(request, self.work)
 
@@ -353,8 +356,8 @@ class Visit:
 
 
 def requested_work(prepared: Prepared, request: Request) -> ClientWork:
-    """The work that a request names. Raises Refused for a stage that is not in the run's schedule,
-    and for sums and counts that the run does not need.
+    """The requested work. Raises Refused for a stage that is not in the run's schedule, and for
+    sums and counts that the run does not need.
     """
     stage = request.stage
     settings = prepared.settings
@@ -363,8 +366,8 @@ def requested_work(prepared: Prepared, request: Request) -> ClientWork:
         raise Refused(f"client {request.client} does not act in stage {stage.name!r}", "stage")
     if stage.name == CENSUS and not takes_census(settings.method, settings.plans):
         raise Refused(
-            f"neither method {settings.named.method.label} nor class_weights need label counts, so "
-            "they stay here",
+            f"neither method {settings.named.method.label} nor class_weights need label counts, "
+            "so this site does not send them",
             "stage",
         )
     if stage.name == CENSUS and stage in settings.schedule(0, world):
@@ -372,13 +375,15 @@ def requested_work(prepared: Prepared, request: Request) -> ClientWork:
     if stage == sums_stage(world, settings.schedule):
         if not prepared.scaler.awaits_sums:
             raise Refused(
-                "the run is not standardised by sums that sites send, so they stay here", "stage"
+                "the run is not standardised with the sums of sites, so this site does not send "
+                "them",
+                "stage",
             )
         about = prepared.sites.inputs.about
         return sums_work(settings, about, prepared.dataset.input_shape)
     if prepared.scaler.awaits_sums:
         raise Refused(
-            "the request has no mean and spread, which the sites' sums would give", "stage"
+            "the request has no mean and standard deviation from the sites' sums", "stage"
         )
     is_in_run = 1 <= stage.round <= settings.rounds
     if not is_in_run or stage not in settings.schedule(stage.round, world):
@@ -388,8 +393,8 @@ def requested_work(prepared: Prepared, request: Request) -> ClientWork:
     return settings.schedule.actor(stage).work(stage)
 
 
-# Refusals that depend on a site's data. Each tells the server a little about the data, if only that
-# they do not fit. So a site answers a limited number of different questions.
+# Refusals that depend on a site's data. Each of them reveals something about the data, at least
+# that they do not match. Therefore, a site only answers a limited number of different requests.
 
 
 DATA_TOPICS: frozenset[Topic] = frozenset(
@@ -410,13 +415,13 @@ DATA_TOPICS: frozenset[Topic] = frozenset(
 """The topics of refusals and failures that may depend on a site's data."""
 
 WORK_TOPICS: frozenset[Topic] = frozenset({"range", "state", "work"})
-"""Those that depend on the whole request, not only on the config and the facts."""
+"""The topics that depend on the whole request, rather than only on the config and the facts."""
 
 REFUSED = "refused.json"
 """The file in a site's memory folder with the refusals."""
 
 MOST_REFUSALS = 10
-"""The most different requests that a site refuses in one run, or for one config."""
+"""The maximum number of different requests that a site refuses in one run, or for one config."""
 
 MOST_REFUSALS_A_DAY = 50
 
@@ -426,13 +431,13 @@ DAYS_KEPT = 30
 
 
 def description_of_run(request: Request) -> str:
-    """Identifies what a request says about the run's config and data: its config and its facts."""
+    """Identifies a run's config and data: the config and the facts in a request."""
     facts_digest = digest(repr(sorted(request.facts.items())).encode())
     return f"{request.sha} {facts_digest}"
 
 
 class RefusalNote(NamedTuple):
-    """One refusal: its time, the run and the config of the request, and what was asked."""
+    """A refusal: its time, the run and the config of the request, and the request itself."""
 
     time: float
     run: str
@@ -444,13 +449,13 @@ class RefusalNote(NamedTuple):
 class Refusals:
     """The refusals of a site that depend on its data, in a file of its memory folder.
 
-    The same question counts once, because the same answer reveals nothing new.
+    Identical requests count once, because the same answer reveals nothing new.
     """
 
     folder: Path
 
     def check(self, request: Request) -> None:
-        """Raise Refused for a new question if the site has refused too many others."""
+        """Raise Refused for a new request if the site has refused too many others."""
         notes = self._notes()
         if any(note.question == description_of_run(request) for note in notes):
             return
@@ -460,10 +465,10 @@ class Refusals:
         _check_number("in a day", [n for n in notes if n.time > yesterday], MOST_REFUSALS_A_DAY)
 
     def add(self, request: Request, topic: Topic) -> None:
-        """Note a refusal before its reason leaves the site."""
+        """Store a refusal, before its reason is sent to the server."""
         note = RefusalNote(time.time(), request.run, request.sha, description_of_run(request))
         if topic in WORK_TOPICS:
-            # Work may fail now and then in a long run: only the number in a day counts.
+            # Work may occasionally fail in a long run, so only the number per day counts.
             question = replace(request, run="run", memory=None).digest()
             note = RefusalNote(note.time, run="", sha="", question=question)
         make_folder(self.folder)
@@ -482,24 +487,24 @@ class Refusals:
 
 
 def _check_number(source: str, notes: Sequence[RefusalNote], most: int) -> None:
-    """Raise Refused if the notes have too many different questions."""
+    """Raise Refused if the notes contain too many different requests."""
     questions = {note.question for note in notes}
     if len(questions) >= most:
         raise Refused(
-            f"this site has refused {len(questions)} different requests {source}; to go on, "
+            f"this site has refused {len(questions)} different requests {source}; to continue, "
             f"delete {REFUSED} in its memory folder",
             "limit",
         )
 
 
-# A client's files at its site
+# The files of a client at its site
 
 
 _GROUP = "up "
-"""In a file of a reply, the names of the reply's groups begin with it."""
+"""The prefix of the groups of a reply in the reply's file."""
 
 START_MODEL = "start.model"
-"""The file with the model that a run starts from, as the server sent it."""
+"""The file with the model that a run starts from."""
 
 FACTS = "facts.json"
 """The file with the digests of a run's facts about data."""
@@ -508,20 +513,20 @@ STATE_KEY = "state-key"
 """The file with the key of the digests of a real site's states."""
 
 KEPT = 2
-"""How many stages' memories and replies are kept, beside the memory that counts."""
+"""The number of stages whose states and replies are kept, in addition to the valid state."""
 
 
 @dataclass(frozen=True)
 class Desk:
     """The files of one client in one run: ``FOLDER/RUN/clientN/``.
 
-    For each stage done: the memory it left, ``clientN-roundR-stageS.safetensors``, if it left one;
-    and then the reply, which is only written when the memory is safe. So a stage that was asked for
-    twice is answered from its reply, and one that was cut short is done again from the memory that
-    counts. Guards keep their notes in the same folder (``core.extensions.SiteGuard``).
+    For each executed stage, there is the client state ``clientN-roundR-stageS.safetensors`` (if
+    any), and the reply, which is only written after the state is on disk. A repeated request is
+    answered from the stored reply, and an interrupted stage is repeated from the valid state.
+    Guards store their notes in the same folder (``core.extensions.SiteGuard``).
 
-    ``is_secret``: whether the server learns only keyed digests of the client's states. A plain
-    SHA-256 would let it check guesses about a state, and so about the data.
+    ``is_secret``: whether the server only receives keyed digests of client states. With a plain
+    SHA-256, it could verify guesses about a state, and thereby about the data.
     """
 
     folder: Path
@@ -531,13 +536,14 @@ class Desk:
 
     @property
     def place(self) -> Path:
-        """Where this client's files of this run are."""
+        """The folder of this client's files for this run."""
         return self.folder / self.run / f"client{self.client}"
 
     def note_facts(self, facts: Mapping[str, Any]) -> None:
-        """Note a run's facts when they are first used; raises Refused for facts that change.
+        """Store a run's facts at their first use; raises Refused if they change later.
 
-        The mean and spread of the sites' sums are noted by themselves, because they come later.
+        The mean and standard deviation from the sites' sums are stored separately, because they
+        arrive later.
         """
         if not facts:
             return
@@ -549,15 +555,17 @@ class Desk:
         if facts.get("mean"):
             current["moments"] = digest(json.dumps([facts["mean"], facts.get("std")]).encode())
         if any(noted.get(name, sha) != sha for name, sha in current.items()):
-            raise Refused("the facts about data are not those that this run began with", "request")
+            raise Refused(
+                "the facts about data have changed since the start of this run", "request"
+            )
         if not current.keys() <= noted.keys():
             write_secret(path, json.dumps({**noted, **current}).encode())
 
     def start_model(self, request: Request) -> Tensors:
-        """The model that the run starts from: the one in the request, or the one that was kept.
+        """The model that the run starts from: the model in the request, or the stored one.
 
-        Raises Refused for another model than that of the facts. Without any, the server sends it
-        again.
+        Raises Refused if the model differs from the one in the facts. If there is no model, the
+        server sends it again.
         """
         if request.start:
             _check_start(request.start, request)
@@ -573,31 +581,29 @@ class Desk:
         return model
 
     def keep_start(self, request: Request) -> None:
-        """Keep the model in a request that the run starts from, for later requests."""
+        """Store the model that the run starts from, if the request contains it."""
         if request.start:
             _check_start(request.start, request)
             parts = encoded_parts(Payload({START: request.start}))
             write_secret(self.place / START_MODEL, parts)
 
     def remembered(self, version: Version | None) -> Payload:
-        """What the client remembers in a version; raises CorruptFile if that file is gone or
-        damaged.
-        """
+        """A version of the client state; raises CorruptFile if its file is missing or damaged."""
         if version is None:
             return NOTHING
         path = self.place / version[0]
         try:
             data = read_file(path)
             if self._identifier(data) != version[1]:
-                raise BadPayload("its SHA-256 is not the one that counts")
+                raise BadPayload("its SHA-256 does not match")
             return decode(data, entries=MAX_LOCAL_ENTRIES)
         except (OSError, BadPayload) as error:
             raise CorruptFile(
-                f"the memory that counts, {version[0]}, cannot be used at this site: {error}"
+                f"the client state {version[0]} cannot be used at this site: {error}"
             ) from error
 
     def _identifier(self, *parts: bytes | memoryview) -> str:
-        """Identifies a client's encoded state for the server."""
+        """The identifier of a client's encoded state for the server."""
         if not self.is_secret:
             return digest(*parts)
         path = self.place / STATE_KEY
@@ -610,7 +616,7 @@ class Desk:
         return code.hexdigest()
 
     def kept(self, request: Request) -> SiteReply | None:
-        """The answer already given to the same request, if it is still here and whole."""
+        """The stored answer to the same request; None if it is missing or damaged."""
         path = self.place / _reply(request.stage)
         try:
             stored = decode(read_file(path), entries=MAX_LOCAL_ENTRIES)
@@ -629,7 +635,7 @@ class Desk:
         return answer
 
     def keep(self, request: Request, answer: SiteReply, client_state: Payload) -> SiteReply:
-        """Write the client's state, then the reply, then delete what is too old.
+        """Write the client state and then the reply, and delete old files.
 
         Returns the answer with the version of the state.
         """
@@ -648,10 +654,10 @@ class Desk:
         return answer
 
     def _delete_old(self, request: Request) -> None:
-        """Delete the files of old stages, but not the memories that the request names."""
+        """Delete the files of old stages, except states to which the request refers."""
         replies = sorted(self.place.glob("*.reply"))
         latest = {path.stem for path in replies[-KEPT:]}
-        # A server that went back has just asked for an older stage.
+        # A server that resumed from an earlier checkpoint requests an older stage.
         latest.add(_named(request.stage))
 
         named = set(request.named)
@@ -664,18 +670,18 @@ class Desk:
 
 
 def _check_start(model: Tensors, request: Request) -> None:
-    """Raise Refused for another model than the one whose SHA-256 is in the request's facts."""
+    """Raise Refused if the SHA-256 of a model differs from the one in the request's facts."""
     if sha256_of(model) != request.facts.get("start"):
         raise Refused(
-            "the model that the run starts from is not the one whose SHA-256 is in the facts",
+            "the SHA-256 of the model that the run starts from differs from the facts",
             "start",
         )
 
 
 def prune_states(folder: Path, days: int) -> None:
-    """Delete the states and replies of runs that have asked nothing for some days; 0: never.
+    """Delete the states and replies of runs without requests for some days; 0: never.
 
-    What guards have noted stays: it says what a site has answered with noise, or in secure sums.
+    The notes of guards are kept: they record the site's answers with noise or in secure sums.
     """
     if not days or not folder.is_dir():
         return
@@ -701,7 +707,7 @@ def _memory(client: int, stage: Stage) -> str:
 
 
 def _stage_of(path: Path) -> str:
-    """The stage of a file, as its reply's name says it."""
+    """The stage of a file, in the form of the reply's name."""
     if path.suffix == ".reply":
         return path.stem
     _, round, stage = path.stem.split("-")
@@ -712,19 +718,19 @@ def _stage_of(path: Path) -> str:
 
 
 MOST_OF_A_REQUEST = 1 << 20
-"""The most groups and tensors of a request: among peers, one holds the models of all."""
+"""The maximum number of groups and tensors in a request, which may contain the models of all peers.
+"""
 
 Does = Callable[[Request], SiteReply]
-"""Does a stage for one client; a refusal or a failure is its answer."""
+"""Executes a stage for one client; refusals and failures are answers, too."""
 
 
 def client_app(
     clerk_of: Callable[[Context], tuple[int, Does]], max_bytes: int, *, shows_reasons: bool = False
 ) -> ClientApp:
-    """The app of a node; ``clerk_of`` gives the number of the client that the node is, and its
-    clerk.
+    """The app of a node; ``clerk_of`` returns the number of the node's client and its clerk.
 
-    ``shows_reasons``: whether an error reply holds the text of the error, as in a simulation.
+    ``shows_reasons``: whether an error reply contains the text of the error, as in a simulation.
     """
     require_flower()
     from flwr.app import ConfigRecord, Error, Message, RecordDict

@@ -1,4 +1,6 @@
-"""A site's own data: read by the run's keys, checked against its facts, cut into tasks."""
+"""A site's own data: they are read with the run's keys, checked against its facts, and divided into
+tasks.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,15 @@ from fedstill.running.standardisation import (
 )
 from fedstill.running.world import RunWorld, extended, started, world_of
 
-# A site's own data as the run has them: read by the run's keys, checked against its facts,
-# standardised by these.
+# A site's own data in the form of the run: read with the run's keys, checked against its facts, and
+# standardised with these facts.
 
 
 @dataclass(frozen=True)
 class OwnData:
-    """A site's data: the data set as it was read, its scaled examples, and the public set.
+    """A site's data: the data set, its scaled examples, and the public set.
 
-    ``dataset``: as it was read. ``scaler``: how numbers were scaled.
+    ``dataset``: the data set before scaling. ``scaler``: the scaler of its numbers.
     """
 
     dataset: Dataset
@@ -57,17 +59,17 @@ class OwnData:
 
 
 def own_data(settings: Settings, facts: Facts, data: str, public: str, tokenizer: str) -> OwnData:
-    """A site's data.
+    """Read a site's data.
 
-    data: the site's file or folder. public, tokenizer: its copies of the public set and of the
-    tokenizer's file. Raises Refused for examples that are not of the kind, shape, columns,
-    vocabulary or classes of the run, and for copies that are not the server's.
+    data: the site's file or folder. public, tokenizer: its copies of the public set and the
+    tokenizer file. Raises Refused if the kind, shape, columns, vocabulary or classes of examples
+    differ from the run's, or if the copies differ from the server's.
     """
     form = form_of(settings, facts, tokenizer)
     dataset = read_alike(settings, facts, data, form)
     scaler = scaler_of(settings, dataset, facts)
     if scaler.awaits_sums:
-        # The sums leave out missing values, so examples stay as they are.
+        # The sums omit missing values, so examples are not changed.
         return OwnData(dataset, dataset.train, dataset.test, public=None, scaler=scaler)
     return OwnData(
         dataset=dataset,
@@ -81,15 +83,15 @@ def own_data(settings: Settings, facts: Facts, data: str, public: str, tokenizer
 def read_alike(
     settings: Settings, facts: Facts, data: str, form: Mapping[str, Any], **options: Any
 ) -> Dataset:
-    """A file or folder of a site, read in the run's form, with the labels that all sites share.
+    """Read a file or folder of a site in the run's form, with the labels that all sites share.
 
-    options: further options of reading. Raises Refused for other examples than those of the run.
+    options: further reading options. Raises Refused if the examples do not match the run.
     """
     reading = {**form, **settings.data.images, **options}
     if settings.data.label_column and form:
         reading["label_column"] = settings.data.label_column
     if ".py:" in data:
-        # A function of the site's operator takes no options.
+        # The site operator's own functions take no options.
         reading = {}
     own = load_dataset(data, **reading)
     for warning in own.about.warnings:
@@ -103,8 +105,8 @@ def read_alike(
 
 
 def form_of(settings: Settings, facts: Facts, tokenizer: str) -> dict[str, Any]:
-    """How the site reads its own file: as the run's ``[data]`` says, with the columns and names of
-    the facts.
+    """The options for reading the site's own file: those of the run's ``[data]``, with the columns
+    and names in the facts.
     """
     form = reading_like(settings.data, facts.about)
     if facts.kind == "text" and form["tokenizer"].endswith(".json"):
@@ -115,7 +117,7 @@ def form_of(settings: Settings, facts: Facts, tokenizer: str) -> dict[str, Any]:
 def _own_tokenizer(copy: str, facts: Facts) -> str:
     if not copy:
         raise Refused(
-            "texts of this run need a tokenizer's file: set tokenizer, your copy of it, in this "
+            "texts of this run need a tokenizer file: set tokenizer to your copy of it in this "
             "site's site.toml",
             "tokenizer",
         )
@@ -128,17 +130,17 @@ def _own_tokenizer(copy: str, facts: Facts) -> str:
         ) from error
     if not same:
         raise Refused(
-            "the tokenizer at this site is not the server's: copy the server's file again",
+            "the tokenizer at this site differs from the server's: copy the server's file again",
             "tokenizer",
         )
     return copy
 
 
 def _check_form(own: Dataset, facts: Facts) -> None:
-    """Raises Refused for examples of another kind, vocabulary or inputs than those of the run."""
+    """Raise Refused if the kind, vocabulary or inputs of examples differ from the run's."""
     if own.about.kind != facts.kind:
         raise Refused(
-            f"this site has {own.many}, and the run is about {PLURALS[facts.kind]}; correct data "
+            f"this site has {own.many}, but the run is on {PLURALS[facts.kind]}; correct data "
             "in its site.toml",
             "shape",
         )
@@ -155,17 +157,17 @@ def _check_form(own: Dataset, facts: Facts) -> None:
 
 
 def scaler_of(settings: Settings, own: Dataset, facts: Facts) -> Scaler:
-    """The scaler of this site's numbers: with the facts' mean and spread, or its own where the run
-    says so.
+    """The scaler of this site's numbers, with the mean and standard deviation in the facts or, if
+    the run is configured so, of the site's own data.
 
-    Raises Refused where the request says otherwise than the run's configuration.
+    Raises Refused if the request contradicts the run's configuration.
     """
     if facts.kind in ("image", "text"):
         return UNSCALED
     origin = settings.data.standardise or _default_origin(facts)
     if facts.origin != origin:
         raise Refused(
-            f"the request has data.standardise = {facts.origin!r}, and the run's configuration "
+            f"the request has data.standardise = {facts.origin!r}, but the run's configuration "
             f"{origin!r}"
         )
     if facts.origin == "own":
@@ -175,23 +177,23 @@ def scaler_of(settings: Settings, own: Dataset, facts: Facts) -> Scaler:
         return unscaled(settings, own.train)
     if not facts.mean and facts.origin != "summed":
         raise Refused(
-            f"the request has no mean and spread, by which {PLURALS[facts.kind]} are standardised"
+            f"the request has no mean and standard deviation to standardise {PLURALS[facts.kind]}"
         )
     return Scaler(facts.origin, facts.mean, facts.std)
 
 
 def _default_origin(facts: Facts) -> str:
-    """Whose mean and spread a run uses whose config does not say it."""
+    """The default origin of the mean and standard deviation."""
     if facts.kind in STANDARDISED or facts.mean:
         return "declared"
     return "none"
 
 
 def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
-    """A site's labels as the ids that all sites share: by class name, or as they are where the site
-    has numbers only.
+    """A site's labels as the ids that all sites share. Names are mapped by class name, and numbers
+    are used directly.
 
-    Raises Refused for examples of another shape, or a class that the others don't know.
+    Raises Refused for examples of another shape, or for an unknown class.
     """
     if tuple(examples.values.shape[1:]) != facts.shape:
         raise Refused(
@@ -215,10 +217,10 @@ def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
 def public_of(
     settings: Settings, copy: str, facts: Facts, form: Mapping[str, Any], scaler: Scaler
 ) -> Examples | None:
-    """The public set at a site, read from its own copy; None in a run that has none.
+    """The public set at a site, read from its own copy; None if the run has no public set.
 
-    form: how the site reads files that hold no images. Raises Refused if there is no copy here, or
-    it is not the server's set, example by example.
+    form: the reading options for files without images. Raises Refused if there is no copy, or if it
+    differs from the server's set in any example.
     """
     if not facts.public:
         return None
@@ -235,26 +237,26 @@ def public_of(
     public = public_copy(settings, copy, like)
     if public is None:
         raise Refused(
-            "the run has a public set: set public, your copy of it, in this site's site.toml",
+            "the run has a public set: set public to your copy of it in this site's site.toml",
             "public",
         )
     if settings.data.public_from != NOISE:
         public = scaler.transform(public)
     if examples_digest(public) != facts.public:
         raise Refused(
-            "the public set at this site is not the server's: copy the server's folder again",
+            "the public set at this site differs from the server's: copy the server's folder again",
             "public",
         )
     return public
 
 
-# A site's own data of a run with tasks: by folder, or cut by a time column; their SHA-256 is noted
-# when first used.
+# A site's own data for a run with tasks, given as folders or divided by a time column. Their
+# SHA-256 is stored at their first use.
 
 
 NOTES = "tasks"
-"""The file beside a client's state with a line for each task: its number, and the SHA-256 of its
-data, or ``NO_DATA``.
+"""The file in a client's folder with a line for each task: its number, and the SHA-256 of its data,
+or ``NO_DATA``.
 """
 
 NO_DATA = "-"
@@ -262,11 +264,11 @@ NO_DATA = "-"
 
 @dataclass(frozen=True)
 class OwnTasks:
-    """A site's data of the tasks of ``stream`` up to the task ``current``.
+    """A site's data for the tasks of ``stream`` up to the task ``current``.
 
-    Tasks are counted from 0. ``dataset``: the first task with data, as it was read. ``train``,
-    ``tests``: the examples of each task that has some. ``sums``: the SHA-256 of each task's data,
-    empty for a task without. ``scaler``, ``public``: as in ``OwnData``.
+    Tasks are counted from 0. ``dataset``: the data set of the first task with data, before scaling.
+    ``train``, ``tests``: the examples of each task that has any. ``sums``: the SHA-256 of each
+    task's data, empty for a task without data. ``scaler``, ``public``: as in ``OwnData``.
     """
 
     stream: Stream
@@ -279,8 +281,8 @@ class OwnTasks:
     public: Examples | None = None
 
     def note(self, place: Path) -> None:
-        """Note what is used for the first time in a client's folder; raises Refused for data that
-        have changed.
+        """Store the SHA-256 of data at their first use in a client's folder; raises Refused for
+        data that have changed.
         """
         path = place / NOTES
         noted: dict[str, str] = {}
@@ -293,10 +295,10 @@ class OwnTasks:
             if first != current:
                 change = "has other data than"
                 if first == NO_DATA:
-                    change = "has data now, and had none"
+                    change = "has data now, but had none"
                 raise Refused(
-                    f"task {task + 1} at this site {change} when this run first used it: put them "
-                    "back as they were, or start a new run",
+                    f"task {task + 1} at this site {change} when this run first used it: restore "
+                    "the data, or start a new run",
                     "tasks",
                 )
         text = "".join(f"{number} {noted[number]}\n" for number in sorted(noted, key=int))
@@ -306,9 +308,10 @@ class OwnTasks:
 def own_tasks(
     settings: Settings, facts: Facts, stream: Stream, current: int, site: Site
 ) -> OwnTasks:
-    """A site's data of the tasks up to ``current``; nothing if that is -1: it has not joined yet.
+    """A site's data for the tasks up to ``current``; empty if this is -1 because the site has not
+    joined yet.
 
-    Raises Refused for data that are no tasks of the run, and as ``own_data`` does.
+    Raises Refused for data that do not match the tasks of the run, and like ``own_data``.
     """
     if not (site.tasks or site.time_column):
         raise Refused(
@@ -339,7 +342,7 @@ def own_tasks(
     train = {task: dataset.train for task, dataset in datasets.items()}
     tests = {task: dataset.test for task, dataset in datasets.items()}
     if scaler.awaits_sums:
-        # The sums leave out missing values, so examples stay as they are.
+        # The sums omit missing values, so examples are not changed.
         tests = {}
     else:
         train = {task: scaler.transform(examples) for task, examples in train.items()}
@@ -358,16 +361,16 @@ def own_tasks(
 
 
 def task_folders(data: Path, tasks: int) -> dict[int, Path]:
-    """The folders task1, task2, … of a site that hold something, by task from 0; an empty one has
-    nothing on purpose.
+    """The non-empty folders task1, task2, … of a site, by task from 0. An empty folder denotes a
+    task without data.
 
-    Raises Refused for a folder that is none of the run's tasks, and where one is left out before
-    another.
+    Raises Refused for a folder that does not belong to a task of the run, and for missing folders
+    before the last one.
     """
     if not data.is_dir():
         raise Refused(
-            f"tasks = 'folders' needs a folder, and {data} is none; correct data in this site's "
-            "site.toml",
+            f"tasks = 'folders' needs a folder, but {data} is not a folder; correct data in this "
+            "site's site.toml",
             "tasks",
         )
     entries = {path.name: path for path in sorted(_visible(data))}
@@ -376,9 +379,9 @@ def task_folders(data: Path, tasks: int) -> dict[int, Path]:
     if strange:
         problem = "no task"
         if re.fullmatch(r"task\d+", strange[0]):
-            problem = "a task that this run does not have"
+            problem = "not a task of this run"
         raise Refused(
-            f"{data / strange[0]} is {problem}: its tasks are task1 to task{tasks}; move it "
+            f"{data / strange[0]} is {problem}, whose tasks are task1 to task{tasks}; move it "
             "elsewhere",
             "tasks",
         )
@@ -391,8 +394,8 @@ def task_folders(data: Path, tasks: int) -> dict[int, Path]:
     absent = [name for name, task in numbers.items() if task < last and name not in entries]
     if absent:
         raise Refused(
-            f"{data} has task{last + 1}, and no {absent[0]}: make an empty folder {absent[0]} if "
-            "there is nothing in it",
+            f"{data} has task{last + 1}, but no {absent[0]}: if this site has no data for it, make "
+            f"an empty folder {absent[0]}",
             "tasks",
         )
     places = {numbers[name]: path for name, path in entries.items()}
@@ -400,28 +403,28 @@ def task_folders(data: Path, tasks: int) -> dict[int, Path]:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """The entries of a folder without hidden ones."""
+    """The entries of a folder, without hidden ones."""
     return [path for path in folder.iterdir() if not path.name.startswith(".")]
 
 
 def _cut(
     settings: Settings, facts: Facts, site: Site, form: Mapping[str, object], current: int
 ) -> dict[int, Dataset]:
-    """The tasks up to ``current`` of data with a time column, as the run's dates cut it."""
+    """The tasks up to ``current``, from data with a time column, divided at the run's dates."""
     column = site.time_column
     data = site.data
     cuts = settings.named.stream.values["cuts"]
     if len(cuts) != settings.stream.tasks - 1:
         raise Refused(
-            "this site's data are cut by time_column, and the run's stream.cuts has no dates for "
-            "it",
+            "this site's data are divided by time_column, but the run's stream.cuts has no dates "
+            "for it",
             "tasks",
         )
     own = read_alike(settings, facts, data, form, owner=column, cuts=cuts)
     if own.train.owners is None or own.test.owners is None:
         raise Refused(
-            f"{data} has no column {column!r}, as images in folders and arrays have none; set "
-            "tasks = 'folders', and make a folder for each task",
+            f"{data} has no column {column!r}, because images in folders and arrays have no "
+            "columns; set tasks = 'folders', and make a folder for each task",
             "tasks",
         )
     tasks_of_values = torch.tensor(
@@ -449,14 +452,15 @@ def _with_examples(by_task: Mapping[int, Examples]) -> dict[int, Examples]:
     return {task: examples for task, examples in by_task.items() if len(examples)}
 
 
-# A run that a site has prepared: on its own data, or in a trial on its part of the run's data
+# Runs that a site has prepared, on its own data or, in a trial, on its part of the run's data
 
 
 @dataclass(frozen=True)
 class Ready:
     """A run that a site has prepared.
 
-    ``prepared``: None where the site has no data yet. ``tasks``: in a run with tasks.
+    ``prepared``: the prepared run; None if the site has no data yet. ``tasks``: the data of tasks,
+    if the run has tasks.
     """
 
     settings: Settings
@@ -464,11 +468,11 @@ class Ready:
     tasks: OwnTasks | None = None
 
     def serves(self, round: int, client: int) -> bool:
-        """Whether it holds the data of the client's task in a round."""
+        """Whether the run contains the data of the client's task in a round."""
         return self.tasks is None or self.tasks.current == self.tasks.stream.task(round, client)
 
     def works(self, stage: str) -> Prepared | None:
-        """The prepared run for a stage; None where the site has no data for it: it is then idle."""
+        """The prepared run for a stage; None if the site is idle because it has no data for it."""
         if self.tasks is None:
             return self.prepared
         has_data = self.tasks.current in self.tasks.train
@@ -480,9 +484,9 @@ class Ready:
 
 
 def on_own_data(settings: Settings, facts: Facts, site: Site, start: Tensors) -> Ready:
-    """A run without tasks, ready on a site's own data.
+    """Prepare a run without tasks on a site's own data.
 
-    start: the model that the run starts from; empty for drawn weights.
+    start: the model that the run starts from; empty for random weights.
     """
     own = own_data(settings, facts, site.data, site.public, site.tokenizer)
     tests: dict[int, Examples] = {}
@@ -504,7 +508,7 @@ def on_own_data(settings: Settings, facts: Facts, site: Site, start: Tensors) ->
 
 
 def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int, start: Tensors) -> Ready:
-    """A run with tasks, ready on a site's data of the tasks up to that of a round.
+    """Prepare a run with tasks on a site's data for the tasks up to the task of a round.
 
     start: as in ``on_own_data``.
     """

@@ -1,4 +1,4 @@
-"""A site's settings: the file ``site.toml``, and what of a run's config it must allow."""
+"""A site's settings: ``site.toml``, and the parts of a run's config that need its permission."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from fedstill.core.files import read_toml
 from fedstill.data.sources.catalog import KNOWN_FOLDERS
 from fedstill.data.sources.folders import at_home, local_folder
 
-# A site's own settings: the file ``site.toml`` on one client's machine.
+# The settings of a site: the file ``site.toml`` on a client's machine.
 
 
 @dataclass(frozen=True)
 class Site:
-    """One client's machine, as its ``site.toml`` describes it.
+    """The machine of one client, described by its ``site.toml``.
 
-    ``client``: which client it is. ``memory``: the folder for what it remembers. ``data``: a folder
-    or file of its own data, or a data set's name; empty: it takes part only in trials, on its part
-    of the data that the config names.
-    ``tasks``: "folders" where ``data`` has a folder for each task of a run with ``[stream]``,
-    task1, task2, …;
-    ``time_column``: the column of dates at which the run cuts ``data`` into tasks.
-    ``public``: its copy of the public set, for runs that have one. ``tokenizer``: its copy of the
-    tokenizer's file, for runs on texts that have one. ``accept``: SHA-256 of the configs with facts
-    that it runs (``facts.accepted_text``); None: any, empty: none.
-    ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
-    ``files``: files and folders that the configuration of a trial may have it read, as they are
-    written there.
-    ``refuse``: measures that it takes part in no run with.
+    ``client``: the number of the client. ``memory``: the folder for client states. ``data``: a
+    folder or file of its own data, or the name of a data set; if empty, it only takes part in
+    trials, with its part of the config's data.
+    ``tasks``: "folders" if ``data`` has a folder for each task of a run with ``[stream]``: task1,
+    task2, …
+    ``time_column``: the column of dates by which the run divides ``data`` into tasks.
+    ``public``: its copy of the public set, for runs with public data. ``tokenizer``: its copy of
+    the tokenizer file, for runs with such a file. ``accept``: the SHA-256 of the accepted configs
+    with facts (``facts.accepted_text``); None: any, empty: none.
+    ``imports``: files and import paths of code outside fedstill that a configuration may use.
+    ``files``: files and folders that the configuration of a trial may read, spelled as in it.
+    ``refuse``: measures that exclude this site from a run.
     ``repeat_sums``: whether it takes part in secure sums of several runs on the same data.
     ``evaluate``: whether it tests models on its test set and reports the accuracy.
-    ``keep_days``: how long its states of a run stay after the last stage; 0: for ever.
+    ``keep_days``: the number of days for which its states are kept after the last stage of a run;
+    0: forever.
     """
 
     client: CountOrZero
@@ -59,9 +59,9 @@ class Site:
 
 
 def load_site(path: Path) -> Site:
-    """The site in a ``site.toml``; paths are relative to its folder.
+    """Read a ``site.toml``; paths are relative to its folder.
 
-    Raises ConfigError for a file that cannot be read, naming the key that is wrong.
+    Raises ConfigError, with the wrong key, for an invalid file.
     """
     try:
         tree = read_toml(path)
@@ -72,9 +72,7 @@ def load_site(path: Path) -> Site:
     model = schema_of("Site", {**fields_of_record(Site), "memory": (str, ...)})
     values = validated(model, tree, path.name)
     if values["tasks"] and values["time_column"]:
-        raise ConfigError(
-            f"{path}: tasks and time_column both say what a task is; leave one of them out"
-        )
+        raise ConfigError(f"{path}: tasks and time_column both define tasks; remove one of them")
     for key in ("data", "public"):
         values[key] = _resolved_data(values[key], path.parent, key)
     if values["tokenizer"]:
@@ -84,8 +82,8 @@ def load_site(path: Path) -> Site:
 
 
 def _resolved_data(name: str, folder: Path, key: str) -> str:
-    """A site's data by name, or by the absolute path; a folder beside ``site.toml`` comes before a
-    data set of its name.
+    """A site's data as a name or an absolute path. A folder next to ``site.toml`` takes precedence
+    over a data set with the same name.
     """
     if not name:
         return ""
@@ -95,16 +93,16 @@ def _resolved_data(name: str, folder: Path, key: str) -> str:
     return resolved_data_name(name, folder, key)
 
 
-# What a configuration names that a site uses only if its operator says so: code, and files on the
+# The parts of a configuration that need the permission of a site's operator: code, and files on the
 # site's disk.
 
 
 NO_FILES = ("", "train", "noise", "words", "bytes")
-"""What ``public_from`` and ``tokenizer`` may say without a file."""
+"""The values of ``public_from`` and ``tokenizer`` that do not refer to a file."""
 
 
 def code_in(tree: Mapping[str, Any]) -> list[str]:
-    """Names in a configuration that would import code beyond fedstill's own."""
+    """Names in a configuration that would import code outside fedstill."""
     names = [_text(tree, table, name_key.key) for table, name_key in NAMED.items()]
     measures = tree.get("measure", [])
     if not isinstance(measures, (list, tuple)):
@@ -118,10 +116,9 @@ def code_in(tree: Mapping[str, Any]) -> list[str]:
 
 
 def files_in(tree: Mapping[str, Any]) -> list[str]:
-    """Files and folders that a trial by this configuration would read, but for data sets that are
-    known by name.
+    """Files and folders that a trial with this configuration would read, except known data sets.
 
-    A name of the Hugging Face hub is one only where a folder of that name is on this disk, which
+    A name on the Hugging Face hub counts as a folder if there is a folder with this name, which
     would be read instead.
     """
     names = [*_of_data(tree)]
@@ -136,7 +133,7 @@ def files_in(tree: Mapping[str, Any]) -> list[str]:
 
 
 def _of_data(tree: Mapping[str, Any]) -> Iterator[str]:
-    """The files that the table ``[data]`` names: folders, data sets by path, a tokenizer's file."""
+    """The files in the table ``[data]``: folders, data sets by path, and a tokenizer file."""
     data = _table(tree, "data")
     yield str(data.get("folder", ""))
     tokenizer = str(data.get("tokenizer", ""))
@@ -151,7 +148,7 @@ def _of_data(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_on_hub(name: str) -> bool:
-    """Whether a data set's name can only be one of the Hugging Face hub."""
+    """Whether the name of a data set can only refer to the Hugging Face hub."""
     is_path = name.startswith((".", "/", "~")) or Path(name).exists()
     return name.count("/") == 1 and not is_path
 

@@ -1,5 +1,5 @@
 """Certificates and keys of a federation: its own certificate authority, the server's certificate,
-the key by which it signs instructions, a key per client.
+the key with which the server signs instructions, and a key for each client.
 """
 
 from __future__ import annotations
@@ -21,21 +21,19 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 DAYS, AUTHORITY_DAYS = 825, 3650
-"""How long a server's certificate is valid, and the authority's, in days."""
+"""The validity of the certificates of the server and the authority, in days."""
 
 
 @dataclass(frozen=True)
 class Authority:
-    """A certificate authority: the certificate that all get, and the key that signs, which is not
-    given away.
-    """
+    """A certificate authority: its public certificate, and its secret signing key."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
 
 def require_cryptography() -> None:
-    """Raise ConfigError if the library is not here."""
+    """Raise ConfigError if the library is not installed."""
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
@@ -45,7 +43,7 @@ def require_cryptography() -> None:
 
 
 def make_authority(name: str, days: int = AUTHORITY_DAYS) -> Authority:
-    """A new authority, which signs certificates of servers and nothing else."""
+    """Create an authority that only signs certificates of servers."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -64,7 +62,7 @@ def make_authority(name: str, days: int = AUTHORITY_DAYS) -> Authority:
 def make_server(
     folder: Path, authority: Authority, hosts: Sequence[str], days: float = DAYS
 ) -> None:
-    """Write ``ca.crt``, ``server.crt`` and ``server.key``; the certificate names these hosts and
+    """Write ``ca.crt``, ``server.crt`` and ``server.key``, with a certificate for these hosts and
     addresses.
     """
     from cryptography import x509
@@ -89,29 +87,29 @@ def make_server(
 
 
 def last_day(path: Path) -> datetime.datetime:
-    """When the certificate in a file expires; raises ConfigError if it holds none."""
+    """The expiry date of the certificate in a file; raises ConfigError if there is none."""
     from cryptography import x509
 
     try:
         return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no certificate: {error}") from error
+        raise ConfigError(f"{path} is not a certificate: {error}") from error
 
 
 def trusted_pem(path: Path) -> bytes:
-    """The authority's certificate in a client's file, as PEM; raises ConfigError if TLS cannot use
-    it.
+    """The authority's certificate in a client's file, as PEM; raises ConfigError if it is unusable
+    for TLS.
     """
     try:
         data = path.read_bytes()
         ssl.create_default_context(cadata=data.decode("ascii"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no certificate: {error}") from error
+        raise ConfigError(f"{path} is not a certificate: {error}") from error
     return data
 
 
 def named_hosts(path: Path) -> set[str]:
-    """The hosts and addresses that the certificate in a file names."""
+    """The hosts and addresses in the certificate in a file."""
     from cryptography import x509
 
     certificate = x509.load_pem_x509_certificate(path.read_bytes())
@@ -120,8 +118,8 @@ def named_hosts(path: Path) -> set[str]:
 
 
 def make_client(path: Path) -> None:
-    """Write a client's private key, and its public half beside it as ``.pub``; both as OpenSSH has
-    them.
+    """Write a client's private key, and its public key with the suffix ``.pub``, in OpenSSH's
+    formats.
     """
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -139,22 +137,22 @@ def make_client(path: Path) -> None:
 
 
 def client_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """The key in a file of ``make_client``; raises ConfigError if it holds none."""
+    """Read the key in a file of ``make_client``; raises ConfigError if there is none."""
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no private key: {error}") from error
+        raise ConfigError(f"{path} is not a private key: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{path} is a key of another kind than `deploy init` makes")
+        raise ConfigError(f"{path} is not a key of the type that `deploy init` creates")
     return key
 
 
 def make_signing_key(path: Path) -> None:
-    """Write the private key by which a server signs instructions, and its public half beside it as
-    ``.pub``.
+    """Write the private key with which a server signs instructions, and its public key with the
+    suffix ``.pub``.
     """
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -167,23 +165,23 @@ def make_signing_key(path: Path) -> None:
 
 
 def signing_key(path: Path) -> Ed25519PrivateKey:
-    """The key in a file of ``make_signing_key``; raises ConfigError if it holds none."""
+    """Read the key in a file of ``make_signing_key``; raises ConfigError if there is none."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     try:
         key = load_pem_private_key(path.read_bytes(), None)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no private key: {error}") from error
+        raise ConfigError(f"{path} is not a private key: {error}") from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"{path} is no Ed25519 key")
+        raise ConfigError(f"{path} is not an Ed25519 key")
     return key
 
 
 def authority_of(folder: Path) -> Authority:
-    """The authority whose certificate and key are in a folder, to sign the next certificate.
+    """The authority whose certificate and key are in a folder, for signing a new certificate.
 
-    Raises ConfigError without them.
+    Raises ConfigError if they are missing.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization

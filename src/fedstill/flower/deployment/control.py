@@ -1,5 +1,5 @@
-"""What the operator asks of a federation's server: to start a run, to stop it, how it goes, which
-sites there are, and to let in those whose keys are listed.
+"""The operator's requests to a federation's server: starting, stopping and watching runs, listing
+sites, and admitting the sites whose keys are listed.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ANSWER_SECONDS = 180.0
-"""How long a server may take to answer once it listens; on a busy machine it takes a minute."""
+"""The time limit for an answer of a listening server, in seconds; a busy machine may need a minute.
+"""
 
 NOT_FOUND = 404
-"""The status of an answer about a run that the server does not know."""
+"""The HTTP status of answers about unknown runs."""
 
 LINK = "fedstill"
-"""The name that a federation's server has in Flower's own settings."""
+"""The name of a federation's server in Flower's settings."""
 
 
 class NoAnswer(DeployFailed):
-    """The server did not answer; whether it did what it was asked is not known."""
+    """The server did not answer, so it is unknown whether it executed the request."""
 
 
 class NotListening(NoAnswer):
-    """The server cannot be reached (yet): it was not asked."""
+    """The server cannot be reached (yet), so it did not receive the request."""
 
 
 class Unknown(DeployFailed):
-    """The server does not know what it was asked about."""
+    """The request refers to something that the server does not know."""
 
 
 class NeverStarted(DeployFailed):
@@ -54,25 +55,25 @@ class NeverStarted(DeployFailed):
 
 
 class OperatorKey:
-    """Puts the operator's key into every request of one of Flower's clients; an interceptor, as
-    Flower has them.
+    """Adds the operator's key to every request of one of Flower's clients. It is one of Flower's
+    interceptors.
     """
 
     def __init__(self, key: bytes) -> None:
         self._key = key.decode()
 
     def intercept(self, context: Any, call_next: Any) -> Any:
-        """Add the header, and go on."""
+        """Add the header, and continue."""
         context.request.headers[KEY_HEADER] = self._key
         return call_next(context)
 
 
 @dataclass(frozen=True)
 class SiteStatus:
-    """A site as the server knows it.
+    """The server's knowledge of a site.
 
-    ``is_online``: whether it has shown lately that it is there. ``contact``: when the server last
-    heard of it; None: never.
+    ``is_online``: whether it has recently sent a heartbeat. ``contact``: the time of the last
+    contact; None: never.
     """
 
     name: str
@@ -81,12 +82,12 @@ class SiteStatus:
 
     @staticmethod
     def of(node: Any) -> SiteStatus:
-        """The status in what Flower says of a node."""
+        """Read the status from Flower's description of a node."""
         from flwr.common.constant import HEARTBEAT_PATIENCE
 
         times = [_time(node.last_activated_at), _time(node.last_deactivated_at)]
         if node.last_activated_at and node.online_until:
-            # Flower notes only until when it takes the node for being there.
+            # Flower only stores the time until which the node counts as online.
             heard = node.online_until - HEARTBEAT_PATIENCE * node.heartbeat_interval
             times.append(datetime.datetime.fromtimestamp(max(0.0, heard), datetime.UTC))
         contact = max((time for time in times if time is not None), default=None)
@@ -94,7 +95,7 @@ class SiteStatus:
 
 
 def _time(text: str) -> datetime.datetime | None:
-    """A time as Flower writes it; None for an empty one."""
+    """Parse a time in Flower's format; None for an empty text."""
     if not text:
         return None
     return datetime.datetime.fromisoformat(text)
@@ -102,10 +103,11 @@ def _time(text: str) -> datetime.datetime | None:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run that the server carries out, or has carried out.
+    """A run that the server executes or has executed.
 
-    ``number``: in Flower. ``folder``: the run's directory on the server; empty: it made one itself.
-    ``since``: when it began, as Flower writes it. ``is_finished``: whether it has ended.
+    ``number``: its number in Flower. ``folder``: the run's directory on the server; empty if the
+    server created one. ``since``: its start, in Flower's format. ``is_finished``: whether it has
+    ended.
     """
 
     number: int
@@ -116,11 +118,11 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class Control:
-    """The server of a federation, asked by its operator. Raises NoAnswer, or DeployFailed with the
-    server's reason.
+    """The operator's access to the server of a federation. Methods raise NoAnswer, or DeployFailed
+    with the server's reason.
 
-    ``address``: host and port. ``certificates``: the authority's, a PEM; None for a server without
-    TLS.
+    ``address``: host and port. ``certificates``: the authority's certificate as PEM; None for a
+    server without TLS.
     """
 
     address: str
@@ -129,10 +131,10 @@ class Control:
 
     @staticmethod
     def of(federation: Federation) -> Control:
-        """The control over a federation's server, as it was last started.
+        """The access to a federation's server, with the settings of its last start.
 
-        Raises NeverStarted if it never was, and DeployFailed if the operator's key is another
-        user's.
+        Raises NeverStarted if it was never started, and DeployFailed if the operator's key belongs
+        to another user.
         """
         path = federation.server / "flwr" / "config.toml"
         try:
@@ -141,14 +143,15 @@ class Control:
             return Control(str(link["address"]), ca, federation.key.read_bytes())
         except PermissionError as error:
             raise DeployFailed(
-                f"{error.filename} is for the operator, the user who made the federation"
+                f"{error.filename} is readable only for the operator, the user who created the "
+                "federation"
             ) from error
         except (OSError, ValueError, KeyError) as error:
             how = f"start the server first: fedstill deploy server {federation.folder}"
             raise NeverStarted(f"{how} ({error})") from error
 
     def start(self, app: Path, values: Mapping[str, Any]) -> int:
-        """Start a run of a Flower app with values for its config; its number."""
+        """Start a run of a Flower app with values for its config, and return its number."""
         from flwr.cli.build import build_fab_from_disk
         from flwr.common.serde import fab_to_proto, user_config_to_proto
         from flwr.proto.control_pb2 import StartRunRequest
@@ -172,28 +175,28 @@ class Control:
             client.StopRun(StopRunRequest(run_id=run))
 
     def ended(self, run: int) -> str | None:
-        """How a run ended, in words; None if it has not."""
+        """A description of how a run ended; None if it has not ended."""
         from flwr.proto.control_pb2 import ListRunsRequest
 
         try:
             with self._client("list-runs") as client:
                 status = client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run].status
         except Unknown:
-            return "the server has been started again"
+            return "the server was restarted"
         if status.status != "finished":
             return None
         return " ".join(str(status.details or status.sub_status or status.status).split())
 
     def nodes(self) -> dict[int, tuple[str, bytes]]:
-        """The registered nodes: {id: (name, public key as the server stores it)}."""
+        """The registered nodes: {id: (name, public key in the server's format)}."""
         return {node.node_id: (node.name, node.public_key) for node in self._registered()}
 
     def sites(self) -> list[SiteStatus]:
-        """The registered nodes and when the server last heard of each."""
+        """The registered nodes, with the time of the last contact."""
         return list(map(SiteStatus.of, self._registered()))
 
     def _registered(self) -> list[Any]:
-        """The registered nodes, as Flower describes them."""
+        """Flower's descriptions of the registered nodes."""
         from flwr.proto.control_pb2 import ListNodesRequest
 
         with self._client("list-nodes") as client:
@@ -222,14 +225,14 @@ class Control:
         ]
 
     def register(self, name: str, key: bytes) -> None:
-        """Let a node in under a name."""
+        """Admit a node under a name."""
         from flwr.proto.control_pb2 import RegisterNodeRequest
 
         with self._client("register-node") as client:
             client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
 
     def unregister(self, node: int) -> None:
-        """Let a node in no more."""
+        """Revoke the admission of a node."""
         from flwr.proto.control_pb2 import UnregisterNodeRequest
 
         with self._client("unregister-node") as client:
@@ -237,7 +240,7 @@ class Control:
 
     @contextmanager
     def _client(self, request: str) -> Iterator[ControlHttpClient]:
-        """A client of Flower's for one request, whose errors name the request."""
+        """One of Flower's clients for a request, which its errors describe."""
         check_flower_installed()
         import httpx
         from flwr.supercore.control import ControlHttpClient
@@ -274,7 +277,7 @@ class Control:
 
 
 def write_link(federation: Federation, insecure: bool) -> None:
-    """Tell the operator's commands where the server is: ``server/flwr/config.toml``."""
+    """Write the server's address for the operator's commands, to ``server/flwr/config.toml``."""
     home = federation.server / "flwr"
     make_folder(home)
     link: dict[str, Any] = {"address": federation.local}
@@ -287,15 +290,16 @@ def write_link(federation: Federation, insecure: bool) -> None:
 
 
 NO_CHECK_TIME = 0x200000
-"""OpenSSL's flag for certificates that are taken although they have expired."""
+"""OpenSSL's flag to accept expired certificates."""
 
 
 def trusting(authority: bytes | None) -> tuple[str, ssl.SSLContext | bool]:
-    """The scheme of addresses, and what checks the server's certificate, for programs on the
+    """The URL scheme, and the TLS context that checks the server's certificate, for programs on the
     server's own machine.
 
-    They take a certificate of the federation's authority that has expired: it is renewed from
-    there, and a run under way goes on. ``authority``: its certificate; None without TLS.
+    They accept expired certificates of the federation's authority, because certificates are renewed
+    on this machine, and runs in progress should continue. ``authority``: the authority's
+    certificate; None without TLS.
     """
     if authority is None:
         return "http", False
@@ -306,10 +310,10 @@ def trusting(authority: bytes | None) -> tuple[str, ssl.SSLContext | bool]:
 
 
 def when_it_listens(ask: Callable[[], T], seconds: float) -> T:
-    """What a question is answered; it is asked again for some seconds if the server cannot be
-    reached (yet).
+    """The answer to a request, which is repeated for some seconds if the server cannot be reached
+    (yet).
 
-    A question that may have arrived is not asked again: the server would start a run twice.
+    A request that may have arrived is not repeated, because the server could start a run twice.
     """
     until = time.monotonic() + seconds
     while True:
@@ -322,7 +326,7 @@ def when_it_listens(ask: Callable[[], T], seconds: float) -> T:
 
 
 def site_states(federation: Federation) -> list[SiteStatus]:
-    """The sites whose keys are listed, and all others that the server knows, by name.
+    """The sites whose keys are listed, and all others that the server knows, sorted by name.
 
     A server that has just started does not know the listed sites yet.
     """
@@ -334,20 +338,20 @@ def site_states(federation: Federation) -> list[SiteStatus]:
 
 
 def run_folders(federation: Federation) -> list[Path]:
-    """The directories of all runs that a federation's server knows, without repetition.
+    """The distinct directories of all runs that a federation's server knows.
 
-    Raises NotListening if it does not run.
+    Raises NotListening if the server is not running.
     """
     folders = (run.folder for run in Control.of(federation).runs())
     return [Path(name) for name in dict.fromkeys(folders) if name]
 
 
-# Which clients the server lets in
+# Admission of clients
 
 
 def public_key(path: Path) -> bytes:
-    """The public key in an OpenSSH ``.pub`` file, as Flower's server stores it; raises ConfigError
-    if it is none.
+    """The public key in an OpenSSH ``.pub`` file, in the format of Flower's server; raises
+    ConfigError if the file is invalid.
     """
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_ssh_public_key
@@ -356,18 +360,18 @@ def public_key(path: Path) -> bytes:
     try:
         key = load_ssh_public_key(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no public key: {error}") from error
+        raise ConfigError(f"{path} is not a public key: {error}") from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or not uses_nist_ec_curve(key):
         raise ConfigError(
-            f"{path} is a key of another kind: Flower takes keys of a NIST curve, as `deploy init` "
-            "makes"
+            f"{path} has an unsupported type: Flower accepts keys of a NIST curve, as `deploy "
+            "init` makes"
         )
     return bytes(public_key_to_bytes(key))
 
 
 def listed(federation: Federation) -> dict[str, bytes]:
-    """{name: public key} of the clients that are let in; raises ConfigError for a file whose name
-    is no client's.
+    """{name: public key} of the admitted clients; raises ConfigError for a file without the name of
+    a client.
     """
     keys: dict[str, bytes] = {}
     for path in sorted((federation.server / "allowed").glob("*.pub")):
@@ -375,20 +379,20 @@ def listed(federation: Federation) -> dict[str, bytes]:
         if client is None or client >= federation.clients:
             last = f"client{federation.clients - 1}"
             raise ConfigError(
-                f"{path}: the file's name says which client has this key: from client0.pub to "
-                f"{last}.pub"
+                f"{path}: the file must be named after the client with this key: from client0.pub "
+                f"to {last}.pub"
             )
         keys[path.stem] = public_key(path)
         twice = [name for name, key in keys.items() if key == keys[path.stem] and name != path.stem]
         if twice:
             raise ConfigError(
-                f"{path} is the key of {twice[0]}, too: each client needs a key of its own"
+                f"{path} is also the key of {twice[0]}: each client needs its own key"
             )
     return keys
 
 
 def admit(federation: Federation, seconds: float = ANSWER_SECONDS) -> Iterator[str]:
-    """Let in the clients whose keys are listed, and nobody else; a line for each change.
+    """Admit exactly the clients whose keys are listed; yields a line for each change.
 
     Raises DeployFailed for a key that was revoked.
     """
@@ -401,7 +405,7 @@ def admit(federation: Federation, seconds: float = ANSWER_SECONDS) -> Iterator[s
             admitted.add(name)
         else:
             control.unregister(node)
-            yield f"{name or node} is no longer let in: its key is not listed"
+            yield f"{name or node} is no longer admitted: its key is not listed"
     for name in sorted(keys.keys() - admitted):
         try:
             control.register(name, keys[name])
@@ -410,10 +414,10 @@ def admit(federation: Federation, seconds: float = ANSWER_SECONDS) -> Iterator[s
                 raise
             number = client_of_key(name)
             remedy = (
-                f"make client {number} a new one with `fedstill deploy key {federation.folder} "
-                f"{number}`"
+                f"create a new key for client {number} with `fedstill deploy key "
+                f"{federation.folder} {number}`"
             )
             raise DeployFailed(
-                f"{name}.pub was revoked once, and the server takes no key twice: {remedy}"
+                f"{name}.pub was revoked, and the server does not accept a key twice: {remedy}"
             ) from error
-        yield f"{name} may connect from now on"
+        yield f"{name} can connect from now on"

@@ -1,5 +1,5 @@
-"""The rules by which the gate checks a site's request: whose key has signed it, and what this site
-may ask.
+"""The gate's rules for requests of sites: the key that signed a request, and the permissions of the
+site.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SITES_PATHS = frozenset(
         "confirm-message-received",
     )
 )
-"""All that Flower has for sites."""
+"""All paths of Flower's interface for sites."""
 
 REGISTER = SITES + "register-node"
 UNREGISTER = SITES + "unregister-node"
@@ -45,32 +45,33 @@ GET_RUN = SITES + "get-run"
 OF_RUNS = (GET_RUN, SITES + "get-fab")
 
 MAX_SIGNED = 1000
-"""Bytes of each header that a signature is read from; those of a site have 288, 32 and 140."""
+"""The maximum size of each header of a signature, in bytes; those of a site have 288, 32 and 140.
+"""
 
 SIGNED_SECONDS = 305.0
-"""How old a signed time may be; Flower has the same limit."""
+"""The maximum age of a signed time, in seconds; Flower has the same limit."""
 
 EARLY_SECONDS = 5.0
-"""How far a signed time may be ahead of this machine's clock."""
+"""The maximum time by which a signed time may be ahead of this machine's clock, in seconds."""
 
 MAX_PARTS = 30_000
-"""The parts of one answer of a site."""
+"""The maximum number of parts of a site's answer."""
 
 ANNOUNCED = 2
-"""Answers of one site whose parts are remembered; a site sends one after another."""
+"""The number of a site's answers whose parts are stored; a site sends one answer after another."""
 
 MAX_INSTRUCTIONS = 256
-"""Instructions to one site that are remembered at a time."""
+"""The maximum number of stored instructions to one site."""
 
 
 OR_EXPIRED = ", or an instruction that has expired"
-"""Ends the reasons of refusals that also meet late replies: expired instructions are forgotten."""
+"""The end of reasons that also apply to late replies, because expired instructions are deleted."""
 
 
 class Forbidden(Exception):
     """A request that the gate refuses; its text is the reason.
 
-    ``status``: of the answer, as HTTP has it.
+    ``status``: the HTTP status of the answer.
     """
 
     def __init__(self, status: int, reason: str) -> None:
@@ -78,14 +79,15 @@ class Forbidden(Exception):
         self.status = status
 
 
-# Who has signed a request
+# Signatures of requests
 
 
 @dataclass(frozen=True)
 class Signed:
-    """A public key, as Flower stores it, with the time and the signature in a request's headers.
+    """A public key in Flower's format, with the time and the signature in a request's headers.
 
-    The key's bytes, not the text of the header: a text can be written in more than one way.
+    The key is stored as bytes instead of the text of the header, because different texts can encode
+    the same bytes.
     """
 
     key: bytes
@@ -94,7 +96,7 @@ class Signed:
 
     @staticmethod
     def of(key: bytes, time: bytes, signature: bytes) -> Signed | None:
-        """What a request claims to be signed with, from its headers; None if it is not signed."""
+        """Read the signature from a request's headers, without a check; None if it is missing."""
         texts = (key, time, signature)
         if not all(texts) or max(map(len, texts)) > MAX_SIGNED:
             return None
@@ -108,7 +110,7 @@ class Signed:
             return None
 
     def is_valid(self, time_now: datetime.datetime) -> bool:
-        """Whether the owner of the key signed the time, and the time is the present."""
+        """Whether the owner of the key signed the time, and the time is current."""
         try:
             signed_at = datetime.datetime.fromisoformat(self.time.decode("ascii"))
             age = (time_now - signed_at).total_seconds()
@@ -132,14 +134,14 @@ class Signed:
         return True
 
 
-# What a site may ask
+# Permissions of sites
 
 
 @dataclass(frozen=True)
 class Site:
-    """Who asks: the owner of a public key.
+    """The sender of a request: the owner of a public key.
 
-    ``node``: the number that Flower gave it; None for a key that is not registered.
+    ``node``: its number in Flower; None for a key that is not registered.
     """
 
     key: bytes
@@ -150,8 +152,8 @@ class Site:
 class Instruction:
     """A message of the server that a site has fetched.
 
-    ``parts``: the ids of all objects that it consists of. ``until``: the time at which it expires
-    in Flower, too, whose server then drops a reply.
+    ``parts``: the ids of all its objects. ``until``: the time at which it expires; Flower's server
+    then drops a reply, too.
     """
 
     run: int
@@ -162,10 +164,11 @@ class Instruction:
 
 @dataclass
 class Traffic:
-    """What went between the server and one site.
+    """The messages between the server and one site.
 
-    ``instructions``, ``answers``: by the id of an instruction; the answer is the id of the reply.
-    ``uploads``: the runs and parts of the latest answers, whose parts may still come.
+    ``instructions``: the instructions by id. ``answers``: the ids of replies, by the id of the
+    instruction. ``uploads``: the runs and parts of the latest answers, whose parts may still
+    arrive.
     """
 
     instructions: dict[str, Instruction] = field(default_factory=dict)
@@ -173,13 +176,13 @@ class Traffic:
     uploads: dict[str, tuple[int, frozenset[str]]] = field(default_factory=dict)
 
     def announce(self, instruction: str, run: int, parts: frozenset[str]) -> None:
-        """Note which parts will come with the answer to an instruction."""
+        """Register the parts of the answer to an instruction."""
         self.uploads[instruction] = (run, parts)
         for id in list(self.uploads)[:-ANNOUNCED]:
             del self.uploads[id]
 
     def forget(self, time_now: float) -> None:
-        """Forget instructions that have expired, and the oldest of too many."""
+        """Delete expired instructions, and the oldest ones above the limit."""
         ids = [id for id, instruction in self.instructions.items() if instruction.until < time_now]
         ids += list(self.instructions)[:-MAX_INSTRUCTIONS]
         for id in ids:
@@ -190,26 +193,26 @@ class Traffic:
 
 @dataclass
 class Exchange:
-    """The rules for sites: each acts for its own node only, and in the runs that have asked it.
+    """The rules for sites: each site only acts for its own node, in runs that sent it a message.
 
-    A site answers each instruction once, and only one that it was sent. It fetches parts of its own
-    instructions, and sends parts of its own answers. The notes are in memory: a server that starts
-    again has ended its runs, and resumed runs send their instructions again.
+    A site answers each of its instructions once. It only fetches parts of its own instructions, and
+    only sends parts of its own answers. The records are kept in memory. This suffices, because a
+    restart of the server ends all runs, and resumed runs send their instructions again.
     """
 
     clock: Callable[[], float] = time.time
     _traffic: dict[int, Traffic] = field(default_factory=dict, repr=False)
 
     def check(self, path: str, body: bytes, site: Site) -> None:
-        """Raises Forbidden for a request that this site may not make."""
+        """Raise Forbidden for a request that this site may not send."""
         request = _parsed(path, body)
         if path in (REGISTER, ACTIVATE):
             if request.public_key != site.key:
-                raise Forbidden(403, "the request names another key than the one that signed it")
+                raise Forbidden(403, "the key in the request differs from the key that signed it")
             return
         named_node = request.node_id if hasattr(request, "node_id") else request.node.node_id
         if site.node is None or named_node != site.node:
-            raise Forbidden(403, "the request names another site than the one that signed it")
+            raise Forbidden(403, "the site in the request differs from the site that signed it")
 
         traffic = self._of(site.node)
         if path == PUSH:
@@ -224,7 +227,7 @@ class Exchange:
             _check_upload(request, traffic)
 
     def note_instructions(self, node: int, answer: bytes) -> int | None:
-        """Note the instructions that a site has fetched, from Flower's answer to it; returns their
+        """Register the instructions that a site has fetched, from Flower's answer; returns their
         number, or None for an error.
         """
         from flwr.proto.fleet_pb2 import PullMessagesResponse
@@ -252,61 +255,67 @@ class Exchange:
         return traffic
 
     def _check_answer(self, request: Any, node: int, traffic: Traffic) -> None:
-        """Raises Forbidden unless a request brings one answer of this node to an instruction."""
+        """Raise Forbidden unless a request contains one answer of this node to an instruction."""
         from flwr.common.constant import SUPERLINK_NODE_ID
 
         if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
-            raise Forbidden(403, "a site sends one message at a time")
+            raise Forbidden(403, "a site must send one message at a time")
         about = request.messages_list[0].metadata
         if about.src_node_id != node:
-            raise Forbidden(403, "the message names another sender than this site")
+            raise Forbidden(403, "the sender of the message is not this site")
         if about.dst_node_id != SUPERLINK_NODE_ID:
             raise Forbidden(403, "the message is not for the server")
         instruction = _check_instruction(about.reply_to_message_id, about.run_id, traffic)
         if about.message_type != instruction.kind:
-            raise Forbidden(403, "the message is of another kind than the one it answers")
+            raise Forbidden(403, "the type of the message differs from that of the instruction")
         if any(not 0 <= seconds < math.inf for seconds in request.clientapp_runtime_list):
-            raise Forbidden(403, "the time that the answer took is no number of seconds")
+            raise Forbidden(403, "the duration of the answer is not a number of seconds")
 
         tree = request.message_object_trees[0]
         if about.message_id in traffic.instructions or tree.object_id != about.message_id:
-            raise Forbidden(403, "the message has another id than its parts")
-        # Flower sends an answer again if nothing came back for it.
+            raise Forbidden(403, "the id of the message differs from that of its parts")
+        # Flower sends an answer again if it was not acknowledged.
         first = traffic.answers.setdefault(about.reply_to_message_id, about.message_id)
         if first != about.message_id:
-            raise Forbidden(403, "the instruction has been answered")
+            raise Forbidden(403, "the instruction has already been answered")
         parts = _parts(tree)
         if len(parts) > MAX_PARTS:
-            raise Forbidden(413, f"an answer has at most {MAX_PARTS} parts")
+            raise Forbidden(413, f"an answer may have at most {MAX_PARTS} parts")
         traffic.announce(about.reply_to_message_id, about.run_id, parts)
 
 
 def _check_instruction(id: str, run: int, traffic: Traffic) -> Instruction:
-    """A site's instruction; raises Forbidden for a message that this site was not sent."""
+    """A site's instruction; raises Forbidden for a message that was not sent to this site."""
     instruction = traffic.instructions.get(id)
     if instruction is None or instruction.run != run:
-        raise Forbidden(403, f"the request names a message that this site was not sent{OR_EXPIRED}")
+        raise Forbidden(
+            403, f"the request refers to a message that was not sent to this site{OR_EXPIRED}"
+        )
     return instruction
 
 
 def _check_run(run: int, traffic: Traffic) -> None:
-    """Raises Forbidden for a run that has sent the site nothing."""
+    """Raise Forbidden for a run that has not sent anything to the site."""
     if all(instruction.run != run for instruction in traffic.instructions.values()):
-        raise Forbidden(403, "the request names a run that has sent this site nothing")
+        raise Forbidden(403, "the request refers to a run that has not sent anything to this site")
 
 
 def _check_download(request: Any, traffic: Traffic) -> None:
-    """Raises Forbidden for a part of a message that was not sent to the site."""
+    """Raise Forbidden for a part of a message that was not sent to the site."""
     parts = [i.parts for i in traffic.instructions.values() if i.run == request.run_id]
     if not any(request.object_id in of_one for of_one in parts):
-        raise Forbidden(403, f"the request names a part of no message to this site{OR_EXPIRED}")
+        raise Forbidden(
+            403, f"the request refers to a part that belongs to no message to this site{OR_EXPIRED}"
+        )
 
 
 def _check_upload(request: Any, traffic: Traffic) -> None:
-    """Raises Forbidden for a part that no answer of the site has announced."""
+    """Raise Forbidden for a part that no answer of the site has announced."""
     announced = [parts for run, parts in traffic.uploads.values() if run == request.run_id]
     if not any(request.object_id in parts for parts in announced):
-        raise Forbidden(403, f"the request brings a part of no announced reply{OR_EXPIRED}")
+        raise Forbidden(
+            403, f"the request contains a part that belongs to no announced reply{OR_EXPIRED}"
+        )
 
 
 def _parts(tree: Any) -> frozenset[str]:
@@ -321,7 +330,7 @@ def _parts(tree: Any) -> frozenset[str]:
 
 
 def _parsed(path: str, body: bytes) -> Any:
-    """A request as Flower will read it; raises Forbidden for bytes that are none."""
+    """Parse a request like Flower; raises Forbidden for an invalid request."""
     from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
     from google.protobuf.message import DecodeError
 

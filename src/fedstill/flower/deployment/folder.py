@@ -1,6 +1,4 @@
-"""A federation's folder: what `fedstill deploy init` writes, and what the other commands read from
-it.
-"""
+"""A federation's folder, which `fedstill deploy init` writes and other commands read."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ from fedstill.version import VERSION
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses that stand for all of a machine's, and by which the machine itself reaches what listens
-there.
+"""Wildcard addresses, and the loopback addresses under which the machine itself reaches a server
+that listens on them.
 """
 MAX_CLIENTS = 10_000
 
@@ -57,11 +55,13 @@ memory = "memory"        # the client's state between rounds; keep it across res
 
 @dataclass(frozen=True)
 class Federation:
-    """``hosts``: names and addresses under which clients reach the server, the first of them
-    preferred. ``listen``: the address the server listens on. ``port``: its one port. ``folder``:
-    the folder of all its files. ``clients``: how many numbers clients have had. ``departed``: the
-    numbers of clients that have left; no other site gets them, so that a number names one site in
-    all journals and certificates.
+    """A federation.
+
+    ``hosts``: names and addresses under which clients reach the server; the first one is preferred.
+    ``listen``: the address that the server listens on. ``port``: its only port. ``folder``: the
+    folder of the federation. ``clients``: the number of clients so far, including those that have
+    left. ``departed``: the numbers of clients that have left. They are not assigned to other sites,
+    so that a number refers to one site in all journals and certificates.
     """
 
     folder: Path
@@ -73,40 +73,40 @@ class Federation:
 
     @property
     def address(self) -> str:
-        """Host and port as clients and the operator's commands reach the server."""
+        """The host and port under which clients and the operator's commands reach the server."""
         return _joined(self.hosts[0], self.port)
 
     @property
     def app(self) -> Path:
-        """The Flower app that runs are submitted as."""
+        """The folder of the Flower app of all runs."""
         return self.folder / "flower-app"
 
     @property
     def server(self) -> Path:
-        """What only the server needs: certificate, keys, Flower's own settings."""
+        """The folder of the server's own files: certificate, keys and Flower's settings."""
         return self.folder / "server"
 
     @property
     def key(self) -> Path:
-        """The operator's key: who has it may start runs."""
+        """The file of the operator's key; whoever has it can start runs."""
         return self.server / "operator.key"
 
     @property
     def signing_key(self) -> Path:
-        """The key by which the server signs its instructions; sites know the public half."""
+        """The file of the server's key for signing instructions; sites have the public key."""
         return self.server / "signing.key"
 
     @property
     def local(self) -> str:
-        """Host and port as programs on the server's own machine reach it."""
+        """The host and port under which programs on the server's own machine reach it."""
         return _joined(WILDCARDS.get(self.listen, self.listen), self.port)
 
     def client(self, client: int) -> Path:
-        """The folder to bring to a client's machine."""
+        """The folder to copy to a client's machine."""
         return self.folder / f"client{client}"
 
     def listed_key(self, client: int) -> Path:
-        """The public key of a client that is let in."""
+        """The file of the public key of an admitted client."""
         return self.server / "allowed" / f"client{client}.pub"
 
 
@@ -117,8 +117,8 @@ def _joined(host: str, port: int) -> str:
 def init(
     folder: Path, clients: int, hosts: Sequence[str], *, listen: str, port: int, version: str
 ) -> Federation:
-    """Make a federation's folder; raises RunExists if it holds anything, ConfigError for invalid
-    names.
+    """Create a federation's folder; raises RunExists if it is not empty, and ConfigError for
+    invalid names.
     """
     certificates.require_cryptography()
     if not 1 <= clients <= MAX_CLIENTS:
@@ -144,16 +144,16 @@ def init(
 
 
 def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
-    """Make the server's certificate again, for more hosts if any are given; clients need no change.
+    """Renew the server's certificate, optionally for additional hosts; clients need no change.
 
-    Raises ConfigError where the authority is not here, or has expired.
+    Raises ConfigError if the authority is missing or has expired.
     """
     _check_hosts(hosts)
     authority, place = certificates.authority_of(federation.folder), federation.folder / "ca.crt"
     if certificates.last_day(place) <= datetime.datetime.now(datetime.UTC):
         raise ConfigError(
-            f"{place}, which signs certificates, has expired: make a new federation with `fedstill "
-            "deploy init`"
+            f"{place}, which signs certificates, has expired: create a new federation with "
+            "`fedstill deploy init`"
         )
     federation = replace(federation, hosts=tuple(dict.fromkeys((*federation.hosts, *hosts))))
     _certify(federation, authority)
@@ -162,11 +162,11 @@ def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
 
 
 def rekey(federation: Federation, client: int, *, returns: bool = False) -> Path:
-    """Make a client a new key and list it in the place of the old one; the client's folder, made
-    again if it is gone.
+    """Create a new key for a client, list it in place of the old one, and return the client's
+    folder, which is created again if it is missing.
 
-    ``returns``: whether the client has left, and is a member again. Raises ConfigError for a client
-    that the federation does not have, or that has left.
+    ``returns``: whether the client has left, and becomes a member again. Raises ConfigError for a
+    client that does not belong to the federation, or that has left.
     """
     if not 0 <= client < federation.clients:
         raise ConfigError(f"client {client} must be from 0 to {federation.clients - 1}")
@@ -183,9 +183,9 @@ def rekey(federation: Federation, client: int, *, returns: bool = False) -> Path
 
 
 def add_clients(federation: Federation, clients: int) -> tuple[Federation, list[Path]]:
-    """Give a federation more clients, with the next numbers; their folders.
+    """Add clients with the next numbers to a federation, and return their folders.
 
-    Raises ConfigError for a number of clients that is not possible.
+    Raises ConfigError for an invalid number of clients.
     """
     most = MAX_CLIENTS - federation.clients
     if not 1 <= clients <= most:
@@ -201,7 +201,7 @@ def add_clients(federation: Federation, clients: int) -> tuple[Federation, list[
 
 
 def remove_client(federation: Federation, client: int) -> None:
-    """Take a client's key from the list, and note that the client has left.
+    """Remove a client's key from the list, and record that the client has left.
 
     Raises ConfigError for a client that is not listed.
     """
@@ -214,9 +214,10 @@ def remove_client(federation: Federation, client: int) -> None:
 
 
 def load_federation(folder: Path) -> Federation:
-    """The federation in a folder; raises ConfigError if there is none."""
+    """Read the federation in a folder; raises ConfigError if there is none."""
     values = _read(
-        folder / "federation.toml", "make one with `fedstill deploy init DIR --clients N`"
+        folder / "federation.toml",
+        "create a federation with `fedstill deploy init DIR --clients N`",
     )
     try:
         federation = Federation(
@@ -228,13 +229,15 @@ def load_federation(folder: Path) -> Federation:
             departed=tuple(int(client) for client in values.get("departed", ())),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / 'federation.toml'} is not one: {error}") from error
+        raise ConfigError(
+            f"{folder / 'federation.toml'} is not a valid federation: {error}"
+        ) from error
     return federation
 
 
 @dataclass(frozen=True)
 class Membership:
-    """A client's folder, and the address of the server that it belongs to: host and port."""
+    """A client's folder, and the address of its server: host and port."""
 
     folder: Path
     client: int
@@ -242,33 +245,35 @@ class Membership:
 
     @property
     def key(self) -> Path:
-        """The client's private key."""
+        """The file of the client's private key."""
         return self.folder / "client.key"
 
     @property
     def server_key(self) -> Path:
-        """The public key of the server, by which the client knows its instructions."""
+        """The file of the server's public key, with which the client verifies instructions."""
         return self.folder / "server.pub"
 
 
 def membership(folder: Path) -> Membership:
-    """The membership in a client's folder; raises ConfigError if there is none."""
-    values = _read(folder / "client.toml", "give a folder clientN that `fedstill deploy init` made")
+    """Read the membership in a client's folder; raises ConfigError if there is none."""
+    values = _read(
+        folder / "client.toml", "use a folder clientN that `fedstill deploy init` created"
+    )
     try:
         return Membership(folder.resolve(), int(values["client"]), str(values["address"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / 'client.toml'} is not one: {error}") from error
+        raise ConfigError(f"{folder / 'client.toml'} is not a valid membership: {error}") from error
 
 
 def client_of_key(name: str) -> int | None:
-    """The client whose key is listed under a name: 3 for "client3"; None for any other name."""
+    """The client of a name in the list of keys: 3 for "client3"; None for other names."""
     match = re.fullmatch(r"client(0|[1-9][0-9]{0,4})", name)
     return int(match[1]) if match else None
 
 
 def ensure_keys(federation: Federation) -> None:
-    """Make the operator's key and the one for instructions where there is none: a federation made
-    by an earlier version has none.
+    """Create the operator's key and the key for instructions if they are missing, as in federations
+    created by an earlier version.
     """
     federation.server.chmod(0o700)
     if not federation.key.is_file():
@@ -278,12 +283,12 @@ def ensure_keys(federation: Federation) -> None:
 
 
 def new_key() -> bytes:
-    """A secret that nobody can guess, as text."""
+    """A random secret as text."""
     return secrets.token_urlsafe(32).encode()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine by an address that others cannot reach."""
+    """Whether a host is a loopback address of this machine, which others cannot reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -293,12 +298,12 @@ def is_loopback(host: str) -> bool:
 def _check_hosts(hosts: Sequence[str]) -> None:
     for host in hosts:
         if not re.fullmatch(r"[A-Za-z0-9.:-]{1,253}", host):
-            raise ConfigError(f"{host!r} is no host name or address")
+            raise ConfigError(f"{host!r} is not a host name or an address")
 
 
 def _certify(federation: Federation, authority: certificates.Authority) -> None:
     listen = () if federation.listen in WILDCARDS else (federation.listen,)
-    # the last are for programs beside the server
+    # the last ones are for programs on the server's machine
     names = dict.fromkeys((*federation.hosts, *listen, *LOOPBACK))
     certificates.make_server(federation.server, authority, list(names))
 
@@ -341,13 +346,13 @@ def _read(path: Path, remedy: str) -> dict[str, Any]:
 
 # fedstill as a Flower app
 #
-# Flower wants an app with every run, and would run its code on the server and at every site.
-# fedstill does not: both run what is installed there. So the app holds no more than two imports,
-# and an app that holds anything else is refused.
+# Flower requires an app for every run, and would execute its code on the server and at every site.
+# fedstill only executes installed code. Therefore, its app consists of two imports, and any other
+# app is refused.
 
 
 MAX_FILE = 1 << 20
-"""Bytes of a file of an app that are looked at."""
+"""The maximum size of a file of an app, in bytes."""
 
 PYPROJECT = """\
 [build-system]
@@ -357,9 +362,9 @@ build-backend = "hatchling.build"
 [project]
 name = "fedstill-app"
 version = "{version}"
-description = "fedstill on Flower: all it does is in the installed library"
+description = "fedstill on Flower: its code is in the installed library"
 license = "Apache-2.0"
-dependencies = []  # Flower would install them at every run: fedstill[flower] {version} must be on every machine already
+dependencies = []  # Flower would install them at every run; every machine must already have fedstill[flower] {version}
 
 [tool.hatch.build.targets.wheel]
 packages = ["fedstill_app"]
@@ -374,7 +379,7 @@ clientapp = "fedstill_app.client_app:app"
 [tool.flwr.app.config]
 config = '''
 {config}'''
-out = ""          # the run's directory on the server; empty: one is made under runs/
+out = ""          # the run's directory on the server; if empty, one is created under runs/
 resume = false
 """  # noqa: E501
 
@@ -404,12 +409,12 @@ CODE = {
         for side in ("client_app", "server_app")
     },
 }
-"""All code of the app, by its path in it."""
+"""The code of the app, by its path in the app."""
 
 
 def write_app(folder: Path, clients: int, version: str) -> None:
-    """Write the Flower app: ``flwr run`` in its folder runs a trial; it holds no code but two
-    imports.
+    """Write the Flower app, whose code consists of two imports; ``flwr run`` in its folder runs a
+    trial.
     """
     make_folder(folder / "fedstill_app")
     trial = TRIAL.format(clients=clients)
@@ -419,28 +424,25 @@ def write_app(folder: Path, clients: int, version: str) -> None:
 
 
 def require_own_app(packed: bytes) -> None:
-    """Raises Refused if an app, packed as Flower packs them, is another one than ``write_app``
-    writes.
-    """
+    """Raise Refused if an app, packed by Flower, differs from the app that ``write_app`` writes."""
     try:
         with zipfile.ZipFile(io.BytesIO(packed)) as files:
             names = set(files.namelist())
             code = {name: _read_member(files, name) for name in CODE.keys() & names}
             components = _components(_read_member(files, "pyproject.toml"))
-    except (
-        Exception
-    ) as error:  # a stranger's bytes: whatever reading them raises, they are not this app
+    except Exception as error:  # untrusted bytes: any error means that they are not this app
         raise Refused(
             f"the app is not fedstill's: it cannot be read ({type(error).__name__})", "app"
         ) from error
     other = sorted(name for name in names if name.endswith(".py") and name not in CODE)
     if other:
         raise Refused(
-            f"the app is not fedstill's: it brings code of its own, {other[0][:80]!r}", "app"
+            f"the app is not fedstill's: it contains its own code, {other[0][:80]!r}", "app"
         )
     if code != CODE or components != _components(PYPROJECT.encode()):
         raise Refused(
-            "the app is not fedstill's: its code is not what `fedstill deploy init` writes", "app"
+            "the app is not fedstill's: its code differs from that of `fedstill deploy init`",
+            "app",
         )
 
 

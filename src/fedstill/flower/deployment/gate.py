@@ -1,14 +1,14 @@
-"""The gate in front of a federation's port: sites reach what Flower has for sites, the operator the
-rest.
+"""The gate in front of a federation's port: sites can only reach Flower's interface for sites, and
+only the operator can reach the other interfaces.
 
-Flower serves three interfaces on one port. One is for sites, each of which signs its requests. The
-other two start and stop runs and hand out their work; Flower asks for no password there. So the
-gate asks for the operator's key, a secret in a header, for every path that is not one of the
-sites'. A path that nobody thought of is the operator's too.
+Flower serves three interfaces on one port. One is for sites, which sign their requests. The other
+two start and stop runs and distribute their work, and Flower does not authenticate their users.
+Therefore, the gate requires the operator's key, a secret in a header, for all paths that are not
+paths for sites, including unknown ones.
 
 Flower lets a site with a listed key send messages in the name of the server or of another site, and
-fetch or delete what is not its own. So the gate reads each request of a site, and passes on only
-what concerns this site: see ``exchange``.
+fetch or delete objects of other sites. Therefore, the gate reads each request of a site, and only
+passes on requests about this site; see ``exchange``.
 """
 
 from __future__ import annotations
@@ -48,68 +48,68 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 KEY_HEADER = "x-fedstill-operator"
-"""Carries the operator's key."""
+"""The header with the operator's key."""
 
 FOR_SITES = ("run_id", "fab_id", "fab_version", "fab_hash", "primary_task_type")
-"""What a site learns about a run from Flower. The rest names folders of the server, and counts what
-all sites have sent.
+"""The fields of a run that sites may read. Other fields contain folders of the server, and traffic
+of all sites.
 """
 
 MAX_BODY = 64 << 10
 MAX_BODIES = {PUSH: 16 << 20, PUSH_PART: 16 << 20}
-"""Bytes of one request of a site. A message names its parts; Flower cuts arrays into parts of
-5 MB.
+"""The maximum size of a site's request, in bytes. A message lists its parts; Flower splits arrays
+into parts of 5 MB.
 """
 
 BODY_SECONDS = 120.0
-"""How long the body of a site's request may take."""
+"""The time limit for the body of a site's request, in seconds."""
 
 SIGNER = b"flwr-public-key"
 SIGNED_TIME = b"flwr-timestamp"
 SIGNATURE = b"flwr-signature"
-"""The headers by which a site signs its request."""
+"""The headers with the signature of a site's request."""
 
 MAX_AT_ONCE = 16
-"""Requests of one site that are answered at a time; a site has two: for messages, and to show that
-it is there.
+"""The maximum number of simultaneous requests of a site. Normally, a site has two: for messages and
+for heartbeats.
 """
 
 RUN_PUSH, RUN_PULL = "/v1/runtime/push-messages", "/v1/runtime/pull-messages"
-"""Where a run hands in messages for sites, and asks for their replies."""
+"""The paths at which a run sends messages to sites and asks for their replies."""
 
 START_RUN, TAKE_RUN = "/v1/control/start-run", "/v1/runtime/acquire-task"
-"""Where the operator starts a run, and the server's command asks for a run to carry out."""
+"""The paths at which the operator starts a run and the server's command asks for runs to execute.
+"""
 
 CONTROL = "/v1/control/"
 
 HOLD_SECONDS, RUN_HOLD_SECONDS = 20.0, 2.0
-"""How long a site's question for messages is held while there is none, and a run's for replies. A
-run also watches its deadline.
+"""The time for which a site's request for messages and a run's request for replies are held if
+there are none, in seconds. A run also has to watch its deadline.
 """
 
 log = logging.getLogger("fedstill.gate")
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """Raises ConfigError if Flower's paths for sites are not those that the gate knows."""
+    """Raise ConfigError if Flower's paths for sites differ from those that the gate knows."""
     sites = {path for path in paths if path.startswith(SITES)}
     if sites != SITES_PATHS:
         different = ", ".join(sorted(sites ^ SITES_PATHS))
         raise ConfigError(
-            f"this version of Flower has other paths for sites than fedstill knows ({different}): "
-            "install the version of Flower that this fedstill was tested with"
+            "this version of Flower has paths for sites that fedstill does not know "
+            f"({different}): install the version of Flower with which fedstill was tested"
         )
 
 
 @dataclass
 class Gate:
-    """An ASGI application that passes on to ``app`` what sites and the operator may ask, and
-    nothing else.
+    """An ASGI application that only passes permitted requests of sites and the operator to ``app``.
 
-    ``key``: the operator's. Whoever asks is known by a key alone: not by an address, and by no
-    header that a proxy sets. ``node_of``: finds the node that is registered with a public key; None
-    for an unknown key. ``listed``: whether only the operator registers nodes. ``on_trusted``: is
-    called with the address and port of a connection whose request has a valid key.
+    ``key``: the operator's key. Senders are identified only by keys, not by addresses or by headers
+    that a proxy sets. ``node_of``: finds the node that is registered with a public key; None for an
+    unknown key. ``listed``: whether only the operator registers nodes. ``on_trusted``: called with
+    the address and port of a connection whose request has a valid key.
     """
 
     app: Asgi
@@ -129,11 +129,12 @@ class Gate:
         self.held = HeldQuestions()
         if len(self.key) < 32:
             raise ConfigError(
-                "the operator's key is shorter than 32 bytes: delete it, and a new one is made"
+                "the operator's key is shorter than 32 bytes: delete it, so that a new key is "
+                "created"
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One connection's request, as ASGI has it."""
+        """Handle a request, as specified by ASGI."""
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
@@ -147,14 +148,14 @@ class Gate:
             await _refuse(scope, send, error.status, str(error))
 
     async def _operator(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a request with the operator's key, and note which sites get messages by it."""
+        """Pass on a request with the operator's key, and register sites that receive messages."""
         path = scope["path"]
         if path in (RUN_PUSH, RUN_PULL, TAKE_RUN):
             return await self._of_run(scope, receive, send)
         try:
             await self.app(scope, receive, _retryable(send))
         finally:
-            # Also if the connection ended before the answer: Flower may have done what was asked.
+            # Even if the connection ended before the answer, Flower may have executed the request.
             if path == START_RUN:
                 self.held.runs += 1
                 self.held.note_event()
@@ -179,9 +180,9 @@ class Gate:
         await self.app(scope, _in_one_piece(body, receive), _retryable(send))
 
     async def _take_run(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a question for a run as soon as there may be one, or after a while.
+        """Pass on a request for a run as soon as there may be one, or after a while.
 
-        It is passed on once: Flower takes no signature twice.
+        It is passed on once, because Flower does not accept a signature twice.
         """
         if self.held.runs_taken == self.held.runs:
             await self.held.wait_for_event(self.held.events, self.held.seconds)
@@ -195,10 +196,10 @@ class Gate:
         await self._pass_on(body, scope, receive, watched)
         self.held.runs_taken = runs
         if answer:
-            self.held.runs_taken = -1  # there may be another one
+            self.held.runs_taken = -1  # there may be another run
 
     async def _run_pull(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a run's question for replies once there is one, or after a while."""
+        """Answer a run's request for replies as soon as there is one, or after a while."""
         until = time.monotonic() + self.held.run_seconds
         while True:
             events = self.held.events
@@ -219,20 +220,20 @@ class Gate:
             await send(message)
 
     async def _site(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a site's request; raises Forbidden, before the body is read if that is possible.
+        """Pass on a site's request; raises Forbidden, if possible before the body is read.
 
-        Only then is the body read, and the application gets it in one piece.
+        The application receives the body in one piece.
         """
         path = scope["path"]
         if scope["method"] != "POST" or path not in SITES_PATHS:
-            raise Forbidden(403, "this path is the operator's")
+            raise Forbidden(403, "this path is only for the operator")
         if self.listed and path in (REGISTER, UNREGISTER):
-            raise Forbidden(403, "the operator registers sites")
+            raise Forbidden(403, "only the operator registers sites")
         limit = MAX_BODIES.get(path, MAX_BODY)
         _check_size(scope, limit)
         site = await self._signer(scope)
         if self._at_once[site.node] >= MAX_AT_ONCE:
-            raise Forbidden(429, "this site asks for too much at once")
+            raise Forbidden(429, "this site sends too many requests at once")
         self._at_once[site.node] += 1
         try:
             await self._checked(site, limit, scope, receive, send)
@@ -242,7 +243,7 @@ class Gate:
     async def _checked(
         self, site: Site, limit: int, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Pass on a request that a site has signed; raises Forbidden for what it may not ask."""
+        """Pass on a site's signed request; raises Forbidden if the site may not send it."""
         path = scope["path"]
         body = await _site_body(receive, limit)
         if body is None:
@@ -261,10 +262,10 @@ class Gate:
     async def _pull(
         self, node: int, body: bytes, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Pass on a site's question for messages as soon as there may be one, and note the
+        """Pass on a site's request for messages as soon as there may be one, and register the
         instructions in the answer.
 
-        The question of a site that has left is not passed on: it would take the message.
+        The request of a disconnected site is not passed on, because it would consume the message.
         """
         if not await self.held.wait_for_message(node, receive):
             return
@@ -281,9 +282,9 @@ class Gate:
         await self._pass_on(body, scope, receive, watched)
 
     async def _signer(self, scope: Scope) -> Site:
-        """The site whose key has signed a request just now; raises Forbidden for any other request.
+        """The site whose key signed a request; raises Forbidden without a current signature.
 
-        An unknown key may only register, and only where no keys are listed.
+        An unknown key may only register, and only if there is no list of keys.
         """
         signed = Signed.of(
             key=_header(scope, SIGNER),
@@ -296,14 +297,14 @@ class Gate:
         if node is None and (self.listed or scope["path"] != REGISTER):
             raise Forbidden(401, "this key is not listed")
         if not signed.is_valid(datetime.datetime.now(datetime.UTC)):
-            raise Forbidden(401, "this request has no valid signature of the present time")
+            raise Forbidden(401, "this request has no valid signature of the current time")
         if node is not None:
             self._use(signed)
             self.on_trusted(scope.get("client"))
         return Site(signed.key, node)
 
     async def _node(self, key: bytes) -> int | None:
-        """The node with a key. It is remembered until the operator changes something."""
+        """The node with a key. It is cached until the operator changes something."""
         if key in self._nodes:
             return self._nodes[key]
         changes = self._changes
@@ -313,47 +314,47 @@ class Gate:
         return node
 
     def _forget_nodes(self) -> None:
-        """Look every key up again."""
+        """Clear the cache of nodes."""
         self._changes += 1
         self._nodes.clear()
 
     def _use(self, signed: Signed) -> None:
-        """Note a signature; raises Forbidden for one that was used before."""
+        """Register a signature; raises Forbidden if it was used before."""
         time_now = time.monotonic()
         while self._used and next(iter(self._used.values())) < time_now:
             del self._used[next(iter(self._used))]
         used = (signed.key, signed.time)
         if used in self._used:
-            raise Forbidden(401, "this request was made before")
+            raise Forbidden(401, "this request was already sent")
         self._used[used] = time_now + SIGNED_SECONDS + EARLY_SECONDS
 
 
 def _check_size(scope: Scope, limit: int) -> None:
-    """Raises Forbidden for a request without a length, or with one over the limit; the web server
-    sees that it is the true one.
+    """Raise Forbidden for a request without a length, or with a length above the limit. The web
+    server verifies the length.
     """
     length = _header(scope, b"content-length")
-    # no zeros before it
+    # no leading zeros
     plain = length.isdigit() and length == str(int(length[: len(str(limit))])).encode()
     if _header(scope, b"transfer-encoding") or not plain or int(length) > limit:
-        raise Forbidden(413, f"a site's request says its length, here at most {limit} bytes")
+        raise Forbidden(413, f"a site's request must state its length, here at most {limit} bytes")
 
 
 async def _site_body(receive: Receive, limit: int) -> bytes | None:
-    """The body of a site's request, as ``_body``; raises Forbidden, too, for one that does not come
-    in time.
+    """The body of a site's request, as in ``_body``; also raises Forbidden if it does not arrive in
+    time.
     """
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await _body(receive, limit)
     except TimeoutError:
-        raise Forbidden(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+        raise Forbidden(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
 
 
 async def _body(receive: Receive, limit: float = math.inf) -> bytes | None:
-    """The body of a request; None if the connection ends before.
+    """The body of a request; None if the connection ends before it is complete.
 
-    Raises Forbidden for a body over the limit, whatever length its header gives.
+    Raises Forbidden for a body above the limit, regardless of the length in the header.
     """
     body = bytearray()
     while True:
@@ -368,7 +369,7 @@ async def _body(receive: Receive, limit: float = math.inf) -> bytes | None:
 
 
 def _is_empty(answer: list[MutableMapping[str, Any]]) -> bool:
-    """Whether an answer of Flower's says that there is no reply yet."""
+    """Whether Flower's answer contains no reply."""
     from flwr.proto.runtime_pb2 import PullAppMessagesResponse
     from google.protobuf.message import DecodeError
 
@@ -382,7 +383,7 @@ def _is_empty(answer: list[MutableMapping[str, Any]]) -> bool:
 
 
 def _in_one_piece(body: bytes, receive: Receive) -> Receive:
-    """Gives a body that was read already, and then what the connection gives."""
+    """A receiver that returns a body that was already read, and then the connection's messages."""
     is_read = False
 
     async def received() -> MutableMapping[str, Any]:
@@ -396,8 +397,8 @@ def _in_one_piece(body: bytes, receive: Receive) -> Receive:
 
 
 def _retryable(send: Send) -> Send:
-    """Tells Flower's programs to ask again where Flower's server failed, as it does without free
-    files or memory: they give up after the status 500, and a run would end.
+    """A sender that asks Flower's programs to retry if Flower's server failed, for example without
+    free files or memory. They would give up after the status 500, and a run would end.
     """
 
     async def send_retryable(message: MutableMapping[str, Any]) -> None:
@@ -409,7 +410,7 @@ def _retryable(send: Send) -> Send:
 
 
 def _for_sites(send: Send) -> Send:
-    """Sends an answer about a run with what sites may know of it (``FOR_SITES``)."""
+    """A sender that reduces an answer about a run to the fields for sites (``FOR_SITES``)."""
     from flwr.proto.run_pb2 import GetRunResponse, Run
 
     start: MutableMapping[str, Any] = {}
@@ -449,20 +450,20 @@ async def _refuse(scope: Scope, send: Send, status: int, reason: str) -> None:
     await send({"type": "http.response.body", "body": f"fedstill: {reason}\n".encode()})
 
 
-# Questions that are held until there is an answer
+# Requests that are held until there is an answer
 
 
 @dataclass
 class HeldQuestions:
-    """Holds questions that would get an empty answer, so that nobody need ask often.
+    """Holds requests that would get an empty answer, so that programs need not send requests often.
 
     A site has no message if its last answer was empty, and no run has sent it a message since. Runs
     ask for replies, and the server's command asks for runs.
 
-    ``seconds``: how long a question of a site or of the command is held; ``run_seconds``: one of a
-    run. ``events``: the replies that sites have sent, and the runs that the operator has started.
-    ``runs``: the runs alone. ``runs_taken``: their number when the command last got an empty
-    answer.
+    ``seconds``: how long a request of a site or the command is held; ``run_seconds``: the same for
+    a run. ``events``: the number of replies that sites have sent and runs that the operator has
+    started. ``runs``: the number of runs. ``runs_taken``: the number of runs when the command last
+    received an empty answer.
     """
 
     seconds: float = HOLD_SECONDS
@@ -477,18 +478,18 @@ class HeldQuestions:
     _server_questions: set[asyncio.Event] = field(default_factory=set, repr=False)
 
     def count(self, node: int) -> int:
-        """How many messages were sent to a site since the server started."""
+        """The number of messages that were sent to a site since the server started."""
         return self._messages[node]
 
     def note_messages(self, body: bytes) -> None:
-        """Note the sites to which a run sends messages, and let go of their questions."""
+        """Register the sites to which a run sends messages, and release their requests."""
         from flwr.proto.runtime_pb2 import PushAppMessagesRequest
         from google.protobuf.message import DecodeError
 
         try:
             request = PushAppMessagesRequest.FromString(body)
         except DecodeError:
-            return  # Flower has refused it
+            return  # Flower has rejected it
         for message in request.messages_list:
             node = message.metadata.dst_node_id
             self._messages[node] += 1
@@ -496,21 +497,21 @@ class HeldQuestions:
                 question.set()
 
     def close(self) -> None:
-        """Hold nothing any more: the server ends."""
+        """Release all requests, because the server is stopping."""
         self.is_closed = True
         for questions in (*self._site_questions.values(), self._server_questions):
             for question in questions:
                 question.set()
 
     def note_event(self) -> None:
-        """Note that there is a reply, or a run, and let go of the questions for them."""
+        """Register that there is a reply or a run, and release the requests for them."""
         self.events += 1
         for question in self._server_questions:
             question.set()
 
     async def wait_for_event(self, events: int, seconds: float) -> bool:
-        """Wait, for some seconds at most, until there are more events than a number; whether there
-        are.
+        """Wait until there are more events than a number, for some seconds at most; returns whether
+        there are.
         """
         if self.is_closed or seconds <= 0:
             return False
@@ -528,9 +529,9 @@ class HeldQuestions:
             self._server_questions.discard(question)
 
     def note_answer(self, node: int, count: int, fetched: int | None) -> None:
-        """Note the answer to a site's question, which was asked after ``count`` messages.
+        """Register the answer to a site's request, which was sent after ``count`` messages.
 
-        ``fetched``: how many messages are in the answer; None for an error.
+        ``fetched``: the number of messages in the answer; None for an error.
         """
         if fetched == 0:
             self._empty_at[node] = count
@@ -538,7 +539,7 @@ class HeldQuestions:
             self._empty_at.pop(node, None)
 
     async def wait_for_message(self, node: int, receive: Receive) -> bool:
-        """Wait until a site may have a message, or for a while; whether it is still connected."""
+        """Wait until a site may have a message, or for a while; returns whether it is connected."""
         if self.is_closed or self._empty_at.get(node) != self._messages[node]:
             return True
         question = asyncio.Event()

@@ -1,9 +1,9 @@
-"""A site's program: it takes the server's messages, has each answered by a process of its own, and
-sends the replies.
+"""A site's program: it receives the server's messages, answers each of them in a separate process,
+and sends the replies.
 
-This process is small, since it computes nothing. It starts one that has imported torch, from which
-a process is forked for each message. It takes the place of Flower's SuperNode, and speaks Flower's
-interface for sites.
+This process needs little memory, because it computes nothing. It starts a process that has imported
+torch, from which a process is forked for each message. It replaces Flower's SuperNode, and uses
+Flower's interface for sites.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ T = TypeVar("T")
 
 HEARTBEAT_SECONDS = 20.0
 DECLARED_SECONDS = 30.0
-"""How often a site shows that it is there, and how often it promises to. Flower's server gives a
-site up after twice that time.
+"""The actual and the announced interval of a site's heartbeats, in seconds. Flower's server
+considers a site offline after twice the announced interval.
 """
 
 SOONEST, LATEST = 0.05, 3.0
-"""Seconds between two questions for a message, if the server does not hold them."""
+"""The time between two requests for a message, in seconds, if the server does not hold them."""
 
 HELD_SECONDS = 1.0
-"""A question that took longer was held by the server until there was a message, or for a while."""
+"""A request that took longer than this was held by the server."""
 
 AGAIN_SECONDS = 30.0
-"""The most seconds between two attempts to reach the server."""
+"""The maximum time between two attempts to reach the server, in seconds."""
 
 REFUSED_SECONDS = 5.0
-"""Seconds after which a server is asked again that refused this site."""
+"""The time after which a site retries if the server has refused it, in seconds."""
 
 MAX_REQUEST_BYTES = 4 << 30
-"""The largest message that a site takes."""
+"""The largest message that a site accepts, in bytes."""
 
 UNAVAILABLE = 5
-"""Flower's code for a node that is gone: the server sends such a message again."""
+"""Flower's code for an unavailable node; the server then sends the message again."""
 
 APP_RUNS = ("flwr-serverapp", "")
-"""What Flower calls the runs of an app with a server's half. Others are runs of agents."""
+"""Flower's names for runs of an app with a server part. Other runs are those of agents."""
 
 
 class NotAdmitted(DeployFailed):
@@ -84,7 +84,7 @@ class NotAdmitted(DeployFailed):
 def serve_site(member: Membership, insecure: bool, wait: float) -> int:
     """Answer the server's messages until a signal ends this process.
 
-    ``wait``: seconds to keep asking a server that does not list this site's key yet. Raises
+    ``wait``: how long to retry if the server does not list this site's key yet, in seconds. Raises
     DeployFailed if the server refuses the site, and ConfigError for wrong settings.
     """
     host, _ = split_address(member.address, member.folder / "client.toml")
@@ -104,16 +104,16 @@ def serve_site(member: Membership, insecure: bool, wait: float) -> int:
                 server.connect(wait)
 
 
-# What a site asks of its server
+# Requests of a site to its server
 
 
 @dataclass
 class Incoming:
-    """A message of the server's: Flower's parts of it, by their ids, not yet read.
+    """A message of the server, as Flower's unparsed parts by id.
 
-    ``metadata``: the message without its content. ``root``: the id of the part that is the message.
-    ``app``: the app that came with the run. ``is_app_run``: whether the run is one of an app with
-    a server's half, as fedstill's are.
+    ``metadata``: the message without its content. ``root``: the id of the root part. ``app``: the
+    app of the run. ``is_app_run``: whether the run belongs to an app with a server part, like
+    fedstill's runs.
     """
 
     run: int
@@ -127,7 +127,7 @@ class Incoming:
 
 @dataclass
 class Outgoing:
-    """A reply, as Flower sends it: its metadata, the tree of its parts, and the parts."""
+    """A reply in Flower's form: its metadata, the tree of its parts, and the parts."""
 
     metadata: bytes
     tree: bytes
@@ -137,7 +137,7 @@ class Outgoing:
 
 @dataclass
 class Server:
-    """A federation's server, as a site sees it: each request is signed with the site's key.
+    """A site's connection to its federation's server. Each request is signed with the site's key.
 
     ``address``: host and port. Requests are repeated until the server can be reached; the reason
     is printed once.
@@ -159,7 +159,9 @@ class Server:
     @staticmethod
     @contextmanager
     def of(member: Membership, insecure: bool) -> Iterator[Server]:
-        """The server of a site's federation; the site leaves it at the end of the block."""
+        """A context with the server of a site's federation, from which the site signs off at the
+        end.
+        """
         from flwr.supercore.primitives.asymmetric import public_key_to_bytes
         from flwr.supernode.fleet_http_client import FleetHttpClient
 
@@ -182,10 +184,10 @@ class Server:
             client.close()
 
     def connect(self, wait: float) -> None:
-        """Have the server note that this site is there, for as long as it takes.
+        """Register this site with the server; retries without a time limit.
 
         Raises NotAdmitted if the server has refused this site for ``wait`` seconds, and
-        DeployFailed if the two cannot talk before somebody changes something.
+        DeployFailed for problems that only a person can solve.
         """
         from flwr.proto.fleet_pb2 import ActivateNodeRequest, RegisterNodeFleetRequest
         from flwr.proto.node_pb2 import Node
@@ -222,7 +224,7 @@ class Server:
             answer = self._ask(self.client.PullMessages, PullMessagesRequest(node=self.node))
         except _Dropped as error:
             raise NotAdmitted(
-                f"the server does not take this client's question: {error}"
+                f"the server does not accept this client's request: {error}"
             ) from error
         if not answer.messages_list:
             if self.clock() - began > HELD_SECONDS:
@@ -234,11 +236,11 @@ class Server:
         try:
             return self._fetched(answer.messages_list[0], answer.message_object_trees[0])
         except _Dropped as error:
-            say(f"a message was not taken: {error}")
+            say(f"a message was not accepted: {error}")
             return None
 
     def send(self, reply: Outgoing, message: Incoming) -> None:
-        """Send the reply to a message; a reply that the server does not take is dropped."""
+        """Send the reply to a message; a reply that the server does not accept is dropped."""
         from flwr.proto.fleet_pb2 import PushMessagesRequest
         from flwr.proto.message_pb2 import Message, ObjectTree, PushObjectRequest
 
@@ -260,10 +262,10 @@ class Server:
                 )
                 self._ask(self.client.PushObject, part)
         except _Dropped as error:
-            say(f"the server did not take the reply: {error}")
+            say(f"the server did not accept the reply: {error}")
 
     def _fetched(self, metadata: Any, tree: Any) -> Incoming:
-        """A message with all its parts, whose receipt the server then knows."""
+        """Fetch all parts of a message, and acknowledge its receipt."""
         from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 
         run = metadata.metadata.run_id
@@ -284,7 +286,7 @@ class Server:
         )
 
     def _app(self, run: int) -> tuple[bytes, bool]:
-        """The app of a run, and whether the run is one of apps; asked for once."""
+        """The app of a run, and whether the run belongs to an app with a server part; cached."""
         from flwr.proto.fab_pb2 import GetFabRequest
         from flwr.proto.run_pb2 import GetRunRequest
 
@@ -292,14 +294,12 @@ class Server:
             about = self._ask(self.client.GetRun, GetRunRequest(node=self.node, run_id=run)).run
             request = GetFabRequest(node=self.node, hash_str=about.fab_hash, run_id=run)
             app = self._ask(self.client.GetFab, request).fab
-            # Only the latest is kept: a site answers one run at a time.
+            # Only the latest app is cached, because a site answers one run at a time.
             self._apps = {run: (app.content, about.primary_task_type in APP_RUNS)}
         return self._apps[run]
 
     def _parts(self, run: int, tree: Any) -> dict[str, bytes]:
-        """The parts of a message by their ids; raises _Dropped if they are too large, or do not
-        come.
-        """
+        """The parts of a message by id; raises _Dropped if they are too large or do not arrive."""
         from flwr.proto.message_pb2 import PullObjectRequest
         from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
@@ -311,7 +311,7 @@ class Server:
             while True:
                 answer = self._ask(self.client.PullObject, request)
                 if not answer.object_found:
-                    raise _Dropped("it was not sent to its end")
+                    raise _Dropped("it was not sent completely")
                 if answer.object_available:
                     break
                 self.sleep(pause)
@@ -342,23 +342,23 @@ class Server:
             pause = min(2 * pause, AGAIN_SECONDS)
 
     def _check_status(self, error: httpx.HTTPStatusError) -> None:
-        """Raise the error that a status stands for; return if the same may be asked again."""
+        """Raise the error of an HTTP status; return normally if the request may be repeated."""
         status = error.response.status_code
         text = " ".join(error.response.text.split())[:300]
         if status == 429 or status >= 500:
             return
         if status in (401, 412):
             raise NotAdmitted(
-                "the server refuses this client: its key is not listed in the server's folder, "
-                "allowed, or another machine is connected with it, or this machine's clock is wrong"
+                "the server refuses this client: either its key is not in the server's folder "
+                "allowed, or another machine uses its key, or this machine's clock is wrong"
             ) from error
         if self.node is None:
             raise DeployFailed(f"the server at {self.address} answered {status}: {text}") from error
         raise _Dropped(f"the server answered {status}: {text}") from error
 
     def _note_problem(self, problem_met: Problem) -> None:
-        """Print why the server cannot be reached; before the first connection, a reason that only
-        a person can remove is an error.
+        """Print the reason why the server cannot be reached. Before the first connection, raise an
+        error if only a person can solve the problem.
         """
         if problem_met.is_final and not self._was_connected:
             raise DeployFailed(problem_met.reason)
@@ -368,7 +368,7 @@ class Server:
         self._note(f"{state} the server at {self.address}: {problem_met.reason}")
 
     def _note(self, reason: str) -> None:
-        """Print a reason, unless it is the one that was printed last."""
+        """Print a reason, unless it was the last printed one."""
         if reason.partition(";")[0] != self._reason:
             self._reason = reason.partition(";")[0]
             say(reason)
@@ -379,7 +379,7 @@ class Server:
             self._reason = ""
 
     def _beat(self) -> None:
-        """Show the server that this site is there, also while it trains."""
+        """Send heartbeats to the server, also during training."""
         import httpx
         from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 
@@ -393,16 +393,16 @@ class Server:
                 printed = ""
             except httpx.TransportError as error:
                 met = problem(error, self.address, tls=self.tls)
-                # The questions for messages print other reasons. They may go on over a connection
-                # from before the certificate expired, while the server takes this site for absent.
+                # Requests for messages print other reasons. They may use a connection from before
+                # the certificate expired, while the server considers this site offline.
                 if met.is_final and met.reason != printed:
                     printed = met.reason
-                    say(f"the server does not see that this site is there: {met.reason}")
+                    say(f"the server does not receive this site's heartbeats: {met.reason}")
             except httpx.HTTPError:
                 continue
 
     def _leave(self) -> None:
-        """Tell the server that this site leaves, if it can be reached."""
+        """Sign off from the server, if it can be reached."""
         import httpx
         from flwr.proto.fleet_pb2 import DeactivateNodeRequest, UnregisterNodeFleetRequest
 
@@ -416,20 +416,19 @@ class Server:
 
 
 class _Dropped(Exception):
-    """A message that cannot be taken, or a reply that the server does not take."""
+    """A message that cannot be accepted, or a reply that the server does not accept."""
 
 
 @dataclass
 class _Watch:
-    """Looks at the server's certificate at each handshake, and warns once a day before it expires.
-
-    An interceptor, as Flower has them.
+    """Checks the server's certificate at each handshake, and warns once a day before it expires. It
+    is one of Flower's interceptors.
     """
 
     warned: str = ""
 
     def intercept(self, context: Any, call_next: Any) -> Any:
-        """Pass the request on, and have the handshake reported if it opens a connection."""
+        """Pass on the request, and watch the handshake if it opens a connection."""
         context.request.extensions["trace"] = self._trace
         return call_next(context)
 
@@ -444,7 +443,7 @@ class _Watch:
 
 
 def _interceptors(private: Any, public: Any) -> list[Any]:
-    """They add Flower's version to each request, sign it, and look at the server's certificate."""
+    """Interceptors that add Flower's version to requests, sign them, and check the certificate."""
     from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
     from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
@@ -464,11 +463,11 @@ def _private_key(member: Membership, insecure: bool) -> Any:
     return certificates.client_key(member.key)
 
 
-# Processes that compute
+# Worker processes
 
 
 def preloaded() -> list[str]:
-    """The modules that the process imports from which all others are forked."""
+    """The modules of the process from which all worker processes are forked."""
     names = ["fedstill.flower.apps", "fedstill.running.driver"]
     for home in HOMES.values():
         spec = find_spec(home)
@@ -480,7 +479,7 @@ def preloaded() -> list[str]:
 
 @dataclass
 class Workers:
-    """Processes that have imported torch: one for each message."""
+    """Processes with torch, one for each message."""
 
     member: Membership
 
@@ -496,7 +495,7 @@ class Workers:
             raise ConfigError(reason)
 
     def answer(self, message: Incoming) -> Outgoing:
-        """The reply to a message; an error reply if the process that works on it ends."""
+        """The reply to a message; an error reply if the worker process ends unexpectedly."""
         began = time.monotonic()
         try:
             with self._started(_answer, message, self.member) as connection:
@@ -514,7 +513,9 @@ class Workers:
 
     @contextmanager
     def _started(self, target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
-        """A connection with a process that calls ``target``; it is ended with the block."""
+        """A context with a connection to a process that calls ``target``, which ends
+        with it.
+        """
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=target, args=(theirs, os.getpid(), *arguments))
         process.start()
@@ -530,7 +531,7 @@ class Workers:
 
 
 def _received(connection: Connection) -> bytes:
-    """The next bytes of a process; raises EOFError if it has ended."""
+    """Receive the next bytes from a process; raises EOFError if it has ended."""
     while not connection.poll(1.0):
         continue
     return connection.recv_bytes()
@@ -543,7 +544,7 @@ def _receive_reply(connection: Connection) -> Outgoing:
 
 
 def _receive_parts(connection: Connection) -> dict[str, bytes]:
-    """Parts of a message, each after its id; an empty id ends them."""
+    """Receive the parts of a message, each preceded by its id, until an empty id."""
     parts: dict[str, bytes] = {}
     while id := _received(connection):
         parts[id.decode()] = _received(connection)
@@ -560,7 +561,7 @@ def _send_reply(connection: Connection, reply: Outgoing) -> None:
 
 
 def _check_site(connection: Connection, parent: int, path: str) -> None:
-    """In a process of its own: send what is wrong with a ``site.toml``; nothing if it is right."""
+    """In a worker process: send the error in a ``site.toml``; empty if it is valid."""
     from fedstill.flower.site_settings import load_site
 
     reason = ""
@@ -572,7 +573,7 @@ def _check_site(connection: Connection, parent: int, path: str) -> None:
 
 
 def _answer(connection: Connection, parent: int, message: Incoming, member: Membership) -> None:
-    """In a process of its own: answer a message."""
+    """In a worker process: answer a message."""
     from flwr.supercore.app_utils import start_parent_process_monitor
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
     from flwr.supercore.task_identity import TaskIdentity
@@ -590,8 +591,8 @@ def _answer(connection: Connection, parent: int, message: Incoming, member: Memb
 
 
 def reply_to(question: Any, message: Incoming, member: Membership) -> Any:
-    """Flower's reply to a message; a refusal is a reply. Nothing is done for a message that the
-    server has not signed.
+    """Flower's reply to a message; refusals are replies, too. Messages without the server's
+    signature are refused.
     """
     from flwr.app import Context, Error, Message, RecordDict
 
@@ -610,7 +611,7 @@ def reply_to(question: Any, message: Incoming, member: Membership) -> Any:
     try:
         check(question, message.node)
         if not message.is_app_run:
-            raise Refused("this site answers runs of an app with a server's half only", "app")
+            raise Refused("this site only answers runs of an app with a server part", "app")
         require_own_app(message.app)
         return client_app(message=question, context=context)
     except Exception as error:
@@ -620,7 +621,7 @@ def reply_to(question: Any, message: Incoming, member: Membership) -> Any:
 
 
 def outgoing(reply: Any) -> Outgoing:
-    """A reply of Flower's, in parts."""
+    """Split one of Flower's replies into parts."""
     from flwr.app.message import remove_content_from_message
     from flwr.common.serde import message_to_proto
     from flwr.supercore.inflatable.inflatable_object import (
@@ -640,7 +641,7 @@ def outgoing(reply: Any) -> Outgoing:
 
 
 def error_reply(message: Incoming, code: int, reason: str) -> Outgoing:
-    """The reply of a site that could not answer a message."""
+    """The reply to a message that a site could not answer."""
     from flwr.app import Error, Message
     from flwr.common.serde import message_from_proto
     from flwr.proto.message_pb2 import Message as Proto

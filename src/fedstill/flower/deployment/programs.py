@@ -1,5 +1,5 @@
-"""The programs of a federation: their commands and environment, and how they are started, watched,
-and ended with all that they started.
+"""The programs of a federation: their commands and environment, and functions that start, watch and
+end them together with their child processes.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
     import psutil
 
 LISTEN_SECONDS = 180.0
-"""How long a server may take to listen; on a busy machine it takes a minute."""
+"""The time limit until a server listens, in seconds; a busy machine may need a minute."""
 
 
 IN_MEMORY = ":flwr-in-memory:"
-"""Flower's name of a database that is no file."""
+"""Flower's name for a database in memory."""
 
 
-# What is started
+# Commands and their environment
 
 
 def environment(home: Path) -> dict[str, str]:
-    """What Flower's programs are started with: nothing is reported, checked or installed, settings
-    are in ``home``.
+    """The environment of Flower's programs: they report, check and install nothing, and their
+    settings are in ``home``.
 
-    No FLWR_* of the shell is handed on: such a setting can switch off what the gate relies on, such
-    as the key.
+    The shell's FLWR_* variables are removed, because they could disable features that the gate
+    needs, such as the key.
     """
     beside = str(Path(sys.executable).parent)
     path = os.pathsep.join([beside, os.environ.get("PATH", "")])
@@ -54,7 +54,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def use_environment(home: Path) -> None:
-    """Give this process the environment in which Flower's programs are started."""
+    """Set the environment of Flower's programs in this process."""
     variables = environment(home)
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
@@ -62,7 +62,7 @@ def use_environment(home: Path) -> None:
 
 
 def program(name: str) -> str:
-    """The path of one of Flower's programs; raises ConfigError if it is not installed beside this
+    """The path of one of Flower's programs; raises ConfigError if it is not installed with this
     Python.
     """
     check_flower_installed()
@@ -75,15 +75,15 @@ def program(name: str) -> str:
 
 
 def superlink(federation: Federation, insecure: bool) -> list[str]:
-    """The command that starts the server; raises ConfigError for one that would be open to others
+    """The command that starts the server; raises ConfigError if others could reach the server
     without TLS.
     """
     check_flower_installed()
     server = federation.server
     command = [sys.executable, "-m", "fedstill.flower.deployment.superlink"]
     command += [str(federation.folder), "--host", federation.listen, "--port", str(federation.port)]
-    # Nothing of it outlives the server: keys are in files, and a resumed run is a new one for
-    # Flower. A database would take most of the server's time.
+    # No state outlives the server: keys are in files, and Flower treats a resumed run as new. A
+    # database would take most of the server's time.
     command += ["--database", IN_MEMORY, "--disable-runtime-dependency-installation"]
     command += ["--isolation", "process", "--superexec-auth-secret-file", str(federation.key)]
     if insecure:
@@ -97,21 +97,21 @@ def superlink(federation: Federation, insecure: bool) -> list[str]:
     for option, name in files.items():
         if not (server / name).is_file():
             raise ConfigError(
-                f"{server / name} is missing: without certificates the server does not start"
+                f"{server / name} is missing: the server does not start without certificates"
             )
         command += [option, str(server / name)]
     _check_certificate(federation)
     if not listed(federation):
         raise ConfigError(
-            f"{server / 'allowed'} lists no client's public key: without one the server does not "
-            "start"
+            f"{server / 'allowed'} contains no client's public key: without keys the server does "
+            "not start"
         )
     return [*command, "--enable-supernode-auth"]
 
 
 def _check_certificate(federation: Federation) -> None:
-    """Raise ConfigError for a certificate of the server that has expired, or that programs on this
-    machine would refuse.
+    """Raise ConfigError for a server certificate that has expired, or that programs on this machine
+    would reject.
     """
     path = federation.server / "server.crt"
     remedy = f"run: fedstill deploy renew {federation.folder}"
@@ -122,13 +122,13 @@ def _check_certificate(federation: Federation) -> None:
     host = federation.local.rpartition(":")[0].strip("[]")
     if host not in certificates.named_hosts(path):
         raise ConfigError(
-            f"{path} does not name {host}, by which programs on this machine reach the server; "
-            f"{remedy}"
+            f"{path} is not valid for {host}, under which programs on this machine reach the "
+            f"server; {remedy}"
         )
 
 
 def check_client(member: Membership, insecure: bool) -> None:
-    """Raise ConfigError for a client that would talk to others without TLS, or without its key."""
+    """Raise ConfigError for a client without a key, or without TLS to another machine."""
     check_flower_installed()
     if not member.server_key.is_file():
         raise ConfigError(
@@ -140,14 +140,13 @@ def check_client(member: Membership, insecure: bool) -> None:
         return
     for path in (member.folder / "ca.crt", member.key):
         if not path.is_file():
-            raise ConfigError(f"{path} is missing: without it the client does not start")
+            raise ConfigError(f"{path} is missing: the client does not start without it")
 
 
 def _check_loopback(host: str) -> None:
     if not is_loopback(host):
         raise ConfigError(
-            f"--insecure-for-testing is for this machine alone, and {host} is not a loopback "
-            "address"
+            f"--insecure-for-testing is only for this machine, but {host} is not a loopback address"
         )
 
 
@@ -158,20 +157,20 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     os.execve(command[0], list(command), dict(env))
 
 
-# Programs under way
+# Running programs
 
 
 @contextmanager
 def alone(folder: Path, program_name: str) -> Iterator[None]:
-    """While the block runs, no other process enters one for this folder; raises DeployFailed if one
-    is in it.
+    """A context that only one process can enter for a folder; raises DeployFailed if another
+    process is inside.
     """
     try:
         with FileLock(folder / "lock", timeout=0):
             yield
     except Timeout:
         raise DeployFailed(
-            f"{program_name} already runs from {folder}: stop it first, or leave it"
+            f"{program_name} is already running from {folder}; stop it first to restart it"
         ) from None
 
 
@@ -179,8 +178,8 @@ def alone(folder: Path, program_name: str) -> Iterator[None]:
 def running(
     command: Sequence[str], env: Mapping[str, str], **streams: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A program and whatever it starts, in a group of their own, all ended with this block or this
-    process.
+    """A context with a running program in its own process group. The program and its child
+    processes end with the context or with this process.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     process = subprocess.Popen(list(command), env=dict(env), start_new_session=True, **streams)
@@ -191,13 +190,14 @@ def running(
 
 
 def end(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:
-    """End a program that ``running`` started, and all that it started: asked first, then killed.
+    """End a program that ``running`` started, and its child processes: they are terminated and, if
+    necessary, killed.
 
-    Flower's server detaches what it starts, so that its group alone is not enough.
+    Flower's server detaches its child processes, so ending the process group does not suffice.
     """
     import psutil
 
-    # Before anything ends: after a process has ended, its children cannot be found.
+    # This comes first, because the children of a process cannot be found after its end.
     below = descendants(process.pid)
     _signal_group(process.pid, signal.SIGTERM)
     try:
@@ -217,7 +217,7 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """The processes that a process has started, and those that they have; none if it has ended."""
+    """The descendants of a process; empty if it has ended."""
     import psutil
 
     below: list[psutil.Process] = []
@@ -227,13 +227,13 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def demand_free(federation: Federation) -> None:
-    """Raise DeployFailed where something listens on the federation's port already: it would be
-    taken for the server.
+    """Raise DeployFailed if a program already listens on the federation's port, because it would be
+    mistaken for the server.
     """
     if _listens(federation):
         raise DeployFailed(
-            f"something listens on {federation.local} already, perhaps a server whose command was "
-            "killed: stop it first"
+            f"another program already listens on {federation.local}, perhaps a server whose "
+            "command was killed: stop it first"
         )
 
 
@@ -249,13 +249,11 @@ def _listens(federation: Federation) -> bool:
 def wait_for_port(
     federation: Federation, process: subprocess.Popen[bytes], seconds: float = LISTEN_SECONDS
 ) -> None:
-    """Wait until the server answers; raises DeployFailed if it ends or does not."""
+    """Wait until the server answers; raises DeployFailed if it ends or does not answer in time."""
     end_at = time.monotonic() + seconds
     while time.monotonic() < end_at:
         if process.poll() is not None:
-            raise DeployFailed(
-                f"the server ended at once, with status {process.returncode}; its output says why"
-            )
+            raise DeployFailed(f"the server ended with status {process.returncode}; see its output")
         if _listens(federation):
             return
         time.sleep(0.3)

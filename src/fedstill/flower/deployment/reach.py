@@ -1,5 +1,5 @@
-"""Why a federation's server cannot be reached, in one line: its name, its port, a proxy in
-between, or its certificate.
+"""One-line reasons why a federation's server cannot be reached: its name, its port, a proxy, or its
+certificate.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from fedstill.core.errors import ConfigError
 from fedstill.flower.deployment.folder import LOOPBACK, is_loopback
 
 CONNECT_SECONDS = 30.0
-"""How long a connection may take to be established."""
+"""The time limit for establishing a connection, in seconds."""
 
 EXPIRY_DAYS = 14
-"""How many days before its end a certificate is announced to expire."""
+"""Warnings about the expiry of a certificate start this many days before it."""
 
 NOT_YET = 9
 EXPIRED = 10
 OTHER_HOST = 62
 OTHER_ADDRESS = 64
-"""OpenSSL's codes for a wrong certificate; with any other code, our authority did not sign it."""
+"""OpenSSL's codes for an invalid certificate. Any other code means that the federation's authority
+did not sign it.
+"""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why the server cannot be reached.
+    """The reason why the server cannot be reached.
 
-    ``is_final``: whether waiting does not help, because somebody has to change something.
+    ``is_final``: whether waiting does not help, because a person has to solve the problem.
     """
 
     reason: str
@@ -43,7 +45,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Proxy:
-    """A proxy that requests to the server use, and the environment variable that names it."""
+    """A proxy for requests to the server, and the environment variable that sets it."""
 
     url: str
     variable: str
@@ -53,7 +55,7 @@ class Proxy:
 
 
 def split_address(address: str, source: Path) -> tuple[str, int]:
-    """The host and port in ``HOST:PORT``; raises ConfigError that names the file otherwise."""
+    """Parse ``HOST:PORT``; raises ConfigError with the file for an invalid address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"{source}: address = {address!r} must be HOST:PORT")
@@ -61,7 +63,7 @@ def split_address(address: str, source: Path) -> tuple[str, int]:
 
 
 def bypass_proxies(host: str = "") -> None:
-    """Reach this machine without a proxy: its loopback addresses, and ``host`` if it is one."""
+    """Disable proxies for this machine: for loopback addresses, and for ``host`` if it is one."""
     listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     hosts = [name.strip() for name in listed.split(",") if name.strip()]
     if "*" in hosts:
@@ -76,7 +78,7 @@ def bypass_proxies(host: str = "") -> None:
 
 
 def proxy_of(host: str, tls: bool = True) -> Proxy | None:
-    """The proxy that requests to a host use; None if they use none."""
+    """The proxy for requests to a host; None without a proxy."""
     if is_loopback(host) or urllib.request.proxy_bypass(host):
         return None
 
@@ -91,22 +93,21 @@ def proxy_of(host: str, tls: bool = True) -> Proxy | None:
 
 
 def _variable(name: str) -> str:
-    """An environment variable as it is written there: in small or in capital letters."""
+    """The spelling of an environment variable that is set: in lower or upper case."""
     if name not in os.environ and name.upper() in os.environ:
         return name.upper()
     return name
 
 
 def _without_password(url: str) -> str:
-    """A proxy's address without the user and the password in it."""
+    """A proxy's address without user and password."""
     scheme, separator, location = url.rpartition("://")
     return scheme + separator + location.rpartition("@")[2]
 
 
 def problem(error: BaseException, address: str, *, tls: bool = True) -> Problem:
-    """The reason why a request to the server at an address failed, from an error of httpx.
-
-    Names the proxy if the request used one.
+    """The reason why a request to the server at an address failed, given one of httpx's errors. It
+    mentions the proxy, if there is one.
     """
     host, _, _ = address.rpartition(":")
     host = host.strip("[]")
@@ -117,20 +118,20 @@ def problem(error: BaseException, address: str, *, tls: bool = True) -> Problem:
         if isinstance(cause, ssl.SSLCertVerificationError):
             return _certificate_problem(address, host, cause, proxy)
     if not tls and _is_cut_off(error):
-        reason = f"the server at {address} speaks TLS: leave --insecure-for-testing out"
+        reason = f"the server at {address} uses TLS: remove --insecure-for-testing"
         return Problem(reason, is_final=True)
     for cause in causes:
         if isinstance(cause, ssl.SSLEOFError):
-            return Problem("the connection was closed while it was established")
+            return Problem("the connection was closed while it was being established")
         if isinstance(cause, ssl.SSLError):
-            reason = f"the server at {address} does not speak TLS: start it without "
+            reason = f"the server at {address} does not use TLS: start it without "
             return Problem(reason + "--insecure-for-testing" + _through(proxy), is_final=True)
 
     return Problem(_network_reason(causes, host, proxy))
 
 
 def _network_reason(causes: list[BaseException], host: str, proxy: Proxy | None) -> str:
-    """Why no connection was made, or why it ended; "it" is the server."""
+    """The reason why a connection was not established, or was closed."""
     subject = "it"
     name = host
     advice = ""
@@ -152,7 +153,7 @@ def _network_reason(causes: list[BaseException], host: str, proxy: Proxy | None)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and what caused it."""
+    """An error and its causes."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -160,7 +161,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_cut_off(error: BaseException) -> bool:
-    """Whether the server closed the connection instead of an answer, as TLS does on plain text."""
+    """Whether the server closed the connection without an answer, as TLS does on plain text."""
     return type(error).__name__ in ("RemoteProtocolError", "ReadError")
 
 
@@ -177,15 +178,16 @@ def _certificate_problem(
     if error.verify_code == EXPIRED:
         reason = f"{server} has expired; on the server: fedstill deploy renew DIR"
     elif error.verify_code == NOT_YET:
-        reason = f"{server} is not valid yet: set this machine's clock, or the server's"
+        reason = f"{server} is not valid yet: correct the clock of this machine or of the server"
     elif error.verify_code in (OTHER_HOST, OTHER_ADDRESS):
         reason = (
-            f"{server} does not name {host}; on the server: fedstill deploy renew DIR --host {host}"
+            f"{server} is not valid for {host}; on the server: fedstill deploy renew DIR --host "
+            f"{host}"
         )
     else:
         reason = (
             f"{server} is not signed by this client's ca.crt ({error.verify_message}): it is "
-            "another server, or its federation was made again; copy this client's folder from there"
+            "another server, or its federation was created again; copy this client's folder again"
         )
         if proxy is not None:
             reason = f"{server} was replaced by {proxy}, or {reason}"
@@ -196,7 +198,7 @@ def _certificate_problem(
 
 
 def expiry_of(stream: Any) -> datetime.datetime | None:
-    """When the server's certificate expires on a stream of httpcore's; None without TLS."""
+    """The expiry date of the server's certificate on an httpcore stream; None without TLS."""
     tls = stream.get_extra_info("ssl_object")
     if tls is None:
         return None
@@ -205,9 +207,7 @@ def expiry_of(stream: Any) -> datetime.datetime | None:
 
 
 def expiry_warning(until: datetime.datetime | None, folder: str = "DIR") -> str:
-    """A warning that the server's certificate expires within ``EXPIRY_DAYS``, or an empty
-    string.
-    """
+    """A warning if the server's certificate expires within ``EXPIRY_DAYS``, or an empty string."""
     if until is None:
         return ""
     days = (until - datetime.datetime.now(datetime.UTC)) / datetime.timedelta(days=1)

@@ -1,10 +1,10 @@
 """Flower's server behind the gate: ``python -m fedstill.flower.deployment.superlink FOLDER``,
 with Flower's own options. FOLDER is the federation's.
 
-Flower's application is made by Flower's own function, and served here, inside the gate. It starts
-none of the programs that would run an app's code: those who ask for work must know the operator's
-key, and ours do what is installed. A thread of this process asks for it. The web server is uvicorn,
-with limits of its connections.
+Flower's own function creates its application, which is served here, behind the gate. It does not
+start programs that would execute an app's code: programs need the operator's key to request work,
+and fedstill's programs only execute installed code. A thread of this process requests the work. The
+web server is uvicorn, with limits on connections.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     import uvicorn
 
 OTHER_PORTS = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API")
-"""Settings by which Flower would open ports that have no gate."""
+"""Settings with which Flower would open ports without a gate."""
 
 
 def gated(parts: Path, on_trusted: Callable[[Any], None] = lambda peer: None) -> tuple[Gate, Any]:
-    """Flower's application behind the gate, and what its options came to.
+    """Flower's application behind the gate, and its resolved options.
 
-    ``parts``: a folder for large parts of messages. Raises ConfigError if Flower's paths are not as
-    the gate knows them, or the options would leave it.
+    ``parts``: a folder for large parts of messages. Raises ConfigError if Flower's paths differ
+    from those that the gate knows, or if the options would bypass it.
     """
     check_flower_installed()
     for name in OTHER_PORTS:
@@ -69,10 +69,13 @@ def gated(parts: Path, on_trusted: Callable[[Any], None] = lambda peer: None) ->
         state._object_store = part_store(parts)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"this version of Flower starts its server otherwise than fedstill knows: {error}"
+            "this version of Flower starts its server in a way that fedstill does not know: "
+            f"{error}"
         ) from error
     if config.isolation != ISOLATION_MODE_PROCESS or config.simulation:
-        raise ConfigError("the server does not start: its options let it run the code of an app")
+        raise ConfigError(
+            "the server does not start: with its options, it could execute an app's code"
+        )
     gate = Gate(
         app=app,
         key=config.superexec_auth_secret or b"",
@@ -83,27 +86,27 @@ def gated(parts: Path, on_trusted: Callable[[Any], None] = lambda peer: None) ->
     return gate, config
 
 
-# What Flower keeps while the server runs
+# The storage of Flower while the server runs
 
 
 DATABASE = {
     "flwr.server.superlink.linkstate.sql_linkstate": "SqlLinkState",
     "flwr.supercore.object_store.sql_object_store": "SqlObjectStore",
 }
-"""Modules of Flower's for a database in a file, and the class that is imported from each."""
+"""Flower's modules for a database in a file, and the class that is imported from each."""
 
 
 class NoDatabase:
-    """Stands for a class of ``DATABASE``; the server does not use them."""
+    """Replaces the classes of ``DATABASE``, which the server does not use."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        raise ConfigError("the server does not start: its options name a database")
+        raise ConfigError("the server does not start: its options contain a database")
 
 
 def leave_out_database() -> None:
-    """Have Flower's server not import what it needs for a database, which takes 25 MB.
+    """Keep Flower's server from importing its database modules, which take 25 MB.
 
-    Call it before Flower is imported.
+    Call this before Flower is imported.
     """
     for name, kind in DATABASE.items():
         module = ModuleType(name)
@@ -112,19 +115,20 @@ def leave_out_database() -> None:
 
 
 MEMORY_BYTES = 32 << 20
-"""The most bytes of parts that are in memory."""
+"""The maximum size of parts in memory, in bytes."""
 
 
 def part_store(folder: Path) -> Any:
-    """A store for the parts of messages: Flower's own in memory, with large contents in files.
+    """A store for the parts of messages: Flower's own store in memory, with large contents in
+    files.
 
-    ``folder``: a new and empty one once there is a file in it. The files end with the server, whose
-    runs end with it.
+    ``folder``: a folder that is created, empty, when the first file is needed. The files are
+    temporary, because the runs end with the server.
     """
     from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 
     class PartStore(InMemoryObjectStore):  # type: ignore[misc]
-        """Keeps ``MEMORY_BYTES`` in memory, and all further contents in files."""
+        """Keeps up to ``MEMORY_BYTES`` in memory, and all further contents in files."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -133,7 +137,7 @@ def part_store(folder: Path) -> Any:
             self._files: dict[str, Path] = {}
 
         def put(self, object_id: str, object_content: bytes) -> None:
-            """Keep a part, which Flower has checked against its id."""
+            """Store a part, which Flower has checked against its id."""
             with self.lock_store:
                 is_new = object_id in self.store and not self.store[object_id].is_available
                 super().put(object_id, object_content)
@@ -148,7 +152,7 @@ def part_store(folder: Path) -> Any:
                     self.store[object_id].content = b""
 
         def get(self, object_id: str) -> bytes | None:
-            """A part; empty while it has not come, None for an unknown one."""
+            """A part; empty if it has not arrived yet, None if it is unknown."""
             with self.lock_store:
                 if object_id in self._files:
                     return read_file(self._files[object_id])
@@ -156,7 +160,7 @@ def part_store(folder: Path) -> Any:
                 return content
 
         def delete(self, object_id: str) -> None:
-            """Delete a part, and those that only it refers to."""
+            """Delete a part, and the parts to which only it refers."""
             with self.lock_store:
                 super().delete(object_id)
                 if object_id in self.store:
@@ -170,7 +174,7 @@ def part_store(folder: Path) -> Any:
 
 
 def _written(path: Path, content: bytes) -> Path:
-    """A new file with a content."""
+    """Write a new file."""
     make_folder(path.parent)
     write_note(path, content)
     return path
@@ -185,12 +189,12 @@ LAYERS = {
     "NodeAuthMiddleware": "/v1/fleet/",
     "FleetEventLogMiddleware": "/v1/fleet/",
 }
-"""Layers of Flower's application that do something on some paths only, by the start of these."""
+"""The prefixes of the paths on which some layers of Flower's application have an effect."""
 
 
 class OnSomePaths:
-    """A layer of an application that requests to other paths do not pass through: each layer costs
-    half a millisecond.
+    """A layer of an application that is skipped for other paths, because each layer costs half a
+    millisecond.
     """
 
     def __init__(self, app: Asgi, layer: Any, start: str) -> None:
@@ -199,7 +203,7 @@ class OnSomePaths:
         self.start = start
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, as ASGI has it."""
+        """Handle a request, as specified by ASGI."""
         if scope.get("path", "").startswith(self.start):
             await self.layered(scope, receive, send)
         else:
@@ -207,7 +211,7 @@ class OnSomePaths:
 
 
 def _where_needed(layer: Any) -> Any:
-    """A layer of Flower's application, on its paths only."""
+    """A layer of Flower's application, restricted to its paths."""
     from starlette.middleware import Middleware
 
     start = LAYERS.get(layer.cls.__name__)
@@ -216,43 +220,43 @@ def _where_needed(layer: Any) -> Any:
     return Middleware(OnSomePaths, layer=layer, start=start)
 
 
-# Limits of connections, so that strangers cannot use up the server's files
+# Limits on connections, so that strangers cannot exhaust the server's open files
 
 
 HANDSHAKE_SECONDS = 10.0
-"""How long a connection may take until both sides have agreed on keys."""
+"""The time limit for the TLS handshake of a connection, in seconds."""
 
 HEAD_SECONDS = 10.0
-"""How long the head of a request may take, from the connection or from its first byte."""
+"""The time limit for the head of a request, in seconds, from the connection or its first byte."""
 
 RENEWAL_SECONDS = 5.0
-"""Seconds between two looks at the certificate."""
+"""The time between two checks of the certificate, in seconds."""
 
 END_SECONDS = 0.2
-"""Seconds between two looks at whether the server is to end."""
+"""The time between two checks whether the server should stop, in seconds."""
 
 SHUTDOWN_SECONDS = 2
-"""How long a server that ends waits for answers under way."""
+"""The time for which a stopping server waits for pending answers, in seconds."""
 
 MAX_CONNECTIONS = 4096
-"""Open connections at a time, if the limit of open files permits."""
+"""The maximum number of open connections, if the limit on open files permits."""
 
 RESERVED_FILES = 256
-"""Open files that connections leave for Flower's database and all else."""
+"""The number of open files that are reserved for other purposes than connections."""
 
 MAX_EVICTIONS = 64
-"""Connections that were ended to make room and are not closed yet."""
+"""The maximum number of evicted connections that are not closed yet."""
 
 Peer = tuple[str, int]
 """The address and port of the other side of a connection."""
 
 
 class Connections:
-    """The open connections of a server, at most ``limit``, and half as many with one address.
+    """The open connections of a server: at most ``limit``, and half as many from one address.
 
-    At a limit, the oldest connection without a trusted request ends for the new one. A connection
-    is trusted once a request with a valid key came over it. Connections of strangers thus push out
-    each other, and neither a site nor the operator.
+    At a limit, a new connection replaces the oldest untrusted one. A connection is trusted after a
+    request with a valid key. Therefore, strangers can only displace each other, but neither sites
+    nor the operator.
     """
 
     def __init__(self, limit: int) -> None:
@@ -267,7 +271,7 @@ class Connections:
         return len(self._untrusted) + len(self._trusted)
 
     def admit(self, connection: Connection) -> bool:
-        """Whether a new connection may stay."""
+        """Whether a new connection is accepted."""
         address, _ = connection.peer
         if self._of_address[address] >= self.per_address:
             has_room = self._evict(address)
@@ -282,20 +286,20 @@ class Connections:
         return True
 
     def trust(self, peer: Any) -> None:
-        """A request with a valid key came over a connection."""
+        """Mark a connection as trusted, after a request with a valid key."""
         if self._untrusted.pop(tuple(peer or ()), None) is not None:
             self._trusted.add(tuple(peer))
 
     def closed(self, connection: Connection) -> None:
-        """A connection has been closed."""
+        """Remove a closed connection."""
         if connection.is_evicted:
             self._evicted -= 1
         elif self._untrusted.get(connection.peer) is connection or connection.peer in self._trusted:
             self._remove(connection.peer)
 
     def _evict(self, address: str) -> bool:
-        """End the oldest connection that is not trusted, of an address if one is given; whether
-        there was one.
+        """Close the oldest untrusted connection, optionally of an address; returns whether there
+        was one.
         """
         oldest = next((peer for peer in self._untrusted if address in ("", peer[0])), None)
         if oldest is None or self._evicted >= MAX_EVICTIONS:
@@ -315,7 +319,7 @@ class Connections:
 
 
 class Connection(socket.socket):
-    """An accepted connection, which tells ``connections`` when it is closed."""
+    """An accepted connection, which notifies ``connections`` when it is closed."""
 
     def __init__(self, descriptor: int, peer: Peer, connections: Connections) -> None:
         super().__init__(fileno=descriptor)
@@ -332,12 +336,12 @@ class Connection(socket.socket):
             self._connections.closed(self)
 
     def evict(self) -> None:
-        """End the connection for both sides; its owner then closes it."""
+        """Shut down the connection for both sides; its owner then closes it."""
         self.is_evicted = True
         try:
             self.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # the other side has ended it already
+            return  # the other side has already closed it
 
 
 class Listener(socket.socket):
@@ -346,7 +350,7 @@ class Listener(socket.socket):
     connections: Connections
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection; raises ConnectionAbortedError for one over the limits."""
+        """Accept a connection; raises ConnectionAbortedError above the limits."""
         accepted, peer = super().accept()
         other_side = (str(peer[0]), int(peer[1]))
         connection = Connection(accepted.detach(), other_side, self.connections)
@@ -357,9 +361,7 @@ class Listener(socket.socket):
 
 
 def listeners(host: str, port: int, connections: Connections) -> list[Listener]:
-    """Sockets that listen on a port, one for each address of a host; raises OSError if that is not
-    possible.
-    """
+    """Sockets that listen on a port, one for each address of a host; raises OSError on failure."""
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listening = []
     for family, kind, protocol, _, address in dict.fromkeys(infos):
@@ -374,10 +376,10 @@ def listeners(host: str, port: int, connections: Connections) -> list[Listener]:
 
 
 def allowed_connections() -> int:
-    """How many connections this process may have open; raises the limit of open files as far as it
-    may.
+    """The maximum number of connections of this process. Increases the limit on open files as far
+    as possible.
 
-    Raises ConfigError where hardly any are left.
+    Raises ConfigError if the number is too small.
     """
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = MAX_CONNECTIONS + RESERVED_FILES
@@ -389,17 +391,17 @@ def allowed_connections() -> int:
     connections = min(MAX_CONNECTIONS, files - RESERVED_FILES)
     if connections < 64:
         raise ConfigError(
-            f"the server may open {files} files only, and needs {64 + RESERVED_FILES}: raise the "
-            "limit, as with ulimit -n 4096"
+            f"the server may only open {files} files, but needs {64 + RESERVED_FILES}: increase "
+            "the limit, for example with ulimit -n 4096"
         )
     return connections
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """asyncio's loop, with a time limit for handshakes: uvicorn has no setting for it."""
+    """asyncio's loop with a time limit for handshakes, because uvicorn has no setting for it."""
 
     async def create_server(self, *args: Any, **options: Any) -> asyncio.Server:
-        """A server, as asyncio makes it."""
+        """Create a server, as in asyncio."""
         if options.get("ssl") is not None:
             options = {"ssl_handshake_timeout": HANDSHAKE_SECONDS, **options}
             options = {"ssl_shutdown_timeout": HANDSHAKE_SECONDS, **options}
@@ -407,30 +409,30 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 def timed_protocol() -> Any:
-    """uvicorn's HTTP protocol, with a time limit for the head of a request.
+    """uvicorn's HTTP protocol with a time limit for the head of a request.
 
-    It is the one on h11, which limits the size of heads, too.
+    It is based on h11, which also limits the size of heads.
     """
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class TimedProtocol(H11Protocol):
-        """Ends a connection whose next request does not come to the end of its head in time."""
+        """Closes a connection if the head of its next request is not complete in time."""
 
         _limit: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
-            """A connection was opened."""
+            """Called when a connection was opened."""
             super().connection_made(transport)
             self._watch_head()
 
         def data_received(self, data: bytes) -> None:
-            """More bytes of a request have come."""
+            """Called when bytes of a request have arrived."""
             super().data_received(data)
             self._watch_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """A connection was closed."""
+            """Called when a connection was closed."""
             self._stop_watching()
             super().connection_lost(exc)
 
@@ -453,11 +455,11 @@ LOG_LINES = 20
 """In so many seconds, so many lines with one text are logged."""
 
 LOGGERS = ("fedstill.gate", "uvicorn.error", "asyncio")
-"""What strangers on the port can have written to the log."""
+"""The loggers to which strangers can cause output."""
 
 
 class FewLines(logging.Filter):
-    """Leaves out lines of which there are too many, so that strangers cannot fill the disk."""
+    """Limits the number of log lines, so that strangers cannot fill the disk."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -466,19 +468,19 @@ class FewLines(logging.Filter):
         self._counts: Counter[str] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a line is logged; the last one says that others are left out."""
+        """Whether a line is logged; the last permitted line announces that others are omitted."""
         if self._clock() - self._began > LOG_SECONDS:
             self._began = self._clock()
             self._counts.clear()
         text = str(record.msg)
         self._counts[text] += 1
         if self._counts[text] == LOG_LINES:
-            record.msg = f"{text} (more such lines are left out for {LOG_SECONDS:g} s)"
+            record.msg = f"{text} (further lines like this are omitted for {LOG_SECONDS:g} s)"
         return self._counts[text] <= LOG_LINES
 
 
 def web_server(app: Any, config: Any) -> uvicorn.Server:
-    """uvicorn for an application, with the options of Flower's server."""
+    """A uvicorn server for an application, with the options of Flower's server."""
     import uvicorn
     from flwr.supercore.http_logging import get_uvicorn_log_config
     from flwr.supercore.logger import console_handler
@@ -491,19 +493,19 @@ def web_server(app: Any, config: Any) -> uvicorn.Server:
         log_config=get_uvicorn_log_config(console_handler.level),
         access_log=False,
         proxy_headers=False,
-        # Questions of sites are held for longer.
+        # Requests of sites are held for longer.
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
     )
-    # The settings have made the loggers.
+    # The settings have created the loggers.
     for name in LOGGERS:
         logging.getLogger(name).addFilter(FewLines())
     return uvicorn.Server(settings)
 
 
 def _without_colours() -> None:
-    """Have Flower log plain text, without its warning about a setting that fedstill uses."""
+    """Make Flower log plain text, without its warning about a setting that fedstill uses."""
     check_flower_installed()
     from flwr.supercore.logger import console_handler
 
@@ -512,7 +514,7 @@ def _without_colours() -> None:
 
 
 def serve() -> int:
-    """Serve until a signal ends it; the exit status."""
+    """Serve until a signal ends the process; return the exit status."""
     _without_colours()
     try:
         # Flower reads the other arguments.
@@ -525,7 +527,7 @@ def serve() -> int:
 
 
 def _served(federation: Federation) -> int:
-    """Serve a federation, and carry its runs out, until a signal ends it; the exit status."""
+    """Serve a federation and execute its runs until a signal; return the exit status."""
     parts = federation.server / "parts"
     remove_folder(parts)
     connections = Connections(allowed_connections())
@@ -548,10 +550,10 @@ def _served(federation: Federation) -> int:
 
 
 class Operator(threading.Thread):
-    """Does the operator's part at a server: admits the listed sites, and carries runs out.
+    """Performs the operator's tasks at a server: it admits the listed sites, and executes runs.
 
-    ``end``: ends it, and all runs. ``failed``: whether the server ends because it could not admit
-    the sites.
+    ``end``: an event that ends the thread and all runs. ``failed``: whether the server ends because
+    sites could not be admitted.
     """
 
     def __init__(self, federation: Federation, server: uvicorn.Server) -> None:
@@ -562,7 +564,7 @@ class Operator(threading.Thread):
         self._server = server
 
     def run(self) -> None:
-        """Wait for the server, and do all this until it ends."""
+        """Wait for the server, and perform the tasks until it ends."""
         while not self._server.started:
             if self.end.wait(END_SECONDS):
                 return
@@ -584,7 +586,7 @@ class Operator(threading.Thread):
 
 
 async def _serve(server: uvicorn.Server, listening: Sequence[socket.socket], gate: Gate) -> None:
-    """Serve, with a certificate that may be renewed meanwhile, until a signal ends it."""
+    """Serve until a signal, and reload the certificate when it is renewed."""
     server.config.load()
     renewal = asyncio.ensure_future(watch_certificate(server.config))
     release = asyncio.ensure_future(_release_at_end(server, gate))
@@ -596,15 +598,15 @@ async def _serve(server: uvicorn.Server, listening: Sequence[socket.socket], gat
 
 
 async def _release_at_end(server: uvicorn.Server, gate: Gate) -> None:
-    """Have all questions answered that the gate holds once the server is to end."""
+    """Release all requests that the gate holds when the server is stopping."""
     while not server.should_exit:
         await asyncio.sleep(END_SECONDS)
     gate.held.close()
 
 
 async def watch_certificate(config: uvicorn.Config, seconds: float = RENEWAL_SECONDS) -> None:
-    """Take a certificate that has been renewed; warn once a day before it expires, and when it
-    does.
+    """Reload a renewed certificate; warn once a day before the certificate expires, and when it has
+    expired.
     """
     if config.ssl is None or config.ssl_certfile is None:
         return
@@ -628,9 +630,9 @@ async def watch_certificate(config: uvicorn.Config, seconds: float = RENEWAL_SEC
 
 
 def _reload(config: uvicorn.Config) -> bool:
-    """Load the certificate and its key for connections from now on; whether they fit.
+    """Load the certificate and its key for new connections; returns whether they match.
 
-    They do not while one of the two is being written.
+    They do not match while one of the files is being written.
     """
     files = (str(config.ssl_certfile), str(config.ssl_keyfile))
     try:
@@ -643,7 +645,7 @@ def _reload(config: uvicorn.Config) -> bool:
 
 
 def _exit(*_: object) -> None:
-    """End this process in order: the runs that it has started end, too."""
+    """End this process in an orderly way, together with the runs that it has started."""
     sys.exit(1)
 
 

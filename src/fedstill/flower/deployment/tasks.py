@@ -1,11 +1,11 @@
 """Runs at a federation's server.
 
-``python -m fedstill.flower.deployment.tasks PIPE ADDRESS KEY SIGNING_KEY [CA]`` carries one out,
-whose token it reads from its input. It closes the pipe once it shows the server that it is there.
+``python -m fedstill.flower.deployment.tasks PIPE ADDRESS KEY SIGNING_KEY [CA]`` executes a run,
+whose token it reads from standard input. It closes the pipe when it starts to send heartbeats.
 
-Flower hands out a task for every run. Its own executor unpacks the app that came with it and runs
-that. Here the app's code is not run: an app that is not fedstill's is refused, and otherwise what
-is installed does the work.
+Flower provides a task for every run. Its own executor would unpack and execute the app of the run.
+This module never executes the app's code: it refuses apps other than fedstill's, and uses the
+installed code.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
     from flwr.supercore.runtime import RuntimeHttpClient
 
 POLL = 1.0
-"""Seconds between two questions for a run."""
+"""The time between two requests for a run, in seconds."""
 
 AGAIN = 2.0
-"""Seconds after which a server is asked again that did not answer."""
+"""The time after which an unanswered request is repeated, in seconds."""
 
 OUTAGE_SECONDS = 900.0
-"""How long a run waits for a server that fails, or that cannot be reached."""
+"""The time for which a run waits for a failing or unreachable server, in seconds."""
 
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 
 SERVER = "flwr-serverapp"
-"""What Flower calls the task of a run's server half."""
+"""Flower's name for the task of a run's server part."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """The address that hands out tasks, and the keys for them.
+    """The address that provides tasks, and the keys for it.
 
     ``address``: host and port. ``key``: the file of the secret. ``signing_key``: the file of the
-    key by which instructions are signed. ``certificates``: the file of the authority's certificate;
-    None without TLS.
+    key for signing instructions. ``certificates``: the file of the authority's certificate; None
+    without TLS.
     """
 
     address: str
@@ -64,7 +64,7 @@ class Door:
 
     @staticmethod
     def of(federation: Federation, insecure: bool) -> Door:
-        """The door of a federation's server, for programs on its machine."""
+        """The access to a federation's server for programs on its machine."""
         door = Door(federation.local, federation.key, federation.signing_key)
         if insecure:
             return door
@@ -80,11 +80,11 @@ class Door:
     def client(
         self, component: str, *interceptors: Any, outage: float = OUTAGE_SECONDS
     ) -> RuntimeHttpClient:
-        """A client of Flower's for this address, with the key in each request.
+        """One of Flower's clients for this address, with the key in each request.
 
-        ``outage``: for how many seconds it repeats a request that fails. With 0, a request that
-        fails raises httpx.HTTPError at once. Otherwise, an answer with status 401 ends this
-        process, because Flower's retries send it SIGINT.
+        ``outage``: the time for which failing requests are repeated, in seconds. If it is 0, a
+        failing request raises httpx.HTTPError immediately. Otherwise, an answer with status 401
+        ends this process, because Flower's retries send it SIGINT.
         """
         check_flower_installed()
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
@@ -108,19 +108,19 @@ class Door:
         )
 
     def tasks(self) -> RuntimeHttpClient:
-        """A client that may ask for tasks."""
+        """A client that may request tasks."""
         from flwr.supercore.interceptors import SuperExecAuthHttpInterceptor
 
         may_ask = SuperExecAuthHttpInterceptor(
             master_secret=self.key.read_bytes(), protected_methods={ACQUIRE}
         )
-        # The caller asks again, and also watches whether the server is still there.
+        # The caller repeats requests, and also watches whether the server still runs.
         return self.client("SuperExec", may_ask, outage=0.0)
 
     def command(self, pipe: int) -> list[str]:
-        """The command that carries a run out.
+        """The command that executes a run.
 
-        ``pipe``: a file descriptor, which the program closes once it sends heartbeats.
+        ``pipe``: a file descriptor, which the program closes when it starts to send heartbeats.
         """
         command = [sys.executable, "-m", "fedstill.flower.deployment.tasks", str(pipe)]
         command += [self.address, str(self.key), str(self.signing_key)]
@@ -130,7 +130,7 @@ class Door:
 
 
 def carry_out_runs(door: Door, end: threading.Event, env: Mapping[str, str]) -> None:
-    """Carry every run out in a process of its own, until an event ends all of them."""
+    """Execute each run in a separate process, until an event ends all of them."""
     import httpx
     from flwr.proto.runtime_pb2 import AcquireTaskRequest
 
@@ -154,9 +154,9 @@ def carry_out_runs(door: Door, end: threading.Event, env: Mapping[str, str]) -> 
 
 @dataclass
 class RunProcess:
-    """The process that carries a run out, and the run's connection to the server.
+    """The process that executes a run, and the run's connection to the server.
 
-    ``pipe``: ends once the process sends its own heartbeats, or has ended.
+    ``pipe``: closed when the process starts to send heartbeats, or ends.
     """
 
     process: subprocess.Popen[bytes]
@@ -165,7 +165,7 @@ class RunProcess:
 
     @staticmethod
     def start(door: Door, token: str, env: Mapping[str, str]) -> RunProcess:
-        """Start a process; the token is no argument, which others could read."""
+        """Start a process. The token is not an argument, because others could read arguments."""
         from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
 
         reader, writer = os.pipe()
@@ -181,17 +181,17 @@ class RunProcess:
         assert process.stdin is not None
         with process.stdin as stream:
             stream.write(token.encode())
-        # The next heartbeat comes soon, so retries are not needed. They would end the server if
-        # the token is not valid any more.
+        # The next heartbeat follows soon, so retries are not needed. They would end the server if
+        # the token has become invalid.
         client = door.client("SuperExec", RuntimeTokenHttpInterceptor(token), outage=0.0)
         return RunProcess(process, client, os.fdopen(reader, "rb", buffering=0))
 
     def is_alive(self) -> bool:
-        """Whether the process is there; if so, the server learns it.
+        """Whether the process runs; if so, send a heartbeat for it.
 
-        The process cannot say so itself before Python has started, which takes a minute on a busy
-        machine: Flower would hand the run out again. From then on, only the process says so,
-        because it alone knows when its token ends.
+        The process cannot send heartbeats itself before Python has started, which may take a minute
+        on a busy machine; Flower would then provide the run again. Afterwards, only the process
+        sends heartbeats, because only it knows when its token ends.
         """
         import httpx
         from flwr.proto.runtime_pb2 import SendTaskHeartbeatRequest
@@ -211,9 +211,9 @@ class RunProcess:
 
 
 def server_task(door: Door, token: str, parent: int, pipe: int) -> None:
-    """Carry a run out; ends if the process with the id ``parent`` has ended.
+    """Execute a run; ends if the process with the id ``parent`` has ended.
 
-    ``pipe``: a file descriptor, which is closed once this process sends heartbeats.
+    ``pipe``: a file descriptor, which is closed when this process starts to send heartbeats.
     """
     grid = federation_grid(door, token)
     client = grid._runtime_client
@@ -221,14 +221,14 @@ def server_task(door: Door, token: str, parent: int, pipe: int) -> None:
         with _alive(client, parent):
             os.close(pipe)
             output = _output_of(grid, client)
-        # A heartbeat after the output would be refused, since the output ends the token.
+        # A heartbeat after the output would be rejected, because the output ends the token.
         client.PushTaskOutput(output)
     finally:
         client.close()
 
 
 def _output_of(grid: Any, client: RuntimeHttpClient) -> PushTaskOutputRequest:
-    """Carry a run out, and return how it ended; ends this process if the run is stopped."""
+    """Execute a run, and return its outcome; ends this process if the run is stopped."""
     from flwr.common.config import get_fused_config_from_fab
     from flwr.common.constant import SubStatus
     from flwr.common.serde import (
@@ -241,7 +241,8 @@ def _output_of(grid: Any, client: RuntimeHttpClient) -> PushTaskOutputRequest:
     from flwr.supercore.task_identity import TaskIdentity
 
     task = client.PullTaskInput(PullTaskInputRequest())
-    # Only now: these import torch, and Flower ends a task that shows no life for a minute.
+    # Imported here because they import torch, and Flower ends a task without heartbeats for a
+    # minute.
     from fedstill.flower.apps import server_app
     from fedstill.flower.messages import error_text
 
@@ -259,7 +260,7 @@ def _output_of(grid: Any, client: RuntimeHttpClient) -> PushTaskOutputRequest:
         context.run_config = get_fused_config_from_fab(fab.content, run)
         server_app(grid=grid, context=context)
     except KeyboardInterrupt:
-        # Flower's client interrupts this process when the token of the run is not valid any more.
+        # Flower's client interrupts this process when the token of the run becomes invalid.
         print(f"fedstill: run {run.run_id} was stopped", file=sys.stderr, flush=True)
         sys.exit(1)
     except Exception as error:
@@ -272,8 +273,8 @@ def _output_of(grid: Any, client: RuntimeHttpClient) -> PushTaskOutputRequest:
 
 
 def federation_grid(door: Door, token: str) -> Grid:
-    """Flower's grid over a federation's server, which knows clients by the keys that they are
-    registered with, and signs what it sends to them.
+    """Flower's grid over a federation's server. It identifies clients by their registered keys, and
+    signs messages to them.
     """
     check_flower_installed()
     from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
@@ -282,13 +283,13 @@ def federation_grid(door: Door, token: str) -> Grid:
     key = certificates.signing_key(door.signing_key)
 
     class OperatorGrid(HttpGrid):  # type: ignore[misc]
-        """Flower's grid, with the operator's key in its requests, and signed messages."""
+        """Flower's grid with the operator's key in its requests and with signed messages."""
 
         def _connect(self) -> None:
             self._client = door.client("flwr-serverapp", RuntimeTokenHttpInterceptor(token))
 
         def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            """Sign messages, and send them."""
+            """Sign and send messages."""
             from fedstill.flower.messages import sign_all
 
             instructions = list(messages)
@@ -297,22 +298,22 @@ def federation_grid(door: Door, token: str) -> Grid:
             return ids
 
     class FederationGrid(OperatorGrid):
-        """The same, where nodes have listed keys."""
+        """The same grid, for nodes with listed keys."""
 
         def members(self) -> dict[int, int]:
-            """{node id: client} of the nodes that are there, by the names that their keys were
-            registered under.
+            """{node id: client} of the online nodes, by the names under which their keys were
+            registered.
             """
             numbers = {int(n.node_id): client_of_key(n.name) for n in self.get_nodes()}
             return {node: client for node, client in numbers.items() if client is not None}
 
         def registered(self) -> set[int]:
-            """The clients whose keys are listed, whether they are there or not."""
+            """The clients whose keys are listed, regardless of whether they are online."""
             control = Control(door.address, door.authority, door.key.read_bytes())
             names = [name for name, _ in control.nodes().values()]
             return {client for client in map(client_of_key, names) if client is not None}
 
-    # Without TLS there are no listed keys.
+    # Without TLS, there is no list of keys.
     if door.authority is None:
         return OperatorGrid(door.address, True, None, token=token)
     return FederationGrid(door.address, False, door.authority, token=token)
@@ -320,8 +321,8 @@ def federation_grid(door: Door, token: str) -> Grid:
 
 @contextmanager
 def _alive(client: RuntimeHttpClient, parent: int) -> Iterator[None]:
-    """Say so as long as the block runs; end with the process that started this one, or with the
-    task.
+    """A context that sends heartbeats. It ends this process when the parent process or the task
+    ends.
     """
     from flwr.supercore.app_utils import start_parent_process_monitor
     from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
@@ -337,7 +338,7 @@ def _alive(client: RuntimeHttpClient, parent: int) -> Iterator[None]:
 
 
 def main(pipe: str, address: str, key: str, signing_key: str, authority: str = "") -> None:
-    """Carry out the run whose token is on the standard input."""
+    """Execute the run whose token is on standard input."""
     door = Door(address, Path(key), Path(signing_key))
     if authority:
         door = replace(door, certificates=Path(authority))
