@@ -303,7 +303,7 @@ def _vocabulary(data: DataTable, flower: FlowerTable) -> int:
         if flower.vocabulary is None:
             raise contradiction(
                 "data.name",
-                "= 'none' with a tokenizer's file needs flower.vocabulary, its token ids",
+                "= 'none' with a tokenizer file needs flower.vocabulary, its token ids",
             )
         return flower.vocabulary
     size = data.vocabulary or ReadingOptions.vocabulary

@@ -171,7 +171,7 @@ class DatasetInfo:
     tokenizer: str = ""
     """The tokenizer of texts, as in ``ReadingOptions``."""
     tokenizer_sha: str = ""
-    """The SHA-256 of the tokenizer's file, if there is one."""
+    """The SHA-256 of the tokenizer file, if there is one."""
     notes: tuple[str, ...] = ()
     """Sentences about data that were left out or truncated."""
     warnings: tuple[str, ...] = ()

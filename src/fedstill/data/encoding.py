@@ -427,7 +427,7 @@ def lost_precision(table: pa.Table, columns: Sequence[str]) -> list[str]:
     return warnings
 
 
-# Texts as token ids: hashes of words, bytes, or the tokens of a tokenizer's file. Ids are not
+# Texts as token ids: hashes of words, bytes, or the tokens of a tokenizer file. Ids are not
 # learned from texts. Id 0 is padding at the end of shorter texts, and is never the id of a word or
 # a byte.
 

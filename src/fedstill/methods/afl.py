@@ -1,20 +1,20 @@
-"""AFL, analytic federated learning: features stay as they are, and one step solves for the last
-layer, exactly.
+"""AFL, analytic federated learning: the features are frozen, and the last layer is solved for
+exactly in one step.
 
 Source: He et al., "AFL: A Single-Round Analytic Approach for Federated Learning with Pre-trained
 Models" (2025), and its code.
 Symbols: gamma = ``ridge``; G = ``gram``, X^T Y = ``cross``, where X has the features and a 1 for
 the bias.
-State: the global parameters, of which only the head is ever changed; gram = the sum of all clients'
-G, (D+1, D+1); cross = of their X^T Y, (D+1, C), both in float64; labels = the census's label counts
-(clients, C), where ``balanced``, as are those that follow; first = the first task's label counts
-(C,), whose mean is what each class weighs in the sums; counted = those of all tasks so far (C,).
-Memory: gram = the client's own G; cross = its own X^T Y; task = the task whose examples these are
-of.
+State: the global parameters, of which only the head changes; gram = the sum of all clients' G,
+(D+1, D+1); cross = the sum of their X^T Y, (D+1, C), both in float64; labels = with ``balanced``,
+the census's label counts (clients, C); first = with ``balanced``, the first task's label counts
+(C,), whose mean is the weight of each class in the sums; counted = with ``balanced``, the label
+counts of all tasks so far (C,).
+Memory: gram = the client's own G; cross = its own X^T Y; task = the task of these examples.
 Reading: the method takes one round, in which all clients act. ``start_from`` names the pretrained
-network. With fewer clients a round, or with data that grow, a client sends the change of its sums
-since its last reply. So the layer is always the solution for all examples that the server was told
-about, and no task of a stream is forgotten.
+network. With fewer clients per round, or with growing data, a client sends the change of its sums
+since its last reply. Therefore, the layer is always the solution for all examples that clients have
+reported, and no task of a stream is forgotten.
 Reading: the paper's clients send solved layers, and the server merges them pair by pair. Sums give
 the same layer.
 Reading: the paper adds its penalty once for each client and removes it afterwards (``clean_reg``).
@@ -119,7 +119,7 @@ class AFL(Method):
         return self.with_layer(state, scaled).next(groups={**sums, **counts})
 
     def with_layer(self, state: State, sums: Mapping[str, Tensor]) -> State:
-        """The state with these sums, and with the last layer that they give."""
+        """The state with these sums, and with the last layer that solves them."""
         layer = solved(sums["gram"], sums["cross"], ridge=self.ridge)
         head = {name: value.to(dtype_of(state.params)) for name, value in layer.items()}
         return state.next(params={**state.params, **head}, groups=sums)
@@ -143,7 +143,7 @@ def classes_recur(stream: Stream) -> bool:
 
 
 def added_sums(total: Payload, contents: Sequence[Payload]) -> dict[str, Tensor]:
-    """``gram`` and ``cross`` of the total and of all contents, added up in this order."""
+    """The sums of ``gram`` and ``cross`` over the total and all contents, added in this order."""
     return {
         group: torch.stack([total.tensor(group), *(c.tensor(group) for c in contents)]).sum(0)
         for group in SUMS
@@ -157,8 +157,8 @@ def mean_count(counts: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SendChange(ClientWork):
-    """The sums of the client's features, less those of the same task that it sent before; nothing
-    is trained.
+    """The client sends the sums of its features minus the sums of the same task that it sent
+    before; nothing is trained.
     """
 
     round: int

@@ -1,4 +1,4 @@
-"""Analytic learning over tasks: the network is trained in the first task, then frozen; its last
+"""Analytic learning over tasks: the network is trained in the first task and then frozen; its last
 layer is solved for.
 
 Source: Guan et al., "STSA: Federated Class-Incremental Learning via Spatial-Temporal Statistics
@@ -6,11 +6,10 @@ Aggregation" (2025), and its code; the sums of AFL lead to the same layer.
 Symbols: rho = ``ridge``; M = ``width``; G = gram, P = cross, the sums of e e^T and e y^T, y
 one-hot.
 Stages: ``train``, in which clients are idle from the second task on; after each task ``sums``, of
-all clients that are there: nothing is trained.
-State: the global parameters, of the network with the random layer from the end of the first task
-on; gram = G so far, (M+1, M+1); cross = P so far, (M+1, C), both in float64.
-Memory: gram, cross = the client's own sums of the task that it was last in, without ``groups``;
-task = that task.
+all available clients, without training.
+State: the global parameters; from the end of the first task on, those of the network with the
+random layer; gram = G so far, (M+1, M+1); cross = P so far, (M+1, C), both in float64.
+Memory: gram, cross = the client's own sums of its last task, without ``groups``; task = this task.
 Reading: features e are ReLU(h Q), where Q has fixed random numbers of mean 0 and standard deviation
 1, (D, M). With ``width`` 0, e is h. The code states M = 1,250 in its README and 10,000 as its
 default.
@@ -19,7 +18,7 @@ the features.
 Reading: the code's layer has no bias. Here it has one, without a penalty, as in ``afl``.
 Reading: the code predicts by the cosine with the columns of the layer (``cosine``). Here the
 columns include the bias.
-Reading: a client that is asked again within a task sends the change of its sums, so that nothing
+Reading: a client that takes part again within a task sends the change of its sums, so that nothing
 counts twice.
 Reading: with ``groups``, the method is STSA-E: by class, clients send the sums of as many random
 groups of their examples, and G is estimated from these for each task, as in the code. An estimate
@@ -163,7 +162,7 @@ class Analytic(FedAvg):
         return replace(solved_state, model=spec)
 
     def layer(self, gram: Tensor, cross: Tensor) -> dict[str, Tensor]:
-        """The last layer of sums, ``head.weight`` (C, M) and ``head.bias`` (C,)."""
+        """The last layer that solves the sums, ``head.weight`` (C, M) and ``head.bias`` (C,)."""
         if self.groups:
             gram = without_negative(gram)  # an estimate may have negative eigenvalues
         exact = solved(gram, cross, ridge=self.ridge)
@@ -174,13 +173,13 @@ class Analytic(FedAvg):
         return {"head.weight": unit[:, :-1].contiguous(), "head.bias": unit[:, -1].clone()}
 
     def _estimated(self, replies: Sequence[Reply]) -> Payload:
-        """gram and cross of a task from all clients' groups."""
+        """The estimates of gram and cross for a task, from all clients' groups."""
         sums = torch.cat([reply.content.tensor("sums") for reply in replies])
         counts = torch.cat([reply.content.tensor("counts") for reply in replies])
         return Payload(gram=estimated_gram(sums, counts), cross=sums.sum(0).T.contiguous())
 
     def _body(self, state: State) -> dict[str, Tensor]:
-        """The frozen body, its entries named as in the network with the random layer."""
+        """The entries of the frozen body, with their names in the network with the random layer."""
         if state.model:
             return lifted_body(state.params, 0)  # its entries have these names already
         return lifted_body(state.params, self.width)
@@ -188,7 +187,7 @@ class Analytic(FedAvg):
 
 @dataclass(frozen=True)
 class SendTaskSums(SendChange):
-    """The sums of the task's features under the frozen network."""
+    """The client sends the sums of the task's features under the frozen network."""
 
     method: Analytic
 
@@ -201,8 +200,8 @@ class SendTaskSums(SendChange):
 
 @dataclass(frozen=True)
 class SendGroups(ClientWork):
-    """The sums of the features of random groups of the task's examples, once a task; nothing is
-    trained.
+    """The client sends, once per task, the sums of the features of random groups of examples;
+    nothing is trained.
     """
 
     stage: Stage
@@ -238,7 +237,7 @@ class SendGroups(ClientWork):
 
 
 def without_negative(gram: Tensor) -> Tensor:
-    """A symmetric matrix with its negative eigenvalues at 0."""
+    """A symmetric matrix with its negative eigenvalues set to 0."""
     values, vectors = torch.linalg.eigh((gram + gram.T) / 2)
     cut: Tensor = (vectors * values.clamp(min=0)) @ vectors.T
     return cut

@@ -1,5 +1,5 @@
-"""ASD: weigh each example's distillation by the global model's certainty and the rarity of its
-label at the client.
+"""ASD: the distillation of each example is weighted by the global model's certainty and by the
+rarity of its label at the client.
 
 Source: Yashwanth et al., "Federated Learning on Heterogeneous Data via Adaptive Self-Distillation",
 as used on top of FedNTD and FedAvg by Jang & Chou (FedADKD).

@@ -1,17 +1,17 @@
-"""CCVR: after the last round, the head is trained once more, on features drawn from Gaussians of
-each class.
+"""CCVR: after the last round, the head is retrained on features drawn from a Gaussian for each
+class.
 
 Source: Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with
 Non-IID Data" (2021), Algorithm 1.
 Symbols: M_c = ``samples``; mu_c, Sigma_c = mean and covariance of a class's features.
 Stages: ``train``; after the last round ``statistics``, of all clients, and ``calibrate``, at the
 server.
-State: the global parameters; before = the head as training left it; counts, sums, products = of
-each class how many examples there are, the sum of their features and that of the outer products or
-squares of these, in float64, until the head is calibrated.
+State: the global parameters; before = the head before calibration; counts, sums, products = for
+each class, the number of examples, the sum of their features, and the sum of the features' outer
+products or squares, in float64, until the head is calibrated.
 Memory: nothing.
-Reading: the paper's clients send means and covariances. Here they send sums, which give the moments
-of all clients' features exactly, however the data are split.
+Reading: the paper's clients send means and covariances. Here they send sums, from which the moments
+of all clients' features follow exactly, for any split of the data.
 Reading: a class with fewer than two examples gets the mean covariance of the other classes. A class
 without examples is not drawn.
 Reading: the paper's M_c is between 100 and 2,000, depending on the data set. We draw 200 features
@@ -142,7 +142,7 @@ class CCVR(FedAvg):
         return super().aggregate(state, replies, stage, world)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        """The global model, and in the end the one before calibration."""
+        """The global model and, at the end, the model before calibration."""
         predictors = super().predictors(state, world)
         if "before" in state.extra:
             uncalibrated = {**state.params, **state.extra.tensors("before")}
@@ -156,8 +156,8 @@ def last_layer(params: Tensors) -> dict[str, Tensor]:
 
 
 def class_moments(features: Tensor, labels: Tensor, classes: int, covariance: str) -> Payload:
-    """Sums by class: ``counts`` (C,) int64, ``sums`` (C, D), ``products`` (C, D, D) or of squares
-    (C, D), float64.
+    """Sums by class: ``counts`` (C,) int64, ``sums`` (C, D), and ``products`` (C, D, D) or sums of
+    squares (C, D), float64.
     """
     by_class = [features[labels == c].double() for c in range(classes)]
     if covariance == "full":
@@ -172,11 +172,11 @@ def class_moments(features: Tensor, labels: Tensor, classes: int, covariance: st
 
 
 def gaussians(counts: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
-    """Means (C, D) and roots of covariances (C, D, D), lower triangles, of classes' features from
-    their sums.
+    """The means (C, D) and the lower-triangular roots of the covariances (C, D, D) of each class's
+    features, from their sums.
 
-    counts: (C,); products: (C, D, D), or (C, D) where only variances are known. Covariances are
-    unbiased. A class of fewer than two examples gets the mean of the others'.
+    counts: (C,); products: (C, D, D), or (C, D) if only variances are known. Covariances are
+    unbiased. Classes with fewer than two examples get the mean covariance of the other classes.
     """
     n = counts.double().clamp(min=1).unsqueeze(1)
     means = sums / n
@@ -197,7 +197,7 @@ def gaussians(counts: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class SendMoments(ClientWork):
-    """The sums of the client's features by class; nothing is trained."""
+    """The client sends the sums of its features by class; nothing is trained."""
 
     covariance: str
 
@@ -221,7 +221,7 @@ class SendMoments(ClientWork):
 
 @dataclass(frozen=True)
 class Calibrate(ClientWork):
-    """The server trains the head, as a network of its own, on features that it draws."""
+    """The server trains the head as a separate network, on features that it draws."""
 
     samples: int
 

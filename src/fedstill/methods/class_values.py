@@ -1,9 +1,10 @@
-"""The common part of methods whose clients have models of their own and agree on values of each
+"""The common part of methods whose clients have their own models and agree on values for each
 class, such as mean features or mean logits.
 
-A client trains its own model and draws its values to the received values of the examples' classes.
-Then it sends the mean of its values for each class, with its number of examples of the class. So
-networks may differ, and the server learns the label counts.
+A client trains its own model, with a penalty on the distance between each example's values and the
+received values of the example's class. Then it sends the mean of its values for each class, with
+its number of examples of the class. Therefore, networks may differ, and the server learns the label
+counts.
 """
 
 from __future__ import annotations
@@ -43,9 +44,7 @@ from fedstill.methods.public_logits import own_model
 
 @dataclass(frozen=True)
 class ClassValues(Method):
-    """The server's part. A method defines what the values are, their distance, and how the server
-    aggregates them.
-    """
+    """The server's part. A method defines the values, their distance, and their aggregation."""
 
     personal: ClassVar[frozenset[str]] = frozenset({"train"})
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN}
@@ -55,7 +54,7 @@ class ClassValues(Method):
 
     @abstractmethod
     def width(self, spec: ModelSpec) -> int:
-        """V: how many values there are of an example."""
+        """V: the number of values for an example."""
 
     @abstractmethod
     def values(self, params: Tensors, view: View) -> Tensor:
@@ -100,7 +99,7 @@ class ClassValues(Method):
 
 
 def client_groups(replies: Sequence[Reply]) -> dict[str, Tensor]:
-    """The means and counts that clients sent, as groups ``means.CLIENT`` and ``counts.CLIENT``."""
+    """The means and counts of clients, as groups ``means.CLIENT`` and ``counts.CLIENT``."""
     groups = {}
     for reply in replies:
         groups[f"means.{reply.client}"] = reply.content.tensor("means")
@@ -110,8 +109,8 @@ def client_groups(replies: Sequence[Reply]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class TowardsValues(ClientWork):
-    """Local training of the client's own model, with the distance to the values of each class that
-    has some.
+    """Local training of the client's own model, with a penalty on the distance to the values of
+    classes that have some.
     """
 
     method: ClassValues
@@ -143,14 +142,13 @@ class TowardsValues(ClientWork):
 def mean_by_class(
     replies: Sequence[Reply], old: Tensor, weighting: Weighting = "examples", group: str = "means"
 ) -> tuple[Tensor, Tensor]:
-    """The mean of what the replies say of each class, over those that have it; and which classes
-    any has.
+    """The mean of the replies' values for each class, over the replies that have the class, and
+    whether any reply has it.
 
-    A reply has a group of values by class (C, V) and, as ``means_by_class`` gives them,
-    ``counts`` (C,) int64.
-    weighting: each weighs by its number of examples of the class, or alike. Gives (C, V) of the
-    type of ``old``, summed in float64, in which a class that no reply has is as in ``old``, (C, V);
-    and (C,) bool.
+    A reply has a group of values by class (C, V) and, as ``means_by_class`` gives them, ``counts``
+    (C,) int64. weighting: whether replies are weighted by their number of examples of the class, or
+    equally. Returns values (C, V) of the dtype of ``old``, summed in float64, and (C,) bool.
+    Classes without a reply keep their values in ``old`` (C, V).
 
     Source: Tan et al. (2022), FedProto, eq. 6.
     """

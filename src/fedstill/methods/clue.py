@@ -1,26 +1,26 @@
-"""CLUE, approximately: a client takes what matters for a class from the peer that knows it best,
-and votes with it.
+"""An approximation of CLUE: for a class, a client copies the significant parameters of the peer
+with the best knowledge of it, and combines both models by voting.
 
 Source: Daga et al., "CLUE: Systems Support for Knowledge Transfer in Collaborative Learning with
 Neural Nets" (2023), of which only the abstract is open: significant parameters of a helper's model
 are found for a class and combined with the client's own by boosting several models. A baseline of
 Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT),
 Table 2, for queries of one class. All else here is ours.
-Symbols: g, w = a helper's gradient and weight; ``share`` = the share of each layer that is taken;
-``samples`` examples of noise; ``participants`` as in naive KD.
-State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples;
-student.N = client N's model with its helper's parameters in it; vote.N = the weights (2,) of both
-models' votes.
+Symbols: g, w = a helper's gradient and weight; ``share`` = the share of each layer that is copied;
+``samples`` = the number of noise examples; ``participants`` as in naive KD.
+State: no global parameters; model.N = the model that client N trained alone; size.N = its number of
+examples; student.N = client N's model with its helper's parameters; vote.N = the weights (2,) of
+both models' votes.
 Memory: nothing.
-Reading: the helper is the peer with the largest mean softmax output on noise for the class that the
-client asks for; the first of them in a tie.
+Reading: the helper is the peer with the largest mean softmax output on noise for the queried class;
+ties go to the first peer.
 Reading: a significant weight has a large abs(g w), where g is the gradient of the helper's
 cross-entropy on that noise, labelled as the class. In each layer, the most significant weights and
-biases replace the client's in a copy of its model, the first ones in a tie. Running statistics stay
-the client's.
+biases replace the client's in a copy of its model; ties go to the first entries. Running statistics
+are not replaced.
 Reading: the client's model and the copy vote with their probabilities. The weight of a vote is
 log((1 - e) / e), at least 0, where e is the error on the client's own data, counted as (wrong +
-1/2) / (n + 1). Both have the same weight if neither is right more than half of the time.
+1/2) / (n + 1). Both have the same weight if neither is correct more than half of the time.
 """
 
 from __future__ import annotations
@@ -141,14 +141,14 @@ class CLUE(LocalOnly):
 
 
 def vote(models: Sequence[Predictor], weights: Tensor) -> CombinedPredictor:
-    """x -> log of the weighted mean (B, C) of the models' probabilities."""
+    """A function from x to the log of the weighted mean (B, C) of the models' probabilities."""
     return CombinedPredictor(models, WeightedVote((weights / weights.sum()).tolist()))
 
 
 @dataclass(frozen=True)
 class Patched(ClientWork):
-    """Nothing is trained: the client finds its helper, takes its significant parameters, and weighs
-    both models.
+    """The client finds its helper, copies its significant parameters, and computes the weights of
+    both models; nothing is trained.
     """
 
     method: CLUE
@@ -182,8 +182,8 @@ class Patched(ClientWork):
     def significant(
         self, params: Tensors, helper: Tensors, view: View, world: World
     ) -> dict[str, Tensor]:
-        """The client's entries, with the helper's significant ones for the queried class in their
-        places.
+        """The client's entries, of which some are replaced by the helper's significant entries for
+        the queried class.
         """
         (query_class,) = view.query
         spec = view.model
@@ -200,7 +200,7 @@ class Patched(ClientWork):
         }
 
     def largest(self, scores: Tensor) -> Tensor:
-        """Which entries are among the share that is taken, at least one of them."""
+        """Whether each entry is among the copied share, which has at least one entry."""
         count = max(1, round(self.method.share * scores.numel()))
         return highest(scores.flatten(), count).reshape(scores.shape)
 
@@ -223,8 +223,8 @@ class Patched(ClientWork):
     def report(
         self, params: Tensors, start: TrainingStart, view: View, world: World
     ) -> dict[str, Any]:
-        """``helper``: who helped, the client itself if it has no peers; ``vote``: weights of its
-        model and the copy.
+        """``helper``: the helper, or the client itself if it has no peers; ``vote``: the weights of
+        its model and the copy.
         """
         return {
             "query": list(view.query),

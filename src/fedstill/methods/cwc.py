@@ -1,28 +1,27 @@
-"""CWC: along a chain, hold each parameter near what the last client left, as firmly as it mattered
-so far.
+"""CWC: along a chain, a penalty keeps each parameter near its value after the last client, weighted
+by its importance so far.
 
 Source: Song, Wang and Wang, "Cyclical Weight Consolidation: Towards Solving Catastrophic Forgetting
 in Serial Federated Learning" (2024), and its code; the importance is that of Zenke et al.,
 "Continual Learning Through Synaptic Intelligence" (2017).
-Symbols: c = ``weight``; a = ``decay``; eps = ``epsilon``; Omega = importance, which travels with
-the model; omega = one client's share of it, W / ((w_end - w_start)^2 + eps) with the path integral
-W = -sum over steps of gradient * change.
-State: the global parameters; importance = Omega, for each trained parameter; cycle = how many
-clients the round's chain has; omega.N = the Nth omega, the last cycle's alone, where ``memory`` is
-"sliding".
+Symbols: c = ``weight``; a = ``decay``; eps = ``epsilon``; Omega = importance, which is passed on
+with the model; omega = the contribution of one client, W / ((w_end - w_start)^2 + eps) with the
+path integral W = -sum over steps of gradient * change.
+State: the global parameters; importance = Omega, for each trained parameter; cycle = the number of
+clients in the round's chain; omega.N = the Nth omega of the last cycle, if ``memory`` is "sliding".
 Memory: nothing.
 Reading: the code keeps omegas in a queue. When a cycle of clients is complete, it adds them to the
 memory and multiplies the memory by a. This equals one sum that is multiplied by a at the end of
-every round. With a part of the clients in each round (SFedKD), the round is the cycle, so that
-omegas decay "on revisitation". ``memory`` "ema" is this rule, "sliding" the sum of the last cycle's
-omegas, "sum" the sum of all.
+every round. If only some of the clients take part in each round (SFedKD), the round is the cycle,
+so that omegas decay "on revisitation". ``memory`` "ema" is this rule, "sliding" the sum of the last
+cycle's omegas, "sum" the sum of all.
 Reading: the code's g in W is the gradient of the complete loss. With its option ``lseg``, it is the
 gradient of the cross-entropy alone.
 Reading: the code allows negative omegas. ``clamp`` sets them to 0.
 Reading: the code trains with one Adam per client, which keeps its state between rounds. SFedKD's
-table uses SGD as for the other rows, and so do we. SFedKD gives no c and a: the code's defaults are
-0.1 and, by class, 0.5; its script has 10 and 1. With 0.1, a reduced version of SFedKD's setting
-diverged on three of three seeds. So ``weight`` is 0.01.
+table uses SGD as for the other rows, and so do we. SFedKD states neither c nor a: the code's
+defaults are 0.1 and, by class, 0.5; its script has 10 and 1. With 0.1, a reduced version of
+SFedKD's setting diverged on three of three seeds. Therefore, ``weight`` is 0.01.
 """
 
 from __future__ import annotations
@@ -132,8 +131,8 @@ class CWC(FedSeq):
 
 @dataclass(frozen=True)
 class Consolidated(ClientWork):
-    """Cross-entropy and the penalty; the path integral is gathered step by step, and the client's
-    omega goes up.
+    """Cross-entropy and the penalty; the path integral is accumulated step by step, and the client
+    sends its omega.
     """
 
     method: CWC

@@ -1,4 +1,5 @@
-"""Ditto: beside the global model, each client trains one of its own that stays near the global one.
+"""Ditto: in addition to the global model, each client trains a personal model, with a penalty on
+its distance to the global model.
 
 Source: Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization" (2021),
 Algorithm 1, and its code.
@@ -97,7 +98,7 @@ class Ditto(FedAvg):
 
 @dataclass(frozen=True)
 class NearGlobal(LocalTraining):
-    """Training of the client's own model near the global one; it stays at the client."""
+    """Training of the client's own model near the global one; the model is not sent."""
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
@@ -117,7 +118,7 @@ class NearGlobal(LocalTraining):
 
 
 class GlobalTraining(ClientWork):
-    """Plain local training of the global model; the client goes on remembering its own."""
+    """Plain local training of the global model; the client keeps its personal model."""
 
     def end(
         self,

@@ -7,8 +7,8 @@ aggregation (ERA), a softmax of the mean at a low temperature.
 Symbols: T = ``temperature`` of the aggregation; o_r = the public images of a round, ``subset``
 many.
 State: the parameters of the server's model; subset = positions (o_r,) of the round's public images,
-where ``subset`` asks for fewer than all; target = what all learn on these, (o_r, C), until the
-clients have.
+if ``subset`` is smaller than their number; target = the common target on these images, (o_r, C),
+until the clients have learned from it.
 Memory: params = the client's own model.
 Reading: the paper exchanges 1,000 of its 20,000 public images each round. Here the default is all;
 ``subset`` sets the number.

@@ -1,23 +1,23 @@
-"""FedDKD and FedADKD: distil the true class and the other classes of the global model apart;
-FedADKD distils the true class less on skewed clients.
+"""FedDKD and FedADKD: separate distillation of the true class and of the other classes from the
+global model. FedADKD adapts the weight of the true class to each client's label skew.
 
 Source: Jang & Chou, "Mitigating Global Knowledge Forgetting via Adaptive Decoupled Knowledge
 Distillation", after Zhao et al., "Decoupled Knowledge Distillation" (DKD, 2022).
 Symbols: alpha, beta = weights of true-class (TCKD) and not-true-class distillation (NCKD, eq. 2);
 tau = ``temperature``; delta = spread of the heterogeneity map f(G) = log(1 + delta G) (eq. 6); phi
 = per-client weight (eq. 7); G = Gini index of a client's labels (eq. 5).
-State: the global parameters; gini = with FedADKD, as are all groups, G of each client (clients,) as
-it sent it last, 1 at first; phi = on a chain, the weights (clients,) of the round's clients, 0 for
-the others; labels = the census's label counts (clients, C), where ``phi_timing`` is "exact"; cohort
-= then, on a chain, the ids (n,) of the round's clients, in the place of phi.
+State: the global parameters; gini = with FedADKD, the last G that each client sent (clients,),
+initially 1; phi = with FedADKD on a chain, the weights (clients,) of the round's clients, 0 for the
+others; labels = with FedADKD and ``phi_timing`` "exact", the census's label counts (clients, C);
+cohort = in this case, on a chain, the ids (n,) of the round's clients, instead of phi.
 Memory: nothing.
 Reading: the paper's "original" NCKD keeps the dimension of the true class and does worse. But DKD's
 published formula equals removing it. ``nckd_mode`` "zero" (the true logit set to 0) stands in for
 the original. "mask1000" is DKD's formula, "slice" the not-true part of the divergence over all
 classes.
-Reading: figure 4 varies alpha for the IID clients or for the others of a hybrid split, and does not
-say how. Here one group is the first clients, as the partition ``hybrid`` numbers them, and each
-group has its own alpha (``feddkd_groups``).
+Reading: figure 4 varies alpha either for the IID clients or for the other clients of a hybrid
+split, without details. Here one group consists of the first clients, as the partition ``hybrid``
+numbers them, and each group has its own alpha (``feddkd_groups``).
 Reading: eq. 3 sums over classes a quantity that is defined for the label only. ``tckd`` "target" is
 this quantity for the label, "binary" DKD's two-way divergence, "full" the divergence over all
 classes, which the sum suggests. "binary" is the default of ``feddkd``, "target" of
@@ -28,7 +28,7 @@ Reading: eq. 7 prints G where Algorithm 1 asks for f(G). ``phi_source`` decides;
 f(G).
 Reading: Algorithm 1 computes phi before any client has sent its G, which starts at 1.
 ``phi_timing`` "stale" follows it literally: a client's G is the last one that it sent, or 1.
-"exact" takes all label counts before round 1.
+"exact" collects all label counts before round 1.
 Reading: on a chain, the cohort is the round's clients, and phi is computed before the first of them
 trains.
 Reading: Algorithm 1 prints the uniform mean of models. ``aggregation`` decides, as in FedAvg; the
@@ -112,7 +112,7 @@ class FedDKD(FedAvg):
 @method("feddkd_groups")
 @dataclass(frozen=True)
 class FedDKDOfGroups(FedDKD):
-    """FedDKD in which the first clients have another true-class weight than the others.
+    """FedDKD in which the first clients have a different true-class weight than the others.
 
     Source: FedADKD's paper, section II.B and figure 4.
     """
@@ -131,7 +131,7 @@ class FedDKDOfGroups(FedDKD):
 
 @dataclass(frozen=True)
 class Decoupled(FromGlobal):
-    """Cross-entropy, alpha times TCKD (times phi, if the client was sent one), beta times NCKD."""
+    """Cross-entropy, alpha times TCKD (times phi, if it was received), and beta times NCKD."""
 
     method: FedDKD
 
@@ -251,7 +251,7 @@ class FedADKD(FedDKD):
 
 @dataclass(frozen=True)
 class Adaptive(Decoupled):
-    """FedDKD's objective with the phi received; the client's own Gini index goes up."""
+    """FedDKD's objective with the received phi; the client sends its Gini index."""
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
@@ -272,15 +272,15 @@ class Adaptive(Decoupled):
 
 
 def adaptive_weights(gini: TensorLike, delta: float) -> Tensor:
-    """The weights phi of one cohort's true-class distillation: in proportion to
-    ``log(1 + delta G)``, mean 1.
+    """The weights phi of the true-class distillation in a cohort, proportional to ``log(1 + delta
+    G)``, with mean 1.
 
-    gini: (n,) in [0, 1], one per client of the cohort; delta > 0, larger = more equal weights.
-    Gives (n,) >= 0; ones if all are 0. Raises ConfigError if delta <= 0.
+    gini: (n,) in [0, 1], one value per client of the cohort; delta > 0, a larger value makes
+    weights more equal. Returns (n,) >= 0; ones if all are 0. Raises ConfigError if delta <= 0.
 
     Source: FedADKD, eq. 6 and 7.
-    Reading: eq. 7 prints G where Algorithm 1 asks for f(G) of eq. 6; we use f(G). A cohort of
-    single-class clients alone has f(G) = 0 throughout, and gets phi = 1.
+    Reading: eq. 7 prints G where Algorithm 1 asks for f(G) of eq. 6; we use f(G). A cohort in which
+    all clients have a single class has f(G) = 0, and gets phi = 1.
 
     >>> adaptive_weights([0.0, 0.5, 0.5], delta=1.0)
     tensor([0.0000, 1.5000, 1.5000], dtype=torch.float64)

@@ -1,5 +1,5 @@
-"""FedAlign: make the last stage at a quarter of its width as steep as at full width, a regulariser
-from within.
+"""FedAlign: a regulariser aligns the Lipschitz constants of the last stage at full width and at a
+quarter of its width.
 
 Source: Mendieta et al., "Local Learning Matters: Rethinking Data Heterogeneity in Federated
 Learning" (2022), and its code, with ResNet-56 (``[model] name = "resnet56"``, there with
@@ -10,9 +10,9 @@ State: the global parameters, nothing more.
 Memory: nothing.
 Reading: the term is scaled to mu times the cross-entropy: it is multiplied by their ratio, which is
 a constant for the gradient. A term of 0 is left out.
-Reading: the code's optimiser has Nesterov momentum and belongs to a worker process, so that clients
-hand momentum on to each other; the code drops the last batch. Here momentum is plain and starts at
-0 in every round, and the last batch is kept.
+Reading: the code's optimiser has Nesterov momentum and belongs to a worker process, so that
+momentum carries over between clients; the code drops the last batch. Here momentum is plain and
+starts at 0 in every round, and the last batch is kept.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FedAlign(FedAvg):
 
 @dataclass(frozen=True)
 class Aligned(ClientWork):
-    """Cross-entropy, and mu times as much again in the direction of the regulariser."""
+    """Cross-entropy, and the regulariser scaled to mu times the cross-entropy."""
 
     method: FedAlign
 
@@ -87,8 +87,8 @@ def steepness(inputs: Tensor, outputs: Tensor, iterations: int) -> Tensor:
     """The largest singular value of each example's transmitting matrix, by the power method: (B,)
     > 0.
 
-    inputs: (B, D, H, W) of a stage; outputs: (B, E, h, w), h <= H. The matrix (D, E) is the mean
-    over places of their products, with ``inputs`` pooled to the places of ``outputs``. Zeros give
+    inputs: (B, D, H, W) of a stage; outputs: (B, E, h, w), h <= H. The matrix (D, E) is the mean of
+    their products over positions, with ``inputs`` pooled to the size of ``outputs``. Zeros give
     1e-6.
 
     >>> steepness(torch.full((1, 1, 2, 2), 3.0), torch.full((1, 1, 1, 1), 2.0), 10)

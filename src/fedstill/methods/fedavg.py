@@ -1,4 +1,4 @@
-"""FedAvg: clients train the global model on their own data; the server averages what they send.
+"""FedAvg: clients train the global model on their own data, and the server averages their models.
 
 Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data"
 (2017), Algorithm 1; training settings from Lee et al., "Preservation of the Global Knowledge by

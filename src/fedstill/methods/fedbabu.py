@@ -1,9 +1,9 @@
-"""FedBABU: only the body is trained and averaged, under a head that stays random; in the end each
-client fine-tunes.
+"""FedBABU: only the body is trained and averaged, with a fixed random head; at the end, each client
+fine-tunes the network.
 
 Source: Oh et al., "FedBABU: Toward Enhanced Representation for Federated Image Classification"
 (2022), and its code.
-State: the global parameters, of which the head stays as it was; nothing more.
+State: the global parameters, of which the head does not change; nothing more.
 Memory: params = the client's fine-tuned model, after the last round.
 Reading: the code keeps the head in the optimiser with a learning rate of 0. Here it is not trained,
 which is the same.
@@ -63,13 +63,13 @@ class FedBABU(PartlyShared):
         return BodyAlone(self, stage.name)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        """The averaged body under the head that all clients have."""
+        """The averaged body with the common head."""
         return FedAvg.predictors(self, state, world)
 
 
 @dataclass(frozen=True)
 class BodyAlone(KeepsItsOwn):
-    """Local training of the body; the head is everybody's, and nothing is remembered."""
+    """Local training of the body; all clients have the same head, and no state."""
 
     def end(
         self,

@@ -1,19 +1,19 @@
-"""FedBE: the server draws models around the clients', and distils the mean prediction of all into
-their average.
+"""FedBE: the server samples models from a distribution around the clients' models, and distils the
+mean prediction of all models into the average model.
 
 Source: Chen & Chao, "FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning"
 (2021), and its code; the averaged weights and their learning rate are those of Izmailov et al.,
 "Averaging Weights Leads to Wider Optima" (2018).
 Symbols: M = ``samples``; alpha of the Dirichlet distribution = ``concentration``.
-State: the global parameters; model.N = what client N sent in this round, until the server has
-distilled; sizes = how these clients are weighed, until then.
+State: the global parameters; model.N = the model that client N sent in this round, until the server
+has distilled; sizes = the weights of these clients, until then.
 Memory: nothing.
 Reading: the mean of the Gaussian is the average model, and its variance is that of the clients'
 entries around it, with the clients' weights in the average. The code normalises each tensor of the
 changes, and multiplies deviations by 0.1 (``spread``).
 Reading: a model drawn from the Dirichlet distribution is the mean of the clients' models with the
 drawn shares, as in the code.
-Reading: buffers are not drawn: drawn models have the buffers of the average. In the averaged
+Reading: buffers are not sampled: sampled models have the buffers of the average. With averaged
 weights, buffers are those of the last step; the code recomputes the statistics of batch
 normalisation.
 Reading: the code raises the mean prediction to the power of 1/0.5 (``temperature`` 0.5). Here it is
@@ -103,7 +103,7 @@ class FedBE(FedDF):
         return Payload({**payload, **many("model", dict(enumerate(further, world.clients)))})
 
     def drawn(self, state: State, stage: Stage, world: World) -> list[Tensors]:
-        """The models drawn from the distribution that the clients' models span."""
+        """The models sampled from the distribution around the clients' models."""
         models = list(state.extra.many("model").values())
         seed = seed_for(world.seed, stage.round, stage.index, SERVER, "models")
         if self.distribution == "dirichlet":
@@ -141,15 +141,17 @@ class FedBE(FedDF):
 def gaussian_sample(
     center: Tensors, deviations: Tensors, draw: torch.Generator
 ) -> dict[str, Tensor]:
-    """Entries drawn from a normal distribution around ``center``, each with its deviation."""
+    """Entries drawn from a normal distribution around ``center``, with a standard deviation for
+    each entry.
+    """
     noise = {k: torch.randn(v.shape, dtype=v.dtype, generator=draw) for k, v in deviations.items()}
     return {k: center[k] + deviations[k] * n for k, n in noise.items()}
 
 
 @dataclass(frozen=True)
 class FusedAndAveraged(Fused):
-    """The divergence from the ensemble's mean prediction; what is sent is the mean of weights on
-    the way.
+    """The divergence from the ensemble's mean prediction; the reply has the mean of the weights
+    during training.
     """
 
     method: FedBE

@@ -1,18 +1,17 @@
-"""FedCurv: stay near what other clients found, each parameter as firmly as they needed it.
+"""FedCurv: a penalty keeps the model near the other clients' models, weighted by their Fisher
+information for each parameter.
 
-Source: Shoham et al., "Overcoming Forgetting in Federated Learning on Non-IID Data" (2019), in the
-form FedNTD ran.
+Source: Shoham et al., "Overcoming Forgetting in Federated Learning on Non-IID Data" (2019), in
+FedNTD's version.
 Symbols: lambda = ``weight``; s = ``samples``; u_k = diagonal Fisher information of client k, v_k =
 u_k w_k; P, Q = their sums over the other clients.
-State: the global parameters; fisher, fisher_params = the sums of u_k and v_k over the clients that
-count, for each trained parameter; counted = 1 for each client whose u_k is in them, else 0,
-(clients,).
-Memory: fisher, fisher_params = the client's own u_k and v_k of its last run.
+State: the global parameters; fisher, fisher_params = the sums of u_k and v_k over some clients, for
+each trained parameter; counted = 1 for each client that is included, else 0, (clients,).
+Memory: fisher, fisher_params = the client's u_k and v_k of its last visit.
 Reading: FedCurv's paper sums over the last round's clients, FedNTD's code over all clients that
 took part so far. ``scope`` decides.
-Reading: the information is computed on images as they are trained on, with augmentation if the run
-augments, as in FedNTD's code; FedCurv's paper does not augment. The network is in evaluation mode,
-as in that code.
+Reading: the information is computed on training images, with augmentation if the run uses it, as in
+FedNTD's code; FedCurv's paper does not augment. The network is in evaluation mode, as in that code.
 Reading: FedNTD's code decrements the global sum in place, so that later clients of a round lack
 earlier ones. We do not follow this.
 """
@@ -51,7 +50,9 @@ from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_entries
 
 SUMS = ("fisher", "fisher_params")
-"""The groups P and Q: sums over clients of Fisher information, and of it times parameters."""
+"""The groups P and Q: the sums of the clients' Fisher information, and of Fisher information times
+parameters.
+"""
 
 
 @method("fedcurv")
@@ -116,8 +117,8 @@ class FedCurv(FedAvg):
 
 @dataclass(frozen=True)
 class Curved(ClientWork):
-    """Cross-entropy and lambda (<P, w^2> - 2 <Q, w>); afterwards the client's own Fisher
-    information, as a change.
+    """Cross-entropy and lambda (<P, w^2> - 2 <Q, w>); afterwards, the client sends the change of
+    its Fisher information.
     """
 
     method: FedCurv

@@ -1,12 +1,12 @@
-"""FedDBE: each client adds a vector of its own to the features, whose mean is drawn to that of all
-clients.
+"""FedDBE: each client adds its own vector to the features, and a penalty aligns the mean of its
+features with that of all clients.
 
 Source: Zhang et al., "Eliminating Domain Bias for Federated Learning in Representation Space"
 (2023), and its code.
 Symbols: m_k = ``body.shift``; g = ``consensus``; kappa = ``kappa``.
-State: the global parameters, in which the shift stays zero; consensus = g, (D,), from the first
-stage on.
-Memory: params = the client's own model, whole, its shift included.
+State: the global parameters, in which the shift is zero; consensus = g, (D,), from the first stage
+on.
+Memory: params = the client's complete model, including its shift.
 Reading: the paper's running mean of features has a momentum mu. The setting in the code is 1, which
 gives the mean of the batch. This is the only option here.
 Reading: g is the mean over clients, by size, of their mean features after one visit that starts
@@ -114,7 +114,7 @@ class FedDBE(PartlyShared):
 
 
 class SendMean(KeepsItsOwn):
-    """Plain local training, of which only the mean of the features is sent, and nothing is kept."""
+    """Plain local training; only the mean of the features is sent, and the model is discarded."""
 
     def trainable(self, name: str) -> bool:
         return name != ADDED["shift"]
@@ -133,8 +133,8 @@ class SendMean(KeepsItsOwn):
 
 @dataclass(frozen=True)
 class Shifted(KeepsItsOwn):
-    """Cross-entropy of the shifted features, and the distance of their mean without the shift to
-    the consensus.
+    """Cross-entropy of the shifted features, and the distance between their mean without the shift
+    and the consensus.
     """
 
     kappa: float

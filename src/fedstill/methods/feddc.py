@@ -1,17 +1,18 @@
-"""FedDC: each client tracks how far it drifts from the global model, trains around that drift, and
-the server adds it.
+"""FedDC: each client tracks its drift from the global model and corrects its training for it, and
+the server adds the mean drift.
 
 Source: Gao et al., "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and
 Correction" (2022), and its code; training settings from the code.
 Symbols: alpha = weight of the drift's penalty; h_k = a client's drift, g_k = its gradient in the
-last visit, g = the server's; v_k = the client's number of examples over the clients' mean number.
+last visit, g = the server's gradient; v_k = the client's number of examples divided by the mean
+number over clients.
 State: the global parameters; drift = the mean of h_k over all clients, for each trained parameter,
-0 at first; gradient = g, likewise; labels = the census's label counts (clients, C), of which the
-sums give v_k.
+0 at first; gradient = g, likewise; labels = the census's label counts (clients, C), whose sums
+determine v_k.
 Memory: drift = h_k; gradient = g_k, each for each trained parameter.
-Reading: if a round has only some of the clients, the paper averages w_k + h_k over them. The code
-averages w_k over them and h_k over all clients, as we do. The server does not need the drifts for
-this: it adds their changes.
+Reading: with partial participation, the paper averages w_k + h_k over the participants. The code
+averages w_k over the participants and h_k over all clients, as we do. The server does not need the
+drifts for this: it adds their changes.
 Reading: alpha and g are divided by v_k at the client, and the change of g_k is multiplied by it, as
 in the code. A client without examples counts as one of average size.
 Reading: g_k is the distance over steps times learning rate. The code uses the same number of steps
@@ -126,8 +127,8 @@ class FedDC(FedAvg):
 
 
 def relative_size(state: State, client: int) -> float:
-    """A client's number of examples over the clients' mean number, from the census; 1 for one that
-    has none.
+    """A client's number of examples divided by the mean number over clients, from the census; 1 for
+    a client without examples.
     """
     if "labels" not in state.extra:
         return 1.0  # before the census: for what a run will send
@@ -139,8 +140,8 @@ def relative_size(state: State, client: int) -> float:
 
 @dataclass(frozen=True)
 class Drifting(ClientWork):
-    """Cross-entropy, the penalty around the drift, and the correction of the gradient; the client
-    remembers both.
+    """Cross-entropy, the penalty on the drift, and the correction of the gradient; the client
+    stores drift and gradient.
     """
 
     method: FedDC

@@ -1,13 +1,13 @@
-"""FedDF: after averaging, the server distils the averaged model towards the clients' models, on
-public images.
+"""FedDF: after averaging, the server distils the clients' models into the average model, on public
+images.
 
 Source: Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning" (2020),
 Algorithm 1 with its AvgLogits: the target is the softmax of the plain mean of the sampled clients'
 logits.
 Symbols: tau = ``temperature`` (1 in the paper, whose code multiplies the divergence by tau^2, as
 here).
-State: the global parameters; model.N = what client N sent in this round, until the server has
-distilled.
+State: the global parameters; model.N = the model that client N sent in this round, until the server
+has distilled.
 Memory: nothing.
 Reading: the paper's server takes up to 10,000 steps of 128 public images and stops after 1,000
 steps without improvement on held-out labelled images. 10,000 steps are 25 passes over its 50,000

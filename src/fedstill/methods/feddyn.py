@@ -1,10 +1,10 @@
-"""FedDyn: give each client a linear term that makes the clients' optima agree with the global one
-in the limit.
+"""FedDyn: a linear term at each client makes the clients' optima agree with the global optimum in
+the limit.
 
 Source: Acar et al., "Federated Learning Based on Dynamic Regularization" (2021), Algorithm 1.
 Symbols: alpha = weight of the proximal term; g_i = a client's gradient at its last model; h = the
 server's mean of them.
-State: the global parameters; h = the server's, for each trained parameter, 0 at first.
+State: the global parameters; h = the server's h, for each trained parameter, 0 at first.
 Memory: gradient = g_i, for each trained parameter.
 Reading: the algorithm averages participants uniformly, which is the default of ``aggregation``.
 FedNTD's code averages by size but sums h uniformly; ``aggregation`` = "examples" follows it.
@@ -85,8 +85,8 @@ class FedDyn(FedAvg):
 
 @dataclass(frozen=True)
 class Dynamic(ClientWork):
-    """Cross-entropy, minus the client's own linear term, plus the proximal one; the client
-    remembers its g_i.
+    """Cross-entropy minus the client's linear term plus the proximal term; the client stores its
+    g_i.
     """
 
     method: FedDyn

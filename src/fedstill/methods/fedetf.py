@@ -1,5 +1,5 @@
-"""FedETF: all clients learn features for one fixed simplex of classes, with a loss that knows their
-label counts.
+"""FedETF: all clients learn features for a fixed simplex of class vectors, with a loss that
+accounts for their label counts.
 
 Source: Li et al., "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning with
 Synthetic and Fixed Classifier" (2023), and its code.

@@ -1,14 +1,14 @@
-"""FedEWC: elastic weight consolidation over tasks: stay near the last task's model where earlier
-tasks needed it.
+"""FedEWC, elastic weight consolidation over tasks: a penalty keeps important parameters of earlier
+tasks near the last task's model.
 
 Source: Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks" (2017), with the
 running sum of Schwarz et al., "Progress & Compress" (2018), as Fed-Mammoth's code has it in a
 federation.
 Symbols: lambda = ``weight``; gamma = ``gamma``; w* = anchor; F = fisher, its diagonal.
-Stages: ``train``; after each task but the last ``importance``, of all clients that are there:
-nothing is trained.
-State: the global parameters; anchor = the trained ones at the end of the task before, from the
-second task on; fisher = F, for each trained parameter, from the second task on.
+Stages: ``train``; after each task except the last one ``importance``, of all available clients,
+without training.
+State: the global parameters; anchor = the trained parameters at the end of the previous task, from
+the second task on; fisher = F, for each trained parameter, from the second task on.
 Memory: nothing.
 Reading: a client's share of F is the mean over its examples of p(y|x) times the squared gradient of
 log p(y|x) for the true label, in evaluation mode. The server weighs clients by their examples. The
@@ -140,7 +140,7 @@ class Anchored(ClientWork):
 
 @dataclass(frozen=True)
 class Importance(ClientWork):
-    """The diagonal of the client's Fisher information at the model it was sent; nothing is
+    """The client sends the diagonal of its Fisher information at the received model; nothing is
     trained.
     """
 
@@ -175,11 +175,10 @@ class Importance(ClientWork):
 
 
 def surprise(logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
-    """A loss (B,) whose gradient is -sqrt(p) times the gradient of log p, with p of the true class.
-    The square of this gradient is a part of F.
+    """A loss (B,) whose gradient is -sqrt(p) times the gradient of log p, where p is the
+    probability of the true class. The squared gradient is a term of F.
 
-    logits: (B, C); labels: (B,); mask: (C,) bool, the outputs among which p is a softmax; None:
-    all.
+    logits: (B, C); labels: (B,); mask: (C,) bool, the outputs of the softmax p; None: all outputs.
     """
     if mask is not None:
         logits = torch.where(mask.to(logits.device), logits, OFF)

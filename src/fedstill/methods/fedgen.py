@@ -1,5 +1,5 @@
-"""FedGen: the server trains a generator of features by class on the clients' heads; clients learn
-from what it draws.
+"""FedGen: the server trains a generator of class-conditional features with the clients' heads, and
+clients also learn from generated features.
 
 Source: Zhu et al., "Data-Free Knowledge Distillation for Heterogeneous Federated Learning" (2021),
 Algorithm 1, and its code.
@@ -10,20 +10,20 @@ Stages: ``train``, and ``generate``, in which the server trains G.
 State: the global parameters; labels = label counts by client, (clients, C); generator = the
 parameters of G; head.N = the head that client N sent in the round, until G has been trained.
 Memory: nothing.
-Reading: omega counts all examples of the round's clients. The code counts the examples that they
-have seen, starting at 1, so that clients without a class teach it, too.
+Reading: omega counts all examples of the round's clients. The code counts the examples used so far,
+starting at 1, so that clients without a class also teach it.
 Reading: the code gives each generated example the mean omega of the batch. Here it has the omega of
 its own class, as in the paper.
 Reading: a client draws 100 features of each class in a round, and uses them in turn. The code draws
 new ones in every step.
 Reading: G has no normalisation, and its optimiser starts anew in each round. The code's term that
-keeps G from repeating the global model has weight 0 and is left out.
+keeps G from reproducing the global model has weight 0 and is left out.
 Reading: a and b are 10 on MNIST and 1 on EMNIST, at 0.01 without momentum. Here they are 1, because
 momentum makes steps longer.
 Reading: the code's clients take 20 batches in a round. Here they train as in the other methods'
 tables.
-Reading: the code has no class weights. Here they also weigh the cross-entropy of generated
-features, because it is a loss of labels.
+Reading: the code has no class weights. Here they also apply to the cross-entropy of generated
+features, because it depends on labels.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ GENERATE = "generate"
 
 HEAD = ("head.weight", "head.bias")
 POOL = 100
-"""Features of each class that a client draws in a round."""
+"""The number of features per class that a client draws in a round."""
 LEAST_DECAY = 1e-5
-"""The least factor by which rounds reduce the weights a and b."""
+"""The smallest factor to which the decay over rounds reduces the weights a and b."""
 
 
 @method("fedgen")
@@ -118,7 +118,7 @@ class FedGen(FedAvg):
         )
 
     def spec(self, world: World) -> ModelSpec:
-        """The network G: from noise beside a one-hot class, to features."""
+        """The network G, from noise and a one-hot class to features."""
         width = contract.width(world.model(SERVER))
         return contract.spec_for(
             "mlp", (self.noise + world.classes,), width, {"hidden": (self.hidden,)}
@@ -163,15 +163,15 @@ class FedGen(FedAvg):
         return super().aggregate(state.without("head."), replies, stage, world).next(groups=heads)
 
     def inputs(self, labels: Tensor, classes: int, draw: torch.Generator) -> Tensor:
-        """Inputs of G for labels (n,): noise, uniform in [0, 1), beside one-hot classes; (n,
-        noise + C) float64.
+        """The inputs of G for labels (n,): uniform noise in [0, 1), concatenated with one-hot
+        classes; (n, noise + C) float64.
         """
         eps = torch.rand(len(labels), self.noise, generator=draw, dtype=torch.float64)
         return torch.cat([eps, torch.eye(classes, dtype=torch.float64)[labels]], 1)
 
 
 def diversity_loss(noise: Tensor, features: Tensor, mask: Tensor) -> Tensor:
-    """How little features differ where their noise does, () in (0, 1]: 1 if all features are one.
+    """A penalty on similar features for different noise, () in (0, 1]; 1 if all features are equal.
 
     ``exp(-mean over pairs of mean (e_i - e_j)² * mean |h_i - h_j|)``. noise: (B, d); features: (B,
     D); mask: (B,), 1 for real examples.
@@ -184,8 +184,8 @@ def diversity_loss(noise: Tensor, features: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainGenerator(ClientWork):
-    """The server trains G so that each client's head knows the class of its features, as far as it
-    has the class.
+    """The server trains G so that the clients' heads recognise the class of its features, weighted
+    by the clients' examples of the class.
     """
 
     method: FedGen

@@ -1,23 +1,23 @@
-"""FedGKD: distil from the global models of the last rounds, so that local training forgets less of
-what they knew.
+"""FedGKD: distillation from the global models of the last rounds reduces forgetting in local
+training.
 
 Source: Yao et al., "FedGKD: Towards Heterogeneous Federated Learning via Global Knowledge
 Distillation" (2021), and its code.
 Symbols: c = ``weight``; M = ``models``; tau = ``temperature``; omega = votes, T_v =
 ``vote_temperature``.
-State: the global parameters; past.N = the model that round N began with, of the last M - 1 rounds
-but the first; teacher = their mean with this round's, from when there are two; votes = omega of
-each teacher, as the models vote; loss.N = the loss on public data of the model that round N began
-with, as the models vote.
+State: the global parameters; past.N = the model at the start of round N, for the last M - 1 rounds
+except round 1; teacher = the mean of these models and of this round's model, if there are at least
+two; votes = with votes, omega of each teacher; loss.N = with votes, the loss on public data of the
+model at the start of round N.
 Memory: nothing.
 Reading: the paper's weight is gamma / 2 with gamma = 0.2. ``weight`` is the complete factor.
-Reading: only averaged models teach, as in the code, and not the initial one. The first round has no
-teacher.
+Reading: only averaged models are teachers, as in the code, but not the initial model. The first
+round has no teacher.
 Reading: with M = 1, the code's teacher stays that of the first round. Here it is the current global
 model.
-Reading: the code's vote cannot run, and its divergences would have no gradient. Here they have one,
-and the server's losses on labelled public data weigh the teachers by the formula, with a
-temperature of 1.
+Reading: the code's vote cannot run, and its divergences would have no gradient. Here they have one.
+The weights of the teachers follow from the server's losses on labelled public data by the paper's
+formula, with a temperature of 1.
 Reading: the code weighs clients equally. ``aggregation`` decides; the default is by size. The code
 trains for 20 epochs at 0.05 with momentum 0.9. Here clients train as in the other methods' tables.
 """
@@ -75,18 +75,20 @@ class FedGKD(FedAvg):
     """The first round in which clients distil; in round 1 the teacher is the initial model."""
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
-        """The teacher of a round: fixed when it begins, and the same for every client."""
+        """The teacher of a round, which is fixed at its start and equal for all clients."""
         teachers = list(self.teachers(state).values())
         if len(teachers) > 1 and state.round >= self.from_round:
             state = state.next(teacher=trees.mean(teachers, [1.0] * len(teachers)))
         return self.remember(state)
 
     def teachers(self, state: State) -> dict[int, Tensors]:
-        """The models that teach in a round, by the round that began with them."""
+        """The teachers of a round, by the round that started with them."""
         return {**state.extra.many("past"), state.round: state.params}
 
     def remember(self, state: State) -> State:
-        """The state with the round's first model among the past ones, and without the oldest."""
+        """The state in which the initial model of the round has been added to the past models, and
+        the oldest one removed.
+        """
         oldest = max(1, state.round + 1 - self.models)
         past = {round: params for round, params in self.teachers(state).items() if round > oldest}
         return state.without("past.").next(groups=many("past", past))
@@ -188,7 +190,7 @@ class FromPast(ClientWork):
 
 @dataclass(frozen=True)
 class FromVoters(ClientWork):
-    """Cross-entropy and the divergences from each of the last global models, weighed by their
+    """Cross-entropy and the divergences from each of the last global models, weighted by their
     votes.
     """
 
@@ -215,7 +217,7 @@ class FromVoters(ClientWork):
 
 
 class PublicLoss(ClientWork):
-    """The server's loss of its new model on labelled public data; nothing is trained."""
+    """The server computes the loss of its new model on labelled public data; nothing is trained."""
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World

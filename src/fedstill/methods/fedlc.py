@@ -1,8 +1,9 @@
-"""FedLC: calibrate logits by a margin, the larger the fewer examples of a class a client has.
+"""FedLC: logits are calibrated by margins, which are larger for classes with fewer examples at the
+client.
 
 Source: Zhang et al., "Federated Learning with Label Distribution Skew via Logits Calibration"
 (2022).
-Symbols: tau = ``margin``, a scale of margins and no temperature; n_c = the client's examples of
+Symbols: tau = ``margin``, the scale of margins (not a temperature); n_c = the client's examples of
 class c.
 State: the global parameters, nothing more.
 Memory: nothing.
@@ -57,7 +58,7 @@ class FedLC(FedAvg):
 
 @dataclass(frozen=True)
 class Calibrated(ClientWork):
-    """Cross-entropy of the logits less the margins."""
+    """Cross-entropy of the logits minus the margins."""
 
     method: FedLC
 

@@ -1,16 +1,16 @@
-"""FedLMD: distil only classes that a client has little of, whose global knowledge its own training
-would erase.
+"""FedLMD: only the minority classes of a client are distilled, because local training would erase
+global knowledge about them.
 
 Source: Lu et al., "Federated Learning with Label-Masking Distillation" (2023), and its code.
-Symbols: beta, tau = ``temperature``; majority = the classes of which a client has more than its
+Symbols: beta, tau = ``temperature``; majority = the classes with more examples than the client's
 mean over all classes.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: if the label is the only minority class, the code's mask leaves nothing to the teacher, and
-the loss is about 1000 times the probability of the label. As there is nothing to distil, the term
-is 0 here.
-Reading: the published form without a teacher does not run: it has an argument too many and a
-negative target. Here its target is uniform over the minority classes other than the label.
+Reading: if the label is the only minority class, the code masks all classes of the teacher, and the
+loss is about 1000 times the probability of the label. Here the term is 0, because there is nothing
+to distil.
+Reading: the published form without a teacher does not run: a call has one argument too many, and
+the target is negative. Here its target is uniform over the minority classes other than the label.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class MaskedUniform(ClientWork):
 
 @dataclass(frozen=True)
 class Masked(MaskedUniform):
-    """The same, with the parameters received as frozen teacher ``global``."""
+    """The same objective with the received parameters as frozen teacher ``global``."""
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World

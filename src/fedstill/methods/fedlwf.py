@@ -1,17 +1,17 @@
-"""FedLwF: learning without forgetting, over tasks: distil the classes of before from the model of
-the last task's end.
+"""FedLwF, learning without forgetting over tasks: earlier classes are distilled from the model at
+the end of the last task.
 
 Source: Li & Hoiem, "Learning without Forgetting" (2016), as TARGET's and LANDER's codes run it in a
 federation.
-Symbols: lambda = ``weight``; tau = ``temperature``; O = the classes seen before the task that the
-client is in.
-State: the global parameters; old = the global model at the end of the task before, from the second
-task on.
+Symbols: lambda = ``weight``; tau = ``temperature``; O = the classes of the tasks before the
+client's current task.
+State: the global parameters; old = the global model at the end of the previous task, from the
+second task on.
 Memory: nothing.
 Reading: the codes use 3 times the cross-entropy of the old columns, softened with tau 2 and without
 tau^2. With tau^2, a weight of 0.75 has the same gradient.
-Reading: old and new outputs are compared over O alone, whatever outputs ``stream.head`` trains. The
-codes train only the outputs of the task: set ``stream.head`` to "task".
+Reading: old and new outputs are only compared over O, regardless of the outputs that
+``stream.head`` trains. The codes train only the outputs of the task: set ``stream.head`` to "task".
 Reading: Fed-Mammoth's LwF distils the columns of the new classes, which the old model never
 trained. We do not follow this.
 """
@@ -48,7 +48,7 @@ class FedLwF(FedAvg):
         return world.stream.nothing_before
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
-        """The model of a task's end teaches the whole next task."""
+        """The model at the end of a task is the teacher during the whole next task."""
         if world.stream.task(state.round) > 0 and world.stream.begins(state.round):
             return state.next(old=state.params)
         return state

@@ -1,15 +1,15 @@
-"""FedMD: networks of any kind agree on public images: each moves its logits towards the mean, then
-revisits its data.
+"""FedMD: networks of any architecture agree on public images: each moves its logits towards the
+mean, and then trains on its own data.
 
 Source: Li & Wang, "FedMD: Heterogenous Federated Learning via Model Distillation" (2019), Algorithm
 1, with its code.
-Stages: ``pretrain`` on the public images and their labels, and ``transfer`` on the client's own
-data, once; then, a round, the consensus and its digest (``distil``), and the revisit of the own
-data, which is the next round's ``local``, and after the last round ``revisit``. Only ``pretrain``
-reads public labels; ``topology.first = ""`` leaves it out.
+Stages: once, ``pretrain`` on the public images and their labels, and ``transfer`` on the client's
+own data; then, in each round, the consensus and its digest (``distil``), and the revisit of the
+client's own data, which is the next round's ``local`` or, after the last round, ``revisit``. Only
+``pretrain`` reads public labels; ``topology.first = ""`` leaves it out.
 State: the parameters of the server's model; subset = positions (P,) of the round's public images,
-where ``subset`` asks for fewer than all; target = the consensus on these, (P, C), until the clients
-have learned from it.
+if ``subset`` is smaller than their number; target = the consensus on these, (P, C), until the
+clients have learned from it.
 Memory: params = the client's own model.
 Reading: the paper's pre-training and transfer continue "to convergence". Here they take 20 and 25
 epochs, the maximum of its code.
@@ -58,7 +58,7 @@ PRETRAIN = "pretrain"
 """The stage before round 1, in which clients train on the labelled public images."""
 
 TRANSFER = "transfer"
-"""The stage after it, in which clients train on their own data."""
+"""The stage after the pre-training, in which clients train on their own data."""
 
 REVISIT = "revisit"
 """The stage after the last round, in which clients train on their own data once more."""
@@ -125,8 +125,8 @@ class FedMD(LogitExchange):
 
 @dataclass(frozen=True)
 class TrainWithoutUpload(TrainThenPredict):
-    """A client trains its own model with labels, and keeps it: on public images first, on its own
-    last.
+    """A client trains its own model with labels, without an upload: on public images or on its own
+    data.
     """
 
     def begin(

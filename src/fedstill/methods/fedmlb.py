@@ -1,10 +1,10 @@
-"""FedMLB: the layers of the global model go on from what the local one has at each level, and say
-if it still fits.
+"""FedMLB: branches continue from each level of the local model with frozen layers of the global
+model, and regularise local training.
 
 Source: Kim et al., "Multi-Level Branched Regularization for Federated Learning" (2022), and its
 code.
-Symbols: l1, l2, l3 = ``own``, ``branch``, ``agree``; tau = ``temperature``; a level is where the
-network can be cut.
+Symbols: l1, l2, l3 = ``own``, ``branch``, ``agree``; tau = ``temperature``; a level is a position
+at which the network can be split.
 State: the global parameters, nothing more.
 Memory: nothing.
 Reading: the code does not detach the branches in the divergence, so that their gradient reaches the
@@ -62,7 +62,9 @@ class FedMLB(FedAvg):
 
 @dataclass(frozen=True)
 class Branched(FromGlobal):
-    """Cross-entropy, that of each branch, and the divergence from each."""
+    """Cross-entropy of the local model, cross-entropy of each branch, and the divergence from each
+    branch.
+    """
 
     method: FedMLB
 

@@ -1,5 +1,5 @@
-"""FedNova: normalise each client's change by its number of effective steps, so that long runners do
-not pull harder.
+"""FedNova: each client's change is normalised by its number of effective steps, so that clients
+with more steps have no larger weight.
 
 Source: Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated
 Optimization" (2020).
@@ -8,13 +8,13 @@ mean direction.
 State: the global parameters; direction = the control variate's global term, for each trained
 parameter, unless ``ccvr`` is "off"; labels = the census's label counts (clients, C), where ``ccvr``
 is "full".
-Memory: direction = d_i of the client's last run, for each trained parameter, unless ``ccvr`` is
+Memory: direction = d_i of the client's last visit, for each trained parameter, unless ``ccvr`` is
 "off".
-Reading: ``ccvr`` is the control variate that FedNTD's repository adds. "repo" is the code as it
-runs: its global term stays 0, so that a client is pushed away from its own last direction. "full"
-includes the update of the global term, which the repository defines and never calls. FedNTD's
-published sharding rows cannot come from plain FedNova, which equals FedAvg if sizes and steps are
-equal.
+Reading: ``ccvr`` is the control variate that FedNTD's repository adds. "repo" is the actual
+behaviour of the code: its global term is always 0, so a client is pushed away from its own last
+direction. "full" includes the update of the global term, which the repository defines but never
+calls. FedNTD's published sharding rows cannot come from plain FedNova, which equals FedAvg if sizes
+and steps are equal.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class FedNova(FedAvg):
 
 
 def reach(result: TrainingResult, plan: Plan) -> float:
-    """a_i: the effective steps of a run under its plan; steps of Adam are counted plainly."""
+    """a_i: the effective steps of local training under its plan; for Adam, the number of steps."""
     momentum = 0.0
     if plan.optimiser == "sgd":
         momentum = plan.momentum
@@ -127,8 +127,8 @@ def reach(result: TrainingResult, plan: Plan) -> float:
 
 
 def direction_of(sent: Tensors, trained: Tensors, lr: float, steps: float) -> dict[str, Tensor]:
-    """d_i: the mean gradient that leads from ``sent`` to ``trained`` in so many effective steps;
-    zeros for none.
+    """d_i: the mean gradient that leads from ``sent`` to ``trained`` in the given number of
+    effective steps; zeros without steps.
     """
     change = sub(sent, only(trained, sent))
     if steps > 0:
@@ -138,7 +138,7 @@ def direction_of(sent: Tensors, trained: Tensors, lr: float, steps: float) -> di
 
 @dataclass(frozen=True)
 class Counted(ClientWork):
-    """Plain local training that sends its effective steps along."""
+    """Plain local training; the reply also contains the effective steps."""
 
     stage: str
 
@@ -155,7 +155,9 @@ class Counted(ClientWork):
 
 @dataclass(frozen=True)
 class Corrected(Counted):
-    """The same with the control variate: the global direction minus the client's own last one."""
+    """The same with the control variate: the global direction minus the client's own last
+    direction.
+    """
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
@@ -185,8 +187,8 @@ class Corrected(Counted):
 
 
 def effective_steps(steps: int, momentum: float) -> float:
-    """How far a client's steps reach, momentum counted: a_i of FedNova; the steps themselves
-    without momentum.
+    """FedNova's a_i, the effective number of a client's steps with momentum; without momentum, the
+    number of steps.
 
     steps: tau >= 0; momentum: rho in [0, 1). Source: Wang et al. (2020), FedNova, section 4.
 
@@ -204,12 +206,12 @@ def normalised_mean(
     steps: Sequence[float],
     weighting: Aggregation = "examples",
 ) -> dict[str, Tensor]:
-    """``start`` moved by the clients' changes, each divided by its effective steps, times their
-    mean steps.
+    """``start`` plus the mean of the clients' changes, each divided by its effective steps, times
+    the mean of the effective steps.
 
-    start: trained entries as they were sent; steps: a_i >= 0 of each reply, in the replies' order;
-    a client without steps has moved nothing. With p_i its share:
-    ``w - (sum_j p_j a_j) sum_i p_i (w - w_i) / a_i``.
+    start: the trained entries that were sent; steps: a_i >= 0 of each reply, in order; clients
+    without steps do not contribute. With p_i the share of a client's examples: ``w - (sum_j p_j
+    a_j) sum_i p_i (w - w_i) / a_i``.
 
     Source: Wang et al. (2020), FedNova, eq. 6.
     """

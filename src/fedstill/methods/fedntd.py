@@ -1,5 +1,5 @@
-"""FedNTD: distil only the not-true classes from the global model, so that local training forgets
-less of them.
+"""FedNTD: distillation of only the not-true classes from the global model, so that local training
+forgets less about them.
 
 Source: Lee et al., "Preservation of the Global Knowledge by Not-True Distillation in Federated
 Learning" (2022), eq. 10, with the mix of appendix H and the squared-error variant of appendix L.
@@ -83,8 +83,8 @@ class KDToNTD(FedAvg):
 
 
 def no_other_classes(world: World) -> str:
-    """Returns a warning if the divergence over the not-true classes is always 0: of two classes,
-    only one is not true. Empty if there are more.
+    """Returns a warning if the divergence over the not-true classes is always 0 because there is
+    only one such class. Empty for more than two classes.
     """
     stream = world.stream
     if max(len(stream.outputs(task, world.classes)) for task in range(stream.tasks)) > 2:
@@ -99,7 +99,7 @@ def no_other_classes(world: World) -> str:
 
 
 class FromGlobal(ClientWork):
-    """Local training with the parameters received as frozen teacher ``global``."""
+    """Local training with the received parameters as frozen teacher ``global``."""
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
@@ -133,8 +133,8 @@ class NotTrueSquared(FromGlobal):
 
 @dataclass(frozen=True)
 class Mixed(FromGlobal):
-    """Cross-entropy, (1 - mix) of the divergence over all classes, and mix of that over the
-    not-true classes.
+    """Cross-entropy, (1 - mix) times the divergence over all classes, and mix times the divergence
+    over the not-true classes.
     """
 
     method: KDToNTD

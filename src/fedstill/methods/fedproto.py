@@ -1,11 +1,11 @@
-"""FedProto: clients with networks of their own draw their features to the mean features of each
+"""FedProto: clients, whose networks may differ, align their features with the mean features of each
 class.
 
 Source: Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients" (2022),
 Algorithm 1, and its code.
 Symbols: lambda = ``strength``; D = features; C = classes.
 State: no global parameters; values = the prototypes, mean features by class, (C, D); seen = 1 for a
-class that has one, else 0, (C,).
+class with a prototype, else 0, (C,).
 Memory: params = the client's own model.
 Reading: means are computed after training, in evaluation mode. The code computes them during
 training, while the weights change.
@@ -50,7 +50,7 @@ from fedstill.models.contract import width
 
 @dataclass(frozen=True)
 class WithPrototypes(ClassValues):
-    """The server's part of methods whose values are features. A method defines how the server makes
+    """The server's part of methods whose values are features. A method defines the computation of
     the prototypes.
     """
 
@@ -94,8 +94,8 @@ class TowardsPrototypes(TowardsValues):
     def report(
         self, params: Tensors, start: TrainingStart, view: View, world: World
     ) -> dict[str, Any]:
-        """``nearest_prototype``: accuracy in [0, 1] of the nearest prototype received, of all
-        classes that have one.
+        """``nearest_prototype``: the accuracy in [0, 1] of the nearest received prototype, over all
+        classes with a prototype.
         """
         test = view.test
         has_prototype = start["seen"] > 0

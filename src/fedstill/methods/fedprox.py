@@ -1,4 +1,4 @@
-"""FedProx: stay near the global model by a quadratic penalty.
+"""FedProx: a quadratic penalty keeps local models near the global model.
 
 Source: Li et al., "Federated Optimization in Heterogeneous Networks" (2020), eq. 2.
 Symbols: mu = weight of the penalty.
@@ -37,7 +37,7 @@ class FedProx(FedAvg):
 
 @dataclass(frozen=True)
 class LocalTraining(ClientWork):
-    """Cross-entropy and the distance to the parameters received, over what is trained."""
+    """Cross-entropy and the distance to the received parameters, over the trained entries."""
 
     mu: float
 

@@ -1,14 +1,14 @@
-"""FedRep: each client fits a head of its own to the common body, then the body to its head; bodies
-are averaged.
+"""FedRep: each client trains its own head on the common body, and then the body under its head;
+bodies are averaged.
 
 Source: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning"
 (2021), Algorithm 1, and its code.
-State: the global parameters, of which the head stays as it was; nothing more.
-Memory: params = the client's own model, whole.
+State: the global parameters, of which the head does not change; nothing more.
+Memory: params = the client's complete model.
 Reading: after the last round, the code trains all clients' heads once more: the stage ``finetune``.
 Reading: the code has one optimiser for both parts and keeps its momentum in between. Here each part
 starts a new one.
-Reading: the normalisation statistics of the body stay as received while the head is trained.
+Reading: the normalisation statistics of the body do not change while the head is trained.
 Reading: the numbers of epochs are the code's for two classes per client (ten for the head, one for
 the body). The code trains at 0.01 with momentum 0.5 in batches of 10. Here clients train as in the
 other methods' tables.
@@ -30,7 +30,7 @@ from fedstill.methods.fit import LAST
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
 
 HEAD = "head"
-"""The stage in which a client trains its head alone."""
+"""The stage in which a client only trains its head."""
 
 HEAD_PLAN = replace(FEDNTD_PLAN, epochs=10, norm="frozen")
 
@@ -70,7 +70,7 @@ class FedRep(PartlyShared):
 
 @dataclass(frozen=True)
 class OnePart(KeepsItsOwn):
-    """Local training of the body in the stage ``train``, of the head in all others."""
+    """Local training of the body in the stage ``train``, and of the head in all other stages."""
 
     def trainable(self, name: str) -> bool:
         return in_head(name) == (self.stage != "train")

@@ -1,21 +1,22 @@
-"""FedROD: a generic head that is averaged, trained as if classes were balanced, and a head of each
-client's own on top.
+"""FedROD: a generic head is trained as if classes were balanced, and averaged; each client adds a
+personal head.
 
 Source: Chen & Chao, "On Bridging Generic and Personalized Federated Learning for Image
 Classification" (2022).
 Symbols: gamma = ``gamma``, the power of label counts in the balanced softmax; the personal head =
 ``own.*``.
-State: the global parameters, in which the own head stays zero; nothing more.
-Memory: params = the client's own model, whole, its own head included.
-Reading: there is no official code. The own head is zero at first, so that a client's first answer
-is the generic one. In one implementation, it is a copy of the generic head.
+State: the global parameters, in which the personal head is zero; nothing more.
+Memory: params = the client's complete model, including its personal head.
+Reading: there is no official code. The personal head is initially zero, so that a client's first
+prediction is the generic one. In one implementation, it is a copy of the generic head.
 Reading: a class without examples counts as one with a single example; log 0 would leave it without
 a gradient.
-Reading: the answer is the sum of both heads' logits, as in the paper. One implementation uses the
-own head alone.
+Reading: the prediction is the sum of both heads' logits, as in the paper. One implementation only
+uses the personal head.
 Reading: one optimiser trains both heads. The gradients are independent, except that ``clip_norm``
 bounds their joint norm.
-Reading: the variant in which a network computes the own head from label counts is not included.
+Reading: the variant in which a network computes the personal head from label counts is not
+included.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class FedROD(PartlyShared):
 
 @dataclass(frozen=True)
 class BothHeads(KeepsItsOwn):
-    """Balanced softmax for body and generic head, cross-entropy of both heads' sum for the own head
-    alone.
+    """Balanced softmax for the body and the generic head; cross-entropy of the sum of both heads
+    for the personal head.
     """
 
     gamma: float

@@ -1,13 +1,13 @@
-"""FedRS: restrict the softmax of classes that a client has no examples of, so that it forgets less
-of them.
+"""FedRS: the softmax is restricted for classes without examples at a client, so that the client
+forgets less about them.
 
 Source: Li & Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distribution Non-IID
 Data" (2021).
-Symbols: alpha = ``alpha``, what the logits of missing classes are multiplied by in training.
+Symbols: alpha = ``alpha``, the factor for the logits of missing classes in training.
 State: the global parameters, nothing more.
 Memory: nothing.
-Reading: the paper restricts missing classes alone. Its code restricts every class in proportion, by
-(1 - alpha) n_c / max n + alpha for n_c examples. ``scaling`` decides; the default is the paper's.
+Reading: the paper only restricts missing classes. Its code scales every class by (1 - alpha) n_c /
+max n + alpha for n_c examples. ``scaling`` decides; the default is the paper's.
 Reading: the paper's last layer has no bias. Here the complete logit is multiplied, including the
 bias if there is one.
 Reading: the paper's clients train at 0.03 in batches of 64 with gradients clipped at 100. Here they

@@ -1,9 +1,9 @@
-"""FedSAM: each step's gradient is taken where the loss nearby is largest, so that clients end in
-flat places.
+"""FedSAM: each step uses the gradient at the nearby point with the largest loss, so that clients
+reach flat minima.
 
 Source: Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization" (2022),
-Algorithm 1, as the code of FedSOL has it; Foret et al., "Sharpness-Aware Minimization for
-Efficiently Improving Generalization" (2021).
+Algorithm 1, as in the code of FedSOL; Foret et al., "Sharpness-Aware Minimization for Efficiently
+Improving Generalization" (2021).
 State: the global parameters, nothing more.
 Memory: nothing.
 Reading: rho is 0.5, the value that FedSOL uses for FedSAM.
@@ -46,7 +46,7 @@ class FedSAM(FedAvg):
 
 @dataclass(frozen=True)
 class Sharp(ClientWork):
-    """Training on the gradient of the cross-entropy where it is larger."""
+    """Training with the gradient at perturbed parameters, where the cross-entropy is larger."""
 
     rho: float
 
@@ -59,6 +59,6 @@ class Sharp(ClientWork):
 
 
 def unit(grads: Tensors) -> dict[str, Tensor]:
-    """g / ||g||, the norm over all entries; zeros stay zeros."""
+    """g / ||g||, with the norm over all entries; zeros remain zeros."""
     length = vector_norm(torch.stack([vector_norm(g) for g in grads.values()])) + 1e-12
     return {k: g / length for k, g in grads.items()}

@@ -1,4 +1,4 @@
-"""FedSeq: clients train one after another; each goes on from the model of the one before it.
+"""FedSeq: clients train one after another, each starting from the previous client's model.
 
 Source: Li & Lyu, "Convergence Analysis of Sequential Federated Learning on Heterogeneous Data"
 (2023), Algorithm 1; training settings from Xu et al., "SFedKD: Sequential Federated Learning with
@@ -6,8 +6,8 @@ Discrepancy-Aware Multi-Teacher Knowledge Distillation".
 State: the global parameters, nothing more.
 Memory: nothing.
 Reading: the first paper's code counts steps, with batches of 20 and gradients clipped at 50. SFedKD
-gives five epochs, batches of 64, a learning rate of 0.01 and a weight decay of 1e-4, and mentions
-neither momentum, clipping nor a decay of the learning rate. We use none of these.
+states five epochs, batches of 64, a learning rate of 0.01 and a weight decay of 1e-4, and mentions
+neither momentum, clipping nor a decay of the learning rate. We use none of the latter three.
 """
 
 from __future__ import annotations

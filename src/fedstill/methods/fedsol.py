@@ -1,5 +1,5 @@
-"""FedSOL: each step's gradient is taken where the global model is known less, so that learning
-disturbs it less.
+"""FedSOL: each step uses the gradient at a perturbed point with a larger divergence from the global
+model, so that local training interferes less with global knowledge.
 
 Source: Lee et al., "FedSOL: Stabilized Orthogonal Learning with Proximal Restrictions in Federated
 Learning" (2024), and its code.
@@ -10,11 +10,11 @@ Memory: nothing.
 Reading: the divergence from the global model has temperature 3 and no factor 9, as in the code.
 Only the direction of its gradient matters.
 Reading: the gradient is divided by its norm over all trained entries, not by the norm of Lambda
-times the gradient, whatever ``part`` is moved.
+times the gradient, regardless of ``part``.
 Reading: normalisation statistics are updated in the first pass only.
-Reading: a client's first step is that of FedAvg. At this point the gradient of the divergence is
-zero up to rounding, which the code divides by its norm if Lambda is 1. Here nothing is moved until
-the parameters differ from the received ones.
+Reading: a client's first step is that of FedAvg. At this point, the gradient of the divergence is
+zero up to rounding, and the code divides it by its norm if Lambda is 1. Here parameters are not
+perturbed until they differ from the received ones.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class FedSOL(FedAvg):
 
 @dataclass(frozen=True)
 class Orthogonal(FromGlobal):
-    """Training on the gradient of the cross-entropy where the divergence from the model received is
-    larger.
+    """Training with the gradient of the cross-entropy at parameters with a larger divergence from
+    the received model.
     """
 
     method: FedSOL
@@ -109,7 +109,7 @@ class Orthogonal(FromGlobal):
         return perturbed
 
     def is_moved(self, name: str) -> bool:
-        """Whether an entry is moved."""
+        """Whether an entry is perturbed."""
         if self.method.part == "all":
             return True
         return in_head(name) == (self.method.part == "head")

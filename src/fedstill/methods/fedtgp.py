@@ -1,24 +1,24 @@
-"""FedTGP: as FedProto, with prototypes that the server trains to lie apart, by a margin taken from
-the clients' own.
+"""FedTGP: like FedProto, but the server trains the prototypes to be separated, with a margin that
+depends on the clients' class means.
 
 Source: Zhang et al., "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive
 Learning for Data and Model Heterogeneity in Federated Learning" (2024), Algorithm 1, and its code.
 Symbols: lambda = ``strength``; tau = ``largest_margin``; G = the table of prototypes, S = the
 server's epochs.
-Stages: ``train``, and ``prototypes``, in which the server trains G on what the round's clients
-sent.
-State: no global parameters; values = G of each class, (C, D); seen = 1 for a class that any client
-ever had, else 0, (C,); table = the parameters of G; means.N = what client N sent; counts.N = its
-label counts, until the server has learned from them.
+Stages: ``train``, and ``prototypes``, in which the server trains G on the means from the round's
+clients.
+State: no global parameters; values = G of each class, (C, D); seen = 1 for a class that some client
+has had, else 0, (C,); table = the parameters of G; means.N = the means from client N; counts.N =
+its label counts, both until the server has learned from them.
 Memory: params = the client's own model.
-Reading: G is an embedding, a linear layer, ReLU and a linear layer. The first two are one table
-here, of width D.
+Reading: G is an embedding, a linear layer, ReLU and a linear layer. Here the first two are a single
+table of width D.
 Reading: the code's distance is the square root of a difference that rounding can make negative.
 Here it is the square root of the sum of squares, which is at least 1e-12.
 Reading: the code predicts by the nearest prototype. Here the client's head predicts, as in
 FedProto.
-Reading: the margin is the largest distance between a class's mean over clients and that of the
-nearest other class. With one class it is 0.
+Reading: the margin is the largest distance between the mean of a class over clients and the mean of
+its nearest other class. With one class, it is 0.
 Reading: the code's clients and server train for one epoch at 0.01 in batches of 10. Here clients
 train as in FedProto.
 """
@@ -106,8 +106,8 @@ class FedTGP(WithPrototypes):
         return Payload(sent, table=state.extra["table"], margin=self.margin(state))
 
     def margin(self, state: State) -> float:
-        """The largest distance of a class's mean to the next class's, at most
-        ``largest_margin``.
+        """The largest distance between the mean of a class and that of its nearest other class, at
+        most ``largest_margin``.
         """
         replies = [
             Reply(sent.client, Payload(means=sent.means, counts=sent.counts), 0)
@@ -148,7 +148,7 @@ def table_of(values: Tensor) -> ModelSpec:
 
 
 def all_prototypes(spec: ModelSpec, table: Tensors) -> Tensor:
-    """G of every class, (C, D)."""
+    """The output of G for every class, (C, D)."""
     classes = spec.input_shape[0]
     device = table["head.weight"].device
     one_hot = torch.eye(classes, dtype=dtype_of(table), device=device)
@@ -157,7 +157,7 @@ def all_prototypes(spec: ModelSpec, table: Tensors) -> Tensor:
 
 @dataclass(frozen=True)
 class ClassMeans:
-    """What a client sent: the means (C, D) of its features by class, and its label counts (C,)."""
+    """A client's reply: the means (C, D) of its features by class, and its label counts (C,)."""
 
     client: int
     means: Tensor
@@ -165,7 +165,7 @@ class ClassMeans:
 
 
 def class_means(groups: Payload) -> list[ClassMeans]:
-    """What clients sent, in the order of their ids."""
+    """The class means from clients, in the order of their ids."""
     ids = sorted(int(name.removeprefix("means.")) for name in groups if name.startswith("means."))
     return [
         ClassMeans(client, groups.tensor(f"means.{client}"), groups.tensor(f"counts.{client}"))
@@ -174,8 +174,8 @@ def class_means(groups: Payload) -> list[ClassMeans]:
 
 
 class TrainPrototypes(ClientWork):
-    """The server trains G so that each mean that a client sent is nearest to the prototype of its
-    class, by a margin.
+    """The server trains G so that each received mean is nearest to the prototype of its class, by a
+    margin.
     """
 
     def begin(

@@ -1,16 +1,17 @@
-"""The stage ``fit``: every client trains a model alone, before it asks others or is averaged with
-them. Any method can have it. And FT-FedAvg, which trains with the same settings: after the last
-round, every client trains the global model on its own data once more.
+"""The stage ``fit``: every client trains a model alone, before queries or averaging. Any method can
+have it. Also FT-FedAvg, which trains with the same settings: after the last round, every client
+trains the global model on its own data once more.
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
 (QKT), appendix A.2. FT-FedAvg: 100 rounds of two epochs, then four; Adam as in local training.
 State: of FT-FedAvg, the global parameters; student.N = client N's fine-tuned model, after the last
 round.
 Memory: of FT-FedAvg, nothing.
-Reading: section A.2 stops "after 10 epochs without improvement" on a validation set, and A.6.4 says
-that there is no validation set. Here a tenth of the client's own data is held out in this stage
+Reading: section A.2 stops "after 10 epochs without improvement" on a validation set, but according
+to A.6.4 there is no validation set. Here a tenth of the client's own data is held out in this stage
 only, and the model of the best epoch is kept.
-Reading: if clients ask again in a later round, the stage continues from the client's last model.
+Reading: if clients send queries again in a later round, the stage continues from the client's last
+model.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ FIT = "fit"
 """The name of the stage."""
 
 GOES_ON = "goes_on"
-"""The group of a message that tells a client to go on from the model that it ended with, and to
-remember it.
+"""The group of a message that instructs a client to continue from its last model, and to store its
+new model.
 """
 
 SAMPLES = 20
-"""Examples of noise in a probe. Source: QKT, section 4.3."""
+"""The number of noise examples in a probe. Source: QKT, section 4.3."""
 
 FITTING = Plan(
     epochs=100,
@@ -75,18 +76,18 @@ FITTING = Plan(
 
 @dataclass(frozen=True)
 class Queries:
-    """What clients ask their peers for. A run's world has this record if its clients ask."""
+    """The queries of clients. A run's world has this record if there are queries."""
 
     by_client: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """The classes of each client that asks, as far as they are known."""
+    """The known queried classes of each querying client."""
     raised: Literal["single", "multi", "all"] | None = None
-    """How many classes a query has that a client raises in the run, after the stage ``fit``; None
-    if all queries are known before.
+    """The number of classes in queries that clients raise during the run, after the stage ``fit``;
+    None if all queries are known before the run.
     """
 
 
 def queries_of(world: World) -> Mapping[int, tuple[int, ...]]:
-    """The classes of each client that asks, as far as they are known; empty if nobody asks."""
+    """The known queried classes of each querying client; empty if there are no queries."""
     queries = world.get(Queries)
     if queries is None:
         return {}
@@ -94,20 +95,18 @@ def queries_of(world: World) -> Mapping[int, tuple[int, ...]]:
 
 
 def anyone_asks(world: World) -> bool:
-    """Whether a client asks its peers, or may ask them later in the run."""
+    """Whether any client has a query, or may raise a query later in the run."""
     queries = world.get(Queries)
     return queries is not None and bool(queries.by_client or queries.raised)
 
 
 def probe_seed(world: World) -> int:
-    """The seed of the noise that all models of a run are shown."""
+    """The seed of the noise, which is equal for all models of a run."""
     return seed_for(world.seed, 0, 0, SERVER, "probe")
 
 
 def probed(spec: ModelSpec, params: Tensors, world: World, samples: int = SAMPLES) -> Tensor:
-    """What a model predicts on the noise that all models of a run are shown: (C,), its mean
-    softmax.
-    """
+    """A model's mean softmax (C,) on the noise, which is equal for all models of a run."""
     predict = predictor(spec, params)
     dtype = dtype_of(params)
     return noise_probe(
@@ -120,10 +119,10 @@ def probed(spec: ModelSpec, params: Tensors, world: World, samples: int = SAMPLE
 
 
 class Fit(ClientWork):
-    """Plain local training; the journal then has what the model predicts on noise.
+    """Plain local training; the journal also contains the model's predictions on noise.
 
-    A client's state stays as it is, unless the server does not keep the client's model and has the
-    client keep it.
+    A client's state does not change, unless the client has to store its model because the server
+    does not.
     """
 
     def begin(
@@ -152,21 +151,21 @@ class Fit(ClientWork):
     def report(
         self, params: Tensors, start: TrainingStart, view: View, world: World
     ) -> dict[str, Any]:
-        """``probe``: (C,) mean softmax on Gaussian noise, by which a peer estimates what this model
-        knows.
+        """``probe``: the mean softmax (C,) on Gaussian noise, with which peers estimate the
+        knowledge of this model.
         """
         probe = probed(view.model, params, world).double()
         return {PROBE: [round(p, 6) for p in probe.tolist()]}
 
 
 def with_students(state: State, replies: Sequence[Reply]) -> State:
-    """The state with what clients ended with, in groups ``student``."""
+    """The state with the clients' final models, in groups ``student``."""
     students = many("student", {r.client: r.content.params for r in replies})
     return state.next(groups=students)
 
 
 def student_models(state: State) -> dict[int, Tensors]:
-    """What clients ended with, by client, as ``with_students`` put it there."""
+    """The clients' final models by client, which ``with_students`` stored."""
     return state.extra.many("student")
 
 
@@ -177,7 +176,7 @@ def fitted_models(state: State) -> dict[int, Tensors]:
 
 @dataclass(frozen=True)
 class OnlyFit(Method):
-    """The stage ``fit`` for a method that has none: models trained alone are measured, and not
+    """The stage ``fit`` for methods without it: the separately trained models are measured, but not
     aggregated.
     """
 
@@ -202,18 +201,18 @@ ONLY_FIT = OnlyFit()
 
 
 class FitStage(StageProvider):
-    """Provides the actor of the stage for methods that have none of their own."""
+    """Provides the actor of the stage for methods that do not have their own."""
 
     def actors(self) -> Mapping[str, StageActor]:
-        """Who acts in the stage."""
+        """The actor of the stage, by the stage's name."""
         return {FIT: ONLY_FIT}
 
 
 def noise(input_shape: tuple[int, ...], samples: int, seed: int, vocabulary: int = 0) -> Tensor:
     """The examples (samples, *input_shape) of a probe: Gaussian, in the space after normalisation.
 
-    vocabulary: of texts; then every token id from 1 to vocabulary - 1 is equally likely (int64),
-    and none is padding.
+    vocabulary: for texts; every token id from 1 to vocabulary - 1 is then equally likely (int64),
+    without padding.
     """
     if vocabulary:
         return torch.randint(1, vocabulary, (samples, *input_shape), generator=generator(seed))
@@ -221,7 +220,7 @@ def noise(input_shape: tuple[int, ...], samples: int, seed: int, vocabulary: int
 
 
 def as_inputs(x: Tensor, kind: torch.dtype) -> Tensor:
-    """Examples as parameters of a type take them: numbers of that type, token ids as they are."""
+    """Convert examples for parameters of a dtype: numbers are cast, and token ids do not change."""
     return x.to(kind) if x.is_floating_point() else x
 
 
@@ -232,16 +231,15 @@ def noise_probe(
     seed: int = 0,
     vocabulary: int = 0,
 ) -> Tensor:
-    """What a model predicts on examples without content: its mean softmax on noise.
+    """The mean softmax of a model on noise.
 
-    model: a module or a function from (samples, *input_shape) to logits (samples, C); a module is
-    run in evaluation mode, and each of its parts put back into the mode it had. samples >= 1. Gives
-    (C,) >= 0, summing to 1, without gradient: classes that the model was trained on have large
-    entries.
+    model: a module or a function from (samples, *input_shape) to logits (samples, C); a module runs
+    in evaluation mode, and the mode of each submodule is restored. samples >= 1. Returns (C,) >= 0,
+    summing to 1, without gradient. Classes on which the model was trained have large entries.
 
     Source: QKT, eq. 2.
-    Reading: the noise is N(0, 1) in the space after normalisation, one draw for all models of one
-    seed; of texts, random token ids.
+    Reading: the noise is N(0, 1) in the space after normalisation, drawn once for all models of a
+    seed; for texts, it consists of random token ids.
 
     >>> noise_probe(lambda x: torch.zeros(len(x), 4), (1, 8, 8))
     tensor([0.2500, 0.2500, 0.2500, 0.2500])

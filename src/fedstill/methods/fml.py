@@ -1,12 +1,12 @@
-"""FML: each client trains a network of its own and a shared one, the "meme", which learn from each
-other.
+"""FML: each client trains a personal network and a shared network (the "meme"), which learn from
+each other.
 
 Source: Shen et al., "Federated Mutual Learning" (2020), and its code.
 Symbols: P = ``own``, the client's own network; M = ``shared``; alpha = ``alpha``, beta = ``beta``.
 State: the parameters of a pair, of which the shared network is averaged; nothing more.
-Memory: params = the client's pair, whole.
-Reading: the published code never calls the exchange of models or their mean. Here both are done, as
-in the paper.
+Memory: params = the client's complete pair.
+Reading: the published code never calls the functions that exchange and average models. Here both
+are done, as in the paper.
 Reading: neither network's gradient flows through the distillation of the other, as in the code.
 Reading: the code has an optimiser for each network. Here one optimiser trains both, which is the
 same except for ``clip_norm``.
@@ -85,7 +85,7 @@ class FML(PartlyShared):
 
 @dataclass(frozen=True)
 class Mutual(KeepsItsOwn):
-    """Cross-entropy of both networks, and the divergence of each from what the other says."""
+    """Cross-entropy of both networks, and the divergence of each from the other's predictions."""
 
     alpha: float
     beta: float

@@ -1,13 +1,13 @@
-"""FOT: the server keeps out of each change what would move the layers' answers to the inputs of
-earlier tasks.
+"""FOT: the server projects each update so that layers' outputs for inputs of earlier tasks do not
+change.
 
 Source: Bakman et al., "Federated Orthogonal Training: Mitigating Global Catastrophic Forgetting in
 Continual Federated Learning" (2024), and its code.
 Symbols: eps = ``keeps``; U = basis, of each layer the orthonormal directions (d, r) of earlier
 tasks' inputs.
-Stages: ``train``; after each task but the last ``inputs``, of all clients that are there: nothing
-is trained.
-State: the global parameters; basis = U of each layer of the body that has one, in float64, from the
+Stages: ``train``; after each task except the last one ``inputs``, of all available clients, without
+training.
+State: the global parameters; basis = U of each protected layer of the body, in float64, from the
 second task on.
 Memory: nothing.
 Reading: the code's clients send the part of their inputs A outside of U, times random numbers, and
@@ -16,9 +16,9 @@ exact, additive over clients, and independent of U. For layers with many inputs 
 the code's message; such networks are refused.
 Reading: the share of A outside of U is computed on the inputs of all clients together. The code
 takes the mean of their shares.
-Reading: the code has a head for each task, and knows the task of a test example. Here there is one
-head, which is not protected; neither are biases and normalisation layers. Set ``stream.head`` to
-"task", so that a task trains its own columns of the head.
+Reading: the code has a head for each task, and uses the task of a test example. Here there is a
+single head, which is not protected; biases and normalisation layers are not protected either. Set
+``stream.head`` to "task", so that a task only trains its own columns of the head.
 Reading: embeddings, grouped convolutions and all other layers of the body that are neither linear
 layers nor convolutions are not protected. The run warns about them.
 """
@@ -63,11 +63,13 @@ INPUTS = "inputs"
 """The stage after a task, in which clients send the products of their layers' inputs."""
 
 MOST_INPUTS = 5000
-"""The most inputs of a layer; with more, a client would send over 200 MB for the layer."""
+"""The largest number of inputs of a layer; with more inputs, a client would send over 200 MB for
+the layer.
+"""
 
 
 ROUNDING = 1e-12
-"""A share of the energy of a layer's inputs that is due to rounding."""
+"""Shares of the energy of a layer's inputs below this value are due to rounding."""
 
 
 @method("fot")
@@ -179,7 +181,7 @@ class SendInputs(ClientWork):
 
 
 def no_products(model: ModelSpec) -> dict[str, Tensor]:
-    """The sums of no inputs: zeros (d, d), float64, by the weights of each layer of the body."""
+    """The sums over no inputs: zeros (d, d), float64, by the weights of each layer of the body."""
     layers = body_layers(module(model, "frozen"))
     return {name: torch.zeros(d, d, dtype=torch.float64) for name, d in layers.items()}
 
@@ -195,8 +197,8 @@ def summed_products(view: View, params: Tensors) -> dict[str, Tensor]:
 def orthogonal(new: Tensor, old: Tensor, basis: Tensor) -> Tensor:
     """Weights moved from ``old`` by the part of the change to ``new`` that is orthogonal to U.
 
-    new, old: (out, ...) of d numbers for each output; basis: U (d, r), orthonormal. Gives weights
-    of the same shape: with D their change, D U = 0.
+    new, old: (out, ...) with d numbers for each output; basis: U (d, r), orthonormal. Returns
+    weights of the same shape, whose change D satisfies D U = 0.
     """
     change = (new.double() - old.double()).flatten(1)
     orthogonal_change = change - (change @ basis) @ basis.T
@@ -208,9 +210,9 @@ def with_directions(basis: Tensor, products: Tensor, share: float) -> Tensor:
     of a layer's inputs lies in their span.
 
     basis: U so far, orthonormal; products: the sum of a a^T over inputs a, (d, d) float64; share:
-    eps in [0, 1]. Let q be the norm of the inputs' part outside of U over the inputs' norm. The
-    strongest directions of this part are taken until they hold a share (q - (1 - eps)) / q of its
-    energy; none if q <= 1 - eps. Gives U with orthonormal columns.
+    eps in [0, 1]. Let q be the norm of the inputs' component orthogonal to U, divided by the norm
+    of the inputs. The strongest directions of this component are added until they contain a share
+    (q - (1 - eps)) / q of its energy; none if q <= 1 - eps. Returns U with orthonormal columns.
 
     Source: FOT's FedAVGAggregator.py.
     """
@@ -243,17 +245,17 @@ def with_directions(basis: Tensor, products: Tensor, share: float) -> Tensor:
 
 
 def body_layers(m: nn.Module) -> dict[str, int]:
-    """The weights of a body's linear layers and convolutions by name, and how many inputs d each
-    has.
+    """The weights of a body's linear layers and convolutions by name, with their numbers of inputs
+    d.
 
-    Convolutions in groups, and those whose border is no frame of zeros, are left out.
+    Grouped convolutions, and convolutions without zero padding, are left out.
     """
     return {f"{name}.weight": _inputs_of(part) for name, part in _layers(m).items()}
 
 
 def beside_layers(m: nn.Module) -> list[str]:
-    """The names of a body's other parameters of two or more dimensions, of embeddings for
-    example.
+    """The names of a body's other parameters with two or more dimensions, for example of
+    embeddings.
     """
     layers = body_layers(m)
     named = ((name, value) for name, value in m.named_parameters() if name.startswith("body"))
@@ -307,7 +309,7 @@ def _inputs_of(part: nn.Module) -> int:
 
 
 def _columns(layer: nn.Module, x: Tensor) -> Tensor:
-    """Inputs (n, d) of a layer, one for each of its outputs' places."""
+    """The inputs (n, d) of a layer, with a row for each position of its outputs."""
     if not isinstance(layer, nn.Conv2d):
         return x.reshape(-1, x.shape[-1])
     assert not isinstance(layer.padding, str)

@@ -1,22 +1,23 @@
-"""GLFC's clients: kept examples, classes weighed by how badly they are known, and the last task's
-model as a teacher.
+"""GLFC's client part: stored examples, class weights by prediction error, and the last task's model
+as a teacher.
 
 Source: Dong et al., "Federated Class-Incremental Learning" (GLFC, 2022), and its code.
 Symbols: m = ``size``; sigma = sigmoid; g = |sigma(z_y) - 1| of an example of class y.
-Stages: ``train``; after each task ``remember``, of all clients that are there: nothing is trained.
-State: the global parameters; old = the global model at the end of the task before, from the second
-task on; means = the mean of each class's features at length 1, (C, D), where ``nearest_mean`` is
-set; known = which classes have one, (C,), there.
-Memory: values, labels, tasks, places, keys = of each kept example what it is, its label, its task,
-its place among the client's examples of that, and its key.
+Stages: ``train``; after each task ``remember``, of all available clients, without training.
+State: the global parameters; old = the global model at the end of the previous task, from the
+second task on; means = with ``nearest_mean``, the mean of each class's normalised features, (C, D);
+known = with ``nearest_mean``, whether a class has a mean, (C,).
+Memory: values, labels, tasks, places, keys = of each stored example, its values, its label, its
+task, its position among the client's examples of the task, and its key.
 Reading: the client's current task decides which classes are old and which task is the first.
 Reading: the loss is half of the binary cross-entropy of all outputs in training, with weights g
 over the batch's mean of g, separately for old and new classes, plus half of the binary
 cross-entropy to targets in which the old classes have the old model's sigmoids. In the first task,
-it is the first term alone with a factor of 1. The weights have no gradient.
-Reading: the paper's clients detect a new task by a rise of the model's mean entropy above 1.2; here
-the stream tells them. They choose the old model with a proxy server, which reconstructs images of
-clients from gradients. Here the old model is that of the last task, and nothing is reconstructed.
+it is only the first term, with a factor of 1. The weights have no gradient.
+Reading: the paper's clients detect a new task when the model's mean entropy rises above 1.2; here
+it is known from the stream. They choose the old model with a proxy server, which reconstructs
+images of clients from gradients. Here the old model is the last task's model, and nothing is
+reconstructed.
 Reading: clients train as in FedAvg. The code's learning rate is 2.0, decreased in steps, with ten
 rounds per task.
 Reading: kept examples are chosen by herding with the model at the end of their task, equally many
@@ -68,7 +69,7 @@ class GLFCLocal(Replay):
         )
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
-        """The model of a task's end teaches the whole next task."""
+        """The model at the end of a task is the teacher during the whole next task."""
         if world.stream.task(state.round) > 0 and world.stream.begins(state.round):
             return state.next(old=state.params)
         return state

@@ -1,5 +1,5 @@
-"""HiPer-FedKD: learn from the mean of standardised logits; the more a client differs, the lower its
-temperature.
+"""HiPer-FedKD: learning from the mean of standardised logits; clients with more heterogeneous
+labels have lower temperatures.
 
 Source: Malik and Nafees, "Adaptive Curriculum Learning for Bidirectional Federated Knowledge
 Distillation" (HiPer-FedKD), Algorithm 1 and section 3, with the authors' notebooks, which made the
@@ -9,9 +9,9 @@ temperatures); ``hiper_standardised`` (Improvement 2: z-scored logits too); ``hi
 Symbols: s_k = heterogeneity score; T_k = temperature of client k's cross-entropy; T =
 ``temperature`` (distillation); k = ``decay``; P = the public set.
 State: the parameters of the server's model; subset = positions (P,) of the round's public images,
-where ``subset`` asks for fewer than all; target = the consensus on these, (P, C), until the clients
-have learned from it; labels = the census's label counts (clients, C), where temperatures are
-personal.
+if ``subset`` is smaller than their number; target = the consensus on these, (P, C), until the
+clients have learned from it; labels = with personal temperatures, the census's label counts
+(clients, C).
 Memory: params = the client's own model.
 Reading: in the abstract and in section 2.1.1, the server's model teaches the clients. In Algorithm
 1 and in the notebook, the mean of the clients' logits teaches clients and server, as here. This
@@ -26,10 +26,10 @@ alpha 0.1, at which the paper's clients would learn nothing.
 Reading: the notebook pairs the last batch of the public set with the logits of other images; here
 they are its own.
 Reading: the notebooks add 1e-8 to the label's probability before the logarithm, the paper's formula
-does not: ``floor``. Where a cold client's probability is far below it, the notebook's loss has no
-gradient.
-Reading: label counts of a client that sent none are unknown: it trains at ``high``, as if it were
-like all others.
+does not: ``floor``. If a probability is far below this number at a low temperature, the notebook's
+loss has no gradient.
+Reading: a client that sent no label counts trains at ``high``, as if its labels were like those of
+all clients.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, LogitExchange
 TemperatureSchedule = Literal["linear", "exponential"]
 
 HIPER_PLAN = Plan(epochs=5, batch=64, lr=0.01, validation=0.2)
-"""Five epochs, batches of 64, plain SGD at 0.01; a fifth of each client's data is kept to measure
-its model.
+"""Five epochs, batches of 64, plain SGD at 0.01; a fifth of each client's data is held out to
+measure its model.
 """
 
 PUBLIC = Plan(epochs=5, batch=64, lr=0.01, validation=0.2, shuffle=False)
-"""On the public set: in its order, as the notebooks do."""
+"""The plan on the public set, without shuffling, as in the notebooks."""
 
 
 @method(
@@ -148,16 +148,16 @@ class HiPerFedKD(LogitExchange):
 def heterogeneity_score(
     proportions: TensorLike, global_proportions: TensorLike, count_absent: bool = False
 ) -> float:
-    """How far a client's labels are from the global ones: the mean relative deviation of its
+    """The distance of a client's labels from the global ones: the mean relative deviation over its
     classes, at most 1.
 
-    proportions: (C,) of the client; global_proportions: (C,), the mean over clients, here floored
-    at 0.01 and renormalised. Gives ``min(1, (1/C) sum_c |p_c / g_c - 1|)`` in [0, 1], over the
-    classes the client has.
+    proportions: (C,) of the client; global_proportions: (C,), the mean over clients, which is
+    floored at 0.01 and renormalised here. Returns ``min(1, (1/C) sum_c |p_c / g_c - 1|)`` in [0,
+    1], over the classes that the client has.
 
     Source: HiPer-FedKD, sec. 3.1.1.
-    Reading: the text's sum holds absent classes too, each worth 1; the code that made the tables
-    leaves them out but divides by C all the same. ``count_absent`` follows the text.
+    Reading: the text's sum also includes absent classes, each with the value 1; the code of the
+    tables leaves them out but still divides by C. ``count_absent`` follows the text.
 
     >>> heterogeneity_score([0.5, 0.5], [0.5, 0.5])
     0.0
@@ -177,14 +177,14 @@ def client_temperature(
     high: float = 0.99,
     decay: float = 3.0,
 ) -> float:
-    """The temperature of a client's local training: the more its labels differ, the lower.
+    """The temperature of a client's local training, which is lower for more heterogeneous labels.
 
     score: in [0, 1], of ``heterogeneity_score``; "linear" is ``0.99 - 0.98 score``, "exponential"
     is ``0.99 exp(-decay score)``; clamped to [low, high]. Raises UnknownName for another schedule.
 
     Source: HiPer-FedKD, sec. 3.1.2 (linear) and its Improvement 2.1 (exponential).
-    Reading: the text clamps at 0.05, the notebook whose numbers are printed at 0.01; ``low=0.05``
-    follows the text.
+    Reading: the text clamps at 0.05, but the notebook with the printed numbers at 0.01;
+    ``low=0.05`` follows the text.
 
     >>> client_temperature(0.5, "linear"), client_temperature(1.0, "linear", low=0.05)
     (0.5, 0.05)

@@ -3,15 +3,16 @@ are, ``fedavg_once`` averages them once, and ``ensemble`` averages their predict
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
 (QKT), section 4.1, Table 2, and appendices A.2 and A.6.2.
-State: no global parameters but those of ``fedavg_once``; model.N = what client N fitted alone;
-size.N = its number of examples.
-Memory: params = the client's own model, with ``fedavg_once`` where rounds follow.
-Reading: for ``fedavg_once`` the paper says one round of FedAvg. We average models that were trained
-to their end, because a single exchange between peers can provide those. Models with the same
-initial weights that were trained separately average to about chance, as in the paper.
+State: no global parameters, except with ``fedavg_once``; model.N = the model that client N trained
+alone; size.N = its number of examples.
+Memory: params = the client's own model, with
+``fedavg_once`` if rounds follow.
+Reading: for ``fedavg_once``, the paper states one round of FedAvg. We average completely trained
+models, because a single exchange between peers can provide these. Models with the same initial
+weights that were trained separately average to about chance, as in the paper.
 Reading: ``ensemble`` averages probabilities, and includes the client's own model.
-Reading: with ``participants``, each client asks this number of clients, including itself, drawn by
-key.
+Reading: with ``participants``, each client uses this number of models, including its own; the peers
+are drawn by key.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class LocalOnly(Method):
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
-        """In a later round a client goes on from the model that it ended with."""
+        """In later rounds, clients continue from their last models."""
         trained = student_models(state).get(client) or fitted_models(state).get(client)
         return Payload(params=trained or world.initial(client))
 
@@ -96,8 +97,8 @@ class FedAvgOnce(LocalOnly):
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World
     ) -> Payload | None:
-        """In a later round a client goes on from its own model, which it keeps: the server may see
-        the mean alone.
+        """In later rounds, clients continue from their own models, which they store, because the
+        server may only know the mean.
         """
         payload = Payload(params=world.initial(client))
         if world.rounds == 1:
@@ -137,13 +138,13 @@ class Ensemble(LocalOnly):
 
 
 def mixture(models: Mapping[int, Tensors], world: World) -> CombinedPredictor:
-    """x -> log of the mean probabilities (B, C) of some clients' models."""
+    """A function from x to the log of the mean probabilities (B, C) of some clients' models."""
     predictors = [predictor(world.model(client), params) for client, params in models.items()]
     return CombinedPredictor(predictors, MeanOfProbabilities())
 
 
 def asked_peers(client: int, participants: int, world: World) -> list[int]:
-    """The other clients that a client asks, sorted: all, or ``participants`` - 1 of them, drawn by
+    """The peers of a client, sorted: all other clients, or ``participants`` - 1 of them, drawn by
     key.
     """
     peers = [c for c in range(world.clients) if c != client]

@@ -1,4 +1,4 @@
-"""PFNM: matches the hidden units of networks trained apart, so that they can be averaged.
+"""PFNM: matches the hidden units of separately trained networks, so that they can be averaged.
 
 Plain chains of layers are matched exactly, the channels inside residual blocks approximately.
 
@@ -47,7 +47,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 Places = np.ndarray[Any, np.dtype[np.int64]]
 
 POPULAR = 10
-"""More members than these do not make a global unit more attractive."""
+"""The number of members above which a global unit does not become more attractive."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class FittedModels:
 class MatchingSettings:
     """The settings of PFNM: variances and ``gamma`` above 0, ``most`` >= 1, ``passes`` >= 0.
 
-    ``variance``: sigma^2, of a network's weights about the global ones; ``prior_variance``:
-    sigma_0^2, of the global ones about their prior mean; ``gamma``: how readily a unit becomes a
-    new global one. ``most``: where a layer has so many global units, a network adds no more than
-    one. ``grow``: whether it may add any.
+    ``variance``: sigma^2, the variance of a network's weights about the global weights;
+    ``prior_variance``: sigma_0^2, the variance of the global weights about their prior mean;
+    ``gamma``: the readiness to create a new global unit. ``most``: if a layer has this many global
+    units, a network adds at most one. ``grow``: whether a network may add units.
     """
 
     variance: float = 1.0
@@ -91,8 +91,8 @@ class MatchingSettings:
 
 @dataclass(frozen=True)
 class Matched:
-    """A matched layer: for each network its units' global ones (L_j,), and the global units'
-    vectors (L, D).
+    """A matched layer: the global unit of each network's units (L_j,), and the vectors of the
+    global units (L, D).
     """
 
     places: list[Places]
@@ -106,14 +106,14 @@ def match(
     setting: MatchingSettings,
     draw: np.random.Generator,
 ) -> Matched:
-    """The global units of a layer, and which unit of each network is a member of which.
+    """Match a layer: compute its global units, and assign each network's units to them.
 
     units: (L_j, D) of each of J networks; precisions: (D,) of each, >= 0; prior_mean: (D,). The
-    network with most units begins, each of the others joins, and in every pass each is taken out
-    and matched again, in an order from ``draw``.
+    algorithm starts with the network with the most units and adds the other networks. In every
+    pass, each network is removed and matched again, in an order from ``draw``.
 
-    Reading: in the code a network alone adds no more than ``most`` units either, and loses the
-    others; here it keeps them.
+    Reading: in the code, a single network also adds at most ``most`` units, and loses the others;
+    here it keeps them.
     """
     prior = np.full_like(prior_mean, 1 / setting.prior_variance)
     weighted = [u * p for u, p in zip(units, precisions, strict=True)]
@@ -129,12 +129,12 @@ def match(
 
 @dataclass
 class _GlobalUnits:
-    """The global units of a layer while networks join and leave: S and P, (L, D) each, and m
+    """The global units of a layer while networks are added and removed: S and P, (L, D) each, and m
     (L,).
     """
 
     weighted: list[Array]
-    """p v of each network's units."""
+    """The product p v for each network's units."""
     precisions: list[Array]
     prior_sum: Array
     prior: Array
@@ -146,8 +146,8 @@ class _GlobalUnits:
         self.places = [np.zeros(0, dtype=np.int64) for _ in self.weighted]
 
     def join(self, j: int, setting: MatchingSettings) -> None:
-        """Match each unit of a network with a global unit, or make it a new one, so that the sum of
-        the scores is greatest.
+        """Assign each unit of a network to a global unit or to a new one, so that the sum of the
+        scores is maximal.
         """
         from scipy.optimize import linear_sum_assignment
 
@@ -176,7 +176,7 @@ class _GlobalUnits:
         self.members = np.append(self.members, np.zeros(count, dtype=np.int64))
 
     def leave(self, j: int) -> None:
-        """Take a network's units out; a global unit without members is removed."""
+        """Remove a network's units, and global units without members."""
         places = self.places[j]
         self.sums[places] -= self.weighted[j]
         self.weights[places] -= self.precisions[j]
@@ -191,9 +191,7 @@ class _GlobalUnits:
         self.places = [new_place[p] for p in self.places]
 
     def scores(self, units: Array, precision: Array, setting: MatchingSettings) -> Array:
-        """The score of each unit (L_j) with each global unit (L), and with each possible new
-        one.
-        """
+        """The scores of each unit (L_j) with each global unit (L), and each possible new unit."""
         networks = len(self.weighted)
         popular = np.minimum(self.members, POPULAR)
         popularity = np.log(popular / (networks - popular))
@@ -205,7 +203,7 @@ class _GlobalUnits:
         return np.hstack([with_existing, with_new])
 
     def most_new(self, count: int, setting: MatchingSettings) -> int:
-        """How many of a network's units may become new global units."""
+        """The number of a network's units that may become new global units."""
         least = max(count - len(self.members), 0)
         if not setting.grow:
             return least
@@ -213,7 +211,7 @@ class _GlobalUnits:
 
 
 def _gain(units: Array, precision: Array, sums: Array, weights: Array) -> Array:
-    """sum_d (p v + S)^2 / (p + P) - S^2 / P for every unit and every global one, (L_j, L)."""
+    """sum_d (p v + S)^2 / (p + P) - S^2 / P for every unit and every global unit, (L_j, L)."""
     inverse = 1 / (precision + weights)
     squares = units**2 @ inverse.T + 2 * units @ (sums * inverse).T
     gain: Array = squares + (sums**2 * inverse - sums**2 / weights).sum(1)
@@ -236,8 +234,8 @@ BIAS_MEAN = 0.1
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer: weight (units, inputs, places), where an input is a unit of the layer before or a
-    channel; bias.
+    """A layer: the weight (units, inputs, positions), whose inputs are units or channels of the
+    previous layer, and the bias.
     """
 
     weight: Array
@@ -247,7 +245,9 @@ class Layer:
 def match_chains(
     spec: ModelSpec, fitted: FittedModels, setting: MatchingSettings, draw: np.random.Generator
 ) -> dict[str, Tensor]:
-    """One plain chain of layers from several of a spec; its hidden layers may be wider."""
+    """Combine several plain chains of layers with the same spec; the result may have wider hidden
+    layers.
+    """
     names = plain_chain(module(spec)) or []
     nets = [layers_of(names, params) for params in fitted.models]
     like = fitted.models[0]
@@ -263,8 +263,8 @@ def match_chains(
 
 
 def widened(spec: ModelSpec, params: Tensors) -> ModelSpec:
-    """The spec of a plain chain with the widths that its parameters have; of another network, the
-    spec itself.
+    """The spec of a plain chain with the widths of its parameters; for other networks, the spec
+    itself.
     """
     names = plain_chain(module(spec))
     if names is None:
@@ -275,8 +275,8 @@ def widened(spec: ModelSpec, params: Tensors) -> ModelSpec:
 def _from_above(
     nets: Sequence[list[Layer]], shares: Array, setting: MatchingSettings, draw: np.random.Generator
 ) -> list[Layer]:
-    """Match fully connected networks. A unit's vector is its bias and its outgoing weights, in the
-    first layer also its incoming weights.
+    """Match fully connected networks. A unit's vector consists of its bias, its outgoing weights
+    and, in the first layer, its incoming weights.
 
     The precision of a weight to a class is in proportion to the network's share of the class.
     """
@@ -311,8 +311,8 @@ def _from_above(
 
 
 def _unit_vectors(net: Sequence[Layer], c: int, places: Places, width: int) -> Array:
-    """The units of layer c as vectors: incoming weights (of the first layer), bias, and weights to
-    the global units of the layer above.
+    """The units of layer c as vectors: incoming weights (only in the first layer), bias, and
+    weights to the global units of the next layer.
     """
     bias = net[c].bias
     incoming = np.zeros((len(bias), 0))
@@ -333,8 +333,8 @@ def _biases_of_classes(biases: Sequence[Array], shares: Array, setting: Matching
 def _from_below(
     nets: Sequence[list[Layer]], shares: Array, setting: MatchingSettings, draw: np.random.Generator
 ) -> list[Layer]:
-    """Match networks with convolutions. A unit's vector is its incoming weights and its bias; the
-    head is the mean by class share.
+    """Match networks with convolutions. A unit's vector consists of its incoming weights and its
+    bias; the head is the mean weighted by class shares.
     """
     width = nets[0][0].weight.shape[1]
     places: Sequence[Places] = [np.arange(width) for _ in nets]
@@ -351,7 +351,7 @@ def _from_below(
 
 
 def _on_global_inputs(layer: Layer, places: Places, width: int) -> Layer:
-    """A layer whose inputs are the global units of the layer before it."""
+    """A layer whose inputs are the global units of the previous layer."""
     return Layer(inputs_onto(layer.weight, places, width), layer.bias)
 
 
@@ -375,8 +375,8 @@ def _prior_mean(incoming: int, outgoing: int) -> Array:
 
 
 def inputs_onto(weight: Array, places: Places, width: int) -> Array:
-    """Weights (units, inputs, places) with their inputs at their places among ``width`` global
-    units; 0 at the other units.
+    """Weights (units, inputs, positions) whose inputs are moved to their positions among ``width``
+    global units; 0 for the other units.
     """
     moved = np.zeros((weight.shape[0], width, weight.shape[2]))
     moved[:, places] = weight
@@ -405,7 +405,9 @@ def layers_of(names: Sequence[str], params: Tensors) -> list[Layer]:
 
 
 def as_tensors(name: str, layer: Layer, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A layer as entries of a model, with the kernel size and the type of another model's layer."""
+    """A layer as entries of a model, with the kernel size and the dtype of a layer of another
+    model.
+    """
     reference = like[f"{name}.weight"]
     shape: tuple[int, ...] = (len(layer.weight), -1)
     if reference.dim() == 4:
@@ -434,7 +436,9 @@ def as_tensors(name: str, layer: Layer, like: Mapping[str, Tensor]) -> dict[str,
 def match_residual(
     spec: ModelSpec, fitted: FittedModels, setting: MatchingSettings, draw: np.random.Generator
 ) -> dict[str, Tensor]:
-    """One residual network from several of a spec: their channels in one order, averaged."""
+    """Combine several residual networks with the same spec: their channels are brought into the
+    same order and averaged.
+    """
     models: list[Tensors] = list(fitted.models)
     for (convolution, norms), (following, _) in pairwise(last_block(module(spec)) or []):
         layers = [_channels(convolution, norms, params) for params in models]
@@ -454,7 +458,7 @@ def match_residual(
 
 
 def _channels(convolution: str, norms: Sequence[str], params: Tensors) -> Layer:
-    """The channels of a convolution, with the shift of the normalisation after it as bias."""
+    """The channels of a convolution, with the shift of the subsequent normalisation as bias."""
     weight = params[f"{convolution}.weight"].double().numpy()
     shift = np.zeros(len(weight))
     for norm in norms:
@@ -467,8 +471,8 @@ def _channels(convolution: str, norms: Sequence[str], params: Tensors) -> Layer:
 def _in_order(
     params: Tensors, places: Places, layers: Sequence[str], following: str
 ) -> dict[str, Tensor]:
-    """A model whose channels after a convolution stand at their places; the model computes the same
-    function.
+    """A model that computes the same function, with the channels after a convolution moved to their
+    positions.
 
     layers: the convolution and the layers after it that act on its channels.
     """
@@ -488,11 +492,11 @@ def _in_order(
 
 
 KNOWN_CHAINS = defaultdict(lambda: "mlp", {2: "series_cnn", 3: "qkt_cnn"})
-"""Plain chains of ours, by the axes of an example."""
+"""The library's plain chains, by the number of axes of an example."""
 
 
 def matchable(spec: ModelSpec) -> Literal["exact", "approximate", ""]:
-    """How models of a spec can be matched; empty if they cannot."""
+    """The way in which models of a spec can be matched; empty if they cannot be matched."""
     network = module(spec)
     if plain_chain(network) is not None:
         return "exact"
@@ -502,7 +506,9 @@ def matchable(spec: ModelSpec) -> Literal["exact", "approximate", ""]:
 
 
 def unmatched(spec: ModelSpec) -> str:
-    """The end of an error: the layers of a spec that cannot be matched, and a model that can be."""
+    """The end of an error message: the layers of a spec that cannot be matched, and a model that
+    can be matched.
+    """
     layers = list(module(spec).modules())
     obstacles = []
     if any(isinstance(layer, (Attention, nn.MultiheadAttention)) for layer in layers):
@@ -522,10 +528,10 @@ def unmatched(spec: ModelSpec) -> str:
 def match_models(
     spec: ModelSpec, fitted: FittedModels, setting: MatchingSettings, draw: np.random.Generator
 ) -> dict[str, Tensor]:
-    """One model from several of a spec; its hidden layers may be wider (``widened`` gives its
-    spec).
+    """Combine several models with the same spec. The result may have wider hidden layers
+    (``widened`` returns its spec).
 
-    draw: gives the order of the networks in each pass. Raises IncompatibleMethod for a spec that
+    draw: returns the order of the networks in each pass. Raises IncompatibleMethod for a spec that
     cannot be matched.
     """
     match matchable(spec):

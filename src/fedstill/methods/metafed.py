@@ -1,14 +1,14 @@
-"""MetaFed: clients in a ring keep models of their own, and each learns from the one before it.
+"""MetaFed: clients in a ring have personal models, and each client learns from the previous one.
 
 Source: Chen et al., "MetaFed: Federated Learning among Federations with Cyclic Knowledge
 Distillation for Personalized Healthcare" (2022), and its code.
 Symbols: theta_1 = ``keeps_above``, theta_2 = ``listens_below``; lambda = ``strength``.
-State: the model of the client that acted last; ring = 1 once there is one.
-Memory: params = the client's own model; ready = 1 from when its held-out accuracy has exceeded
-theta_1, 0 before.
-Reading: a client that is not ready takes over the weights of the previous client and trains them. A
-client that is ready keeps its own weights, and its features are drawn to those of the previous
-client. The code's last stage follows the same rule, and so does this one.
+State: the model of the last client; ring = 1 once there is such a model.
+Memory: params = the
+client's own model; ready = 1 once its held-out accuracy has exceeded theta_1, 0 before.
+Reading: a client that is not ready starts from the weights of the previous client. A client that is
+ready starts from its own weights, and aligns its features with those of the previous client. The
+last stage follows the same rule, as in the code.
 Reading: the code's published commands set theta_1 to 1.1, which no accuracy exceeds, so that
 nothing is ever distilled. Its default is 0.6, and so is ours.
 Reading: the code computes the features in a second pass in training mode. Here there is one pass.
@@ -53,7 +53,7 @@ WARM_UP = "warm_up"
 """The stage before round 1, in which every client trains a model alone."""
 
 LAST = "personalise"
-"""The stage after the last round, in which nothing is passed on."""
+"""The stage after the last round, in which no model is passed on."""
 
 METAFED_PLAN = Plan(epochs=1, batch=32, lr=0.01, validation=0.2)
 """The code's settings: one epoch a visit, batches of 32, a constant learning rate without
@@ -165,7 +165,7 @@ class InRing(ClientWork):
         return float(10 ** min(1.0, 5 * gain) / 10)
 
     def held_out_accuracy(self, params: Tensors, view: View) -> float:
-        """Accuracy on held-out data; 0 without any."""
+        """The accuracy on held-out data; 0 without held-out data."""
         return self.validation_score(params, view) or 0.0
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:

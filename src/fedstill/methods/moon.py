@@ -1,14 +1,14 @@
-"""MOON: keep a client's features near the global model's and away from those of its own previous
-model.
+"""MOON: a contrastive loss keeps a client's features near the global model's features and away from
+those of its own previous model.
 
 Source: Li et al., "Model-Contrastive Federated Learning" (2021), eq. 3 and 4.
 Symbols: mu = ``mu``; T = ``temperature``.
 State: the global parameters, nothing more.
-Memory: params = the model that the client ended with last.
+Memory: params = the client's model after its last visit.
 Reading: the original network has a projection head below its classifier: give the model one
-(``[model] projection``). FedNTD ran MOON without it, on the features before the last layer, with mu
-= 1 in its table and 0.1 in its configuration. At mu = 5, a pooled network without it hardly learned
-(docs/results/qkt.md). The recipes of QKT's tables have it.
+(``[model] projection``). FedNTD uses MOON without it, on the features before the last layer, with
+mu = 1 in its table and 0.1 in its configuration. At mu = 5, a pooled network without it hardly
+learned (docs/results/qkt.md). The recipes of QKT's tables have it.
 Reading: until a client has trained, its previous model is the initial global one. Frozen models are
 in evaluation mode.
 """
@@ -59,7 +59,7 @@ class Moon(FedAvg):
 
 @dataclass(frozen=True)
 class Contrasted(ClientWork):
-    """Cross-entropy and mu times the contrast; the client remembers the model it ends with."""
+    """Cross-entropy and mu times the contrastive loss; the client stores its final model."""
 
     method: Moon
 

@@ -4,8 +4,8 @@ Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learni
 (QKT), eq. 1.
 Symbols: alpha = weight of the distillation; tau = ``temperature``; T = the teachers, all other
 clients.
-State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples;
-student.N = client N's model after it has learned from its peers.
+State: no global parameters; model.N = the model that client N trained alone; size.N = its number of
+examples; student.N = client N's model after it has learned from its peers.
 Memory: nothing.
 Reading: eq. 1 prints a sum over all teachers, which is the default of ``over_teachers``. With the
 sum, a client forgets over three times as much as in the published rows, and is on average worse
@@ -51,7 +51,7 @@ TRANSFER = "transfer"
 """The stage in which clients learn from their peers."""
 
 TRANSFERRING = replace(FITTING, epochs=25, validation=0.0, patience=0, keep="last")
-"""QKT's settings for learning from peers, each phase with an optimiser of its own."""
+"""QKT's settings for learning from peers; each phase has its own optimiser."""
 
 
 @method("naive_kd")
@@ -84,7 +84,7 @@ class NaiveKD(LocalOnly):
         return self.with_peers(state, client, world)
 
     def with_peers(self, state: State, client: int, world: World) -> Payload | None:
-        """A client's own model and those of the peers it asks; None if it could not fit one."""
+        """A client's own model and those of its peers; None if the client has no trained model."""
         return own_and_peers(state, client, self.participants, world)
 
     def joined(self, divergences: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ class NaiveKD(LocalOnly):
 
 
 def own_and_peers(state: State, client: int, participants: int, world: World) -> Payload | None:
-    """A client's own model and those of the peers it asks, of ``participants`` in all; None if it
-    could not fit one.
+    """A client's own model and those of its peers, ``participants`` models in total; None if the
+    client has no trained model.
     """
     models = fitted_models(state)
     if client not in models:
@@ -121,7 +121,7 @@ def own_and_peers(state: State, client: int, participants: int, world: World) ->
 
 
 def peer_teachers(payload: Payload, world: World) -> dict[str, tuple[ModelSpec, Tensors]]:
-    """The models of peers in a payload as teachers, by the client's id."""
+    """The peers' models in a payload as teachers, by client."""
     return {
         str(client): (world.model(client), params)
         for client, params in payload.many("peer").items()
@@ -129,14 +129,14 @@ def peer_teachers(payload: Payload, world: World) -> dict[str, tuple[ModelSpec, 
 
 
 def peers_of(start: TrainingStart) -> dict[int, tuple[ModelSpec, Tensors]]:
-    """The teachers of a start that ``peer_teachers`` made, by client."""
+    """The teachers of a start from ``peer_teachers``, by client."""
     teachers = cast("Mapping[str, tuple[ModelSpec, Tensors]]", start.teachers)
     return {int(name): teacher for name, teacher in teachers.items()}
 
 
 @dataclass(frozen=True)
 class Distilled(ClientWork):
-    """Cross-entropy, and alpha times the sum, or the mean, over teachers of their divergence."""
+    """Cross-entropy, and alpha times the sum or the mean of the divergences over teachers."""
 
     method: NaiveKD
 

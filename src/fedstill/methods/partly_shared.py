@@ -1,22 +1,22 @@
-"""Methods whose clients send a part of their model and keep the rest: what they share, and the
-simplest of them, LG-FedAvg, in which the lower layers are each client's own and the top layers are
-averaged.
+"""The common part of methods whose clients send a part of their model and keep the rest, and the
+simplest of these methods, LG-FedAvg, with personal lower layers and averaged top layers.
 
-A client's model is its own entries with the server's in place of those that travel. The client
-remembers its whole model after training; the server averages the entries that travel. If all
-entries travel, this is federated averaging to the bit; if none do, clients train alone.
+A client's model consists of its own entries and of the shared entries from the server. The client
+stores its complete model after training, and the server averages the shared entries. If all entries
+are shared, this is bit-identical to federated averaging; if none are shared, clients train alone.
 
 Source: of LG-FedAvg, Liang et al., "Think Locally, Act Globally: Federated Learning with Local and
 Global Representations" (2020), and its code.
-Symbols: ``layers`` = how many layers are global, from the top.
-State: the global parameters, of which only the top layers are ever trained; nothing more.
-Memory: params = the client's own model, whole.
+Symbols: ``layers`` = the number of global layers, from the top.
+State: the global parameters, of which only the top layers are trained; nothing more.
+Memory: params
+= the client's complete model.
 Reading: the code starts from a model after 1,200 rounds of federated averaging, and then averages
 the last two layers of one convolutional network, or three of the other, for 200 rounds: set
 ``start_from`` and ``layers``.
 Reading: a layer is a part of the network that has its own entries; normalisation layers count.
-Reading: the code keeps the model of each client that was best on test data. Here it is the last
-one.
+Reading: for each client, the code keeps the model with the best test accuracy. Here it is the last
+model.
 Reading: the paper's clients train for one epoch at 0.1 with momentum 0.5. Here they train as in the
 other methods' tables.
 """
@@ -55,7 +55,7 @@ from fedstill.models.contract import trainable_names
 
 @dataclass(frozen=True)
 class PartlyShared(FedAvg):
-    """The server's part. A method defines which entries travel."""
+    """The server's part. A method defines the shared entries."""
 
     # Private training and secure sums are for whole models.
     permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE
@@ -67,10 +67,10 @@ class PartlyShared(FedAvg):
 
     @abstractmethod
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
-        """The names of the entries that travel, of all entries of a model in its order."""
+        """The names of the shared entries, given all entries of a model in order."""
 
     def shared(self, params: Tensors) -> dict[str, Tensor]:
-        """The entries of a model that travel."""
+        """The shared entries of a model."""
         return only(params, self.shares(list(params)))
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
@@ -87,14 +87,14 @@ class PartlyShared(FedAvg):
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        """Entries that do not travel keep their bits."""
+        """Average the shared entries; other entries keep their bits."""
         if stage.name in self.silent:
             return state
         averaged = self.averaged(replies, self.shared(state.params), "shared")
         return state.next(params={**state.params, **averaged})
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        """A global model, only if all that is trained travels."""
+        """The global model, if all trained entries are shared."""
         if trainable_names(world.model(SERVER)) <= set(self.shared(state.params)):
             return super().predictors(state, world)
         return {}
@@ -102,8 +102,8 @@ class PartlyShared(FedAvg):
 
 @dataclass(frozen=True)
 class KeepsItsOwn(ClientWork):
-    """Local training of the client's own model with the shared entries received. The client
-    remembers its model.
+    """Local training of the client's own model with the received shared entries. The client stores
+    its model.
     """
 
     method: PartlyShared

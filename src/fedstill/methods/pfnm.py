@@ -1,23 +1,24 @@
-"""PFNM: models that clients trained alone become one by matching their hidden units, of which it
-may have more.
+"""PFNM: separately trained models are combined by matching their hidden units; the resulting model
+may be wider.
 
 Source: Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (2019) and
 its code; with convolutions, the code of Wang et al., "Federated Learning with Matched Averaging"
 (2020). A baseline in Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning
 Environments" (QKT), Table 2.
 Symbols: sigma^2 = ``variance``, sigma_0^2 = ``prior_variance``, gamma; ``passes`` over the clients
-after the first match; where a layer has ``most`` global units, a client adds no more than one.
+after the first match; if a layer has ``most`` global units, a client adds at most one.
 State: the global parameters, and their architecture, once units are matched; candidate.N = the
-model that the Nth setting makes, until clients have tried all; labels = the census's label counts
-(clients, C).
-Memory: params = the client's own model, where rounds follow, from which it goes on.
+model of the Nth setting, until clients have evaluated all candidates; labels = the census's label
+counts (clients, C).
+Memory: params = the client's own model, from which it continues if rounds
+follow.
 Reading: QKT gives no settings. PFNM's code tries 3 gamma x 3 sigma^2 x 2 sigma_0^2 and takes the
 candidate with the best training accuracy. Here the server sends every candidate to the clients (the
-stage ``transfer``), which count the right answers on their own data. With one value of each,
-nothing more is sent.
+stage ``transfer``), which count the correct predictions on their own data. With a single candidate,
+nothing is sent.
 Reading: the method is exact for fully connected and plain convolutional networks. QKT uses it with
-ResNet-18, which PFNM does not cover, and does not say how. For such networks, we use an
-approximation of our own (``fedstill.methods.matching``).
+ResNet-18, which PFNM does not cover, without details. For such networks, we use an approximation of
+our own (``fedstill.methods.matching``).
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class PFNM(FedAvgOnce):
 
     @property
     def settings(self) -> list[MatchingSettings]:
-        """What is tried, in the order of the fields' values."""
+        """The settings to try, in the order of the fields' values."""
         grid = product(self.gamma, self.variance, self.prior_variance)
         return [
             MatchingSettings(variance, prior, gamma, self.most, self.passes)
@@ -157,13 +158,15 @@ class PFNM(FedAvgOnce):
         return self.chosen(state.without("candidate."), best, world)
 
     def chosen(self, state: State, params: Tensors, world: World) -> State:
-        """The state whose model has these parameters, and the widths that they have."""
+        """The state whose model has these parameters and their widths."""
         return replace(state.next(params=params), model=widened(world.model(SERVER), params))
 
 
 @dataclass(frozen=True)
 class CountCorrect(ClientWork):
-    """Nothing is trained: the client counts how many of its examples each candidate gets right."""
+    """The client counts the correct predictions of each candidate on its examples; nothing is
+    trained.
+    """
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
@@ -172,7 +175,7 @@ class CountCorrect(ClientWork):
         return TrainingStart({}, constants={"right": torch.tensor(correct, dtype=torch.int64)})
 
     def correct(self, params: Tensors, view: View) -> int:
-        """How many of the client's examples a candidate gets right."""
+        """The number of correct predictions of a candidate on the client's examples."""
         logits = view.logits(params, model=widened(view.model, params))
         return int((logits.argmax(1) == view.data.labels.cpu()).sum())
 
@@ -189,5 +192,5 @@ class CountCorrect(ClientWork):
     def report(
         self, params: Tensors, start: TrainingStart, view: View, world: World
     ) -> dict[str, Any]:
-        """``right``: of the client's examples, how many each candidate gets right."""
+        """``right``: each candidate's number of correct predictions on the client's examples."""
         return {"right": start["right"].tolist()}

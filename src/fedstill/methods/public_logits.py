@@ -1,13 +1,13 @@
-"""What methods share whose clients send logits on public images, not weights: each may have another
-network.
+"""The common part of methods whose clients send logits on public images instead of weights, so that
+their networks may differ.
 
-A round: every client trains its own model on its own data and sends what it says of the public
-images; the server takes the mean of what came; the server, and then every client, learns from that
-mean on the public images. The server distils by the same work as a client: it is the client whose
-data are the public set. A client's model never leaves its memory.
+In a round, every client trains its own model on its own data and sends the model's logits on the
+public images. The server averages these logits; then the server, and after it every client, learns
+from the mean on the public images. The server distils by the same work as a client: it is the
+client whose data are the public set. A client never sends its model.
 
-A client that failed in one stage is left out of that mean; in the next stage it learns from the
-others' like the rest.
+A client that fails in a stage is left out of the mean; in the next stage, it learns from the mean
+of the others like all clients.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class LogitExchange(Method):
 
     @abstractmethod
     def sent_logits(self, logits: Tensor) -> Tensor:
-        """What a client sends of its logits (P, C) on the public images: (P, C)."""
+        """The logits (P, C) to send, given the client's logits (P, C) on the public images."""
 
     def consensus(self, mean: Tensor) -> Tensor:
-        """The consensus (P, C), from the mean of what clients sent."""
+        """The consensus (P, C), given the mean of the clients' logits."""
         return mean
 
     @abstractmethod
     def distance(self, logits: Tensor, target: Tensor) -> Tensor:
-        """How far a learner's logits (B, C) are from the consensus on these images: (B,)."""
+        """The distance (B,) of a learner's logits (B, C) from the consensus on these images."""
 
     def temperature_of(self, state: State, client: int) -> float:
         """The temperature of a client's cross-entropy."""
@@ -118,7 +118,7 @@ class LogitExchange(Method):
         return NOTHING
 
     def _blank(self, world: World) -> Tensor:
-        """Zeros of the shape of one client's logits; for ``explain``, before the round runs."""
+        """Zeros with the shape of a client's logits, for ``explain``, before the round runs."""
         rows = min(self.subset or world.public, world.public)
         return torch.zeros(rows, world.classes, dtype=dtype_of(world.initial(SERVER)))
 
@@ -134,7 +134,7 @@ class LogitExchange(Method):
 
 
 def own_model(client_state: Payload, view: View, world: World) -> Tensors:
-    """A client's model as it remembers it; at first the initial one of its architecture."""
+    """The model in a client's state; initially, the initial model of its architecture."""
     if "params" in client_state:
         return client_state.params
     return world.initial(view.client)

@@ -1,5 +1,5 @@
-"""QKT: a client asks its peers for classes that it lacks, learns them from those that know, and
-refines its head.
+"""QKT: a client queries its peers for classes that it lacks, learns them from peers with knowledge
+of them, and refines its head.
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
 (2025), eq. 2 to 4; selective weight masking from appendix A.5; var-E from appendix
@@ -7,8 +7,8 @@ A.6.4.
 Symbols: Q = the client's query; Y_S = its own classes; lambda = ``query_weight``; alpha, tau as in
 naive KD; T_Q = the teachers whose mean softmax on ``samples`` examples of noise reaches
 ``threshold`` for a class of Q; Z = ``frozen``.
-State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples;
-student.N = client N's model after the last phase that it went through.
+State: no global parameters; model.N = the model that client N trained alone; size.N = its number of
+examples; student.N = client N's model after its last phase.
 Memory: peer.N = the model of client N, between the phases.
 Reading: eq. 4 prints p_t log p_s, which falls as the student gets worse. The objective is its
 negative. It has the same gradient as ``masked_kl``, which cannot be negative.
@@ -21,27 +21,26 @@ Reading: ``threshold`` is 0.01, as in the paper. If a network with batch statist
 few images, half of the peers that lack the class pass this threshold; 1 / C separates them
 (``python -m benchmarks.probes``).
 Reading: ``threshold`` is for images. Random signals and token ids separate known classes from
-others as well. But there a model predicts the others with 0.05 to 0.12, so that all peers pass
-0.01. Choose the threshold on other data, in units of 1 / C.
-Reading: Y_S are the classes of which the client has an example. A class in Q and Y_S has weight
-lambda.
+others as well. However, a model then predicts the other classes with 0.05 to 0.12, so that all
+peers pass 0.01. Choose the threshold on other data, in units of 1 / C.
+Reading: Y_S contains the classes with at least one example at the client. A class in Q and Y_S has
+weight lambda.
 Reading: without a teacher in T_Q, the sum of eq. 4 is empty: the client continues with
 cross-entropy alone in both phases. The journal's ``teachers`` is then empty, and tables show how
 many queries had none.
 Reading: in phase 2 the extractor is frozen: it has no gradient, and its normalisation is in
 evaluation mode.
-Reading: importance is "L2 norm-based, averaged over batches", and the paper does not name the loss.
-We take the root mean square of the batches' gradients of cross-entropy at the start of phase 2.
-``importance`` also offers their mean absolute value, and gradients of eq. 4, which select over half
-of the row of the class that the client asks for. Z counts the entries of the head, weights and
-biases. Frozen entries are restored after every step, because weight decay and Adam would move them
-without a gradient.
+Reading: importance is "L2 norm-based, averaged over batches", but the paper does not state the
+loss. We use the root mean square of the batches' gradients of cross-entropy at the start of phase
+2. ``importance`` also offers their mean absolute value, and gradients of eq. 4, which select over
+half of the row of the queried class. Z counts the entries of the head, weights and biases. Frozen
+entries are restored after every step, because weight decay and Adam would move them without a
+gradient.
 Reading: the peers' models are sent once, for phase 1. A client keeps them for phase 2.
 Reading: with var-E (``qkt_var_e``), each client stops each phase at its best epoch on a validation
 set of 1 % (CINIC-10) or 10 % (other data) of the training set. The paper gives no grid: every epoch
-up to QKT's is a candidate, scored by Average Accuracy. The set must contain the classes that
-clients ask for, so it is drawn over all clients: it is ``data.public``, whose labels this method
-reads.
+up to QKT's is a candidate, scored by Average Accuracy. The set must contain the queried classes, so
+it is drawn from all clients: it is ``data.public``, whose labels this method reads.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ REFINE = "refine"
 HEAD = "head."
 
 IndexedLoss = Callable[[Tensor, Tensor], Tensor]
-"""A loss (B,) of logits (B, C) and of the examples' positions (B,) in the client's data."""
+"""A loss (B,), given logits (B, C) and the examples' positions (B,) in the client's data."""
 
 
 @method("qkt")
@@ -155,17 +154,17 @@ class QKT(NaiveKD):
         return Payload({**payload, "params": params})
 
     def after_phase1(self, state: State, client: int) -> Tensors | None:
-        """The model whose extractor a client refines a head on; None if it has none."""
+        """The model with the extractor for a client's phase 2; None if there is none."""
         return student_models(state).get(client)
 
     @property
     def old_head(self) -> bool:
-        """Whether phase 2 starts from the head that the client had before phase 1."""
+        """Whether phase 2 starts from the client's head before phase 1."""
         return self.head == "local"
 
     @property
     def keeps_peers(self) -> bool:
-        """Whether each client goes through phase 1 itself, and so has its peers' models."""
+        """Whether each client executes phase 1 itself, and therefore has its peers' models."""
         return True
 
     def work(self, stage: Stage) -> ClientWork:
@@ -182,9 +181,7 @@ class QKT(NaiveKD):
         return Refined(self)
 
     def mask(self, view: View, world: World) -> Tensor:
-        """M (C,): lambda for classes asked for, 1 for the client's other classes, 0 for the
-        rest.
-        """
+        """M (C,): lambda for queried classes, 1 for the client's other classes, 0 for the rest."""
         if self.classes == "all":
             return torch.ones(world.classes)
         mask = (view.counts > 0).to(dtype_of(world.initial(view.client)))
@@ -192,8 +189,8 @@ class QKT(NaiveKD):
         return mask
 
     def teacher_weights(self, use: Tensor) -> Tensor:
-        """The weight of each teacher, from whether it is in T_Q (0 or 1, any shape); all zeros if
-        none is.
+        """The weight of each teacher, given whether it is in T_Q (0 or 1, any shape); all zeros if
+        T_Q is empty.
         """
         if self.over_teachers == "sum":
             return use
@@ -213,9 +210,7 @@ class QKT(NaiveKD):
 
 @dataclass(frozen=True)
 class Queried(ClientWork):
-    """Cross-entropy, and the masked cross-entropy towards each teacher that knows a class asked
-    for.
-    """
+    """Cross-entropy, and the masked cross-entropy with each teacher that knows a queried class."""
 
     method: QKT
 
@@ -250,8 +245,8 @@ class Queried(ClientWork):
         return Payload(params=params), self.method.kept_peers(start)
 
     def distillation(self, logits: Tensor, teachers: Tensor, mask: Tensor, use: Tensor) -> Tensor:
-        """The distillation of eq. 4, (B,), beside cross-entropy: logits (B, C), teachers (T, B, C),
-        mask (C,), use (T, 1).
+        """The distillation term of eq. 4, (B,), without cross-entropy: logits (B, C), teachers (T,
+        B, C), mask (C,), use (T, 1).
         """
         losses = masked_ce(logits, teachers, mask, self.method.temperature)  # (T, B)
         return self.method.alpha * (use * losses).sum(0)
@@ -279,7 +274,9 @@ class Queried(ClientWork):
 
 @dataclass(frozen=True)
 class Refined(Queried):
-    """The same for the head alone, with the peers' models that the client kept from phase 1."""
+    """The same objective for only the head, with the peers' models that the client stored in phase
+    1.
+    """
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
@@ -302,8 +299,8 @@ class Refined(Queried):
 
 @dataclass(frozen=True)
 class PartlyRefined(Refined):
-    """The same without the most important share Z of the head's entries, which stay as they are to
-    the bit.
+    """The same without the most important share Z of the head's entries, which do not change in any
+    bit.
     """
 
     def begin(
@@ -326,7 +323,7 @@ class PartlyRefined(Refined):
     def report(
         self, params: Tensors, start: TrainingStart, view: View, world: World
     ) -> dict[str, Any]:
-        """Also which part of each class's row of the head was frozen, (C,)."""
+        """Also the frozen share of each class's row of the head, (C,)."""
         rows = start["frozen"][f"{HEAD}weight"].flatten(1).double().mean(1)
         return {**super().report(params, start, view, world), "frozen_rows": rows.tolist()}
 
@@ -369,7 +366,9 @@ class PartlyRefined(Refined):
         return loss
 
     def most_important(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Which entries are among the share Z with the highest scores; of equal ones the first."""
+        """Whether each entry is in the share Z with the highest scores; ties go to the first
+        entries.
+        """
         flat = torch.cat([v.flatten() for v in scores.values()])
         top = highest(flat, round(self.method.frozen * len(flat)))
         parts = torch.split(top, [v.numel() for v in scores.values()])
@@ -379,7 +378,7 @@ class PartlyRefined(Refined):
 
 
 def highest(scores: Tensor, count: int) -> Tensor:
-    """Which of some scores (n,) are among the highest ``count``; of equal ones the first."""
+    """Whether each score (n,) is among the highest ``count``; ties go to the first scores."""
     top = torch.zeros(len(scores), dtype=torch.bool)
     top[scores.argsort(descending=True, stable=True)[:count]] = True
     return top

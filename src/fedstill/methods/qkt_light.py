@@ -1,16 +1,16 @@
-"""QKT Light: phase 1 is naive KD, the same for every query, and can be done once for all; phase 2
-is QKT's.
+"""QKT Light: phase 1 is naive KD, which is independent of the query and can be done once for all
+clients; phase 2 is QKT's.
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
 (QKT), appendix A.4.
-State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples;
-student.N = client N's model after the last phase that it went through itself; shared = the model of
-phase 1, where one client or the server does it for all.
-Memory: peer.N = the model of client N, between the phases, where each client does phase 1 for
-itself.
-Reading: with "student data" (``qkt_light``), each client does phase 1 on its own data. With
-"volunteer client", the client with most examples does it for all. With "centralized server", the
-server does it on public images without reading their labels.
+State: no global parameters; model.N = the model that client N trained alone; size.N = its number of
+examples; student.N = client N's model after its own last phase; shared = the model of phase 1, if
+one client or the server executes it for all.
+Memory: peer.N = the model of client N, between the
+phases, if each client executes phase 1 itself.
+Reading: with "student data" (``qkt_light``), each client executes phase 1 on its own data. With
+"volunteer client", the client with the most examples executes it for all. With "centralized
+server", the server executes it on public images without reading their labels.
 Reading: phase 1 is eq. 1, a sum over the teachers, and phase 2 is eq. 4, also a sum; both are the
 defaults. With the mean in phase 1, a client loses less accuracy on its own classes, which is closer
 to the published rows (docs/results/qkt.md). So the recipes of the paper's tables use it
@@ -132,7 +132,7 @@ class QKTLight(QKT):
 
 @dataclass(frozen=True)
 class DistilledForQuery(Distilled):
-    """Naive KD, after which a client keeps the models of its peers for phase 2."""
+    """Naive KD, after which a client stores the models of its peers for phase 2."""
 
     method: QKTLight
 
@@ -204,7 +204,7 @@ class QKTLightServer(QKTLight):
 
 @dataclass(frozen=True)
 class Unlabelled(Distilled):
-    """The sum, or the mean, over all models of their divergence; no label is read."""
+    """The sum or the mean of the divergences over all models; no label is read."""
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         teachers = torch.stack([step.teacher(name) for name in start.teachers])  # (T, B, C)
@@ -213,8 +213,8 @@ class Unlabelled(Distilled):
 
 
 def volunteer(state: State, candidates: Sequence[int] | None = None) -> int:
-    """The client with most examples, of all clients or some candidates; of several, the first; -1
-    if none has fitted a model.
+    """The client with the most examples among all clients or some candidates; ties go to the first;
+    -1 if none has a trained model.
     """
     sizes = {
         client: state.extra.number(f"size.{client}")

@@ -1,31 +1,30 @@
-"""Replay: clients keep a few of their examples of each task, and train on these, too, in the tasks
-that follow.
+"""Replay: clients store a few examples of each task, and also train on these in later tasks.
 
 Source: Buzzega et al., "Dark Experience for General Continual Learning" (2020), DER++, and its form
 of experience replay; Rebuffi et al., "iCaRL: Incremental Classifier and Representation Learning"
 (2017), for ``choose`` and ``nearest_mean``.
 Symbols: m = ``size``; alpha = ``alpha``, beta = ``beta``; n = the client's own examples, N = these
 and the kept ones.
-Stages: ``train``; after each task ``remember``, of all clients that are there: nothing is trained.
-State: the global parameters; means = the mean of each class's features at length 1, (C, D); known =
-which classes have one, (C,), where ``nearest_mean`` is set.
-Memory: values, labels, tasks, places, keys = of each kept example what it is, its label, its task,
-its place among the client's examples of that, and its key; logits = the model's logits of it at its
-task's end, where ``alpha`` is set.
+Stages: ``train``; after each task ``remember``, of all available clients, without training.
+State: the global parameters; means = with ``nearest_mean``, the mean of each class's normalised
+features, (C, D); known = with ``nearest_mean``, whether a class has a mean, (C,).
+Memory: values, labels, tasks, places, keys = of each stored example, its values, its label, its
+task, its position among the client's examples of the task, and its key; logits = with ``alpha``,
+the model's logits for it at the end of its task.
 Reading: an example's key is drawn by client, task and position. A client keeps the examples with
-the lowest keys so far: an even sample of the past, whatever the order and the number of rounds.
-DER++'s reservoir takes an example again in each epoch, and contains the current task. This memory
-does neither.
+the lowest keys so far, which are a uniform sample of the past, independent of the order and the
+number of rounds. DER++'s reservoir considers an example again in each epoch, and also contains the
+current task. This memory does neither.
 Reading: with ``beta`` or ``alpha``, the objective is the mean over the client's own examples, plus
-beta and alpha times the means over the kept ones, as in DER++. Each batch is drawn from both
-together; DER++ draws a batch from each.
+beta and alpha times the means over the kept ones, as in DER++. Each batch is drawn from the union
+of both; DER++ draws a batch from each.
 Reading: the loss of kept examples is over the outputs of all classes so far, even if
 ``stream.head`` is "task".
 Reading: the released codes of TARGET and LANDER have a method called iCaRL without chosen examples,
 class means or memory: in each round, it draws 300 new examples from all data that the client ever
 had. We do not follow this.
-Reading: if nobody keeps an example of a class, its mean is that of the end of its task, with the
-model of that time.
+Reading: if no client stores an example of a class, its mean remains that of the end of its task,
+with the model at that time.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ from fedstill.models.contract import predictor, width
 def lowest(keys: Tensor, labels: Tensor, size: int, by_class: bool = False) -> Tensor:
     """The positions of the ``size`` examples with the lowest keys, ascending.
 
-    keys: (n,) float64; labels: (n,) int64. ``by_class``: equally many of each class, as far as a
-    class has them; the first classes get the remaining ones.
+    keys: (n,) float64; labels: (n,) int64. ``by_class``: equally many examples of each class, as
+    far as possible; the first classes get the remaining ones.
 
     >>> lowest(torch.tensor([0.3, 0.1, 0.2, 0.9]), torch.tensor([0, 0, 0, 1]), 2).tolist()
     [1, 2]
@@ -104,8 +103,8 @@ def herded(features: Tensor, labels: Tensor, size: int) -> Tensor:
     """Keys (n,) float64 by herding: an example's rank in its class, from 0; examples beyond
     ``size`` come last.
 
-    features: (n, D), normalised to length 1. Each example in turn is the one that brings the mean
-    of the chosen examples nearest to the class mean.
+    features: (n, D), normalised to length 1. Examples are chosen one by one; each choice brings the
+    mean of the chosen examples as near as possible to the class mean.
 
     Source: Rebuffi et al., "iCaRL" (2017), Algorithm 4.
 
@@ -136,11 +135,11 @@ def herding_ranks(z: Tensor, size: int) -> Tensor:
 
 
 def merged(memory: Payload, examples: Payload, size: int, by_class: bool) -> Payload:
-    """The memory after a task, chosen from the memory before it and the task's examples, which have
-    the same groups.
+    """The memory after a task, selected from the previous memory and the task's examples, which
+    have the same groups.
 
-    Each kept example has its values, labels, tasks, places (its position among the client's
-    examples of the task) and keys.
+    Each stored example has its values, label, task, place (its position among the client's examples
+    of the task) and key.
     """
     union = examples
     if memory:
@@ -151,7 +150,7 @@ def merged(memory: Payload, examples: Payload, size: int, by_class: bool) -> Pay
 
 
 def of_other_tasks(memory: Payload, task: int) -> Payload:
-    """The part of a memory that is not of a task; empty if there is no such example."""
+    """The part of a memory that belongs to other tasks than the given one; may be empty."""
     if not memory:
         return NOTHING
     in_other_task = memory.tensor("tasks") != task
@@ -161,8 +160,8 @@ def of_other_tasks(memory: Payload, task: int) -> Payload:
 
 
 def means_to_send(sets: Sequence[Examples], view: View, params: Tensors, classes: int) -> Payload:
-    """The groups means, the mean (C, D) by class of features at length 1, and counts, the numbers
-    of examples (C,).
+    """The groups ``means``, the means (C, D) of normalised features by class, and ``counts``, the
+    numbers of examples (C,).
     """
     unit = [normalize(view.passes.features(params, e).cpu(), dim=1) for e in sets]
     labels = torch.cat([examples.labels.cpu() for examples in sets])
@@ -171,8 +170,8 @@ def means_to_send(sets: Sequence[Examples], view: View, params: Tensors, classes
 
 
 def nearest_mean_head(means: Tensor, has_mean: Tensor) -> dict[str, Tensor]:
-    """A linear head that predicts the class of the nearest mean (C, D), at length 1, among the
-    classes that have one (C,).
+    """A linear head that predicts the class of the nearest normalised mean (C, D), among the
+    classes with a mean (C,).
     """
     bias = torch.where(has_mean, 0.0, RULED_OUT).to(means.dtype)
     return {"head.weight": normalize(means, dim=1), "head.bias": bias}
@@ -218,12 +217,12 @@ class Replay(FedAvg):
 
     @property
     def by_means(self) -> bool:
-        """Whether class means are sent, and a model is made that answers by the nearest."""
+        """Whether class means are sent, and a nearest-class-mean classifier is created."""
         return self.nearest_mean or self.answers == "nearest_mean"
 
     @property
     def reads_model(self) -> bool:
-        """Whether clients need the model to remember."""
+        """Whether clients need the model to select examples."""
         return self.by_means or (self.size > 0 and (self.alpha > 0 or self.choose == "herding"))
 
     def requires(self) -> Need:
@@ -259,8 +258,8 @@ class Replay(FedAvg):
         return Payload(params=state.params)
 
     def remembers(self, stage: Stage, world: World) -> bool:
-        """Whether clients keep examples of a stage's task: there is a later task, which does not
-        have these examples.
+        """Whether clients store examples of a stage's task: there must be a later task without
+        these examples.
         """
         stream = world.stream
         return (
@@ -298,7 +297,7 @@ class Replay(FedAvg):
         return state.next(means=means, known=has_mean | had_mean)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        """The global model; and, once there are class means, the same with these as its last
+        """The global model and, once there are class means, the same model with these as its last
         layer.
         """
         predictors = super().predictors(state, world)
@@ -313,7 +312,7 @@ class Replay(FedAvg):
 
 @dataclass(frozen=True)
 class Rehearse(ClientWork):
-    """Local training on the client's own examples and on those that it keeps of other tasks."""
+    """Local training on the client's own examples and on its stored examples of other tasks."""
 
     method: Replay
     round: int
@@ -347,7 +346,7 @@ class Rehearse(ClientWork):
         return TrainingStart(params=payload.params, examples=view.data + kept, constants=constants)
 
     def outputs(self, view: View, world: World) -> Tensor:
-        """The outputs that take part for kept examples, (C,) bool: the classes up to the client's
+        """The outputs that are used for stored examples, (C,) bool: the classes up to the client's
         task.
         """
         stream = world.stream
@@ -376,7 +375,7 @@ class Rehearse(ClientWork):
         return {"ce": losses, "logits": m.alpha * start["kept_factor"] * is_kept * error}
 
     def logits(self, step: Step, is_kept: Tensor, start: TrainingStart) -> Tensor:
-        """Logits (B, C); kept examples have more outputs where each task has its own."""
+        """The logits (B, C); stored examples use more outputs if each task has its own outputs."""
         if "outputs" not in start.constants:
             return step.logits()
         of_kept = torch.where(start["outputs"], step.logits(raw=True), OFF)
@@ -395,9 +394,7 @@ class Rehearse(ClientWork):
 
 @dataclass(frozen=True)
 class Remember(ClientWork):
-    """The client keeps examples of the task that ends, and sends class means if the method uses
-    them.
-    """
+    """The client stores examples of the ending task; it sends class means if they are used."""
 
     method: Replay
     stage: Stage
@@ -459,7 +456,7 @@ class Remember(ClientWork):
     def report(
         self, params: Tensors, start: TrainingStart, view: View, world: World
     ) -> dict[str, Any]:
-        """``kept``: how many examples the client keeps by now, of all tasks."""
+        """``kept``: the number of examples of all tasks that the client stores."""
         if not start["memory"]:
             return {"kept": 0}
         return {"kept": len(start["memory"].tensor("labels"))}

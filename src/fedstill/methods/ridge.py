@@ -1,11 +1,11 @@
-"""The stage ``ridge``: a model's last layer solved in one step from sums that clients send. Any
-method can end with it.
+"""The stage ``ridge``, which solves for a model's last layer in one step, from sums that clients
+send. Any method can end with it.
 
 Source: He et al., "AFL: A Single-Round Analytic Approach for Federated Learning with Pre-trained
 Models" (2025).
 Reading: the paper's clients send solved layers, and the server merges them pair by pair. Sums give
-the same result at once, with as many numbers and without an inverse at clients.
-Reading: the paper's layer has no bias. Here the bias of the last layer is solved for, too, without
+the same result in one step, with as many numbers and without an inverse at clients.
+Reading: the paper's layer has no bias. Here the bias of the last layer is also solved for, without
 a penalty.
 """
 
@@ -48,7 +48,7 @@ NO_TRAINING = Plan(epochs=0)
 
 
 def no_linear_head(world: World) -> str:
-    """Why the server's model has no last layer to solve for; empty if it has."""
+    """The reason why the server's model has no last layer to solve for; empty if it has one."""
     spec = world.model(SERVER)
     entries = world.initial(SERVER)
     shapes = {name: tuple(v.shape) for name, v in entries.items() if name.startswith("head.")}
@@ -61,7 +61,7 @@ def no_linear_head(world: World) -> str:
 
 
 def empty_sums(spec: ModelSpec, classes: int) -> Payload:
-    """The sums of no examples: what all clients send looks like this."""
+    """The sums over no examples, with the form of all clients' replies."""
     side = width(spec) + 1
     return Payload(
         gram=torch.zeros(side, side, dtype=torch.float64),
@@ -72,13 +72,14 @@ def empty_sums(spec: ModelSpec, classes: int) -> Payload:
 def feature_sums(
     features: Tensor, labels: Tensor, classes: int, weights: Tensor | None = None
 ) -> Payload:
-    """What ridge regression must know of examples: ``gram`` (D+1, D+1) and ``cross`` (D+1, C), both
+    """The sums over examples for ridge regression: ``gram`` (D+1, D+1) and ``cross`` (D+1, C), both
     float64.
 
-    features: (n, D); labels: (n,) int64 in [0, C); weights: (C,) of an example of each class, 1 if
-    left out. With h the features and a 1 for the bias, ``gram`` is the sum of w h h^T, ``cross``
-    that of w h y^T, y one-hot. Both add up over any split of the examples. The last row of
-    ``cross`` is the label counts, if they are not weighed. Raises DataError for other labels.
+    features: (n, D); labels: (n,) int64 in [0, C); weights: (C,), the weight of an example of each
+    class, default 1. With h the features and a 1 for the bias, ``gram`` is the sum of w h h^T, and
+    ``cross`` is the sum of w h y^T with one-hot y. Both are additive over any split of the
+    examples. Without weights, the last row of ``cross`` contains the label counts. Raises DataError
+    for other labels.
     """
     counts(labels, classes)
     h = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], 1)
@@ -90,7 +91,7 @@ def feature_sums(
 
 
 def empty_group_sums(spec: ModelSpec, classes: int, groups: int) -> Payload:
-    """The sums by group of no examples: what a client sends that sends these."""
+    """The sums by group over no examples, with the form of clients' replies."""
     sums = torch.zeros(groups, classes, width(spec) + 1, dtype=torch.float64)
     return Payload(sums=sums, counts=torch.zeros(groups, classes, dtype=torch.int64))
 
@@ -98,7 +99,7 @@ def empty_group_sums(spec: ModelSpec, classes: int, groups: int) -> Payload:
 def group_sums(
     features: Tensor, labels: Tensor, classes: int, group: Tensor, groups: int
 ) -> Payload:
-    """Of each group and class ``sums`` (groups, C, D+1) of the features and a 1, and ``counts``
+    """For each group and class, ``sums`` (groups, C, D+1) of the features and a 1, and ``counts``
     (groups, C).
 
     features: (n, D); labels, group: (n,) int64 in [0, C) and [0, groups). Raises DataError for
@@ -117,10 +118,10 @@ def estimated_gram(sums: Tensor, counts: Tensor) -> Tensor:
     """An unbiased estimate (D+1, D+1) of the sum of h h^T over examples, if groups were drawn at
     random; exact for groups of one example.
 
-    sums: (K, C, D+1) float64 and counts: (K, C) of all clients' groups, as ``group_sums`` gives
-    them. A class with N examples in K groups that have any adds (N - 1) / (K - 1) of the sum of
-    s s^T / n over groups, less (N - K) / ((K - 1) N) of s s^T for the sum over all groups; both
-    factors are at least 0. A class in one group adds s s^T / N.
+    sums: (K, C, D+1) float64 and counts: (K, C) of all clients' groups, from ``group_sums``. A
+    class with N examples in K non-empty groups adds (N - 1) / (K - 1) of the sum of s s^T / n over
+    groups, less (N - K) / ((K - 1) N) of s s^T for the sum over all groups; both factors are at
+    least 0. A class in one group adds s s^T / N.
 
     >>> one = torch.tensor([[[2.0, 1.0]], [[3.0, 1.0]]], dtype=torch.float64)
     >>> estimated_gram(one, torch.ones(2, 1, dtype=torch.int64)).tolist()
@@ -147,12 +148,12 @@ def estimated_gram(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def solved(gram: Tensor, cross: Tensor, ridge: float) -> dict[str, Tensor]:
-    """The last layer, ``head.weight`` (C, D) and ``head.bias`` (C,), with the least sum of squares
-    to one-hot labels.
+    """The last layer, ``head.weight`` (C, D) and ``head.bias`` (C,), that minimises the squared
+    error to one-hot labels.
 
     gram, cross: as in ``feature_sums``; ridge >= 0 penalises the squares of the weights. Raises
-    ConfigError where there is no one solution: no example at all, or features that depend on each
-    other, without a penalty.
+    ConfigError if there is no unique solution: without examples, or for linearly dependent features
+    without a penalty.
 
     >>> exact = solved(
     ...     *feature_sums(torch.tensor([[0.0], [2.0]]), torch.tensor([0, 1]), 2).values(), ridge=0.0
@@ -174,8 +175,8 @@ def solved(gram: Tensor, cross: Tensor, ridge: float) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class SendSums(ClientWork):
-    """The sums of the client's features under the model it was sent; nothing is trained, and
-    memories stay.
+    """The client sends the sums of its features under the received model; nothing is trained, and
+    client states do not change.
     """
 
     def begin(
@@ -197,7 +198,7 @@ class SendSums(ClientWork):
 
 @dataclass(frozen=True)
 class OnlyRidge(Method):
-    """The stage ``ridge`` for a method that has none: the global model's last layer is solved from
+    """The stage ``ridge`` for methods without it: the global model's last layer is solved from
     clients' sums.
     """
 
@@ -220,8 +221,8 @@ class OnlyRidge(Method):
 
 
 class RidgeStage(StageProvider):
-    """Provides the actor of the stage for methods that have none of their own."""
+    """Provides the actor of the stage for methods that do not have their own."""
 
     def actors(self) -> Mapping[str, StageActor]:
-        """Who acts in the stage."""
+        """The actor of the stage, by the stage's name."""
         return {RIDGE: OnlyRidge()}

@@ -1,5 +1,5 @@
-"""SCAFFOLD: correct every local gradient by the difference between the client's direction and the
-mean direction.
+"""SCAFFOLD: every local gradient is corrected by the difference between the client's direction and
+the mean direction.
 
 Source: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning"
 (2020), option II, in the form of the FedNTD repository: the correction enters before momentum and
@@ -74,7 +74,9 @@ class Scaffold(FedAvg):
 
 @dataclass(frozen=True)
 class Controlled(ClientWork):
-    """Local training on g - c_i + c; the client remembers its c_i and sends how it changed."""
+    """Local training with the gradient g - c_i + c; the client stores its c_i and sends the change
+    of it.
+    """
 
     stage: str
     divide_by: str

@@ -1,16 +1,17 @@
-"""SFedKD: learn from the last round's models, chosen so that together they know all classes,
-weighed by label distance.
+"""SFedKD: distillation from models of the last round, which are chosen to cover all classes
+together, and weighted by label distance.
 
 Source: Xu et al., "SFedKD: Sequential Federated Learning with Discrepancy-Aware Multi-Teacher
 Knowledge Distillation", eq. 2 to 5 and Algorithm 1.
 Symbols: K = ``k``; gamma, beta = weights of not-true-class (NCKD) and true-class distillation
-(TCKD), the other way round than in FedADKD; tau = ``temperature``; d = ``distance`` of label
-shares; g_k, h_k = weights of teacher k (eq. 5), ``g`` and ``h`` switch them on, off is 1/K.
-State: the global parameters; trained = ids (n,) of the clients that trained in this round, in their
-order; snapshot.N = the model that client N of these ended with; teacher.N = the model of client N,
-which teaches in this round; labels = the census's label counts (clients, C), if teachers are chosen
-or weighed by them; teacher_labels = those of the teachers (K, C), of the task in which they
-trained, if they are weighed; fewer = true once fewer models than K could teach.
+(TCKD), in the opposite order to FedADKD; tau = ``temperature``; d = ``distance`` of label shares;
+g_k, h_k = weights of teacher k (eq. 5), enabled by ``g`` and ``h``; otherwise 1/K.
+State: the global parameters; trained = ids (n,) of the clients that trained in this round, in
+order; snapshot.N = the model of client N after its training; teacher.N = the model of client N, if
+it is a teacher in this round; labels = the census's label counts (clients, C), if they determine
+the choice or the weights of teachers; teacher_labels = the teachers' label counts (K, C) in the
+task in which they trained, if teachers are weighted; fewer = true once there were fewer than K
+teachers.
 Memory: nothing.
 Reading: the paper names no temperature, and eq. 3 and 4 print no tau^2. We use DKD's 4 with tau^2
 (``tau2_scale``).
@@ -18,10 +19,10 @@ Reading: KL is infinite if a class is absent. Both sides are smoothed by the pap
 (``smoothing``).
 Reading: Algorithm 1 adds label shares without normalising them. Here the sum is normalised (see
 ``complementary``).
-Reading: teachers are the models right after a client's training. The server keeps them, and knows
+Reading: teachers are the models right after a client's training. The server stores them, and knows
 every client's labels from a census. It computes g and h and sends them with the teachers, so that
-no client receives the labels of another one. Round 1 has no teachers. If the last round had fewer
-than K models, all of them teach.
+no client receives the labels of another client. Round 1 has no teachers. If the last round had
+fewer than K models, all of them teach.
 Reading: on the topology "parallel", the teachers are the last round's local models, and clients'
 models are averaged.
 """
@@ -74,10 +75,10 @@ Choice = Literal["greedy", "random", "all"]
 
 @dataclass(frozen=True)
 class TaughtByLastRound(FedSeq):
-    """The server's part of methods whose teachers are K of the clients' models of the last round.
+    """The server's part of methods whose teachers are K of the last round's client models.
 
-    The server keeps the models of a round as ``snapshot.CLIENT``, in the order ``trained``. In the
-    next round it keeps the chosen ones as ``teacher.CLIENT``.
+    The server stores the models of a round as ``snapshot.CLIENT``, in the order ``trained``. In the
+    next round, it stores the selected ones as ``teacher.CLIENT``.
     """
 
     k: CountOrZero = 5
@@ -119,12 +120,12 @@ class TaughtByLastRound(FedSeq):
         return emptied.next(groups=many("teacher", {client: models[client] for client in chosen}))
 
     def _lacks_teachers(self, count: int) -> bool:
-        """Whether some models teach, but fewer than K."""
+        """Whether there are teachers, but fewer than K."""
         return self.teacher_choice != "all" and 0 < count < self.k
 
     def chosen(self, candidates: Sequence[int], state: State, world: World) -> list[int]:
-        """The clients whose models teach in this round, of those that trained in the last one, in
-        their order.
+        """The clients whose models are teachers in this round, among those that trained in the last
+        round, in order.
         """
         if self.teacher_choice == "all":
             return list(candidates)
@@ -152,7 +153,7 @@ class TaughtByLastRound(FedSeq):
         return aggregated.next(groups=models, trained=trained)
 
     def _has_labels(self, state: State, client: int) -> bool:
-        """Whether the server knows a client's label counts, if it needs them: a client that missed
+        """Whether the server knows a client's label counts, if it needs them. A client that missed
         the census cannot be weighted.
         """
         if Need.LABEL_COUNTS not in self.requires():
@@ -216,7 +217,7 @@ class SFedKD(TaughtByLastRound):
 
 
 def start_with_teachers(payload: Payload) -> TrainingStart:
-    """Training from the received parameters, with the received models as teachers, by client."""
+    """A start with the received parameters, and with the received models as teachers, by client."""
     teachers = {str(client): params for client, params in payload.many("teacher").items()}
     return TrainingStart(payload.params, teachers=teachers)
 
@@ -228,8 +229,8 @@ def teacher_logits(step: Step, start: TrainingStart) -> Tensor:
 
 @dataclass(frozen=True)
 class Discrepant(ClientWork):
-    """Cross-entropy, gamma times the weighed not-true-class and beta times the weighed true-class
-    distillation.
+    """Cross-entropy, gamma times the weighted not-true-class distillation, and beta times the
+    weighted true-class distillation.
     """
 
     method: SFedKD
@@ -267,25 +268,25 @@ class Discrepant(ClientWork):
 
 
 TIE = 1e-9
-"""Distances nearer than this are equal: a permuted histogram sums in another order, to another last
-bit.
+"""Distances that differ by less than this are equal, because the sum over a permuted histogram may
+differ in the last bit.
 """
 
 
 def complementary(proportions: TensorLike, k: int, metric: Metric = "kl") -> list[int]:
-    """The positions of k teachers whose labels together are most uniform, picked greedily, in the
-    order picked.
+    """The positions of k teachers whose combined labels are most uniform, chosen greedily, in the
+    order of choice.
 
-    proportions: (n, C) label shares of the candidates; k >= 0, all n are given if there are no
-    more; metric as in ``distance``. Each step adds the candidate that brings the mean of the chosen
-    shares nearest to uniform; ties go to the lower position. Raises ConfigError if k < 0, DataError
-    for shares that are none.
+    proportions: (n, C) label shares of the candidates; k >= 0, all n are returned if n <= k; metric
+    as in ``distance``. Each step adds the candidate that brings the mean of the chosen shares
+    nearest to uniform; ties go to the lower position. Raises ConfigError if k < 0, and DataError
+    for invalid shares.
 
     Source: SFedKD, Algorithm 1.
-    Reading: the paper sums the chosen shares without normalising. For KL and L2 the choice is the
-    same, for L1 and JS normalising is what makes a sum comparable with uniform: we always do. The
-    distance is d(chosen, uniform), where KL is finite without smoothing (0 log 0 = 0), so it gets
-    none.
+    Reading: the paper sums the chosen shares without normalising. For KL and L2, the choice is the
+    same; for L1 and JS, only a normalised sum is comparable with uniform shares. We always
+    normalise. The distance is d(chosen, uniform), for which KL is finite without smoothing (0 log 0
+    = 0), so it is not smoothed.
 
     >>> complementary([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.5, 0.5]], k=2)
     [2, 1]
@@ -316,16 +317,16 @@ def complementary(proportions: TensorLike, k: int, metric: Metric = "kl") -> lis
 def discrepancy_weights(
     teachers: TensorLike, student: TensorLike, metric: Metric = "kl", smoothing: float = SMOOTHING
 ) -> tuple[Tensor, Tensor]:
-    """The weights of K teachers for one student: g for the other classes, h for the true class,
+    """The weights of K teachers for a student: g for the other classes and h for the true class,
     each summing to 1.
 
     teachers: (K, C), student: (C,) label shares; smoothing: as in ``distance``. With d_k =
     distance(teacher k, student): ``g_k = d_k / sum d`` (1/K if all are 0), ``h_k`` in proportion to
-    ``1 / (d_k + 1e-4)``. Gives (g, h), each (K,) >= 0.
+    ``1 / (d_k + 1e-4)``. Returns (g, h), each (K,) >= 0.
 
     Source: SFedKD, eq. 5.
-    Reading: for KL the teacher comes first, both smoothed. A teacher with the student's own labels
-    gets g = 0.
+    Reading: for KL, the teacher is the first argument, and both are smoothed. A teacher with the
+    student's own labels has g = 0.
 
     >>> g, h = discrepancy_weights([[1.0, 0.0], [0.0, 1.0]], [1.0, 0.0])
     >>> g.round(decimals=3), h.round(decimals=3)

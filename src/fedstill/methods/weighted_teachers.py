@@ -1,22 +1,23 @@
-"""AVER, EBKD and CA-MKD: several teachers' divergences, averaged, or weighed example by example.
+"""AVER, EBKD and CA-MKD: the divergences from several teachers are averaged, or weighted for each
+example.
 
 Source: Zhang et al., "Confidence-Aware Multi-Teacher Knowledge Distillation" (2022) and its code,
-which also holds the plain average and Kwon et al., "Adaptive Knowledge Distillation Based on
+which also contains the plain average and Kwon et al., "Adaptive Knowledge Distillation Based on
 Entropy" (2020); on FedSeq as in Xu et al., "SFedKD". Teachers are chosen as in SFedKD.
 Symbols: K = ``k``; a = ``weight``; tau = ``temperature``; b = ``feature_weight``.
-State: the global parameters; trained = ids (n,) of the clients that trained in this round, in their
-order; snapshot.N = the model that client N of these ended with; teacher.N = the model of client N,
-which teaches in this round; labels = the census's label counts (clients, C), if teachers are chosen
-by them; fewer = true once fewer models than K could teach.
+State: the global parameters; trained = ids (n,) of the clients that trained in this round, in
+order; snapshot.N = the model of client N after its training; teacher.N = the model of client N, if
+it is a teacher in this round; labels = the census's label counts (clients, C), if teachers are
+chosen by them; fewer = true once there were fewer than K teachers.
 Memory: nothing.
 Reading: EBKD and CA-MKD divide by K again, although their weights sum to K - 1 and to 1. So CA-MKD
 is K times weaker than AVER at the same a. We keep this, as in the code.
 Reading: with one teacher, the code's weights are 0 (EBKD) or 0/0 (CA-MKD). Here it is plain
 distillation.
-Reading: SFedKD names neither the choice of teachers nor the feature term of CA-MKD. Here teachers
+Reading: SFedKD states neither the choice of teachers nor the feature term of CA-MKD. Here teachers
 are chosen as in SFedKD, and the term is off (the code's b is 50). Equal architectures need no
 adapter: their features are compared directly. As in the code, the term starts with a client's
-second epoch, and its weights pass gradients on.
+second epoch, and its weights have gradients.
 Reading: the code leaves out an incomplete last batch. Here it is kept, because a small client may
 have no other.
 """
@@ -41,7 +42,7 @@ from fedstill.models import contract
 
 @dataclass(frozen=True)
 class Averaged(TaughtByLastRound):
-    """The server's part of the three methods, which differ in the weight of a teacher on an
+    """The server's part of the three methods, which differ in the weight of a teacher for an
     example.
     """
 
@@ -55,7 +56,7 @@ class Averaged(TaughtByLastRound):
 
     @abstractmethod
     def weights(self, teachers: Tensor, labels: Tensor) -> Tensor:
-        """Weights (K, B) of teachers' logits (K, B, C) on examples with labels (B,)."""
+        """The weights (K, B) of teachers with logits (K, B, C), on examples with labels (B,)."""
 
 
 @method("aver")

@@ -42,7 +42,7 @@ memory = "memory"        # the client's state between rounds; keep it across res
 # data = "/data/mine"    # parquet, CSV, .npz or image folders by class; without it, the site can take part in trials only
 # tasks = "folders"      # for runs with tasks: folders task1, task2, …; or time_column = "acquired", a column of dates
 # public = "/data/public"  # for runs with public data: a copy of the server's set
-# tokenizer = "/data/tokenizer.json"  # for runs with a tokenizer's file: a copy of the server's
+# tokenizer = "/data/tokenizer.json"  # for runs with a tokenizer file: a copy of the server's
 # accept = ["SHA-256 of a file in memory/offered"]  # accept only these; omit the key to accept all; [] accepts none
 # imports = ["mylab.methods:FedMine"]  # code outside fedstill that a config may use; install it here
 # files = ["/data/open/flowers"]  # files and folders that a trial may read
