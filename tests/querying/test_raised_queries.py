@@ -215,7 +215,7 @@ def test_nobody_may_have_reason_to_ask(tmp_path: Path) -> None:
             {"plan": {**ONCE["plan"], "validation": 0.0}},
             ConfigError,
             "plan.fit.keep = 'best' scores each epoch on held-out data, .*: set "
-            "plan.fit.validation, 0.1 say",
+            "plan.fit.validation, for example to 0.1",
         ),
         (
             {"method": "fedavg", "rounds": 2},

@@ -105,7 +105,7 @@ def test_plans_that_need_scores_need_held_out_data() -> None:
     ]
     assert said == [
         "plan.train.patience = 2 does nothing without held-out data to score by; set "
-        "plan.train.validation, 0.1 say"
+        "plan.train.validation, for example to 0.1"
     ]
 
 

@@ -369,7 +369,7 @@ def unscored_epochs(run: PlannedRun) -> str:
         if _scores_by_held_out_data(run.method, stage):
             return (
                 f"plan.{stage.name}.keep = 'best' scores each epoch on held-out data, and there "
-                f"are none: set plan.{stage.name}.validation, 0.1 say"
+                f"are none: set plan.{stage.name}.validation, for example to 0.1"
             )
     return ""
 

@@ -126,7 +126,7 @@ def _plan_warnings(stage: str, plan: Plan, method: Method) -> Iterator[str]:
     if plan.patience and not plan.validation:
         yield (
             f"plan.{stage}.patience = {plan.patience} does nothing without held-out data to score "
-            f"by; set plan.{stage}.validation, 0.1 say"
+            f"by; set plan.{stage}.validation, for example to 0.1"
         )
     default = method.plans.get(stage, plan)
     has_default_optimiser = plan.optimiser == default.optimiser

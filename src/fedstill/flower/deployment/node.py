@@ -349,8 +349,9 @@ class Server:
             return
         if status in (401, 412):
             raise NotAdmitted(
-                "the server refuses this client: either its key is not in the server's folder "
-                "allowed, or another machine uses its key, or this machine's clock is wrong"
+                "the server refuses this client: either its key is not listed in the server's "
+                "folder `allowed`, or another machine uses its key, or this machine's clock is "
+                "wrong"
             ) from error
         if self.node is None:
             raise DeployFailed(f"the server at {self.address} answered {status}: {text}") from error
