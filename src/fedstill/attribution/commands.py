@@ -370,8 +370,8 @@ def _print_exchange(directory: Path, client: int, round: int, quiet: bool) -> in
     def announce_exchanges(count: int) -> None:
         if not quiet:
             say(
-                f"then replaying the exchange of client {client} {count} times: with all, some and "
-                "none of its teachers",
+                f"then replaying client {client}'s exchange {count} times: with all, some and none "
+                "of its teachers",
                 0,
             )
 
