@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import toys
 from fedstill.config.experiment import Experiment
 from fedstill.flower.deployment.programs import environment, program
 from fedstill.running.journal import read_journal, without_times
@@ -30,7 +31,9 @@ pytestmark = [
 ]
 
 
-def test_four_clients_on_ray_give_the_bits_of_the_serial_engine(tmp_path: Path) -> None:
+def test_four_clients_on_ray_give_the_bits_of_the_serial_engine(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     what = Experiment(
         method="scaffold",
         rounds=2,
@@ -41,7 +44,9 @@ def test_four_clients_on_ray_give_the_bits_of_the_serial_engine(tmp_path: Path) 
         plan={"epochs": 1},
     )
     run(replace(what, engine="serial"), tmp_path / "serial")
+    capfd.readouterr()
     run(replace(what, engine="flower", flower={"grid": "ray", "poll": 0.2}), tmp_path / "ray")
+    assert "warn" not in "".join(capfd.readouterr()).lower()
     assert (tmp_path / "ray/model.safetensors").read_bytes() == (
         tmp_path / "serial/model.safetensors"
     ).read_bytes()
@@ -50,14 +55,25 @@ def test_four_clients_on_ray_give_the_bits_of_the_serial_engine(tmp_path: Path) 
         for n in ("ray", "serial")
     )
     assert ours == theirs
-    print(
-        [
-            e["seconds_training"]
-            for e in read_journal(tmp_path / "ray/journal.jsonl")
-            if e["event"] == "round"
-        ],
-        "s a round",
+
+
+def test_rounds_on_ray_are_fast_once_its_workers_have_started(tmp_path: Path) -> None:
+    what = Experiment(
+        method="fedavg",
+        rounds=3,
+        engine="flower",
+        flower={"grid": "ray"},
+        topology={"clients": 5, "sampled": 5},
+        plan={"epochs": 1},
     )
+    data = toys.blobs()
+    run(what, tmp_path / "ray", data)
+    run(replace(what, engine="serial", flower={}), tmp_path / "serial", data)
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("ray", "serial")]
+    assert models[0] == models[1]
+    events = read_journal(tmp_path / "ray/journal.jsonl")
+    # Three seconds on a quiet machine with two cores, where they take about one.
+    assert sum(event["seconds"] for event in events if event["event"] == "round") < 10
 
 
 def test_flwr_run_runs_the_app_of_this_repository_in_flowers_simulation(tmp_path: Path) -> None:
@@ -73,6 +89,7 @@ def test_flwr_run_runs_the_app_of_this_repository_in_flowers_simulation(tmp_path
             text=True,
             timeout=LIMIT,
         )
+        assert done.returncode == 0, done.stdout
         (out,) = app.glob("runs/*")
         assert (
             len([e for e in read_journal(out / "journal.jsonl") if e["event"] == "round"]) == 2

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fedstill.config.settings import Settings
+from fedstill.core import registry
 from fedstill.core.errors import ConfigError, DeployFailed
 from fedstill.core.extensions import RoundHook
 from fedstill.core.files import digest, in_shell, remove_files, remove_folder
+from fedstill.core.process_settings import set_environment
 from fedstill.core.records import Examples, Group, Payload, Stage, Tensors
 from fedstill.core.rounds import expected_reply
 from fedstill.core.screen import MAX_STRING
@@ -23,12 +29,13 @@ from fedstill.data.dataset import Dataset
 from fedstill.engines.devices import is_cuda
 from fedstill.engines.hardware import cores
 from fedstill.engines.serial import Version
+from fedstill.flower import QUIET
 from fedstill.flower.deployment.control import Control, NoAnswer, when_it_listens
 from fedstill.flower.deployment.folder import Federation, load_federation
 from fedstill.flower.engine import FlowerEngine, LoopbackGrid, Truth
 from fedstill.flower.facts import Facts
 from fedstill.flower.fleet import Clock, Fleet, Patience
-from fedstill.flower.messages import Request, require_flower
+from fedstill.flower.messages import WHOAMI, Request, require_flower
 from fedstill.flower.site import Clerk, Desk, Does, client_app
 from fedstill.flower.site_data import Ready
 from fedstill.flower.site_settings import Site, code_in, files_in
@@ -86,10 +93,11 @@ class FlowerRuns:
         """
         require_flower()
         try:
-            import ray  # noqa: F401
+            start_ray()
         except ImportError as error:
             remedy = "pip install 'fedstill[flower-simulation]'"
             raise ConfigError(f"flower.grid = 'ray' needs Ray: {remedy} ({error})") from error
+        import ray
         from flwr.serverapp import ServerApp
         from flwr.simulation import run_simulation
 
@@ -100,6 +108,7 @@ class FlowerRuns:
         @app.main()  # type: ignore[untyped-decorator]
         def main(grid: Any, context: Any) -> None:
             try:
+                wait_for_workers(grid)
                 results.append(drive(grid))
             except BaseException as error:
                 errors.append(error)
@@ -108,9 +117,14 @@ class FlowerRuns:
         if is_cuda(settings.device):
             card_share = 1 / min(cores(), CLIENTS_ON_CARD)
         one_core = {"client_resources": {"num_cpus": 1, "num_gpus": card_share}}
-        clients = trial_app(settings, data, (folder / "sites").resolve())
+        data_in_worker = partial(_fetched, ray.put(data))
+        sites = (folder / "sites").resolve()
+        clients = _app_of_clients(settings, sites, data_in_worker, _prepared_in_worker)
         try:
-            run_simulation(app, clients, num_supernodes=settings.clients, backend_config=one_core)
+            with _only_errors_of_flower():
+                run_simulation(
+                    app, clients, num_supernodes=settings.clients, backend_config=one_core
+                )
         except Exception as error:
             raise DeployFailed(
                 f"Ray could not execute the run: {' '.join(str(error).split())[:300]}"
@@ -380,22 +394,100 @@ def patience(settings: Settings) -> Patience:
 
 
 def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> ClientApp:
-    """A ClientApp whose nodes are the clients of a simulation, each with its part of the data and
-    its state in a folder.
+    """A ClientApp whose nodes are the clients of a simulation in this process, each with its part
+    of the data and its state in a folder.
+
+    ``dataset``: the data set that was given in Python, if one was.
+    """
+    ready: dict[str, Ready] = {}
+    return _app_of_clients(settings, folder, lambda: dataset, lambda: ready)
+
+
+def _app_of_clients(
+    settings: Settings,
+    folder: Path,
+    data: Callable[[], Dataset | None],
+    ready: Callable[[], dict[str, Ready]],
+) -> ClientApp:
+    """The app of a simulation's clients.
 
     They belong to the server's own user, so they import any code in its configuration, and read its
-    files.
+    files. ``data`` returns the data set that was given in Python. ``ready`` returns the runs that
+    this process has prepared, to which a client adds its own.
     """
     imports = tuple(code_in(settings.tree))
     files = tuple(files_in(settings.tree))
-    ready: dict[str, Ready] = {}
 
     def clerk_of(context: Any) -> tuple[int, Does]:
         client = int(context.node_config["partition-id"])
         site = Site(client, folder, imports=imports, files=files)
-        return client, Clerk(site, dataset, ready, shows_reasons=True)
+        return client, Clerk(site, data(), ready(), shows_reasons=True)
 
     return client_app(clerk_of, settings.flower.max_mb << 20, shows_reasons=True)
+
+
+# Ray's workers. Flower sends the app to a worker with every message, so the app finds by functions
+# what the worker keeps.
+
+
+def start_ray() -> None:
+    """Start Ray, unless it runs."""
+    import ray
+
+    if ray.is_initialized():
+        return
+    # Ray's future behaviour: it warns unless this is chosen.
+    variables = {**QUIET, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    set_environment(variables)
+    # A worker does not inherit the changes that this process has made to its path.
+    paths = [*sys.path, os.environ.get("PYTHONPATH", "")]
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    ray.init(
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": variables},
+    )
+
+
+def wait_for_workers(grid: Any) -> None:
+    """Wait until every node has answered a message, so that the time of the first round does not
+    contain the start of the workers.
+    """
+    from flwr.app import ConfigRecord, Message, RecordDict
+
+    nodes = list(grid.get_node_ids())
+    grid.send_and_receive(
+        [Message(RecordDict({"ask": ConfigRecord()}), node, WHOAMI) for node in nodes]
+    )
+
+
+@cache
+def _prepared_in_worker() -> dict[str, Ready]:
+    """The runs that this worker has prepared. The first call imports what a client needs."""
+    for kind in registry.HOMES:
+        registry.names(kind)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    return {}
+
+
+@cache
+def _fetched(reference: Any) -> Any:
+    """An object from Ray's store, which a worker reads once."""
+    import ray
+
+    return ray.get(reference)
+
+
+@contextmanager
+def _only_errors_of_flower() -> Iterator[None]:
+    """Hide Flower's warnings: it recommends its own command instead of ``run_simulation``."""
+    log = logging.getLogger("flwr")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 # The deletion of a client's files on the server when the client leaves a federation.

@@ -1,0 +1,123 @@
+"""When does a cluster pay off? ``python -m benchmarks.cluster`` measures messages over Ray on this
+machine, and predicts a round on several machines.
+
+The prediction assumes that clients are spread evenly, and that the server's work for one message
+after another does not overlap with training. With n clients of c seconds each, k cores per machine,
+M machines and m seconds of work per message, a round takes n c / k seconds on one machine
+(``engine = "pooled"``), and n c / (M k) + n m on a cluster. Needs the extra ``flower-simulation``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fedstill.config.experiment import Experiment
+from fedstill.engines.hardware import cores
+from fedstill.report import terminal
+from fedstill.running.journal import read_journal
+from fedstill.running.runner import run
+
+ROUNDS = 4
+CLIENTS = 6
+MODELS = {"small": (64,), "large": (2000, 2000)}
+"""The hidden layers of the networks that are sent."""
+
+SECONDS_OF_CLIENT = (0.1, 1.0, 10.0, 60.0)
+"""The seconds of training per client for which rounds are predicted."""
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The measured messages of one network.
+
+    megabytes: of one message. seconds: of work per request and reply, beyond training.
+    start: seconds until Ray's workers were ready.
+    """
+
+    name: str
+    megabytes: float
+    seconds: float
+    start: float
+
+
+def experiment(hidden: tuple[int, ...], engine: str, **flower: Any) -> Experiment:
+    """Digits, one epoch: little training, so that the messages remain."""
+    return Experiment(
+        rounds=ROUNDS,
+        seed=1,
+        threads=1,
+        measure=(),
+        engine=engine,
+        flower=flower,
+        method="fedavg",
+        data="digits",
+        partition={"kind": "iid"},
+        topology={"kind": "parallel", "clients": CLIENTS, "sampled": CLIENTS},
+        model={"name": "mlp", "hidden": hidden},
+        plan={"epochs": 1},
+    )
+
+
+def measure(name: str) -> Messages:
+    """Run on Ray, and compare the seconds of a round with the seconds of training."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        run(experiment(MODELS[name], "flower", grid="ray"), Path(folder) / "run")
+        whole = time.perf_counter() - began
+        events = read_journal(Path(folder) / "run" / "journal.jsonl")
+    rounds = [event for event in events if event["event"] == "round"]
+    # The first round also prepares the run in each worker.
+    later = rounds[1:]
+    training = median(event["seconds_clients"] for event in later)
+    stage = median(event["seconds_training"] for event in later)
+    return Messages(
+        name=name,
+        megabytes=rounds[-1]["bytes_up"] / CLIENTS / 1e6,
+        seconds=max(0.0, stage - training / min(cores(), CLIENTS)) / CLIENTS,
+        start=whole - sum(event["seconds"] for event in rounds),
+    )
+
+
+def predicted(client: float, message: float, machines: int, clients: int = 100) -> float:
+    """How many times as fast a round of ``clients`` clients is on ``machines`` machines as on one
+    machine, for so many seconds of training per client and of work per message.
+
+    >>> round(predicted(client=10.0, message=0.0, machines=10), 3)
+    10.0
+    """
+    alone = clients * client / cores()
+    cluster = clients * client / (machines * cores()) + clients * message
+    return alone / cluster
+
+
+def main() -> None:
+    """Print the measured messages and the predicted rounds."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--machines", type=int, default=10, help="with as many cores as this one")
+    given = parser.parse_args()
+    screen = terminal.console()
+    measured = [measure(name) for name in MODELS]
+    screen.print(f"{cores()} cores, {CLIENTS} clients, {ROUNDS} rounds on Ray")
+    rows = [(m.name, f"{m.megabytes:.3g}", f"{m.seconds:.3g}", f"{m.start:.3g}") for m in measured]
+    screen.print(terminal.table(["network", "MB", "s a message", "s to start"], rows))
+    screen.print(f"\npredicted: times as fast on {given.machines} such machines as on one")
+    rows = [
+        (
+            f"{seconds:g} s a client",
+            *(f"{predicted(seconds, m.seconds, given.machines):.2g}" for m in measured),
+        )
+        for seconds in SECONDS_OF_CLIENT
+    ]
+    screen.print(terminal.table(["training", *MODELS], rows))
+
+
+if __name__ == "__main__":
+    main()
