@@ -141,19 +141,18 @@ def unlearn_command(
         quiet: Print no progress.
     """
     from fedstill.report.progress import followed
-    from fedstill.running.directory import settings_of, trust_run
-    from fedstill.unlearning.unlearn import unlearn
+    from fedstill.running.directory import trust_run
+    from fedstill.unlearning.unlearn import carry_out, planned
 
     if check:
         return _check(directory)
     if trust_code:
         trust_run(directory)
-    rounds = settings_of(directory).rounds
     request = forgotten.request(directory)
-    strategy = chosen.load()
-    with followed(rounds, f"unlearning {request.text}", quiet) as watch:
+    plan = planned(directory, request, chosen.load())
+    with followed(plan.rounds.last, f"unlearning {request.text}", quiet) as watch:
         try:
-            unlearned = unlearn(directory, request, strategy, out, exact=exact, watch=watch)
+            unlearned = carry_out(plan, out, exact=exact, watch=watch)
         except Interrupted as stopped:
             return say(
                 f"stopped after a complete stage, in {in_shell(str(stopped))}; the same command "

@@ -76,9 +76,28 @@ def unlearn(
     a request or a run that the strategy cannot handle, RunExists for a directory in use.
     """
     plan = UnlearningPlan.of(directory, request, strategy, data)
+    return carry_out(plan, out, exact=exact, backdoor=backdoor, watch=watch)
+
+
+@process_settings()
+def planned(directory: Path, request: UnlearningRequest, strategy: Strategy) -> UnlearningPlan:
+    """What ``unlearn`` will do; raises what it raises."""
+    return UnlearningPlan.of(directory, request, strategy)
+
+
+@process_settings()
+def carry_out(
+    plan: UnlearningPlan,
+    out: Path | None = None,
+    *,
+    exact: Path | None = None,
+    backdoor: Backdoor | None = None,
+    watch: Progress | None = None,
+) -> Unlearned:
+    """Unlearn as planned; the arguments are those of ``unlearn``."""
     folder = out or plan.default_folder
     if plan.is_begun(folder):
-        result = runner.resume(folder, data, watch=watch)
+        result = runner.resume(folder, plan.original.data, watch=watch)
     else:
         result = _begin(plan, folder, watch)
     certificate = write_certificate(
