@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedstill.core import registry
+from fedstill.core import descriptions, registry
 from fedstill.core.registry import Entry
 
 INTRODUCTION = """# Methods, partitions, models and more
@@ -55,7 +55,7 @@ def section(kind: str) -> str:
 def method_table(entries: Sequence[Entry]) -> list[str]:
     """Names, default topologies and sentences of methods."""
     rows = [
-        f"| `{entry.name}` | `{entry.build().topology}` | {cell(entry.summary)} |"
+        f"| `{entry.name}` | `{entry.build().topology}` | {cell(descriptions.summary(entry))} |"
         for entry in entries
     ]
     return ["| method | topology | description |", "|---|---|---|", *rows]
@@ -63,7 +63,7 @@ def method_table(entries: Sequence[Entry]) -> list[str]:
 
 def table(entries: Sequence[Entry]) -> list[str]:
     """Names and sentences of other things."""
-    rows = [f"| `{entry.name}` | {cell(entry.summary)} |" for entry in entries]
+    rows = [f"| `{entry.name}` | {cell(descriptions.summary(entry))} |" for entry in entries]
     return ["| name | description |", "|---|---|", *rows]
 
 

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from fedstill.config.named_tables import NAMED
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
 from fedstill.config.validation import Table, descriptions, schema_of_record
-from fedstill.core import docstrings
+from fedstill.core.descriptions import sentences
 from fedstill.core.records import Plan
 
 TYPES: Mapping[Any, str] = {
@@ -55,7 +55,7 @@ def sections() -> Iterator[Section]:
 
 
 def _of_record(heading: str, record: type) -> Section:
-    return Section(heading, _about(record), schema_of_record(record), docstrings.sentences(record))
+    return Section(heading, _about(record), schema_of_record(record), sentences(record))
 
 
 def _about(model: type) -> str:

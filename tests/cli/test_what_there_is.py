@@ -20,7 +20,7 @@ from fedstill.cli import app, call
 from fedstill.config.experiment import Experiment, load
 from fedstill.config.resolve import resolve
 from fedstill.config.settings import as_toml
-from fedstill.core import registry
+from fedstill.core import descriptions, registry
 from fedstill.running.explain import key_description, resolved_values
 
 WIDTHS = [80, 100, 160]
@@ -47,11 +47,11 @@ def test_list_of_methods_has_a_line_for_each_field(capsys: pytest.CaptureFixture
     lines, whole = [joined(line) for line in text.splitlines()], joined(text)
     entries = [registry.lookup("method", name) for name in registry.names("method")]
     for entry in (e for e in entries if e.target.__module__.startswith("fedstill.")):
-        assert joined(f"{entry.name} {entry.summary}") in whole
+        assert joined(f"{entry.name} {descriptions.summary(entry)}") in whole
         at = next(i for i, line in enumerate(text.splitlines()) if line.split(" ")[0] == entry.name)
-        for field in entry.fields:
+        for field in descriptions.fields(entry):
             at = next(i for i in range(at + 1, len(lines)) if lines[i].startswith(f"{field} = "))
-            assert joined(entry.sentences[field]) in whole
+            assert joined(descriptions.plain_sentences(entry.target)[field]) in whole
     assert re.search(r"mix = 0\.0 [^()]*\(lambda\)\. \(number in \[0, 1\]\)", whole)
 
 
@@ -69,9 +69,12 @@ def test_nothing_is_cut_however_wide_the_terminal(
     text = said(["list", *words], capsys)
     assert max(map(len, text.splitlines())) <= width
     entries = [registry.lookup(words[0], name) for name in words[1:] or registry.names(words[0])]
-    for sentence in {s for e in entries for f, s in e.sentences.items() if f in e.fields}:
-        rest = iter(text.split())
-        assert all(word in rest for word in sentence.split()), sentence
+    for entry in entries:
+        sentences = descriptions.plain_sentences(entry.target)
+        for field in descriptions.fields(entry):
+            sentence = sentences.get(field, "")
+            rest = iter(text.split())
+            assert all(word in rest for word in sentence.split()), sentence
 
 
 def test_a_methods_card_says_all_that_is_declared_of_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
+from fedstill.core import descriptions
 from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition
 from fedstill.core.keys import numpy_generator
 from fedstill.core.registry import lookup, names
@@ -334,13 +335,13 @@ def test_every_split_is_whole_pure_and_repeatable(name, options, seed, clients, 
 
 def test_registry_knows_every_split_and_its_fields():
     assert set(names("partition")) == {*FIELDS, *ELSEWHERE}
-    assert set(lookup("partition", "dirichlet").fields) == {
+    assert set(descriptions.fields(lookup("partition", "dirichlet"))) == {
         "alpha",
         "min_size",
         "max_tries",
         "stream",
     }
-    assert all(lookup("partition", name).summary for name in FIELDS)
+    assert all(descriptions.summary(lookup("partition", name)) for name in FIELDS)
 
 
 def test_fast_stream_keeps_the_balance_rule():

@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fedstill.core import descriptions
 from fedstill.core.errors import ConfigError, DataError, UnknownName
 from fedstill.core.registry import lookup, names
 from fedstill.data.dataset import Decoded, Split
@@ -657,4 +658,4 @@ def test_registry_lists_every_name_with_a_line():
         "pathmnist",
     ]
     assert set(expected) <= set(names("dataset"))
-    assert all(lookup("dataset", name).summary for name in expected)
+    assert all(descriptions.summary(lookup("dataset", name)) for name in expected)

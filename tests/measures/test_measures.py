@@ -19,7 +19,7 @@ from double import NEAR, Wide, widened
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
-from fedstill.core import registry, trees
+from fedstill.core import descriptions, registry, trees
 from fedstill.core.errors import ConfigError, FedstillError
 from fedstill.core.extensions import StageResult
 from fedstill.core.records import Payload
@@ -140,7 +140,7 @@ def test_it_looks_without_leaving_a_trace(
 
 def test_it_is_documented(whole: tuple[str, Path]) -> None:
     entry = registry.lookup("measure", whole[0])
-    assert entry.summary.endswith(".")
+    assert descriptions.summary(entry).endswith(".")
     images = [measures([whole[0]])[whole[0]].examples(n, 10, 5000) for n in (100, 1000)]
     assert 0 < images[0] <= images[1]
 

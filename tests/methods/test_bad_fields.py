@@ -8,7 +8,7 @@ import pytest
 
 import toys
 from fedstill.config.resolve import resolve
-from fedstill.core import registry
+from fedstill.core import descriptions, registry
 from fedstill.core.errors import ConfigError
 
 HIPER = ["hiper_fedkd", "hiper_baseline", "hiper_temperature", "hiper_standardised"]
@@ -218,7 +218,7 @@ def test_every_numeric_field_of_every_method_is_in_a_table() -> None:
         target = registry.lookup("method", name).target
         if not target.__module__.startswith("fedstill.methods."):
             continue
-        for field, (hint, _) in registry.lookup("method", name).fields.items():
+        for field, (hint, _) in descriptions.fields(registry.lookup("method", name)).items():
             if getattr(hint, "__origin__", None) in (float, int):
                 known = BELOW_ZERO.get(name, []) + ZERO_TOO.get(name, []) + COUNTS.get(name, [])
                 assert field in known or (name, field) == ("kd", "mix"), (target, field)

@@ -14,7 +14,7 @@ from test_every_method import METHODS, experiment
 
 import toys
 from fedstill.config.resolve import resolve
-from fedstill.core import docstrings, registry
+from fedstill.core import descriptions, registry
 from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.running.preparation import prepare
 from loops import context_of, states_after
@@ -103,7 +103,7 @@ def test_what_is_declared_is_kept_and_nothing_else(module: str) -> None:
             for changes in [{}, *OTHERWISE.get(name, [])]:
                 state, memory = kept(name, changes)
                 in_state, in_memory = in_state | many(state), in_memory | many(memory)
-    blocks = docstrings.blocks(sys.modules[module].__doc__ or "")
+    blocks = descriptions.blocks(sys.modules[module].__doc__ or "")
     for label, there in (("State", in_state), ("Memory", in_memory)):
         (declared,) = blocks.get(label, [""])
         groups = declared_groups(declared)

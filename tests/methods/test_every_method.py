@@ -12,7 +12,7 @@ import pytest
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.core import registry
+from fedstill.core import descriptions, registry
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import Interrupted
 from fedstill.running.journal import read_journal, without_times
@@ -138,6 +138,6 @@ def test_over_flower_and_resumed_it_has_the_same_bits(
 
 def test_its_summary_and_fields_are_documented(whole: tuple[str, Path]) -> None:
     entry = registry.lookup("method", whole[0])
-    assert entry.summary.endswith(".")
+    assert descriptions.summary(entry).endswith(".")
     module = __import__(entry.target.__module__, fromlist=["__doc__"])
     assert "Source:" in module.__doc__

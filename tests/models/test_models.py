@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from double import NEAR
-from fedstill.core import registry
+from fedstill.core import descriptions, registry
 from fedstill.core.errors import ConfigError
 
 CIFAR, GREY28, DIGITS = (3, 32, 32), (1, 28, 28), (1, 8, 8)
@@ -221,16 +221,16 @@ def test_batch_statistics_need_more_than_one_place(name: str, least: int, norm: 
 
 
 def test_options_of_the_registry() -> None:
-    fields = {name: set(registry.lookup("model", name).fields) for name in OWN}
+    fields = {name: set(descriptions.fields(registry.lookup("model", name))) for name in OWN}
     assert fields["digits_cnn"] == set()
     assert fields["cnn"] == {"projection"}
     assert fields["mlp"] == {"hidden", "projection"}
     assert fields["simple_cnn"] == {"dropout"}
     assert fields["alexnet"] == {"relu"}
     assert all(fields[name] == {"norm", "projection"} for name in [*RESNETS, "qkt_cnn_pooled"])
-    assert registry.lookup("model", "logistic").fields["hidden"][1] == ()
-    assert registry.lookup("model", "mlp").fields["hidden"][1] == (200, 200)
-    assert all(registry.lookup("model", name).summary.endswith(".") for name in OWN)
+    assert descriptions.fields(registry.lookup("model", "logistic"))["hidden"][1] == ()
+    assert descriptions.fields(registry.lookup("model", "mlp"))["hidden"][1] == (200, 200)
+    assert all(descriptions.summary(registry.lookup("model", name)).endswith(".") for name in OWN)
 
 
 def test_dropout_is_for_training_and_can_be_turned_off() -> None:

@@ -145,7 +145,7 @@ def list_(
         kind: Only this kind, with the fields that a config can set. The plural works, too.
         name: Only this entry, with everything that it declares. Your own file works, too.
     """
-    from fedstill.core import registry
+    from fedstill.core import descriptions, registry
     from fedstill.report import catalogue, terminal
 
     screen = terminal.console(sentences=True)
@@ -158,7 +158,7 @@ def list_(
         return 0
     for home in registry.HOMES:
         entries = [registry.lookup(home, entry) for entry in registry.names(home)]
-        rows = [(entry.name, entry.summary) for entry in entries]
+        rows = [(entry.name, descriptions.summary(entry)) for entry in entries]
         screen.print(terminal.table([home, "what it is"], rows, words=3))
         screen.print()
     return 0

@@ -26,7 +26,7 @@ from fedstill.config.validation import (
     schema_of,
     validated,
 )
-from fedstill.core import registry
+from fedstill.core import descriptions, registry
 from fedstill.core.errors import ConfigError, UnknownName, on_one_line
 from fedstill.core.fields import Seed, value_text
 from fedstill.core.files import named_path
@@ -189,7 +189,7 @@ def schema_of_name(kind: str, name: str, base: Path | None) -> Schema:
 def _schema_of_entry(entry: registry.Entry, name: str) -> Schema:
     """The schema of an entry. ``name``: the name in the config, for messages."""
     try:
-        fields = dict(entry.fields)
+        fields = dict(descriptions.fields(entry))
         is_seeded = entry.kind == "partition" and "seed" in _partition_parameters(entry)
     except (NameError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from fedstill.core.errors import USER, ConfigError, UnknownName
 
@@ -28,14 +27,6 @@ HOMES = {
     "stream": "fedstill.continual",
 }
 """The package of the built-in entries of each kind."""
-
-SUPPLIED_PARAMETERS = {
-    "partition": {"labels", "clients", "groups", "seed"},
-    "model": {"input_shape", "in_channels", "vocabulary", "classes", "num_classes"},
-    "dataset": {"folder"},
-    "stream": {"labels", "domains", "tasks", "seed", "classes"},
-}
-"""Parameters that the library supplies, so that a config cannot set them."""
 
 Target = TypeVar("Target")
 
@@ -54,40 +45,6 @@ class Entry:
     preset: Mapping[str, Any] = field(default_factory=dict)
     about: str = ""
 
-    @property
-    def summary(self) -> str:
-        """A summary in one line: ``about``, or else the first paragraph of the docstring."""
-        first_paragraph = (inspect.getdoc(self.target) or "").partition("\n\n")[0]
-        text = self.about or " ".join(first_paragraph.split())
-        return text.replace("``", "")
-
-    @functools.cached_property
-    def fields(self) -> Mapping[str, tuple[Any, Any]]:
-        """The annotation and the default of each field that a config can set, by name. The default
-        of a required field is ``...``.
-        """
-        hints = get_type_hints(_annotated(self.target), include_extras=True)
-        supplied = SUPPLIED_PARAMETERS.get(self.kind, set())
-        fields = {}
-        for name, parameter in inspect.signature(self.target).parameters.items():
-            is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if name in supplied or is_variadic:
-                continue
-            default = parameter.default
-            if default is parameter.empty:
-                default = ...
-            fields[name] = (hints.get(name, Any), self.preset.get(name, default))
-        return fields
-
-    @property
-    def sentences(self) -> dict[str, str]:
-        """The descriptions of fields by name, from docstrings (``fedstill.core.docstrings``)."""
-        from fedstill.core import docstrings  # only for lists of fields
-
-        return {
-            name: text.replace("``", "") for name, text in docstrings.sentences(self.target).items()
-        }
-
     def build(self, *supplied: Any, **fields: Any) -> Any:
         """Call the target. supplied: the library's arguments. fields: values of the config, which
         override the preset.
@@ -105,17 +62,6 @@ def short_name(name: str) -> str:
     if path.is_absolute():
         return path.name
     return name
-
-
-def _annotated(target: Any) -> Any:
-    """The object with the annotations of a callable's parameters."""
-    while isinstance(target, functools.partial):
-        target = target.func
-    if inspect.isclass(target) and not is_dataclass(target):
-        return target.__init__
-    if inspect.isclass(target) or inspect.isroutine(target):
-        return target
-    return type(target).__call__
 
 
 _entries: dict[tuple[str, str], Entry] = {}

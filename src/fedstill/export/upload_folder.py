@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fedstill.core import registry
+from fedstill.core import descriptions, registry
 from fedstill.core.errors import ConfigError, FedstillError, UnknownName, on_one_line
 from fedstill.core.extensions import of_some_clients
 from fedstill.core.files import make_folder, neutral, write_whole
@@ -240,7 +240,7 @@ def _summary(method: str) -> str:
     if ".py" in method:
         return ""
     try:
-        return f": {registry.lookup('method', method).summary}"
+        return f": {descriptions.summary(registry.lookup('method', method))}"
     except UnknownName:
         return ""
 

@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fedstill.core import docstrings
+from fedstill.core import descriptions
 from fedstill.core.errors import USER
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
@@ -127,7 +127,7 @@ def overview(entries: Sequence[Entry]) -> Iterator[RenderableType]:
     lines = [line for entry in entries for line in _fields(entry)]
     fields = max((len(line.left) for line in lines), default=0)
     for entry in entries:
-        yield _columns([Line(Text(entry.name, "bold"), Text(entry.summary))], names)
+        yield _columns([Line(Text(entry.name, "bold"), Text(descriptions.summary(entry)))], names)
         yield Padding(_columns(_fields(entry), fields), (0, 0, 0, 2))
 
 
@@ -135,7 +135,7 @@ def card(entry: Entry) -> RenderableType:
     """All that is declared of one thing: paper, symbols, state and memory, topology, needs, plans,
     fields.
     """
-    head = Text.assemble((f"{entry.kind} {entry.name}", "bold"), "  ", entry.summary)
+    head = Text.assemble((f"{entry.kind} {entry.name}", "bold"), "  ", descriptions.summary(entry))
     parts: list[RenderableType] = [head, "", _columns(list(_about(entry)))]
     fields = _fields(entry)
     if fields:
@@ -157,7 +157,7 @@ def _of_docstrings(entry: Entry) -> Iterator[Line]:
     module = inspect.getmodule(entry.target)
     if entry.kind == "method" and module is not None:
         documents.append(module.__doc__ or "")
-    declared = [docstrings.blocks(document) for document in documents]
+    declared = [descriptions.blocks(document) for document in documents]
     for label in LABELS:
         separator = "\n"
         if label == "Source":
@@ -179,7 +179,7 @@ def _home(entry: Entry) -> str:
 def _of_method(method: type[Method], entry: Entry) -> Iterator[Line]:
     """The topology, needs and plans of a method."""
     needs = method.needs
-    if all(default is not ... for _, default in entry.fields.values()):
+    if all(default is not ... for _, default in descriptions.fields(entry).values()):
         needs = entry.build().requires()
     options = [f"{key} = {value(setting)}" for key, setting in method.schedule.items()]
     yield _line("topology", ", ".join([method.topology, *options]))
@@ -201,11 +201,12 @@ def _plan(plan: Plan) -> str:
 def _fields(entry: Entry) -> list[Line]:
     """For each field its default, and its sentence with what is legal."""
     lines = []
-    for name, (hint, default) in entry.fields.items():
+    sentences = descriptions.plain_sentences(entry.target)
+    for name, (hint, default) in descriptions.fields(entry).items():
         left = name
         if default is not ...:
             left = f"{name} = {value(default)}"
-        sentence = entry.sentences.get(name, "")
+        sentence = sentences.get(name, "")
         right = Text.assemble(sentence, " ", (f"({legal(hint)})", "dim"))
         lines.append(Line(Text(left), right))
     return lines

@@ -20,8 +20,9 @@ from fedstill.config.overrides import Origins
 from fedstill.config.settings import Settings
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
 from fedstill.config.validation import descriptions
-from fedstill.core import docstrings, registry
+from fedstill.core import registry
 from fedstill.core.codec import encoded_parts
+from fedstill.core.descriptions import plain_sentences, sentences, summary
 from fedstill.core.files import flat
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Payload, Plan, Stage, World
@@ -423,7 +424,7 @@ def measure_costs(prepared: Prepared, estimate: RunEstimate) -> list[MeasureCost
         share = None
         if not estimate.at_sites:
             share = rounds * examples / max(1, training)
-        about = registry.lookup("measure", path).summary
+        about = summary(registry.lookup("measure", path))
         costs.append(
             MeasureCost(name=name, about=about, rounds=rounds, examples=examples, share=share)
         )
@@ -474,12 +475,12 @@ def key_description(settings: Settings, key: str) -> str:
     table, _, field = key.partition(".")
     if table == "plan":
         _, _, plan_field = field.partition(".")  # plan.STAGE.lr
-        return docstrings.sentences(Plan).get(plan_field, "")
+        return sentences(Plan).get(plan_field, "")
     if table in NAMED:
         return _field_description(settings, table, field)
     tables = record_tables()
     if table not in tables:
-        return docstrings.sentences(TopKeys).get(table, "")
+        return sentences(TopKeys).get(table, "")
     record_field, _, _ = field.partition(".")
     return descriptions(tables[table]).get(record_field, "")
 
@@ -491,8 +492,8 @@ def _field_description(settings: Settings, table: str, field: str) -> str:
         return "Clients in all."
     entry: registry.Entry = getattr(settings.named, table).entry
     if field == NAME_KEYS[table]:
-        return entry.summary
-    fields = entry.sentences
+        return summary(entry)
+    fields = plain_sentences(entry.target)
     if table == "stream":
         fields = descriptions(StreamTable) | fields
     return fields.get(field, "")

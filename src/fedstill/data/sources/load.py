@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from fedstill.core import descriptions
 from fedstill.core.errors import (
     ConfigError,
     DataAbsent,
@@ -116,7 +117,7 @@ def load_dataset(
 
 
 def _registered(entry: Entry, folder: Folder, fields: Mapping[str, Any]) -> Dataset:
-    _check_fields(entry.name, fields, entry.fields, "it has no reading options")
+    _check_fields(entry.name, fields, descriptions.fields(entry), "it has no reading options")
     return _checked_dataset(entry.name, entry.build(**_folder_argument(entry, folder), **fields))
 
 
@@ -126,10 +127,10 @@ def _from_function(
     """The data set that a user's function returns; it must have the requested owners."""
     entry = lookup("dataset", name, base)
     owner = None
-    if "owner" not in entry.fields:
+    if "owner" not in descriptions.fields(entry):
         owner = fields.get("owner")
         fields = {key: value for key, value in fields.items() if key != "owner"}
-    _check_fields(name, fields, entry.fields, "its function has no such parameter")
+    _check_fields(name, fields, descriptions.fields(entry), "its function has no such parameter")
     arguments = {**_folder_argument(entry, folder), **fields}
     _check_defaults(name, entry.target, arguments)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstill.core import docstrings, registry
+from fedstill.core import descriptions, registry
 
 OURS = [
     (kind, name)
@@ -20,8 +20,9 @@ OURS = [
 @pytest.mark.parametrize(("kind", "name"), OURS)
 def test_every_field_has_a_sentence(kind: str, name: str) -> None:
     entry = registry.lookup(kind, name)
-    for field in entry.fields:
-        sentence = entry.sentences.get(field, "")
+    sentences = descriptions.plain_sentences(entry.target)
+    for field in descriptions.fields(entry):
+        sentence = sentences.get(field, "")
         assert sentence.endswith("."), f"{kind} {name}: {field}"
         assert sentence[0].isupper() or not sentence[0].isalpha(), f"{kind} {name}: {field}"
         assert "``" not in sentence
@@ -59,12 +60,12 @@ class Reworded(Derived):
 
 
 def test_a_class_has_its_own_sentences_and_those_of_its_bases() -> None:
-    assert docstrings.sentences(Base) == {
+    assert descriptions.sentences(Base) == {
         "kept": "Of the base.",
         "changed": "Of the base, in two lines.",
     }
-    assert docstrings.sentences(Derived) == {**docstrings.sentences(Base), "own": "Its own."}
-    assert docstrings.sentences(Reworded)["changed"] == "Of the class itself."
+    assert descriptions.sentences(Derived) == {**descriptions.sentences(Base), "own": "Its own."}
+    assert descriptions.sentences(Reworded)["changed"] == "Of the class itself."
 
 
 def test_a_function_has_the_sentences_of_its_parameters() -> None:
@@ -81,7 +82,7 @@ def test_a_function_has_the_sentences_of_its_parameters() -> None:
         Source: a paper.
         """
 
-    assert docstrings.sentences(split) == {
+    assert descriptions.sentences(split) == {
         "labels": "Class ids (n,).",
         "alpha": "How even, over two lines: small is skewed.",
         "seed": "What it is drawn from.",
@@ -100,7 +101,7 @@ def test_a_plain_class_has_those_of_its_constructor() -> None:
         ) -> None:
             """depth: How many there are."""
 
-    assert docstrings.sentences(Network) == {
+    assert descriptions.sentences(Network) == {
         "width": "Units of the hidden layer.",
         "depth": "How many there are.",
     }
@@ -116,12 +117,11 @@ def test_a_users_file_is_read_and_a_class_without_source_has_none(tmp_path: Path
         '    """Weight of mine."""\n'
     )
     entry = registry.lookup("method", "mine.py:Mine", tmp_path)
-    assert entry.sentences["beta"] == "Weight of mine."
-    assert (
-        entry.sentences["aggregation"]
-        == registry.lookup("method", "fedavg").sentences["aggregation"]
-    )
-    assert docstrings.sentences(type("Bare", (), {})) == {}
+    sentences = descriptions.sentences(entry.target)
+    fedavg = registry.lookup("method", "fedavg")
+    assert sentences["beta"] == "Weight of mine."
+    assert sentences["aggregation"] == descriptions.sentences(fedavg.target)["aggregation"]
+    assert descriptions.sentences(type("Bare", (), {})) == {}
 
 
 def test_a_summary_is_the_whole_first_paragraph() -> None:
@@ -132,8 +132,10 @@ def test_a_summary_is_the_whole_first_paragraph() -> None:
         Another paragraph.
         """
 
-    assert registry.Entry("partition", "split", split).summary == "Share labels over two lines."
-    assert registry.Entry("partition", "split", split, about="By ``name``.").summary == "By name."
+    entry = registry.Entry("partition", "split", split)
+    assert descriptions.summary(entry) == "Share labels over two lines."
+    entry = registry.Entry("partition", "split", split, about="By ``name``.")
+    assert descriptions.summary(entry) == "By name."
 
 
 def test_blocks_end_at_an_empty_line_or_the_next_label() -> None:
@@ -147,7 +149,7 @@ def test_blocks_end_at_an_empty_line_or_the_next_label() -> None:
 
     Nothing of this belongs to it.
     """
-    read = docstrings.blocks(text)
+    read = descriptions.blocks(text)
     assert read["Source"] == ["a paper, and another: see there."]
     assert read["Memory"] == ["nothing."]
     assert read["State"] == ["the global parameters; h = a sum, zeros at first; model.N = a model."]

@@ -1,5 +1,6 @@
-"""Reads descriptions from docstrings, so that commands and readers of the code see the same text.
+"""Descriptions of registered things: their fields, with types, defaults and sentences.
 
+The sentences are read from docstrings, so that commands and readers of the code see the same text.
 The description of a class's field is the string below it, and that of a function's parameter is a
 line ``name: Sentence.`` of the docstring. A module's docstring has blocks ``Label: text``, such as
 ``Symbols:``, and for a method ``State:`` and ``Memory:``, which list groups of tensors.
@@ -13,11 +14,64 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
+
+from fedstill.core.registry import Entry
+
+SUPPLIED_PARAMETERS = {
+    "partition": {"labels", "clients", "groups", "seed"},
+    "model": {"input_shape", "in_channels", "vocabulary", "classes", "num_classes"},
+    "dataset": {"folder"},
+    "stream": {"labels", "domains", "tasks", "seed", "classes"},
+}
+"""Parameters that the library supplies, so that a config cannot set them."""
 
 _LABEL = re.compile(r"([A-Z][a-z]+):(?: |$)")
+
+
+def summary(entry: Entry) -> str:
+    """A summary in one line: ``about``, or else the first paragraph of the docstring."""
+    first_paragraph = (inspect.getdoc(entry.target) or "").partition("\n\n")[0]
+    text = entry.about or " ".join(first_paragraph.split())
+    return text.replace("``", "")
+
+
+@functools.cache
+def fields(entry: Entry) -> Mapping[str, tuple[Any, Any]]:
+    """The annotation and the default of each field that a config can set, by name. The default of
+    a required field is ``...``.
+    """
+    hints = get_type_hints(_annotated(entry.target), include_extras=True)
+    supplied = SUPPLIED_PARAMETERS.get(entry.kind, set())
+    settable = {}
+    for name, parameter in inspect.signature(entry.target).parameters.items():
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if name in supplied or is_variadic:
+            continue
+        default = parameter.default
+        if default is parameter.empty:
+            default = ...
+        settable[name] = (hints.get(name, Any), entry.preset.get(name, default))
+    return settable
+
+
+def _annotated(target: Any) -> Any:
+    """The object with the annotations of a callable's parameters."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    if inspect.isclass(target) and not is_dataclass(target):
+        return target.__init__
+    if inspect.isclass(target) or inspect.isroutine(target):
+        return target
+    return type(target).__call__
+
+
+def plain_sentences(target: Callable[..., Any]) -> dict[str, str]:
+    """The descriptions of ``sentences`` for the terminal, without the marks of code."""
+    return {name: text.replace("``", "") for name, text in sentences(target).items()}
 
 
 def sentences(target: Callable[..., Any]) -> dict[str, str]:
