@@ -119,15 +119,15 @@ PACKAGES = (
         commands=(
             Part(
                 "why",
-                "Say who made the model forget: what a class lost in a round by local training and "
-                "by averaging, and by client.",
+                "Show which clients caused forgetting: the loss of a class in a round by local "
+                "training, by averaging, and by client.",
                 "fedstill.attribution.commands:why_command",
             ),
         ),
         report_sections=(
             PlacedPart(
                 "why",
-                "Which clients contributed to a class's rise or fall.",
+                "The clients' contributions to changes in class accuracy.",
                 "fedstill.attribution.report:contributors",
                 follows="classes",
             ),
@@ -138,20 +138,20 @@ PACKAGES = (
         commands=(
             Part(
                 "rank",
-                "The ranking: a benchmark of forgetting that anybody can run, extend and check.",
+                "The ranking: a benchmark of forgetting that anyone can run, extend and check.",
                 "fedstill.benchmark.commands:rank",
             ),
             Part(
                 "reproduce",
-                "Run a paper's table or figure, going on where it stopped, and print ours beside "
-                "the paper's; no name: list them.",
+                "Reproduce a paper's table or figure, and print our numbers next to the paper's; "
+                "without a name, list them.",
                 "fedstill.benchmark.commands:reproduce",
             ),
         ),
         explanations=(
             Part(
                 "maps",
-                "What the ranking's maps found near a run's setting.",
+                "The results of the ranking's maps near a run's setting.",
                 "fedstill.benchmark.maps:explain_maps",
             ),
         ),
@@ -161,8 +161,8 @@ PACKAGES = (
         commands=(
             Part(
                 "export",
-                "Write a run's model so that it can be used without fedstill, normalisation "
-                "inside; or its numbers as tables.",
+                "Write a run's model, including normalisation, for use without fedstill; or its "
+                "numbers as tables.",
                 "fedstill.export.commands:export_command",
             ),
         ),
@@ -198,14 +198,14 @@ PACKAGES = (
         config_checks=(
             Part(
                 "privacy",
-                "Refuses a config that would have nothing to protect, or could not.",
+                "Refuses a config without anything to protect, or whose protection is impossible.",
                 "fedstill.privacy.noise:check_config",
             ),
         ),
         compatibility_rules=(
             Part(
                 "privacy",
-                "What private training and secure sums ask of a run.",
+                "The requirements of private training and secure sums.",
                 "fedstill.privacy.compatibility:RULES",
             ),
         ),
@@ -268,7 +268,7 @@ PACKAGES = (
         config_tables=(
             PlacedPart(
                 "query",
-                "Which classes clients ask for, and when.",
+                "The classes for which clients ask, and when.",
                 "fedstill.querying.queries:QueryTable",
                 follows="flower",
             ),
@@ -283,27 +283,27 @@ PACKAGES = (
         compatibility_rules=(
             Part(
                 "queries",
-                "What queries ask of a run.",
+                "The requirements of queries.",
                 "fedstill.querying.rules:RULES",
             ),
         ),
         split_explanations=(
             Part(
                 "queries",
-                "Which clients will ask for which classes, and why.",
+                "The planned queries of clients, and their reasons.",
                 "fedstill.querying.terminal:explain_queries",
             ),
         ),
         report_sections=(
             PlacedPart(
                 "asked",
-                "What clients asked for, gained and forgot.",
+                "The gain and forgetting of querying clients.",
                 "fedstill.querying.report:asked",
                 follows="results",
             ),
             PlacedPart(
                 "probe",
-                "What models predict on noise, beside the label shares of their clients.",
+                "Predictions of models on noise, next to the label shares of their clients.",
                 "fedstill.querying.report:noise_probes",
                 follows="split",
             ),
@@ -311,14 +311,14 @@ PACKAGES = (
         comparison_notes=(
             Part(
                 "untaught",
-                "How many queries had no teacher.",
+                "The number of queries without a teacher.",
                 "fedstill.querying.report:untaught",
             ),
         ),
         world_extensions=(
             Part(
                 "queries",
-                "The queries of clients, or the rule by which they raise them.",
+                "The queries of clients, or the rule by which clients raise them.",
                 "fedstill.querying.rules:with_queries",
             ),
         ),
@@ -332,7 +332,7 @@ PACKAGES = (
         run_extensions=(
             Part(
                 "queries",
-                "Who asks for what, and what clients gain and lose by it.",
+                "The queries of clients, and their gain and forgetting.",
                 "fedstill.querying.hooks:run_extensions",
             ),
         ),
@@ -357,7 +357,7 @@ PACKAGES = (
         config_tables=(
             PlacedPart(
                 "unlearning",
-                "Clients, classes and examples that a run does without.",
+                "Clients, classes and examples that are excluded from a run.",
                 "fedstill.unlearning.request:UnlearningTable",
                 follows="flower",
             ),
@@ -365,7 +365,7 @@ PACKAGES = (
         explanations=(
             Part(
                 "unlearning",
-                "What strategies of unlearning need of the run, in bytes.",
+                "The storage that strategies of unlearning need, in bytes.",
                 "fedstill.unlearning.commands:explain_kept",
             ),
         ),
@@ -380,7 +380,7 @@ PACKAGES = (
         report_sections=(
             PlacedPart(
                 "unlearning",
-                "How well models have forgotten what they were asked to.",
+                "Measurements of unlearned models.",
                 "fedstill.unlearning.report:forgetting_on_request",
                 follows="results",
             ),

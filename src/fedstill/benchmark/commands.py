@@ -180,7 +180,7 @@ def _list_recipes() -> int:
 
 rank = App(
     name="rank",
-    help="The ranking: a benchmark of forgetting that anybody can run, extend and check.",
+    help="The ranking: a benchmark of forgetting that anyone can run, extend and check.",
 )
 
 RUNS = Path("runs/rank")

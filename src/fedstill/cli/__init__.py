@@ -41,8 +41,8 @@ COMMANDS = (
     ),
     Part(
         "demo",
-        "Train FedAvg, FedProx and FedNTD on handwritten digits that are unevenly spread over 20 "
-        "clients, and compare what they forget.",
+        "Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly distributed over 20 "
+        "clients, and compare their forgetting.",
         "fedstill.cli.comparisons:demo",
     ),
     Part(

@@ -97,8 +97,8 @@ def demo(
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> int:
-    """Train FedAvg, FedProx and FedNTD on handwritten digits that are unevenly spread over 20
-    clients, and compare what they forget.
+    """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly distributed over 20 clients,
+    and compare their forgetting.
 
     Args:
         seeds: Seeds of the runs. By default, 1,2,3.

@@ -92,11 +92,11 @@ MEASURES = (
 )
 
 MOST_DRAWN = 40
-"""More clients than this are not drawn one by one."""
+"""The largest number of clients that are drawn individually."""
 
 ABOUT_COURSES = (
-    "Two values for each client and round: before and after it learns from other clients. A step "
-    "up is what it learned."
+    "Two values for each client and round: before and after it learns from other clients. The "
+    "difference is the gain from other clients."
 )
 
 
@@ -119,7 +119,7 @@ def clients(report: Report) -> Section | None:
     return Section("clients", "Client by client", blocks)
 
 
-ABOUT_OWN_MODELS = "Each client has a model of its own."
+ABOUT_OWN_MODELS = "Each client has its own model."
 ABOUT_SERVER_MODELS = (
     "The server has several models; the column “model” names the one that a client uses after the "
     "last round."
@@ -127,7 +127,7 @@ ABOUT_SERVER_MODELS = (
 
 
 def _about(groups: Sequence[Group]) -> str:
-    """Which models are tested, on which examples."""
+    """A description of the tested models and examples."""
     sentences = []
     measures = _measures(groups)
     with_server_models = [group for group in groups if _has_server_models(group)]
@@ -398,7 +398,7 @@ def _course(group: Group, rounds: Sequence[LearningRound]) -> Figure:
         )
         traces.append(trace)
     round_axis = {
-        "title": {"text": "round (half-way: before learning from the others)"},
+        "title": {"text": "round (half-way: before learning from other clients)"},
         "rangemode": "tozero",
     }
     accuracy_axis = {**PERCENT, **flat_range(y_values(traces), PERCENT)}
@@ -420,8 +420,8 @@ def _traffic(groups: Iterable[Group]) -> str:
     if not parts:
         return ""
     return (
-        "Sent in the complete run; in brackets, the size of the same clients' weights, sent down "
-        f"and up once a round: {'; '.join(parts)}."
+        "Sent bytes in the complete run; in brackets, the size of the same clients' weights, sent "
+        f"down and up once a round: {'; '.join(parts)}."
     )
 
 

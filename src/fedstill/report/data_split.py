@@ -1,4 +1,4 @@
-"""The sections on data: how they are split over clients, and what the examples are."""
+"""The sections on data: their split over clients, and the form of the examples."""
 
 from __future__ import annotations
 
@@ -37,31 +37,29 @@ EXAMPLES = "examples"
 IN_LOCAL = "in-local p"
 OUT_LOCAL = "out-local p"
 KINDS = (EXAMPLES, IN_LOCAL, OUT_LOCAL)
-"""What a map shows: numbers of examples, or one of two distributions over classes."""
+"""The kinds of heat maps: numbers of examples, or one of two distributions over classes."""
 
 FIRST = 200
-"""How many clients a map shows where all are too many."""
+"""The number of clients in a heat map if it cannot show all clients."""
 MOST_NAMES = 60
-"""The most clients whose names stand on an axis."""
+"""The largest number of clients whose names are shown on an axis."""
 MOST_NUMBERS = 40
-"""A map of more clients or classes than these is drawn without numbers; of distributions, of half
-as many clients.
+"""A heat map with more clients or classes than this has no numbers. For distributions, the limit is
+half as many clients.
 """
 BINS = 40
-"""The most bars of a picture that counts clients."""
+"""The largest number of bars in a histogram of clients."""
 
 ABOUT_SPLIT = (
     "The number of training examples of each class at each client; blank cells have none. A client "
-    "trains on its own column only. Its in-local distribution p is this column divided by its sum, "
+    "only trains on its own column. Its in-local distribution p is this column divided by its sum, "
     "and its out-local distribution is (1 - p) / (C - 1)."
 )
 
 
 @dataclass(frozen=True)
 class Split:
-    """One way in which the data are dealt out: label counts (C,) by client, and the runs that have
-    it.
-    """
+    """A split of the data over clients: label counts (C,) by client, and the runs with it."""
 
     counts: LabelCounts
     classes: Sequence[str]
@@ -76,7 +74,7 @@ class Split:
 
     @property
     def client_names(self) -> list[str]:
-        """The names, in the data, of the clients that a map shows; empty where they have none."""
+        """The names of the clients in a heat map; empty if they have no names."""
         for run in self.runs:
             names = run.start.get("client_names")
             if names:
@@ -85,19 +83,19 @@ class Split:
 
     @property
     def drawn(self) -> Sequence[list[int]]:
-        """The label counts of the clients that a map shows: all, or the first."""
+        """The label counts of the clients in a heat map: all, or the first ones."""
         if self.is_too_large:
             return self.counts[:FIRST]
         return self.counts[: len(self.counts)]
 
     @property
     def is_too_large(self) -> bool:
-        """Whether a map of all clients would be too large for a page."""
+        """Whether a heat map of all clients would be too large for a page."""
         return len(self.counts) * len(self.classes) > MOST_CELLS
 
 
 def split_maps(report: Report) -> Section | None:
-    """How the data are dealt out; None if no run has started."""
+    """The split of the data over clients; None if no run has started."""
     distinct = splits(report.groups)
     if not distinct:
         return None
@@ -131,16 +129,16 @@ def splits(groups: Iterable[Group]) -> list[Split]:
 
 
 def are_small(distinct: Iterable[Split]) -> bool:
-    """Whether a page can carry the maps of every kind of these splits."""
+    """Whether the heat maps of all kinds of these splits fit on a page."""
     cells = sum(len(split.drawn) * len(split.classes) for split in distinct)
     return cells * len(KINDS) <= MOST_CELLS
 
 
 def class_by_client(split: Split, kind: str = EXAMPLES) -> Figure:
-    """What each client holds of each class, as one of ``KINDS``; what a client lacks is left blank.
+    """A heat map of classes by client, of one of ``KINDS``; cells without examples are blank.
 
-    Of more clients than a page can carry, the first. Source of the distributions: FedNTD, section
-    2.2 and figure 3.
+    If there are too many clients for a page, it shows the first ones. Source of the distributions:
+    FedNTD, section 2.2 and figure 3.
     """
     columns = [_column(counts, kind) for counts in split.drawn]
     client = "client %{x}"
@@ -175,7 +173,7 @@ def class_by_client(split: Split, kind: str = EXAMPLES) -> Figure:
 
 
 def _column(counts: Sequence[int], kind: str) -> Sequence[float]:
-    """What a client has of each class."""
+    """The values of a client's column."""
     if kind == EXAMPLES:
         return counts
     total = sum(counts) or 1
@@ -187,7 +185,7 @@ def _column(counts: Sequence[int], kind: str) -> Sequence[float]:
 
 
 def _number_template(split: Split, kind: str) -> str:
-    """The number in each cell, where there is room for it."""
+    """The template for the number in each cell, if there is enough space."""
     most_clients = MOST_NUMBERS
     if kind != EXAMPLES:
         most_clients = MOST_NUMBERS // 2
@@ -197,7 +195,7 @@ def _number_template(split: Split, kind: str) -> str:
 
 
 def _ticks(split: Split) -> dict[str, Any]:
-    """Clients on an axis: by their names, short ones where they are few; else by number."""
+    """The ticks of an axis of clients: shortened names if there are few clients, else numbers."""
     names = split.client_names
     if not names or len(names) > MOST_NAMES:
         return whole_numbers(len(split.drawn))
@@ -212,17 +210,17 @@ def _ticks(split: Split) -> dict[str, Any]:
 
 
 def _in_numbers(split: Split) -> list[Block]:
-    """What the map shows of a split over too many clients, and how many clients are how large."""
+    """A note on a split that is too large for the heat map, and histograms of all clients."""
     sizes = split.counts.sizes()
     classes = split.counts.classes_held()
     about = (
-        f"{split.name}: too many clients to draw each. The map shows the first {FIRST}; these "
-        f"pictures count all {len(sizes):,}. A client has {_range(sizes)} examples, of "
+        f"{split.name}: there are too many clients to show each. The map shows the first {FIRST}; "
+        f"these pictures count all {len(sizes):,}. A client has {_range(sizes)} examples, of "
         f"{_range(classes)} classes."
     )
     by_size = Chart(
         [clients_by(sizes, "examples")],
-        "How many clients have how many examples.",
+        "The number of clients by their number of examples.",
         "Clients by examples",
     )
     by_classes = Chart(
@@ -234,7 +232,7 @@ def _in_numbers(split: Split) -> list[Block]:
 
 
 def _range(values: NDArray[Any]) -> str:
-    """The smallest and the largest value with their mean, or the one that all have."""
+    """The range of the values with their mean, or the common value."""
     low = int(values.min())
     high = int(values.max())
     if low == high:
@@ -243,7 +241,7 @@ def _range(values: NDArray[Any]) -> str:
 
 
 def clients_by(values: NDArray[Any], unit: str) -> Figure:
-    """How many clients have a value: a bar for each value, or for a range where they are many."""
+    """A histogram of clients, with a bar for each value or for each range of values."""
     distinct, clients = np.unique(values, return_counts=True)
     names = [f"{value:,.0f}" for value in distinct]
     if len(distinct) > BINS:
@@ -264,11 +262,11 @@ def clients_by(values: NDArray[Any], unit: str) -> Figure:
     return Figure([bars], axes)
 
 
-# What the examples of runs are, whose mean and spread standardises them, and what was left out
+# Notes on the form of the examples, on standardisation, and on omissions
 
 
 def data_notes(report: Report) -> Section | None:
-    """The notes of reading and splitting the data; None where there are none and examples are
+    """The notes on reading and splitting the data; None if there are no notes and the examples are
     images.
     """
     labels_by_notes: dict[tuple[str, ...], list[str]] = {}
@@ -288,7 +286,7 @@ def data_notes(report: Report) -> Section | None:
 
 
 def _notes(run: Run) -> tuple[str, ...]:
-    """The notes of a run, of which none is empty."""
+    """The non-empty notes of a run."""
     inputs = run.start.get("inputs", {})
     notes = [examples_text(inputs), *map(str, run.start.get("notes", ()))]
     return tuple(note for note in notes if note)

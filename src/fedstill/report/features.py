@@ -1,5 +1,5 @@
-"""The sections on features of test examples, embedded by t-SNE: of one run, and of runs that
-started from one model.
+"""The sections on features of test examples, embedded by t-SNE: for a single run, and for runs with
+the same initial model.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ GLOBALS = {RECEIVED: "#6B7280", AGGREGATED: "#D7263D"}
 
 LOCAL_SIZE = 4
 GLOBAL_SIZE = 5
-"""Pixels of the points of local and of global models."""
+"""The sizes of the points of local and global models, in pixels."""
 
 ABOUT = (
-    "Each point is the features of a test example under one of the models (joint t-SNE). Points "
+    "Each point shows the features of a test example in one of the models (joint t-SNE). Points "
     "are close if their features are similar; large distances have no meaning. By class: where "
-    "classes mix, the models cannot tell them apart. By model: a local model whose points lie on "
-    "those of the global model forgot little."
+    "classes mix, the models cannot distinguish them. By model: a local model whose points lie on "
+    "those of the global model has forgotten little."
 )
 
 
 @dataclass(frozen=True)
 class Point:
-    """A place on the plane of a t-SNE."""
+    """A point in the plane of a t-SNE."""
 
     x: float
     y: float
@@ -53,7 +53,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Where a look has the test examples: labels (n,), and places (n,) under each model."""
+    """The t-SNE of a measurement: labels (n,), and points (n,) for each model."""
 
     look: Look
     labels: Sequence[int]
@@ -107,7 +107,7 @@ def _by_class(embedding: Embedding) -> Figure:
 
 
 def _by_model(embedding: Embedding) -> Figure:
-    """Local models first, so that the points of global models lie above theirs."""
+    """Points by model. Local models come first, so that the points of global models are on top."""
     local_models = [model for model in embedding.places if model not in GLOBALS]
     traces = []
     for index, model in enumerate(local_models):
@@ -120,7 +120,7 @@ def _by_model(embedding: Embedding) -> Figure:
 
 
 def on_plane(traces: Sequence[Trace]) -> Figure:
-    """Points without axes, as t-SNE's have no units."""
+    """A figure of points without axes, because t-SNE coordinates have no units."""
     axes = layout(
         height=460,
         hovermode="closest",
@@ -132,7 +132,7 @@ def on_plane(traces: Sequence[Trace]) -> Figure:
 
 
 def dots(name: str, points: Sequence[Point], colour: str, size: int) -> Trace:
-    """Points of one kind."""
+    """A trace of points in one colour."""
     return new_trace(
         "scatter",
         mode="markers",
@@ -144,24 +144,24 @@ def dots(name: str, points: Sequence[Point], colour: str, size: int) -> Trace:
     )
 
 
-# Runs that started from one model, in one t-SNE: what each method, or each split, does with the
-# same features
+# A joint t-SNE of runs with the same initial model, which compares the effects of methods or splits
+# on the same features
 
 
 MOST_POINTS = 3000
-"""So many points are embedded at most: the time grows faster than their number."""
+"""The largest number of points to embed; the time grows faster than linearly."""
 
 ABOUT_JOINT = (
-    "One t-SNE of the features of test examples, under the model that all these runs received and "
-    "under the local models of each run. By run: where a run's points lie on those of the received "
-    "model, training kept its features; where they lie apart, training changed them. By class: "
+    "A joint t-SNE of the features of test examples, in the model that all these runs received and "
+    "in the local models of each run. By run: where a run's points lie on those of the received "
+    "model, training has kept its features; elsewhere, training has changed them. By class: "
     "examples of a class should stay together."
 )
 
 
 @dataclass(frozen=True)
 class StoredFeatures:
-    """The features of one look: (n, D) of each model, and the images' labels (n,)."""
+    """The features of a measurement: (n, D) for each model, and the labels (n,) of the images."""
 
     look: Look
     features: Mapping[str, Tensor]
@@ -186,9 +186,7 @@ class StoredFeatures:
 
 
 def joint(report: Report) -> Section | None:
-    """A chart for each model from which several groups' runs started; None if there is no such
-    model.
-    """
+    """A chart for each initial model that several groups share; None if there is no such model."""
     stored = [_stored_features(look) for look in last_looks(report.groups, "tsne")]
     families = _families([features for features in stored if features is not None])
     if not families:
@@ -205,19 +203,17 @@ def joint(report: Report) -> Section | None:
     ]
     choice = Choice("joint", "Colour by", ["run", "class"])
     blocks = [Paragraph(ABOUT_JOINT), choice, *charts]
-    return Section("joint", "Runs that started from one model", blocks)
+    return Section("joint", "Runs with the same initial model", blocks)
 
 
 def _title(family: Sequence[StoredFeatures]) -> str:
-    """Which runs, and of which seed; the section says the rest."""
+    """The labels and the seed of the runs."""
     labels = ", ".join(stored.group.label for stored in family)
     return f"{labels} (seed {family[0].look.run.seed})"
 
 
 def _stored_features(look: Look) -> StoredFeatures | None:
-    """What the measure stored beside the journal; None where nothing was stored, or the file was
-    left behind.
-    """
+    """The features that the measure stored next to the journal; None if there is no such file."""
     with reading(look) as event:
         name = Path(str(event.get("features") or "")).name
         labels = [int(label) for label in event["labels"]]
@@ -244,7 +240,7 @@ def _are_features(features: Mapping[str, Tensor], images: int) -> bool:
 
 
 def _families(stored: Sequence[StoredFeatures]) -> list[list[StoredFeatures]]:
-    """Looks whose runs received the same model, two groups or more."""
+    """The measurements by common received model, if at least two groups share it."""
     families: list[list[StoredFeatures]] = []
     for features in stored:
         for family in families:
@@ -274,10 +270,10 @@ def _joint_figures(family: Sequence[StoredFeatures], style: Style) -> list[Figur
     for stored, own_places in zip(family, places_by_run, strict=True):
         colour = style.colour(stored.group)
         run_traces.append(dots(group_name(stored.group), _points(own_places), colour, LOCAL_SIZE))
-    # runs with few points lie above those with many
+    # runs with few points are drawn on top
     run_traces.sort(key=lambda trace: -len(trace["x"]))
     run_traces.append(
-        dots("the model received", _points(places[0]), GLOBALS[RECEIVED], GLOBAL_SIZE)
+        dots("the received model", _points(places[0]), GLOBALS[RECEIVED], GLOBAL_SIZE)
     )
 
     labels = family[0].labels[images]
@@ -290,7 +286,7 @@ def _joint_figures(family: Sequence[StoredFeatures], style: Style) -> list[Figur
 
 
 def _chosen_images(labels: Tensor, models: int) -> Tensor:
-    """The images to embed: all, or of too many a part with the same shares of classes."""
+    """The images to embed: all, or a stratified part if there are too many."""
     count = min(len(labels), max(1, MOST_POINTS // models))
     if count == len(labels):
         return torch.arange(len(labels))
@@ -298,5 +294,5 @@ def _chosen_images(labels: Tensor, models: int) -> Tensor:
 
 
 def _points(places: Tensor) -> list[Point]:
-    """Places (..., 2) as points."""
+    """Convert coordinates (..., 2) to points."""
     return [Point(round(x, 1), round(y, 1)) for x, y in places.reshape(-1, 2).tolist()]

@@ -256,7 +256,7 @@ SECTIONS = (
     ),
     Part(
         "confusion",
-        "Which class is taken for which.",
+        "Confusions between classes.",
         "fedstill.report.rounds:confusion",
     ),
     Part(
@@ -266,12 +266,12 @@ SECTIONS = (
     ),
     Part(
         "heterogeneity",
-        "Accuracy and forgetting over a parameter of the split.",
+        "Accuracy and forgetting against a parameter of the split.",
         "fedstill.report.setting_effects:heterogeneity",
     ),
     Part(
         "sensitivity",
-        "Accuracy and forgetting over a number of the method.",
+        "Accuracy and forgetting against a hyper-parameter.",
         "fedstill.report.setting_effects:sensitivity",
     ),
     Part(
@@ -281,12 +281,12 @@ SECTIONS = (
     ),
     Part(
         "data",
-        "What the examples are, and what reading them left out.",
+        "The form of the examples, and omissions in reading them.",
         "fedstill.report.data_split:data_notes",
     ),
     Part(
         "split",
-        "What each client has of each class.",
+        "The examples of each class at each client.",
         "fedstill.report.data_split:split_maps",
     ),
     Part(
@@ -316,12 +316,12 @@ SECTIONS = (
     ),
     Part(
         "own_measures",
-        "What measures of the user's own gave, by round.",
+        "Values of the user's own measures by round.",
         "fedstill.report.rounds:own_measures",
     ),
     Part(
         "units",
-        "Which class each unit stands for.",
+        "The class of each unit.",
         "fedstill.report.class_regions:units",
     ),
     Part(
@@ -341,7 +341,7 @@ SECTIONS = (
     ),
     Part(
         "landscape",
-        "The loss around models.",
+        "The loss landscape of models.",
         "fedstill.report.weights:landscape",
     ),
     Part(
@@ -351,7 +351,7 @@ SECTIONS = (
     ),
     Part(
         "leakage",
-        "How well training examples are told from what clients sent.",
+        "Membership inference from the clients' messages.",
         "fedstill.report.leaks:leaks",
     ),
     Part(
@@ -375,18 +375,18 @@ SECTIONS = (
         "fedstill.report.overview:settings",
     ),
 )
-"""The sections of this package. Those of packages follow the ones that they name."""
+"""The sections of this package. Sections of other packages follow the sections that they name."""
 
 
 def section_parts() -> list[Part]:
-    """Where the sections of all packages are found, in the order of the page."""
+    """The sections of all packages, in the order of the page."""
     own_parts = {part.name: part for part in SECTIONS}
     package_parts = [(part, part) for part in manifest.report_sections()]
     return list(manifest.placed(own_parts, package_parts).values())
 
 
 def sections(report: Report) -> list[Section]:
-    """The sections that have something to show."""
+    """The sections with content."""
     written = []
     for part in section_parts():
         make_section = part.load()
