@@ -141,6 +141,7 @@ def test_devices_without_a_card_are_an_error(
     out = tmp_path / "out"
     assert call([*command, "--devices", "0", "--out", str(out), "--quiet"]) == 2
     assert "--devices" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_devices_in_python_are_those_of_the_command(

@@ -184,8 +184,9 @@ def slots_for(devices: Set[str], jobs: int | None, numbers: Sequence[int] = ()) 
     jobs: the number of parallel runs; None: as many as fit. numbers: the GPUs to use, with torch's
     indices; empty: all. Raises ConfigError for GPUs that do not exist or are not used.
     """
+    check_numbers(numbers)
     if numbers:
-        _check_numbers(devices, numbers)
+        _check_use(devices)
     numbered = sorted(device for device in devices if device.startswith("cuda:"))
     if numbered:
         return Slots(jobs or min(map(jobs_that_fit, numbered)))
@@ -217,8 +218,10 @@ def distributed(cards: Sequence[Card], jobs: int | None) -> tuple[str, ...]:
     return tuple(names[:most])
 
 
-def _check_numbers(devices: Set[str], numbers: Sequence[int]) -> None:
-    """Raise ConfigError for ``--devices`` that torch does not see, or that no run would use."""
+def check_numbers(numbers: Sequence[int]) -> None:
+    """Raise ConfigError for ``--devices`` that torch does not see, or that are repeated."""
+    if not numbers:
+        return
     count = 0
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
@@ -234,6 +237,10 @@ def _check_numbers(devices: Set[str], numbers: Sequence[int]) -> None:
         raise ConfigError(
             "--devices contains a device twice; list each device once, and set --jobs"
         )
+
+
+def _check_use(devices: Set[str]) -> None:
+    """Raise ConfigError if ``--devices`` has no effect on runs with these devices."""
     if "cuda" not in devices or any(device.startswith("cuda:") for device in devices):
         raise ConfigError(
             f"--devices distributes runs with device = 'cuda', but these have "

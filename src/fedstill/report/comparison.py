@@ -20,7 +20,7 @@ from fedstill.core.errors import ConfigError, CorruptFile, Interrupted, RunsFail
 from fedstill.core.fields import plain_value
 from fedstill.core.files import named_path
 from fedstill.core.process_settings import process_settings
-from fedstill.engines.devices import slots_for
+from fedstill.engines.devices import check_numbers, slots_for
 from fedstill.report import terminal
 from fedstill.report.page import write_page
 from fedstill.report.progress import followed_runs
@@ -221,6 +221,7 @@ def compare(  # noqa: PLR0913 - the options of the command compare
         )
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs = {jobs} must be at least 1")
+    check_numbers(plain_value(devices))
     folder = named_path(out) if out else new_folder("compare")
     runs = variants(experiment, folder, methods, seeds, grid)
     _check_importable(runs)
