@@ -255,7 +255,7 @@ class Pictures:
         array = np.asarray(plain)
         channels_first = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
         stored_pixels = picture.width * picture.height
-        return Picture(name, np.ascontiguousarray(channels_first), stored_pixels, largest)
+        return Picture(name, channels_first, stored_pixels, largest)
 
     def _file(self, name: str, cell: Any) -> contextlib.AbstractContextManager[IO[bytes]]:
         if cell is None:
@@ -321,6 +321,7 @@ def _check_file_size(name: str, size: int) -> None:
         )
 
 
+@functools.cache
 @functools.cache
 def _formats() -> tuple[str, ...]:
     """The formats that the installed Pillow can read."""

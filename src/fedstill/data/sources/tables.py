@@ -339,12 +339,11 @@ def _image_cells(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]
         for batch in file.iter_batches(batch_size=batch_size, columns=names, use_threads=False):
             images = batch.column(image).to_pylist()
             labels = batch.column(label).to_pylist()
-            for value, label_value in zip(images, labels, strict=True):
-                cell = _as_cell(value, image_type)
-                count += 1
-                unpacked += len((cell or {}).get("bytes") or b"")
-                check_ratio(path, unpacked, stored_bytes)
-                yield cell, label_value
+            cells = [_as_cell(value, image_type) for value in images]
+            count += len(cells)
+            unpacked += sum(len((cell or {}).get("bytes") or b"") for cell in cells)
+            check_ratio(path, unpacked, stored_bytes)
+            yield from zip(cells, labels, strict=True)
     if count != claims.num_rows:
         raise DataError(
             f"{path} claims to hold {claims.num_rows:,} rows, but holds {count:,}; write it again"
