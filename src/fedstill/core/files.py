@@ -644,3 +644,21 @@ def _replaced(text: str, signs: Mapping[str, str]) -> str:
     line = re.sub(r"[\t\n]", " ", text)
     pattern = "|".join(map(re.escape, signs))
     return re.sub(pattern, lambda match: signs[match[0]], line)
+
+
+# ---- times as text -------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """A time in the two largest units that it has.
+
+    >>> duration(9.6), duration(200), duration(7500)
+    ('10 s', '3 min 20 s', '2 h 5 min')
+    """
+    minutes, remaining_seconds = divmod(round(seconds), 60)
+    hours, remaining_minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {remaining_minutes} min"
+    if minutes:
+        return f"{minutes} min {remaining_seconds} s"
+    return f"{remaining_seconds} s"

@@ -11,6 +11,7 @@ from typing import Any
 from platformdirs import user_data_path
 
 from fedstill.config.experiment import from_tree
+from fedstill.continual.task_test import SITE_TEST
 from fedstill.core.files import parse_toml
 from fedstill.flower import say
 from fedstill.flower.messages import Request, SiteReply, require_flower
@@ -55,6 +56,8 @@ def _line(request: Request, reply: SiteReply, seconds: float) -> str:
     work = "answered"
     if reply.examples:
         work = f"{reply.examples} examples"
+    if stage.name == SITE_TEST:
+        work = f"{reply.metrics.get('site_test_examples', 0)} test examples"
     if reply.idle:
         work = "no data in this task"
     return f"run {request.run[:8]}, round {stage.round}, {stage.name}: {work}, {seconds:.1f} s"

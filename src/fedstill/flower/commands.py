@@ -212,11 +212,12 @@ def status(directory: Path) -> int:
 
     federation = folder.load_federation(directory)
     server = control.Control.of(federation)
-    for site in control.site_states(federation):
+    sites = control.site_states(federation)
+    runs = server.runs_under_way()
+    for site in sites:
         print(f"{site.name:<12} {site_state(site)}")
     for departed in federation.departed:
         print(f"client{departed:<6} has left")
-    runs = server.runs_under_way()
     for run in runs:
         print(f"run {run.number}: {run_state(run)}")
     if not runs:
@@ -229,7 +230,7 @@ def status(directory: Path) -> int:
 
 def site_state(site: SiteStatus) -> str:
     """A description of a site: whether it is online, and the time of its last contact."""
-    from fedstill.report.progress import duration
+    from fedstill.core.files import duration
 
     if site.contact is None:
         return "has not connected since the server started"

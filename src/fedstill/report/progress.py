@@ -22,7 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fedstill.core.files import neutral
+from fedstill.core.files import duration, neutral
 from fedstill.metrics.classification import METRICS
 from fedstill.report.terminal import SafeConsole, percent
 from fedstill.running.compare import Outcome
@@ -261,21 +261,6 @@ def _numbers(event: Mapping[str, Any]) -> list[str]:
     if event.get("refused"):
         numbers.append(f"{event['refused']} refused")
     return numbers
-
-
-def duration(seconds: float) -> str:
-    """A time in the two largest units that it has.
-
-    >>> duration(9.6), duration(200), duration(7500)
-    ('10 s', '3 min 20 s', '2 h 5 min')
-    """
-    minutes, remaining_seconds = divmod(round(seconds), 60)
-    hours, remaining_minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {remaining_minutes} min"
-    if minutes:
-        return f"{minutes} min {remaining_seconds} s"
-    return f"{remaining_seconds} s"
 
 
 def progress_bar() -> Progress:

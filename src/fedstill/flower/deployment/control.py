@@ -147,8 +147,11 @@ class Control:
                 "federation"
             ) from error
         except (OSError, ValueError, KeyError) as error:
+            reason = "the server was never started"
+            if not isinstance(error, FileNotFoundError):
+                reason = f"{path} cannot be read ({error})"
             how = f"start the server first: fedstill deploy server {federation.folder}"
-            raise NeverStarted(f"{how} ({error})") from error
+            raise NeverStarted(f"{reason}; {how}") from error
 
     def start(self, app: Path, values: Mapping[str, Any]) -> int:
         """Start a run of a Flower app with values for its config, and return its number."""
