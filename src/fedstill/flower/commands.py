@@ -141,9 +141,9 @@ def remove_command(directory: Path, client: int) -> int:
 
     federation = folder.load_federation(directory)
     folder.remove_client(federation, client)
-    print(
-        f"client {client} is removed; leave it out of new runs with unlearning.clients = [{client}]"
-    )
+    print(f"client {client} is removed")
+    if manifest.client_removals():
+        print(f"leave it out of new runs with unlearning.clients = [{client}]")
     _print_admitted(federation)
     return 0
 
