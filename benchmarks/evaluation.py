@@ -17,7 +17,8 @@ from fedstill.core.records import Examples
 from fedstill.data.inputs import Inputs
 from fedstill.engines.hardware import cores, keep_freed_memory, torch_threads
 from fedstill.engines.passes import correct_by_example
-from fedstill.models.contract import initial, predictor, spec_for
+from fedstill.models.contract import initial, spec_for
+from fedstill.models.predictors import predictor
 from fedstill.report import terminal
 
 IMAGES, SHAPE, CLASSES = 2_000, (3, 32, 32), 10

@@ -39,7 +39,7 @@ from fedstill.core.trees import dtype_of, sub, zeros_like
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
 from fedstill.losses import cross_entropy, kd
-from fedstill.models.contract import predictor
+from fedstill.models.predictors import predictor
 
 CLASSES, SIDE = 5, 4
 THREADS = int(os.environ.get("FEDSTILL_TEST_THREADS", "1"))

@@ -24,7 +24,7 @@ from fedstill.core.files import digest
 from fedstill.core.records import State, Tensors
 from fedstill.engines.passes import correct_by_class
 from fedstill.methods.fit import fitted_models, student_models
-from fedstill.models.contract import predictor
+from fedstill.models.predictors import predictor
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.directory import settings_of
 from fedstill.running.replay import Replay

@@ -20,6 +20,7 @@ from double import NEAR, in_double
 from fedstill.config.resolve import resolve
 from fedstill.core.records import SERVER
 from fedstill.models import contract
+from fedstill.models.predictors import predictor
 from fedstill.running.preparation import prepare
 
 LEAVES = """
@@ -87,7 +88,7 @@ def test_accuracy_is_the_share_of_test_images_that_are_right(small):
     workload, dataset = small
     ready = prepare(resolve(workload.experiment("fedavg")), dataset)
     task = hand_out.task_of(ready, 1)
-    predict = contract.predictor(ready.world.model(SERVER), task.initial)
+    predict = predictor(ready.world.model(SERVER), task.initial)
     right = [predict(x).argmax(1) for x in task.examples["test_images"].split(250)]
     assert accuracy(task, task.initial) == float(
         (torch.cat(right) == task.examples["test_labels"]).double().mean()

@@ -21,6 +21,7 @@ from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
 from fedstill.models import contract
 from fedstill.models.layer_chain import run_from_level, run_to_levels
+from fedstill.models.predictors import predictor
 from fedstill.running.preparation import Prepared, prepare
 
 STAGE = Stage(2, 0, "train", (0,))
@@ -89,7 +90,7 @@ def test_losses_are_means_over_the_examples_of_the_last_epoch(prepared: Prepared
     examples.
     """
     view, start = prepared.sites.view(0, STAGE), prepared.world.initial(0)
-    logits = contract.predictor(view.model, start)(prepared.sites.inputs.plain(view.data.values))
+    logits = predictor(view.model, start)(prepared.sites.inputs.plain(view.data.values))
     expected = torch.nn.functional.cross_entropy(logits, view.data.labels).item()
     for batch in (1, 7, 1000):
         assert len(view.data) % 7

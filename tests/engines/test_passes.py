@@ -15,9 +15,9 @@ from fedstill.data.inputs import Inputs
 from fedstill.engines import passes
 from fedstill.engines.hardware import torch_threads
 from fedstill.engines.passes import Predict, by_shard, correct_by_class, correct_by_example
-from fedstill.models.contract import initial, predictor, spec_for
-from fedstill.models.ensemble import CombinedPredictor, MeanOfProbabilities
+from fedstill.models.contract import initial, spec_for
 from fedstill.models.functional import SHARD
+from fedstill.models.predictors import CombinedPredictor, MeanOfProbabilities, predictor
 
 SPEC = spec_for("tiny_cnn", (1, 8, 8), 4)
 INPUTS = Inputs()

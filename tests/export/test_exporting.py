@@ -23,7 +23,8 @@ from fedstill.export import programs
 from fedstill.export.loading import load_model
 from fedstill.export.trained_model import TrainedModel
 from fedstill.export.upload_folder import write_folder
-from fedstill.models.contract import initial, predictor, spec_for
+from fedstill.models.contract import initial, spec_for
+from fedstill.models.predictors import predictor
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 

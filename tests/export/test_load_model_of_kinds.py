@@ -24,7 +24,7 @@ from fedstill.engines.passes import shards
 from fedstill.export.loading import load_model
 from fedstill.export.trained_model import TrainedModel
 from fedstill.export.upload_folder import model_card
-from fedstill.models.contract import predictor
+from fedstill.models.predictors import predictor
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run, settings_of

@@ -25,7 +25,7 @@ from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.site import Clerk, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.metrics import tasks as over_time
-from fedstill.models.contract import predictor
+from fedstill.models.predictors import predictor
 from fedstill.report.accuracy_matrix import run_matrices
 from fedstill.running import explain
 from fedstill.running.journal import read_journal

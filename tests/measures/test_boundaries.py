@@ -14,7 +14,7 @@ from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.files import digest
 from fedstill.measures.features import STEPS, principal_plane
-from fedstill.models import contract
+from fedstill.models.predictors import predictor
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
@@ -87,7 +87,7 @@ def test_the_plane_says_what_the_model_says_of_the_images_on_it(looked: Path) ->
     assert test is not None
     shown = torch.isin(test.labels, torch.tensor([*event["query"], *event["own"]]))
     x = prepared.sites.inputs.plain(test.values[shown])
-    said = contract.predictor(prepared.world.model(event["client"]), params)(x).argmax(1).tolist()
+    said = predictor(prepared.world.model(event["client"]), params)(x).argmax(1).tolist()
     plane = np.array(event["plane"])
     at = [
         np.clip(

@@ -20,7 +20,7 @@ from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import Stage
 from fedstill.engines import serial
 from fedstill.measures.local import _accuracy as share_of
-from fedstill.models import contract
+from fedstill.models.predictors import predictor
 from fedstill.report.knowledge import read_hops
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import prepare
@@ -49,9 +49,7 @@ def looked(folder: Path) -> list[dict]:  # type: ignore[type-arg]
 
 def share(ready, params: dict[str, Tensor], images: Tensor, labels: Tensor) -> float:  # type: ignore[no-untyped-def]
     x = ready.sites.inputs.plain(images)
-    return float(
-        (contract.predictor(ready.world.model(0), params)(x).argmax(1) == labels).double().mean()
-    )
+    return float((predictor(ready.world.model(0), params)(x).argmax(1) == labels).double().mean())
 
 
 def test_its_numbers_are_those_of_plain_evaluations(

@@ -26,6 +26,7 @@ from fedstill.methods.matching import (
 )
 from fedstill.models import contract
 from fedstill.models.layer_chain import with_widths
+from fedstill.models.predictors import predictor
 
 FREE = MatchingSettings(variance=1.0, prior_variance=1e9, gamma=1e-6)
 """A prior that says nothing, and no wish for new units: what is the same is found, and is left as
@@ -78,7 +79,7 @@ def permuted(spec: ModelSpec, params: dict[str, Tensor], seed: int) -> dict[str,
 
 def outputs(spec: ModelSpec, params: dict[str, Tensor]) -> Tensor:
     x = torch.randn(6, *spec.input_shape, generator=torch.Generator().manual_seed(9)).double()
-    return contract.predictor(widened(spec, params), params)(x)
+    return predictor(widened(spec, params), params)(x)
 
 
 def together(

@@ -18,7 +18,8 @@ from fedstill.core.records import TrainingStart
 from fedstill.core.trees import same_bits
 from fedstill.methods.fml import FML, Mutual
 from fedstill.models import contract
-from fedstill.models.ensemble import personal_network
+from fedstill.models.adapted import personal_network
+from fedstill.models.predictors import predictor
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 
@@ -201,13 +202,11 @@ def test_a_pair_gives_what_its_shared_network_gives() -> None:
         torch.randn(3, 1, 4, 4, generator=torch.Generator().manual_seed(0)),
     )
     shared = contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8,)})
-    assert torch.equal(
-        contract.predictor(spec, params)(x), contract.predictor(shared, split(params, "shared"))(x)
-    )
+    assert torch.equal(predictor(spec, params)(x), predictor(shared, split(params, "shared"))(x))
     own, weights = personal_network(spec, params)
     assert own == contract.spec_for(str(PAIR["own"]), (1, 4, 4), 5, PAIR["own_arguments"])
     assert same_bits(weights, split(params, "own"))
     assert torch.equal(
         contract.run_part(contract.module(spec), params, x, "own"),
-        contract.predictor(own, weights)(x),
+        predictor(own, weights)(x),
     )

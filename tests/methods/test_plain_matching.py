@@ -19,7 +19,7 @@ from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.fields import check_ranges
 from fedstill.core.keys import seed_for
 from fedstill.methods.pfnm import PFNM
-from fedstill.models import contract
+from fedstill.models.predictors import predictor
 from fedstill.running.model_files import read_model, save_model
 from fedstill.running.preparation import Prepared
 from fedstill.running.runner import run
@@ -158,9 +158,7 @@ def test_a_wider_model_is_measured_and_can_be_saved(tmp_path) -> None:
     spec, params = read_model(tmp_path / "model")
     assert spec == state.model
     x = torch.randn(3, 1, toys.SIDE, toys.SIDE)
-    assert torch.equal(
-        contract.predictor(spec, params)(x), contract.predictor(state.model, made)(x)
-    )
+    assert torch.equal(predictor(spec, params)(x), predictor(state.model, made)(x))
 
 
 def test_models_that_differ_or_cannot_be_matched_are_refused_by_name() -> None:

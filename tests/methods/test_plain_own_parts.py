@@ -24,7 +24,7 @@ from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.feddbe import FedDBE, Shifted
 from fedstill.methods.fedlc import Calibrated
-from fedstill.models import contract
+from fedstill.models.predictors import predictor
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 
@@ -166,7 +166,7 @@ def test_the_answer_is_the_sum_of_both_heads_logits() -> None:
     )
     answer = ready.settings.method.work(stage).answer(own, ready.world.model(client))
     torch.testing.assert_close(
-        contract.predictor(ready.world.model(client), answer)(x), both, rtol=NEAR, atol=NEAR
+        predictor(ready.world.model(client), answer)(x), both, rtol=NEAR, atol=NEAR
     )
     assert list(ready.settings.method.predictors(states[-1], ready.world)) == ["global"]
 
@@ -242,7 +242,7 @@ def test_a_consensus_mean_costs_nothing_and_a_shift_of_features_is_one_of_the_bi
     shifted = {**fed.start, "body.shift": torch.randn(8, generator=draw, dtype=torch.float64)}
     step = SimpleNamespace(
         features=lambda: features(shifted, x) + shifted["body.shift"],
-        logits=lambda: contract.predictor(spec, shifted)(x),
+        logits=lambda: predictor(spec, shifted)(x),
         weighted=lambda losses: losses,
         **{"params": shifted, "mask": torch.ones(len(y)), "y": y},
     )

@@ -18,6 +18,7 @@ from fedstill.core.records import ModelSpec
 from fedstill.core.trees import only, same_bits
 from fedstill.models import contract
 from fedstill.models.building import is_added, personal_logits, with_both_heads
+from fedstill.models.predictors import predictor
 from fedstill.running.model_files import read_model, save_model, start_of
 from fedstill.running.preparation import prepare
 
@@ -46,7 +47,7 @@ def test_a_network_draws_and_gives_what_it_did(model: str) -> None:
     assert new <= contract.trainable_names(both)
     assert same_bits(one, only(other, one))
     x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(contract.predictor(plain, one)(x), contract.predictor(both, other)(x))
+    assert torch.equal(predictor(plain, one)(x), predictor(both, other)(x))
 
 
 def test_the_shift_is_one_of_the_features_and_the_second_head_reads_them() -> None:
@@ -60,8 +61,8 @@ def test_the_shift_is_one_of_the_features_and_the_second_head_reads_them() -> No
     z = h @ params["head.weight"].T + params["head.bias"]
     own = h @ params["own.weight"].T + params["own.bias"]
     torch.testing.assert_close(personal_logits(params, h), own)
-    torch.testing.assert_close(contract.predictor(BOTH, params)(x), z)
-    torch.testing.assert_close(contract.predictor(BOTH, with_both_heads(params))(x), z + own)
+    torch.testing.assert_close(predictor(BOTH, params)(x), z)
+    torch.testing.assert_close(predictor(BOTH, with_both_heads(params))(x), z + own)
 
 
 def test_a_network_without_a_bias_has_none_in_its_second_head() -> None:

@@ -36,7 +36,7 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.export.loading import load_model
-from fedstill.models.contract import predictor
+from fedstill.models.predictors import predictor
 from fedstill.report.page import page
 from fedstill.report.summary import columns, rows
 from fedstill.report.terminal import comparison_table, console

@@ -18,7 +18,7 @@ from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, Interrupted
 from fedstill.core.records import Stage
 from fedstill.metrics import tasks as over
-from fedstill.models.contract import Predictor
+from fedstill.models.predictors import Predictor
 from fedstill.report.accuracy_matrix import run_matrices
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare

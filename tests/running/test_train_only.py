@@ -24,6 +24,7 @@ from fedstill.core.records import SERVER, Reply, Stage, State, World
 from fedstill.core.trees import same_bits
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models import building, contract
+from fedstill.models.predictors import predictor
 from fedstill.running.model_files import read_model, save_model
 from fedstill.running.preparation import prepare
 
@@ -68,14 +69,12 @@ def test_it_is_the_whole_network_with_a_body_that_has_no_gradient(pretrained: Pa
     params = ready.world.initial(SERVER)
     assert set(params) == contract.trainable_names(spec) == {"head.weight", "head.bias"}
     plain = contract.spec_for("mlp", spec.input_shape, spec.classes, {"hidden": (8,)})
-    assert torch.equal(contract.predictor(spec, params)(x), contract.predictor(plain, whole)(x))
+    assert torch.equal(predictor(spec, params)(x), predictor(plain, whole)(x))
     m = contract.module(spec)
     leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
     contract.forward(m, leaves, x).sum().backward()
     assert all(v.grad is None for v in m.parameters())
-    assert torch.equal(
-        contract.predictor(spec, params).as_module()(x), contract.predictor(plain, whole)(x)
-    )
+    assert torch.equal(predictor(spec, params).as_module()(x), predictor(plain, whole)(x))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +149,7 @@ def test_a_model_file_has_the_entries_that_are_not_trained(
     spec = ready.world.model(SERVER)
     params = ready.world.initial(SERVER)
     x = ready.sites.inputs.plain(ready.sites.train.values[:20])
-    expected = contract.predictor(spec, params)(x)
+    expected = predictor(spec, params)(x)
     path = tmp_path / "model.safetensors"
     save_model(path, spec, params)
 
@@ -160,7 +159,7 @@ def test_a_model_file_has_the_entries_that_are_not_trained(
     read_spec, read_params = read_model(path)
     assert read_spec == spec
     assert same_bits(read_params, params)
-    assert torch.equal(contract.predictor(read_spec, read_params)(x), expected)
+    assert torch.equal(predictor(read_spec, read_params)(x), expected)
 
     entries = safetensors.torch.load_file(path)
     entries["body.1.weight"] += 1
@@ -186,17 +185,13 @@ def test_a_low_rank_change_starts_as_the_network_and_is_all_that_moves(
     assert sorted(params) == ["body.1.lora_a", "body.1.lora_b", "head.bias", "head.weight"]
     x = ready.sites.inputs.plain(ready.sites.train.values[:20])
     plain = contract.spec_for("mlp", spec.input_shape, spec.classes, {"hidden": (8,)})
-    assert torch.allclose(
-        contract.predictor(spec, params)(x), contract.predictor(plain, whole)(x), atol=1e-6
-    )
+    assert torch.allclose(predictor(spec, params)(x), predictor(plain, whole)(x), atol=1e-6)
     moved = {**params, "body.1.lora_b": torch.ones(8, 2)}
     by_hand = {
         **whole,
         "body.1.weight": whole["body.1.weight"] + 4.0 * torch.ones(8, 2) @ params["body.1.lora_a"],
     }
-    assert torch.allclose(
-        contract.predictor(spec, moved)(x), contract.predictor(plain, by_hand)(x), atol=1e-4
-    )
+    assert torch.allclose(predictor(spec, moved)(x), predictor(plain, by_hand)(x), atol=1e-4)
     result = fedstill.run(run, tmp_path / "one", data=toys.blobs())
     assert result.accuracy is not None
     exact = fedstill.run(

@@ -24,7 +24,7 @@ from fedstill.engines.passes import correct_by_class
 from fedstill.measures.base import EvaluationContext, Measure
 from fedstill.methods.fit import FIT, fitted_models, queries_of, student_models
 from fedstill.metrics.shapley import MOST_EXACT, exact, two_ends
-from fedstill.models import contract
+from fedstill.models.predictors import predictor
 from fedstill.report.table_files import TextTable
 from fedstill.running.evaluation import answering_models, evaluated
 from fedstill.running.journal import Look
@@ -374,7 +374,7 @@ class _Exchange:
         predict = predictors.get(f"client {self.client}")
         if predict is None:
             params = student_models(state).get(self.client) or fitted_models(state)[self.client]
-            predict = contract.predictor(world.model(self.client), params)
+            predict = predictor(world.model(self.client), params)
         correct = correct_by_class(predict, test, sites.inputs, world.classes)
         totals = torch.bincount(test.labels.cpu(), minlength=world.classes)
         return correct.double().cpu() / totals

@@ -30,7 +30,7 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.topology import everyone
-from fedstill.models.contract import Predictor
+from fedstill.models.predictors import Predictor
 
 TASK_TEST = "task_test"
 """The stage at the end of a task."""

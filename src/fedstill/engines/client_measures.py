@@ -25,7 +25,7 @@ from fedstill.engines.passes import Outputs, correct_by_class, outputs_by_exampl
 from fedstill.methods.fit import FIT
 from fedstill.metrics.classification import ACCURACY, METRICS, NO_METRICS, Predictions, RunMetrics
 from fedstill.metrics.score_histograms import HISTOGRAMS, as_histograms, wrong_histograms
-from fedstill.models.contract import predictor
+from fedstill.models.predictors import predictor
 
 NOT_A_MEASURES = SERVER_FIELDS | ENGINE.keys()
 """Fields of a client's event that a measure may not return."""

@@ -25,8 +25,8 @@ from fedstill.core.trees import on_cpu
 from fedstill.data.inputs import Inputs
 from fedstill.engines.hardware import Precision, lowered, side_by_side
 from fedstill.models import contract
-from fedstill.models.ensemble import CombinedPredictor
 from fedstill.models.functional import SHARD, channels_last
+from fedstill.models.predictors import CombinedPredictor, Predictor
 
 LONG_SHARD = 0.002
 """The duration in seconds from which shards run in threads. With shorter shards, threads would wait
@@ -191,7 +191,7 @@ def _may_use_threads(predict: Predict, examples: Examples, workers: int) -> bool
     predictors: Sequence[Any] = [inner]
     if isinstance(inner, CombinedPredictor):
         predictors = inner.predictors
-    return all(isinstance(p, contract.Predictor) for p in predictors)
+    return all(isinstance(p, Predictor) for p in predictors)
 
 
 def correct_by_example(

@@ -27,8 +27,7 @@ from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, PLURALS, DatasetInfo
 from fedstill.engines.step import frozen
 from fedstill.export.trained_model import TrainedModel, network_of
 from fedstill.methods.fit import Queries, fitted_models, student_models
-from fedstill.models.contract import Predictor, predictor
-from fedstill.models.ensemble import CombinedPredictor
+from fedstill.models.predictors import CombinedPredictor, Predictor, predictor
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints, StoredMemory
 from fedstill.running.directory import SUFFIX, readable, settings_of, trust_run

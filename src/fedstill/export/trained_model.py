@@ -19,8 +19,8 @@ from fedstill.core.fields import kind_text
 from fedstill.core.process_settings import process_settings
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
 from fedstill.data.encoding import MISSING, category_name, encoded, table_rows, with_marks
-from fedstill.models.ensemble import module_of
 from fedstill.models.functional import channels_last
+from fedstill.models.predictors import module_of
 from fedstill.running.standardisation import NO_SPREAD
 
 # ---- encoding rows and texts as the run encoded its data -----------------------------------------

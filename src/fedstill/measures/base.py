@@ -41,6 +41,7 @@ from fedstill.engines.serial import Sites
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.accuracy import Values
 from fedstill.models import contract
+from fedstill.models.predictors import Predictor, predictor
 
 T = TypeVar("T")
 
@@ -154,12 +155,12 @@ class EvaluationContext:
         """
         return WholePasses(self.spec, self.inputs)
 
-    def predictor(self, params: Tensors, client: int = SERVER) -> contract.Predictor:
+    def predictor(self, params: Tensors, client: int = SERVER) -> Predictor:
         """The predictor of a model with a client's architecture; raises FedstillError for an
         incomplete model.
         """
         spec = self.world.model(client)
-        return contract.predictor(spec, whole(spec, params))
+        return predictor(spec, whole(spec, params))
 
     def some(self, size: int) -> Examples:
         """A stratified sample of ``size`` test examples, the same in every round and run."""

@@ -46,7 +46,7 @@ from fedstill.metrics.shapley import (
     two_ends,
 )
 from fedstill.models import contract
-from fedstill.models.contract import Predictor
+from fedstill.models.predictors import Predictor
 
 # Forward passes in which running means and variances have gradients, like weights.
 

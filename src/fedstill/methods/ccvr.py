@@ -57,7 +57,8 @@ from fedstill.core.topology import has_chain
 from fedstill.core.trees import dtype_of
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import NO_TRAINING, no_linear_head
-from fedstill.models.contract import predictor, width
+from fedstill.models.contract import width
+from fedstill.models.predictors import predictor
 
 STATISTICS = "statistics"
 """The stage in which clients send the moments of their features."""

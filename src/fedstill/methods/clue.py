@@ -67,8 +67,7 @@ from fedstill.methods.fit import (
 from fedstill.methods.local_only import LocalOnly
 from fedstill.methods.naive_kd import TRANSFER, own_and_peers
 from fedstill.methods.qkt import highest
-from fedstill.models.contract import Predictor, predictor
-from fedstill.models.ensemble import CombinedPredictor, WeightedVote
+from fedstill.models.predictors import CombinedPredictor, Predictor, WeightedVote, predictor
 
 
 @method("clue")

@@ -48,7 +48,7 @@ from fedstill.core.registry import method
 from fedstill.core.reports import PROBE
 from fedstill.core.trees import dtype_of
 from fedstill.methods.fedavg import FedAvg
-from fedstill.models.contract import predictor
+from fedstill.models.predictors import predictor
 
 FIT = "fit"
 """The name of the stage."""

@@ -39,7 +39,7 @@ from fedstill.core.registry import method
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
-from fedstill.models.ensemble import personal_network
+from fedstill.models.adapted import personal_network
 from fedstill.models.functional import run_part
 
 

@@ -33,8 +33,7 @@ from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage, State, Te
 from fedstill.core.registry import method
 from fedstill.methods.fedavg import Suspected
 from fedstill.methods.fit import FIT, FITTING, GOES_ON, Fit, fitted_models, student_models
-from fedstill.models.contract import predictor
-from fedstill.models.ensemble import CombinedPredictor, MeanOfProbabilities
+from fedstill.models.predictors import CombinedPredictor, MeanOfProbabilities, predictor
 
 
 @method("local_only")

@@ -67,7 +67,8 @@ from fedstill.losses import cross_entropy
 from fedstill.methods.class_values import mean_by_class
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import NO_TRAINING, no_linear_head
-from fedstill.models.contract import predictor, width
+from fedstill.models.contract import width
+from fedstill.models.predictors import predictor
 
 # The client's memory of examples: which examples it keeps, and how it merges them task by task.
 #

@@ -1,6 +1,6 @@
-"""Networks that change another network: ``etf`` makes its last layer a fixed simplex, ``lifted``
-inserts a wide random layer before its head, ``low_rank`` adds low-rank updates to its linear layers
-(LoRA), and ``wrapped`` adds a head to any module.
+"""Networks made of other networks: ``etf`` makes the last layer of a network a fixed simplex,
+``lifted`` inserts a wide random layer before its head, ``low_rank`` adds low-rank updates to its
+linear layers (LoRA), ``wrapped`` adds a head to any module, and ``pair`` joins two networks.
 """
 
 from __future__ import annotations
@@ -326,6 +326,60 @@ class Wrapped(nn.Module):
         if self.output:
             return _field(out, self.output)  # type: ignore[no-any-return]
         return out  # type: ignore[no-any-return]
+
+
+class Pair(nn.Module):
+    """A personal network ``own`` and a network ``shared``. The pair's output is that of
+    ``shared``.
+    """
+
+    def __init__(self, own: nn.Module, shared: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The shared network's logits (B, C)."""
+        return self.shared(x)  # type: ignore[no-any-return]
+
+
+@register("model", "pair")
+def pair(
+    input_shape: InputShape,
+    classes: int,
+    own: str = "cnn",
+    shared: str = "cnn",
+    *,
+    own_arguments: dict[str, Any] | None = None,
+    shared_arguments: dict[str, Any] | None = None,
+    vocabulary: int = 0,
+) -> nn.Module:
+    """Two networks in one: a personal network for each client, and a shared network, which is the
+    server's model.
+
+    own: The name or import path of the personal network; clients.models can give clients different
+    pairs.
+    shared: The name or import path of the shared network.
+    own_arguments: The fields of the personal network.
+    shared_arguments: The fields of the shared network.
+
+    Source: Shen et al., "Federated Mutual Learning" (2020).
+    """
+    spec = ModelSpec("pair", input_shape, classes, vocabulary=vocabulary)
+    own_network = building.construct(own, spec, building.from_pairs(own_arguments or {}))
+    shared_network = building.construct(shared, spec, building.from_pairs(shared_arguments or {}))
+    return Pair(own_network, shared_network)
+
+
+def personal_network(spec: ModelSpec, params: Tensors) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """The spec and the parameters of a pair's personal network."""
+    fields = dict(spec.fields)
+    table = building.from_pairs(fields.get("own_arguments") or {})
+    personal_spec = ModelSpec(
+        fields["own"], spec.input_shape, spec.classes, as_pairs(table), vocabulary=spec.vocabulary
+    )
+    personal_params = {k.removeprefix("own."): v for k, v in params.items() if k.startswith("own.")}
+    return personal_spec, personal_params
 
 
 def _construct(of: str, arguments: Mapping[str, Any], spec: ModelSpec) -> nn.Module:

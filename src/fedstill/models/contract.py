@@ -9,45 +9,21 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedstill.core.capabilities import Need
-from fedstill.core.errors import CorruptFile, IncompatibleMethod, on_one_line
+from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import restoring_global_state, seed_global
 from fedstill.core.records import ModelSpec, Plan, Tensors, as_pairs
 from fedstill.core.trees import only
-from fedstill.models.functional import features, forward, head, run_part, run_with
-
-__all__ = [
-    "NORMS",
-    "Predictor",
-    "build",
-    "capabilities",
-    "draws_random_numbers",
-    "entries",
-    "example",
-    "features",
-    "forward",
-    "freeze_norms",
-    "head",
-    "initial",
-    "joins_last_example",
-    "module",
-    "needs_two_examples",
-    "predictor",
-    "run_part",
-    "run_with",
-    "size",
-    "spec_for",
-    "trainable_entries",
-    "trainable_names",
-    "width",
-]
-
+from fedstill.models.functional import features as features
+from fedstill.models.functional import forward as forward
+from fedstill.models.functional import head as head
+from fedstill.models.functional import run_part as run_part
+from fedstill.models.functional import run_with as run_with
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 """Layers whose behaviour differs between training and evaluation because they gather statistics."""
@@ -160,46 +136,6 @@ def capabilities(spec: ModelSpec) -> Need:
 def _has_parts(m: nn.Module, *names: str) -> bool:
     """Whether a module has submodules of these names."""
     return all(isinstance(getattr(m, name, None), nn.Module) for name in names)
-
-
-@dataclass(frozen=True, eq=False)
-class Predictor:
-    """A model with frozen parameters. Called with inputs (B, ...), it returns logits (B, C)."""
-
-    spec: ModelSpec
-    params: Tensors
-    _here: dict[torch.device, Tensors] = field(default_factory=dict, repr=False)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Logits in evaluation mode, without gradients."""
-        if x.device not in self._here:
-            self._here[x.device] = {k: v.to(x.device) for k, v in self.params.items()}
-        m = module(self.spec, "frozen").eval()
-        with torch.inference_mode():
-            return forward(m, self._here[x.device], x)
-
-    def as_module(self) -> nn.Module:
-        """A new module with a copy of the parameters, in evaluation mode.
-
-        Raises CorruptFile if the parameters do not fit the architecture.
-        """
-        with restoring_global_state(cuda=True):
-            network = build(self.spec)
-        state = dict(self.params)
-        if self.spec.held:
-            state = {**network.state_dict(), **self.params}
-        try:
-            network.load_state_dict(state)
-        except RuntimeError as error:
-            raise CorruptFile(
-                f"the weights do not fit {self.spec}: {on_one_line(error)}"
-            ) from error
-        return network.eval()
-
-
-def predictor(spec: ModelSpec, params: Tensors) -> Predictor:
-    """A function from inputs to the logits of frozen parameters, in evaluation mode."""
-    return Predictor(spec, params)
 
 
 def spec_for(

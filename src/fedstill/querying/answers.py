@@ -29,7 +29,7 @@ from fedstill.engines.passes import correct_by_class
 from fedstill.methods.fit import FIT, probed, queries_of
 from fedstill.methods.qkt import QKT
 from fedstill.metrics import class_accuracy
-from fedstill.models.contract import predictor
+from fedstill.models.predictors import predictor
 from fedstill.querying.hooks import query_reasons
 from fedstill.querying.queries import QueryTable, Why, picked
 from fedstill.querying.rules import rule_of, with_known_queries

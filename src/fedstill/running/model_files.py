@@ -42,6 +42,7 @@ from fedstill.engines.passes import ModelPasses
 from fedstill.models import contract
 from fedstill.models.building import held_entries, hold, is_added, sha256_of
 from fedstill.models.functional import SHARD
+from fedstill.models.predictors import predictor
 
 # The final model in a run's directory, whose SHA-256 is in ``summary.json``.
 
@@ -460,7 +461,7 @@ def body_of(
             f"{place} holds another model than when the run was started, whose features its head "
             "takes"
         )
-    return contract.predictor(spec, _params(spec, place)).as_module().get_submodule("body")
+    return predictor(spec, _params(spec, place)).as_module().get_submodule("body")
 
 
 def _check_data(settings: Settings, dataset: Dataset) -> None:

@@ -23,6 +23,7 @@ from fedstill.core.rounds import Schedule
 from fedstill.data.dataset import PLURALS
 from fedstill.data.views import SiteViews
 from fedstill.models import building, contract
+from fedstill.models.predictors import predictor
 from fedstill.running.world import RunWorld
 
 HUGE = 100_000_000
@@ -124,7 +125,7 @@ def _wrong_output(spec: ModelSpec, sites: SiteViews) -> str:
     x = two_examples(sites)
     logits: object
     try:
-        logits = contract.predictor(spec, initial)(x)
+        logits = predictor(spec, initial)(x)
     except FedstillError:
         raise
     except Exception as error:
@@ -215,7 +216,7 @@ def network_warnings(spec: ModelSpec, sites: SiteViews) -> Iterator[str]:
             "and are not trained; they are sent, and change by the rounding of means; with "
             "train_only they are neither"
         )
-    logits = contract.predictor(spec, entries)(two_examples(sites).cpu())
+    logits = predictor(spec, entries)(two_examples(sites).cpu())
     if spec.classes > 1 and _are_probabilities(logits):
         yield (
             f"model {spec.label} seems to return probabilities (each row is positive and sums to "

@@ -24,6 +24,7 @@ from fedstill.engines.serial import SerialEngine
 from fedstill.engines.vectorised import MAX_STACK, VectorisedEngine, stacking_obstacle
 from fedstill.models import contract
 from fedstill.models.building import ADDED, hold
+from fedstill.models.predictors import predictor
 from fedstill.running.model_files import Start, sent_start, start_of
 
 T = TypeVar("T")
@@ -76,7 +77,7 @@ class RunWorld:
         self, params: Tensors, model: ModelSpec | None = None
     ) -> Callable[[Tensor], Tensor]:
         """The predictor with these parameters; the default architecture is the server's."""
-        return contract.predictor(model or self.server_model, params)
+        return predictor(model or self.server_model, params)
 
     def initial(self, client: int) -> Tensors:
         """Initial parameters, keyed by architecture: equal architectures start with equal

@@ -1,22 +1,60 @@
-"""Several networks as one: ensembles, weighted votes, and pairs of a personal and a shared
-network.
+"""Models with frozen parameters as functions from inputs to logits: one network, ensembles, and
+weighted votes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from fedstill.core.errors import CorruptFile, on_one_line
+from fedstill.core.keys import restoring_global_state
 from fedstill.core.payload import Tensors
-from fedstill.core.records import ModelSpec, as_pairs
-from fedstill.core.registry import register
-from fedstill.models import building
-from fedstill.models.contract import Predictor
-from fedstill.models.network import InputShape
+from fedstill.core.records import ModelSpec
+from fedstill.models import contract
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """A model with frozen parameters. Called with inputs (B, ...), it returns logits (B, C)."""
+
+    spec: ModelSpec
+    params: Tensors
+    _here: dict[torch.device, Tensors] = field(default_factory=dict, repr=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Logits in evaluation mode, without gradients."""
+        if x.device not in self._here:
+            self._here[x.device] = {k: v.to(x.device) for k, v in self.params.items()}
+        m = contract.module(self.spec, "frozen").eval()
+        with torch.inference_mode():
+            return contract.forward(m, self._here[x.device], x)
+
+    def as_module(self) -> nn.Module:
+        """A new module with a copy of the parameters, in evaluation mode.
+
+        Raises CorruptFile if the parameters do not fit the architecture.
+        """
+        with restoring_global_state(cuda=True):
+            network = contract.build(self.spec)
+        state = dict(self.params)
+        if self.spec.held:
+            state = {**network.state_dict(), **self.params}
+        try:
+            network.load_state_dict(state)
+        except RuntimeError as error:
+            raise CorruptFile(
+                f"the weights do not fit {self.spec}: {on_one_line(error)}"
+            ) from error
+        return network.eval()
+
+
+def predictor(spec: ModelSpec, params: Tensors) -> Predictor:
+    """A function from inputs to the logits of frozen parameters, in evaluation mode."""
+    return Predictor(spec, params)
 
 
 class MeanOfProbabilities(nn.Module):
@@ -88,57 +126,3 @@ def module_of(predict: Callable[[Tensor], Tensor]) -> nn.Module | None:
     if not isinstance(module, nn.Module):
         return None
     return module
-
-
-class Pair(nn.Module):
-    """A personal network ``own`` and a network ``shared``. The pair's output is that of
-    ``shared``.
-    """
-
-    def __init__(self, own: nn.Module, shared: nn.Module) -> None:
-        super().__init__()
-        self.own = own
-        self.shared = shared
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The shared network's logits (B, C)."""
-        return self.shared(x)  # type: ignore[no-any-return]
-
-
-@register("model", "pair")
-def pair(
-    input_shape: InputShape,
-    classes: int,
-    own: str = "cnn",
-    shared: str = "cnn",
-    *,
-    own_arguments: dict[str, Any] | None = None,
-    shared_arguments: dict[str, Any] | None = None,
-    vocabulary: int = 0,
-) -> nn.Module:
-    """Two networks in one: a personal network for each client, and a shared network, which is the
-    server's model.
-
-    own: The name or import path of the personal network; clients.models can give clients different
-    pairs.
-    shared: The name or import path of the shared network.
-    own_arguments: The fields of the personal network.
-    shared_arguments: The fields of the shared network.
-
-    Source: Shen et al., "Federated Mutual Learning" (2020).
-    """
-    spec = ModelSpec("pair", input_shape, classes, vocabulary=vocabulary)
-    own_network = building.construct(own, spec, building.from_pairs(own_arguments or {}))
-    shared_network = building.construct(shared, spec, building.from_pairs(shared_arguments or {}))
-    return Pair(own_network, shared_network)
-
-
-def personal_network(spec: ModelSpec, params: Tensors) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """The spec and the parameters of a pair's personal network."""
-    fields = dict(spec.fields)
-    table = building.from_pairs(fields.get("own_arguments") or {})
-    personal_spec = ModelSpec(
-        fields["own"], spec.input_shape, spec.classes, as_pairs(table), vocabulary=spec.vocabulary
-    )
-    personal_params = {k.removeprefix("own."): v for k, v in params.items() if k.startswith("own.")}
-    return personal_spec, personal_params
