@@ -590,9 +590,11 @@ def executing(
     """
     from contextlib import ExitStack
 
+    from fedstill.engines.devices import check_numbers
     from fedstill.report.comparison import followed_outcomes
     from fedstill.running.directory import claimed
 
+    check_numbers(devices)
     with ExitStack() as stack:
         if folder is not None:
             stack.enter_context(claimed(folder))

@@ -51,14 +51,6 @@ def _one_kind(type_: Any, tokens: Sequence[Token]) -> str:
     return str(plurals.get(word, word))
 
 
-def _existing_devices(type_: Any, numbers: Sequence[int]) -> None:
-    """Raise ConfigError for devices that torch does not see, before a command creates a folder."""
-    if numbers:
-        from fedstill.engines.devices import check_numbers  # lazy, because torch starts slowly
-
-        check_numbers(numbers)
-
-
 def _plural(kind: str) -> str:
     if kind.endswith("y"):
         return f"{kind.removesuffix('y')}ies"
@@ -76,9 +68,7 @@ Grid = Annotated[tuple[str, ...], _REPEATED, Parameter(metavar="KEY=A,B,...")]
 Settings = Annotated[
     tuple[str, ...], _REPEATED, Parameter(name=["--set", "-s"], metavar="KEY=VALUE")
 ]
-Devices = Annotated[
-    tuple[int, ...], _LIST, Parameter(metavar="0,1,...", validator=_existing_devices)
-]
+Devices = Annotated[tuple[int, ...], _LIST, Parameter(metavar="0,1,...")]
 Jobs = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
 Kind = Annotated[
     Literal["method", "dataset", "partition", "model", "topology", "measure", "stream"],

@@ -207,9 +207,11 @@ def carry_out(  # noqa: PLR0913 - the options of the commands that carry runs ou
 
     Raises RunBusy, before anything is done, if another comparison is under way in the folder.
     """
+    from fedstill.engines.devices import check_numbers
     from fedstill.report.comparison import followed_outcomes, started_folders
     from fedstill.running.directory import claimed, pack_of, unpack_if_packed
 
+    check_numbers(devices)
     if unpack_if_packed(folder):
         print(f"{pack_of(folder)} is unpacked to {folder}, to go on there")
     with claimed(folder):
@@ -385,7 +387,7 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.config.experiment import load
-    from fedstill.engines.devices import slots_for
+    from fedstill.engines.devices import check_numbers, slots_for
     from fedstill.report import setting_effects, terminal
     from fedstill.report.progress import followed_runs
     from fedstill.running import compare as compared
@@ -394,6 +396,7 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
     from fedstill.running.tuning import Tuning, parse_space
 
     experiment = load(config, set_)
+    check_numbers(devices)
     folder = out or new_folder("tune")
     finished: list[Outcome] = []
     with claimed(folder), followed_runs(quiet, trials * len(seeds)) as progress:
