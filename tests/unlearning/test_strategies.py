@@ -21,6 +21,7 @@ from fedstill.running.journal import read_journal
 from fedstill.running.replay import checkpoints_of
 from fedstill.running.result import Result
 from fedstill.running.runner import run
+from fedstill.unlearning.certificate import check_certificate
 from fedstill.unlearning.federaser import NORMS, calibrated, norm_key
 from fedstill.unlearning.gradient_ascent import LAST_MODEL, RADIUS, projected
 from fedstill.unlearning.request import STRATEGIES, UnlearningRequest, strategy_named
@@ -342,6 +343,7 @@ def test_the_client_trains_in_no_new_round(
     }
     assert stages <= {"ascend"}
     assert math.isfinite(new.result.accuracy)
+    assert check_certificate(new.result.directory).original_checked
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "retraining"])
@@ -379,6 +381,12 @@ UNSUITABLE: dict[str, tuple[Experiment, str, str]] = {
         "fine_tuning",
         "model of its own",
     ),
+    "another stage": (
+        toys.toy("replay", rounds=1, data={"public": 30}, keep_updates=True),
+        "subtraction",
+        "remember",
+    ),
+    "another network": (toys.toy("analytic", rounds=1), "fine_tuning", "network"),
     "tasks": (
         toys.toy("fedavg", rounds=2, stream={"kind": "classes", "tasks": 2}),
         "fine_tuning",

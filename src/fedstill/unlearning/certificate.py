@@ -243,10 +243,13 @@ def _check_events(folder: Path, certificate: Mapping[str, Any]) -> None:
     federation, contributed to the model from which the run started.
     """
     forgotten = set(certificate["request"]["clients"]) - {SERVER}
-    first = settings_of(folder).table(UnlearningTable).first_round
+    table = settings_of(folder).table(UnlearningTable)
+    allowed = (table.first_round, table.rule.farewell_stage)
     for event in read_journal(folder / "journal.jsonl"):
-        acts = event["event"] == "client" and event["round"] >= first
-        if acts and event["client"] in forgotten:
+        acts = event["event"] == "client" and event["round"] >= table.first_round
+        if not acts or (event["round"], event["name"]) == allowed:
+            continue
+        if event["client"] in forgotten:
             raise CorruptFile(
                 f"{folder}: client {event['client']} is to be forgotten, and acts in round "
                 f"{event['round']}; unlearn again"

@@ -41,11 +41,13 @@ from fedstill.running.preparation import Prepared
 from fedstill.running.replay import Without
 from fedstill.unlearning.request import UnlearningRequest
 from fedstill.unlearning.strategy import (
+    TRAIN,
     NewRounds,
     OriginalRun,
     StartPoint,
     Strategy,
     check_averages,
+    check_trains_only,
     continued,
     model_of,
     repeated_stages,
@@ -55,9 +57,6 @@ from fedstill.unlearning.strategy import (
 
 CALIBRATE = "calibrate"
 """The name of the stage."""
-
-TRAIN = "train"
-"""The stage of the original run that is calibrated."""
 
 NORMS = "old_norms"
 """The group of the state with the norms of the original updates: by round and client, (tensors,)
@@ -79,6 +78,7 @@ class FedEraser(Strategy):
     def check(self, original: OriginalRun, request: UnlearningRequest) -> None:
         """Raise IncompatibleMethod or ConfigError unless clients' models are averaged and kept."""
         check_averages(original, "federaser")
+        check_trains_only(original, "federaser")
 
     def rounds(self, original: OriginalRun, request: UnlearningRequest) -> NewRounds:
         """A round for each kept round that is calibrated; at least one."""

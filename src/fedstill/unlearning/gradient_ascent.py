@@ -92,6 +92,8 @@ class GradientAscent(Strategy):
         ASCEND: Plan(epochs=5, batch=128, lr=0.01, momentum=0.9, clip_norm=5.0)
     }
 
+    farewell_stage: ClassVar[str] = ASCEND
+
     repair_rounds: Count = 5
     """The number of rounds of the remaining clients after the ascent."""
     stop_distance: Positive = STOP_DISTANCE

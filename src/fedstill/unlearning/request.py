@@ -138,6 +138,8 @@ class RunChange(Protocol):
     """Whether the run starts at its own beginning, without the state of another run."""
     stage_plans: ClassVar[Mapping[str, Plan]]
     """The default plans of its stages."""
+    farewell_stage: ClassVar[str]
+    """The stage of the first new round in which a forgotten client acts a last time, if any."""
 
     def changed_schedule(
         self, schedule: Schedule, request: UnlearningRequest, first_round: int

@@ -35,6 +35,9 @@ from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.replay import Without, checkpoints_of
 from fedstill.unlearning.request import UnlearningRequest, UnlearningTable
 
+TRAIN = "train"
+"""The stage in which clients train a model that is averaged."""
+
 # ---- what a strategy gets ------------------------------------------------------------------------
 
 
@@ -227,12 +230,14 @@ class Strategy(ABC):
 
     ``is_exact``: whether the result is, to the bit, that of a run that never had the data.
     ``whole_clients_only``: whether it can only forget clients, not single examples or classes.
-    ``stage_plans``: the default plans of the stages that it adds.
+    ``stage_plans``: the default plans of the stages that it adds. ``farewell_stage``: the stage of
+    the first new round in which a forgotten client acts a last time; "" for none.
     """
 
     is_exact: ClassVar[bool] = False
     whole_clients_only: ClassVar[bool] = True
     stage_plans: ClassVar[Mapping[str, Plan]] = {}
+    farewell_stage: ClassVar[str] = ""
 
     def check(self, original: OriginalRun, request: UnlearningRequest) -> None:
         """Raise ConfigError or IncompatibleMethod, with a reason, for a run that the strategy
@@ -322,6 +327,12 @@ def check_continues(original: OriginalRun, strategy: str) -> None:
         raise _unsuitable(strategy, "a run with tasks has no rounds after its last task")
     if settings.named.topology.name == PEERS:
         raise _unsuitable(strategy, "topology peer_to_peer has no rounds after its exchange")
+    network = original.final_state.model
+    if network not in (None, original.prepared.world.model(SERVER)):
+        raise _unsuitable(
+            strategy,
+            f"method {settings.named.method.label} ends with a network that clients do not train",
+        )
     if settings.method.personal:
         raise _unsuitable(
             strategy,
@@ -358,6 +369,19 @@ def check_averages(original: OriginalRun, strategy: str) -> None:
         raise ConfigError(
             f"{strategy} needs all updates of clients, and {original.folder} keeps none; run it "
             "again with keep_updates = true, or use --strategy retraining"
+        )
+
+
+def check_trains_only(original: OriginalRun, strategy: str) -> None:
+    """Raise IncompatibleMethod for a run with other stages than training, which new rounds lack."""
+    settings = original.settings
+    last = settings.schedule(settings.rounds, original.prepared.world)
+    others = [stage.name for stage in last if stage.name != TRAIN]
+    if others:
+        raise _unsuitable(
+            strategy,
+            f"method {settings.named.method.label} also needs the stage {others[0]!r}, which the "
+            "new rounds do not have",
         )
 
 

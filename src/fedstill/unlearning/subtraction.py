@@ -54,6 +54,7 @@ from fedstill.unlearning.strategy import (
     StartPoint,
     Strategy,
     check_averages,
+    check_trains_only,
     continued,
     model_of,
     repeated_stages,
@@ -85,6 +86,8 @@ class Subtraction(Strategy):
         there are public data.
         """
         check_averages(original, "subtraction")
+        if not self.repair_rounds:
+            check_trains_only(original, "subtraction")
         if original.prepared.sites.public is None:
             raise ConfigError(
                 f"--strategy subtraction distils on public data, and {original.folder} has none; "
