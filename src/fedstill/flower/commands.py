@@ -253,7 +253,7 @@ def run_state(run: RunStatus) -> str:
         return f"{run.folder}, being prepared"
     events = read_journal(path)
     rounds = [event["round"] for event in events if event["event"] == "round"]
-    return f"{run.folder}, {max(rounds, default=0)} rounds are complete"
+    return f"{run.folder}, complete rounds: {max(rounds, default=0)}"
 
 
 @deploy.command(name="key")
