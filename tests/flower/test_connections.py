@@ -235,7 +235,22 @@ def test_strangers_cannot_fill_the_log() -> None:
     logged = lines("refused %s", 100)
     assert len(logged) == superlink.LOG_LINES
     assert set(logged[:-1]) == {"refused y"}
-    assert "left out" in logged[-1]
+    assert f"{superlink.LOG_SECONDS:g} s" in logged[-1]
     assert lines("another %s", 1) == ["another y"]
     now += superlink.LOG_SECONDS + 1
     assert lines("refused %s", 1) == ["refused y"]
+
+
+def test_errors_of_flowers_that_are_none_are_explained() -> None:
+    def logged(text: str, *arguments: object) -> logging.LogRecord:
+        record = logging.LogRecord("flwr", logging.ERROR, "", 0, text, arguments, None)
+        assert superlink.explain(record)
+        return record
+
+    late = logged("Message with ID %s does not exist.", "abc")
+    assert late.levelname == "WARNING"
+    assert late.getMessage().startswith("Message with ID abc does not exist.")
+    assert "site" in late.getMessage()
+    failure = logged("[/v1/runtime/x][UnexpectedError:OSError] %s", "no space left")
+    assert failure.levelname == "ERROR"
+    assert failure.getMessage().endswith("no space left")

@@ -504,12 +504,33 @@ def web_server(app: Any, config: Any) -> uvicorn.Server:
     return uvicorn.Server(settings)
 
 
+MEANINGS = {
+    "does not exist": "a site answered after the server had given the message up; the run asks "
+    "again, or continues without this site",
+    "task-token authentication failed": "the run has ended, or was stopped",
+}
+"""What some errors of Flower's mean in a federation, by a part of their text. They are expected
+after a site was away, and after an operator has stopped a run.
+"""
+
+
+def explain(record: logging.LogRecord) -> bool:
+    """Add to a line of Flower's log what it means, and make it a warning; True: it is logged."""
+    for part, meaning in MEANINGS.items():
+        if record.levelno == logging.ERROR and part in str(record.msg):
+            record.msg = f"{record.msg} ({meaning})"
+            record.levelno = logging.WARNING
+            record.levelname = "WARNING"
+    return True
+
+
 def _without_colours() -> None:
     """Make Flower log plain text, without its warning about a setting that fedstill uses."""
     check_flower_installed()
     from flwr.supercore.logger import console_handler
 
     console_handler.colored = False
+    console_handler.addFilter(explain)
     console_handler.addFilter(lambda record: "SuperExec authentication is" not in str(record.msg))
 
 
