@@ -81,6 +81,17 @@ def test_nothing_needs_to_be_said(tmp_path: Path) -> None:
     assert settings.tree == resolve(Experiment()).tree == resolve(load(None)).tree
 
 
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [("none", "none"), ("balanced", "balanced"), ("1,2", (1, 2)), ("[1.0, 2.0]", (1.0, 2.0))],
+)
+def test_class_weights_can_be_overridden(text: str, weights: object, tmp_path: Path) -> None:
+    settings = resolved("", tmp_path, f"plan.class_weights={text}")
+    (plan,) = settings.plans.values()
+    assert plan.class_weights == weights
+    assert type(plan.class_weights) is type(weights)
+
+
 def test_overrides_stand_above_the_file_and_the_file_above_defaults(tmp_path: Path) -> None:
     settings = resolved(
         FULL, tmp_path, "method.beta=0.25", "plan.train.lr=0.5", "seed=9", "data.name=blobs"

@@ -338,7 +338,16 @@ def validated(schema: Schema, entries: Mapping[str, Any], table: str) -> dict[st
         raise WrongConfig([report.problem(key, details) for key, details in errors.items()])
 
     values = {**defaults_of(schema), **values}
-    return {key: values[key] for key in keys_of(schema)}
+    return {key: _plain_text(values[key]) for key in keys_of(schema)}
+
+
+def _plain_text(value: Any) -> Any:
+    """A value, with an ordinary text for a text of a command line: strict checks of other records
+    accept no subclass of ``str``.
+    """
+    if isinstance(value, CommandLineText):
+        return str(value)
+    return value
 
 
 def _lists_of_texts(
