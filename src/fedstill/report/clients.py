@@ -36,7 +36,6 @@ from fedstill.report.figures import (
 )
 from fedstill.report.page import Report
 from fedstill.report.summary import NONE
-from fedstill.running.journal import Event
 from fedstill.running.runs import Group, Run
 
 
@@ -54,12 +53,12 @@ class ClientMeasure:
 
     @property
     def key(self) -> str:
-        """The key of a round's event."""
+        """The name of the metric."""
         return f"{self.name}_by_client"
 
     @property
     def key_before(self) -> str:
-        """The key of the accuracy before a client learns from other clients."""
+        """The name of the metric before a client learns from other clients."""
         return f"{self.name}_before_by_client"
 
 
@@ -153,37 +152,39 @@ def _measures(groups: Iterable[Group]) -> list[ClientMeasure]:
     ]
 
 
-def _in_last_round(group: Group, key: str) -> dict[str, float]:
+def _in_last_round(group: Group, key: str) -> dict[int, float]:
     """The values by client in the last round, as means over the runs that have them."""
-    values_of_runs = [run.rounds[-1].get(key) for run in group.started]
-    return _means([values for values in values_of_runs if isinstance(values, Mapping)])
+    last_rounds = []
+    for run in group.started:
+        rounds = run.numbers.by_client(key)
+        last_rounds.append(rounds.get(run.numbers.rounds[-1], {}))
+    return _means(last_rounds)
 
 
-def _means(values_of_runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _means(values_of_runs: Sequence[Mapping[int, float]]) -> dict[int, float]:
     """The mean by client of some runs' values, over the runs that have a value of the client."""
-    numbers_of_client: dict[str, list[float]] = {}
+    numbers_of_client: dict[int, list[float]] = {}
     for by_client in values_of_runs:
         for client, value in by_client.items():
-            if value is not None:
-                numbers_of_client.setdefault(client, []).append(float(value))
+            numbers_of_client.setdefault(client, []).append(value)
     return {client: fmean(numbers) for client, numbers in numbers_of_client.items()}
 
 
-def _ids(groups: Iterable[Group]) -> list[str]:
+def _ids(groups: Iterable[Group]) -> list[int]:
     """The clients with any accuracy, in the order of their numbers."""
-    ids: set[str] = set()
+    ids: set[int] = set()
     for group in groups:
         for measure in MEASURES:
             ids |= _in_last_round(group, measure.key).keys()
-    return sorted(ids, key=int)
+    return sorted(ids)
 
 
-def _name(groups: Iterable[Group], client: str) -> str:
+def _name(groups: Iterable[Group], client: int) -> str:
     """A client's name in the data, or its number if it has no name."""
     names = _client_names(groups)
-    if int(client) < len(names):
-        return str(names[int(client)])
-    return client
+    if client < len(names):
+        return str(names[client])
+    return str(client)
 
 
 def _client_names(groups: Iterable[Group]) -> Sequence[str]:
@@ -196,9 +197,9 @@ def _client_names(groups: Iterable[Group]) -> Sequence[str]:
     return ()
 
 
-def _network(groups: Iterable[Group], client: str) -> str:
+def _network(groups: Iterable[Group], client: int) -> str:
     """The networks that a client has in any of the runs."""
-    networks = [_network_in(run, int(client)) for group in groups for run in group.started]
+    networks = [_network_in(run, client) for group in groups for run in group.started]
     return ", ".join(dict.fromkeys(networks))
 
 
@@ -213,13 +214,13 @@ def _has_server_models(group: Group) -> bool:
     return any("client_predictors" in run.rounds[-1] for run in group.started)
 
 
-def _server_model(group: Group, client: str) -> str:
+def _server_model(group: Group, client: int) -> str:
     """The name of the server's model that a client uses; by seed if seeds differ."""
     names = {}
     for run in group.started:
         by_client = run.rounds[-1].get("client_predictors", {})
-        if client in by_client:
-            names[run.seed] = str(by_client[client])
+        if str(client) in by_client:
+            names[run.seed] = str(by_client[str(client)])
     distinct = list(dict.fromkeys(names.values()))
     if len(distinct) > 1:
         return ", ".join(f"seed {seed}: {name}" for seed, name in names.items())
@@ -248,7 +249,7 @@ def _table(groups: Sequence[Group]) -> Table:
     return Table(head, rows, "numbers wide")
 
 
-def _cell(group: Group, client: str, measure: ClientMeasure) -> Cell:
+def _cell(group: Group, client: int, measure: ClientMeasure) -> Cell:
     """The accuracy of a client in percent; with an arrow from the accuracy before learning, if it
     was measured.
     """
@@ -304,9 +305,9 @@ def _bars(groups: Sequence[Group], style: Style, measure: ClientMeasure) -> Figu
     return Figure(traces, layout(barmode="group", yaxis=PERCENT, xaxis=client_axis))
 
 
-def _bar_name(groups: Sequence[Group], client: str) -> str:
+def _bar_name(groups: Sequence[Group], client: int) -> str:
     name = _name(groups, client)
-    if name == client:
+    if name == str(client):
         return f"client {client}"
     return name
 
@@ -337,8 +338,8 @@ class LearningRound:
     """The accuracies of clients in a round, before and after they learned from other clients."""
 
     number: int
-    accuracy_before: Mapping[str, float]
-    accuracy: Mapping[str, float]
+    accuracy_before: Mapping[int, float]
+    accuracy: Mapping[int, float]
 
 
 def _course_charts(groups: Iterable[Group]) -> list[Chart]:
@@ -355,23 +356,14 @@ def _course_charts(groups: Iterable[Group]) -> list[Chart]:
 
 def _rounds(group: Group, measure: ClientMeasure) -> list[LearningRound]:
     """The rounds with a value before learning; the values are means over the runs."""
-    events_by_round: dict[int, list[Event]] = {}
-    for run in group.started:
-        for event in run.rounds:
-            events_by_round.setdefault(event["round"], []).append(event)
-
+    runs_before = [run.numbers.by_client(measure.key_before) for run in group.started]
+    runs_after = [run.numbers.by_client(measure.key) for run in group.started]
     rounds = []
-    for number, events in sorted(events_by_round.items()):
-        values_before = _field(events, measure.key_before)
-        if values_before:
-            values = _field(events, measure.key)
-            rounds.append(LearningRound(number, _means(values_before), _means(values)))
+    for number in sorted({number for run in runs_before for number in run}):
+        values_before = [run.get(number, {}) for run in runs_before]
+        values = [run.get(number, {}) for run in runs_after]
+        rounds.append(LearningRound(number, _means(values_before), _means(values)))
     return rounds
-
-
-def _field(events: Sequence[Event], key: str) -> list[Mapping[str, Any]]:
-    """The values of a field by client, of the events that have it."""
-    return [event[key] for event in events if key in event]
 
 
 def _course(group: Group, rounds: Sequence[LearningRound]) -> Figure:
@@ -407,6 +399,9 @@ def _course(group: Group, rounds: Sequence[LearningRound]) -> Figure:
 
 # Communication
 
+AS_WEIGHTS = "bytes_as_weights"
+"""The metric with the size of the clients' weights, sent down and up once."""
+
 
 def _traffic(groups: Iterable[Group]) -> str:
     """A sentence that compares the bytes sent with the size of weights; empty if unknown."""
@@ -415,7 +410,7 @@ def _traffic(groups: Iterable[Group]) -> str:
         runs = [run for run in group.started if _knows_weights(run)]
         if runs:
             megabytes = fmean(_bytes_sent(run) for run in runs) / 1e6
-            weight_megabytes = fmean(_bytes_as_weights(run) for run in runs) / 1e6
+            weight_megabytes = fmean(run.numbers.summary[AS_WEIGHTS] for run in runs) / 1e6
             parts.append(f"{group.label} {megabytes:.4g} MB (weights: {weight_megabytes:.4g} MB)")
     if not parts:
         return ""
@@ -426,12 +421,9 @@ def _traffic(groups: Iterable[Group]) -> str:
 
 
 def _knows_weights(run: Run) -> bool:
-    return all("bytes_as_weights" in event for event in run.rounds)
+    return run.curve(AS_WEIGHTS).keys() == set(run.numbers.rounds)
 
 
-def _bytes_sent(run: Run) -> int:
-    return sum(event["bytes_up"] + event["bytes_down"] for event in run.rounds)
-
-
-def _bytes_as_weights(run: Run) -> int:
-    return sum(event["bytes_as_weights"] for event in run.rounds)
+def _bytes_sent(run: Run) -> float:
+    summary = run.numbers.summary
+    return summary["bytes_up"] + summary["bytes_down"]

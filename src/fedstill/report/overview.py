@@ -45,6 +45,7 @@ from fedstill.report.series import (
     mean_seconds_trained,
     phases,
     seconds_by_measure,
+    seconds_trained,
 )
 from fedstill.report.summary import (
     NONE,
@@ -476,7 +477,8 @@ def _goals(groups: Sequence[Group]) -> list[float]:
 
 
 def _accuracies(run: Run) -> list[float]:
-    return [event["accuracy"] for event in run.rounds if event.get("accuracy") is not None]
+    """The accuracies after each round; the accuracy before training is left out."""
+    return [accuracy for number, accuracy in run.curve("accuracy").items() if number > 0]
 
 
 def _target_table(groups: Sequence[Group], style: Style, goals: Sequence[float]) -> Table:
@@ -490,12 +492,10 @@ def _target_table(groups: Sequence[Group], style: Style, goals: Sequence[float])
 
 def seconds_to(run: Run, goal: float) -> float | None:
     """Seconds of training until a run's accuracy first reaches a goal; None if it never does."""
-    passed = 0.0
-    for event in run.rounds:
-        passed += event.get("seconds_clients") or 0.0
-        accuracy = event.get("accuracy")
-        if accuracy is not None and accuracy >= goal:
-            return passed
+    seconds = seconds_trained(run)
+    for number, accuracy in run.curve("accuracy").items():
+        if number > 0 and accuracy >= goal:
+            return seconds[number]
     return None
 
 

@@ -123,10 +123,14 @@ def _known(mean: float) -> float | None:
 # ---- times ---------------------------------------------------------------------------------------
 
 
-def mean_seconds_trained(group: Group) -> dict[int, float]:
+def seconds_trained(run: Run) -> dict[int, float]:
     """The total training time of all clients up to each round, in seconds; 0 for round 0."""
-    sums = [_sums_by_round(run, "seconds_clients") for run in group.started]
-    return of_runs(sums).mean_by_round
+    return _sums_by_round(run, "seconds_clients")
+
+
+def mean_seconds_trained(group: Group) -> dict[int, float]:
+    """``seconds_trained``, as the mean over seeds."""
+    return of_runs([seconds_trained(run) for run in group.started]).mean_by_round
 
 
 def mean_seconds_elapsed(group: Group) -> dict[int, float]:

@@ -116,8 +116,12 @@ def _curve_chart(group: Group, style: Style) -> Chart:
 
 def run_rows(run: Run) -> Values:
     """A run's accuracy matrix (T, T), with one row for each finished task."""
-    ends = [end["row"] for end in run.task_ends if end["task"]]
-    return np.array(ends, dtype=np.float64)
+    ends = [row for number, row in run.numbers.task_accuracy().items() if number > 0]
+    matrix = np.full((len(ends), len(_task_classes(run))), np.nan)
+    for end, row in enumerate(ends):
+        # The last tasks are missing in a run that has not measured them.
+        matrix[end, : len(row)] = np.array(row, np.float64)
+    return matrix
 
 
 def matrix_map(group: Group) -> Figure:

@@ -50,6 +50,9 @@ SUMMED = ("seconds", "bytes_", "replies", "refused")
 OF_LAST_ROUND = ("accuracy", "forgetting", "epsilon", *METRICS)
 """Metrics that a run has in its summary only if the last round has them."""
 
+OF_CLIENT_IN_ROUND = frozenset({"round", "client"})
+"""The axes of a number that is about a client after a whole round."""
+
 OF_CLIENT = frozenset({"round", "stage", "client"})
 """The axes of a number that is about a client in a stage."""
 
@@ -162,6 +165,16 @@ class RunNumbers:
             rounds = column.about["round"].tolist()
             curve.update(zip(rounds, column.values.tolist(), strict=True))
         return dict(sorted(curve.items()))
+
+    def by_client(self, metric: str) -> dict[int, dict[int, float]]:
+        """A metric that rounds have by client: by round, the number of each client that has one."""
+        rounds: dict[int, dict[int, float]] = {}
+        for column in self._about(metric, OF_CLIENT_IN_ROUND):
+            numbers = column.about["round"].tolist()
+            clients = column.about["client"].tolist()
+            for number, client, value in zip(numbers, clients, column.values.tolist(), strict=True):
+                rounds.setdefault(number, {})[client] = value
+        return dict(sorted(rounds.items()))
 
     def sum_over_clients(self, metric: str) -> float:
         """The sum of a metric over all clients and stages."""
