@@ -6,10 +6,31 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fedstill.running.runs import Run
+
 
 def events(folder: Path) -> list[dict[str, Any]]:
     """The events in a run's journal."""
     return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+
+
+def run_of(written: list[dict[str, Any]]) -> Run:
+    """A run with these events, which is in no directory."""
+    first, *rest = written
+    kinds: dict[str, list[dict[str, Any]]] = {"round": [], "client": [], "task": []}
+    for event in rest:
+        kinds[event["event"]].append(event)
+    return Run(
+        folder=Path(),
+        settings={},
+        start=first,
+        initial={},
+        rounds=kinds["round"],
+        clients=kinds["client"],
+        finished=True,
+        last_written=0.0,
+        task_ends=kinds["task"],
+    )
 
 
 def stop_after(folder: Path, rounds: int) -> None:

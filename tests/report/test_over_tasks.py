@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
+from run_journals import run_of
 
 import toys
 from fedstill.report.figures import Style
@@ -87,10 +86,17 @@ def test_curves_are_of_each_seeds_own_classes(tmp_path: Path) -> None:
 
 
 def test_what_was_lost_is_the_mean_of_what_each_seed_lost() -> None:
-    first, other = (
-        SimpleNamespace(task_ends=[{"task": 1, "row": row} for row in rows]) for rows in TWO_PEAKS
-    )
-    drawn = as_plotly(matrix_map(cast("Group", SimpleNamespace(started=[first, other]))))
+    stream = {"classes": [[0], [1], [2]], "first_rounds": [1, 2, 3]}
+    start = {"event": "start", "classes": ["a", "b", "c"], "stream": stream}
+    runs = []
+    for rows in TWO_PEAKS:
+        ends = [
+            {"event": "task", "task": task, "round": task, "row": list(row)}
+            for task, row in enumerate(rows, 1)
+        ]
+        rounds = [{"event": "round", "round": end["round"]} for end in ends]
+        runs.append(run_of([start, *rounds, *ends]))
+    drawn = as_plotly(matrix_map(Group("two peaks", runs)))
     notes = drawn.layout.annotations
     assert [note.text for note in notes if note.x == 3] == ["50", "10"], (
         "40 and 60 of the first, 0 and 20"

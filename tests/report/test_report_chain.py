@@ -7,11 +7,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
-from run_journals import events, stop_after
+from run_journals import events, run_of, stop_after
 
 import toys
 from fedstill.core.errors import CorruptFile
@@ -123,10 +121,13 @@ def test_seconds_to_a_target_are_sums_of_clients_training(runs: Path) -> None:
 
 
 def test_long_runs_are_told_in_seconds_without_an_exponent() -> None:
-    rounds = [[{"accuracy": 0.5, "seconds_clients": seconds}] for seconds in (913.0, 2474.0)]
-    runs = [SimpleNamespace(rounds=own) for own in rounds]
-    assert overview._times_to(cast("Group", SimpleNamespace(started=runs)), 0.5) == "1,694 ± 1,104"
-    assert overview._times_to(cast("Group", SimpleNamespace(started=runs[:1])), 0.5) == "913"
+    start = {"event": "start", "classes": ["a", "b"]}
+    runs = []
+    for seconds in (913.0, 2474.0):
+        number = {"event": "round", "round": 1, "accuracy": 0.5, "seconds_clients": seconds}
+        runs.append(run_of([start, number]))
+    assert overview._times_to(Group("two seeds", runs), 0.5) == "1,694 ± 1,104"
+    assert overview._times_to(Group("one seed", runs[:1]), 0.5) == "913"
 
 
 def test_the_number_of_teachers_stands_in_the_table(runs: Path) -> None:
@@ -141,9 +142,11 @@ def test_a_damaged_look_is_named(runs: Path, tmp_path: Path) -> None:
     for name in ("config.toml", "summary.json", "split.safetensors"):
         (folder / name).write_bytes((runs / "seq7" / name).read_bytes())
     lines = events(runs / "seq7")
-    next(e for e in lines if e["event"] == "measure")["class_accuracy"] = ["much"]
+    look = next(e for e in lines if e["event"] == "measure")
+    look["class_accuracy"] = ["much"]
     (folder / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines))
-    with pytest.raises(CorruptFile, match="round 1 of chain"):
+    place = rf"journal\.jsonl, line {lines.index(look) + 1}: round 1 of chain"
+    with pytest.raises(CorruptFile, match=place):
         page(made(folder))
 
 

@@ -15,7 +15,9 @@ import toys
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.running.directory import pack
 from fedstill.running.journal import read_journal
+from fedstill.running.numbers import RunNumbers
 from fedstill.running.runner import run
+from fedstill.running.runs import read_run
 from run_bits import stopped
 
 COLUMNS = [
@@ -109,6 +111,23 @@ def test_measures_epochs_and_a_whole_run_have_rows(runs: Path) -> None:
     assert pandas.isna(best["round"])
     (sent,) = chosen(frame, "avg1", "summary/bytes_up")["value"]
     assert sent == sum(event["bytes_up"] for event in rounds)
+
+
+def test_numbers_by_client_leave_out_clients_without_one() -> None:
+    events = [
+        {"event": "round", "round": 2, "own_test_by_client": {"3": 0.5, "0": None}},
+        {"event": "round", "round": 4, "own_test_by_client": {"0": 1.0}},
+    ]
+    assert RunNumbers.of(events).by_client("own_test_by_client") == {2: {3: 0.5}, 4: {0: 1.0}}
+
+
+def test_numbers_by_epoch_are_those_of_the_journal(runs: Path) -> None:
+    numbers = read_run(runs / "avg1").numbers.by_epoch()
+    events = [e for e in read_journal(runs / "avg1/journal.jsonl") if "by_epoch" in e]
+    assert [of_epoch.round for of_epoch in numbers] == [event["round"] for event in events]
+    for of_epoch, event in zip(numbers, events, strict=True):
+        assert event["by_epoch"][of_epoch.stage].items() >= of_epoch.by_key.items()
+        assert "in_local_accuracy" in of_epoch.by_key
 
 
 def test_only_the_metrics_that_are_asked_for_are_loaded(runs: Path) -> None:

@@ -287,15 +287,14 @@ def epochs(report: Report) -> Section | None:
 
 def _visit(group: Group) -> Visit | None:
     """The last round in which any seed was measured after each epoch; None if there is none."""
-    events = [event for run in group.started for event in run.rounds if event.get("by_epoch")]
-    if not events:
+    visited = [numbers for run in group.started for numbers in run.numbers.by_epoch()]
+    if not visited:
         return None
-    last = max(event["round"] for event in events)
+    last = max(numbers.round for numbers in visited)
     stages: dict[str, list[Epochs]] = {}
-    for event in events:
-        if event["round"] == last:
-            for stage, by_epoch in event["by_epoch"].items():
-                stages.setdefault(stage, []).append(by_epoch)
+    for numbers in visited:
+        if numbers.round == last:
+            stages.setdefault(numbers.stage, []).append(numbers.by_key)
     return Visit(group, last, stages)
 
 
@@ -348,7 +347,7 @@ def _epoch_line(
 def _over_seeds(seeds: Sequence[Epochs], key: str) -> list[float | None]:
     """The mean over seeds after each epoch; seeds that stopped earlier are left out."""
     means: list[float | None] = []
-    for of_epoch in zip_longest(*(by_epoch[key] for by_epoch in seeds)):
+    for of_epoch in zip_longest(*(by_epoch.get(key, ()) for by_epoch in seeds)):
         values = [value for value in of_epoch if value is not None]
         mean = None
         if values:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from fedstill.core.errors import CorruptFile
 from fedstill.measures.base import seconds_at_clients
 from fedstill.metrics.accuracy import Values
-from fedstill.running.journal import Event
+from fedstill.running.journal import Event, read_journal
 from fedstill.running.runs import JOURNAL, Group, Run, Spread
 
 ByRound = Mapping[int, float]
@@ -231,15 +231,26 @@ def looks(group: Group, measure: str) -> Iterator[Look]:
 
 @contextmanager
 def reading(look: Look) -> Iterator[Event]:
-    """The event of a look. Errors while it is read become CorruptFile with the journal's name."""
+    """The event of a look. Errors while it is read become CorruptFile with the journal's name and
+    the event's line.
+    """
     try:
         yield look.event
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         path = look.run.folder / JOURNAL
+        place = f"{path}{_line_text(path, look.event)}"
         problem = f"{type(error).__name__}: {error}"
         raise CorruptFile(
-            f"{path}: round {look.event['round']} of {look.event['measure']} is damaged: {problem}"
+            f"{place}: round {look.event['round']} of {look.event['measure']} is damaged: {problem}"
         ) from error
+
+
+def _line_text(path: Path, event: Event) -> str:
+    """The line of a journal that has an event, such as ", line 3"; empty if it is elsewhere."""
+    events = read_journal(path)
+    if event not in events:
+        return ""
+    return f", line {events.index(event) + 1}"
 
 
 def matrix(value: Any, rows: int, columns: int) -> list[list[float]]:

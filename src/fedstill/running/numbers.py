@@ -81,6 +81,9 @@ BY_CLASS = frozenset(
 )
 """Fields that hold a number for each class."""
 
+BY_EPOCH = "by_epoch/"
+"""How the names of metrics after each local epoch begin; the names of stage and key follow."""
+
 LIST_AXES: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(BY_CLASS, ("class",)),
     "correct_by_epoch": ("epoch", "class"),
@@ -104,6 +107,17 @@ class Numbers:
     metric: str
     values: Values
     about: About
+
+
+@dataclass(frozen=True)
+class EpochNumbers:
+    """Accuracies of local models in a round and a stage: by key, a number after each epoch, None
+    if it was not measured. Epoch 0 is the received model.
+    """
+
+    round: int
+    stage: str
+    by_key: Mapping[str, Sequence[float | None]]
 
 
 class RunNumbers:
@@ -175,6 +189,19 @@ class RunNumbers:
             for number, client, value in zip(numbers, clients, column.values.tolist(), strict=True):
                 rounds.setdefault(number, {})[client] = value
         return dict(sorted(rounds.items()))
+
+    def by_epoch(self) -> list[EpochNumbers]:
+        """The accuracies of local models after each epoch, by round and stage of the run."""
+        places: dict[tuple[int, str], dict[str, list[float | None]]] = {}
+        for metric in self._by_metric:
+            if not metric.startswith(BY_EPOCH):
+                continue
+            stage, _, key = metric.removeprefix(BY_EPOCH).rpartition("/")
+            columns = self._about(metric, {"round", "epoch"})
+            length = 1 + max((int(column.about["epoch"].max()) for column in columns), default=0)
+            for number, row in self._rows(metric, "epoch", length).items():
+                places.setdefault((number, stage), {})[key] = row
+        return [EpochNumbers(number, stage, keys) for (number, stage), keys in places.items()]
 
     def sum_over_clients(self, metric: str) -> float:
         """The sum of a metric over all clients and stages."""
@@ -513,7 +540,7 @@ class _Fields:
         yield from self.numbers(metric, cells, {**repeated, axes[0]: indices}, axes[1:])
 
     def _axes(self, metric: str) -> Sequence[str]:
-        if metric.startswith("by_epoch/"):
+        if metric.startswith(BY_EPOCH):
             return ("epoch",)
         if metric.startswith(f"{CONFUSION}/"):
             return ("class",)
