@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedstill.core.records import ModelSpec, Plan
-from fedstill.engines.devices import steady
-from fedstill.engines.hardware import Precision, lowered, products
+from fedstill.engines.devices import products, steady
+from fedstill.engines.hardware import Precision, lowered
 from fedstill.engines.optimiser import optimiser
 from fedstill.models import contract
 from fedstill.report import terminal
@@ -91,7 +91,7 @@ def main() -> None:
     for spec, batch in NETWORKS:
         row = [f"{spec.label}, {batch}"]
         for kind in KINDS:
-            with products(kind):
+            with products(kind, torch.device("cuda")):
                 row += [
                     f"{milliseconds(step_of(spec, batch, o, kind), given.replays):.3f}"
                     for o in ORDERS.values()

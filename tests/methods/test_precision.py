@@ -23,7 +23,7 @@ from fedstill.core.method import ClientWork
 from fedstill.core.records import Plan, Stage, Step, Tensors, TrainingStart
 from fedstill.engines import devices
 from fedstill.engines.clients import TrainingSetup
-from fedstill.engines.hardware import products
+from fedstill.engines.devices import products
 from fedstill.engines.loop import train
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import prepare
@@ -182,8 +182,7 @@ def test_products_are_rounded_where_that_was_asked_for() -> None:
 
 NEWER = """
 import torch
-from fedstill.engines.devices import steady
-from fedstill.engines.hardware import products
+from fedstill.engines.devices import products, steady
 from fedstill.engines.passes import without_cudnn
 {user}
 said = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn

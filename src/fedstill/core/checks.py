@@ -6,11 +6,10 @@ An exception in a method's function becomes an error that names the function and
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -31,7 +30,6 @@ from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Keep, Payload, Reply, Stage, State, World
 from fedstill.core.screen import MODELS, Refusal, Rules, group_difference
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -110,17 +108,6 @@ def users_definition(function: Callable[..., Any]) -> str:
     from fedstill.core.user_code import definition  # for users' functions alone
 
     return definition(function)
-
-
-def as_hook(method: object, name: str, moment: str, function: Callable[P, T]) -> Callable[P, T]:
-    """A function that a hook returned, so that an exception in a later call names the hook."""
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with in_hook(method, name, moment):
-            return function(*args, **kwargs)
-
-    # inspect.unwrap finds the function.
-    return functools.update_wrapper(call, function, assigned=(), updated=())
 
 
 def check_quorum(

@@ -1,18 +1,22 @@
-"""The devices of runs: what a config may name, what this machine has, and how many runs fit."""
+"""The devices of runs: what a config may name, what this machine has, how products are rounded, and
+how many runs fit.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import torch
 
 from fedstill.core.errors import ConfigError
 from fedstill.core.process_settings import at_the_end, set_environment
-from fedstill.engines.hardware import Precision, cores, round_products
+from fedstill.engines.hardware import Precision, cores
 
 
 def is_cuda(device: str) -> bool:
@@ -126,6 +130,39 @@ def steady(device: str) -> None:
     # Deterministic algorithms would fill every new tensor, which takes time and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     round_products(False)
+
+
+def round_products(on: bool) -> None:
+    """Switch TensorFloat-32 on or off."""
+    torch.backends.cudnn.allow_tf32 = on
+    torch.backends.cuda.matmul.allow_tf32 = on
+    if not hasattr(torch.backends, "fp32_precision"):
+        return
+    # Newer versions of torch have further switches. If a program has set one of them, the old ones
+    # above do not change it.
+    precision = "tf32" if on else "ieee"
+    for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn"):
+        switch = attrgetter(name)(torch.backends)
+        if (switch.fp32_precision == "tf32") != on:
+            switch.fp32_precision = precision
+
+
+@contextmanager
+def products(precision: Precision, device: torch.device) -> Iterator[None]:
+    """A context in which a CUDA device rounds products to TensorFloat-32, if that is the precision.
+    On the CPU, it has no effect.
+
+    Torch has one setting for the whole process. It is safe to change it, because clients on a GPU
+    train one after another.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    try:
+        round_products(precision == "tf32")
+        yield
+    finally:
+        round_products(False)
 
 
 # ---- several runs at once ------------------------------------------------------------------------

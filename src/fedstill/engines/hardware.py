@@ -1,4 +1,4 @@
-"""The hardware of a run: cores and threads, freed memory, and the precision of arithmetic."""
+"""The hardware of a run: cores and threads, freed memory, and the precision of passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
@@ -164,39 +163,6 @@ def lowered(run: Callable[P, T], precision: Precision, device: torch.device) -> 
             return _floats(run(*args, **kwargs))
 
     return in_bfloat16
-
-
-def round_products(on: bool) -> None:
-    """Switch TensorFloat-32 on or off."""
-    torch.backends.cudnn.allow_tf32 = on
-    torch.backends.cuda.matmul.allow_tf32 = on
-    if not hasattr(torch.backends, "fp32_precision"):
-        return
-    # Newer versions of torch have further switches. If a program has set one of them, the old ones
-    # above do not change it.
-    precision = "tf32" if on else "ieee"
-    for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn"):
-        switch = attrgetter(name)(torch.backends)
-        if (switch.fp32_precision == "tf32") != on:
-            switch.fp32_precision = precision
-
-
-@contextmanager
-def products(precision: Precision, device: torch.device) -> Iterator[None]:
-    """A context in which a CUDA device rounds products to TensorFloat-32, if that is the precision.
-    On the CPU, it has no effect.
-
-    Torch has one setting for the whole process. It is safe to change it, because clients on a GPU
-    train one after another.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    try:
-        round_products(precision == "tf32")
-        yield
-    finally:
-        round_products(False)
 
 
 def _floats(value: T) -> T:

@@ -7,8 +7,8 @@ parameters, and calls the functions that the method overrides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from fedstill.engines.clients import (
     uses_scores,
     with_network_of,
 )
-from fedstill.engines.hardware import may_record_steps, products
+from fedstill.engines.hardware import Precision, may_record_steps
 from fedstill.engines.optimiser import optimiser
 from fedstill.engines.step import BatchStep, Networks, StepInputs
 from fedstill.models import contract
@@ -86,21 +86,25 @@ def train(work: ClientWork, start: TrainingStart, view: View, setup: TrainingSet
     setup = replace(setup, inputs=inputs)
     device = stage_examples(view, setup.stage).labels.device
     with (
-        _own_stream(device),
-        products(setup.precision, device),
+        _on_gpu(device, setup.precision),
         _dropout_by_key(view, setup),
         closing(Training(work, LoneClient(start, view, setup))) as training,
     ):
         return training.run()[0]
 
 
-def _own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """A separate CUDA stream; no effect on the CPU."""
+@contextmanager
+def _on_gpu(device: torch.device, precision: Precision) -> Iterator[None]:
+    """A separate CUDA stream with products of a precision; no effect on the CPU."""
     if device.type != "cuda":
-        return nullcontext()
-    from fedstill.engines.cuda_graphs import on_own_stream  # lazy, because only GPUs have streams
+        yield
+        return
+    # Lazy, because only GPUs have streams and TensorFloat-32.
+    from fedstill.engines.cuda_graphs import on_own_stream
+    from fedstill.engines.devices import products
 
-    return on_own_stream(device)
+    with on_own_stream(device), products(precision, device):
+        yield
 
 
 def _dropout_by_key(view: View, setup: TrainingSetup) -> AbstractContextManager[None]:

@@ -25,7 +25,8 @@ from fedstill.engines.clients import (
     stage_examples,
     uses_scores,
 )
-from fedstill.engines.hardware import products, torch_threads
+from fedstill.engines.devices import products
+from fedstill.engines.hardware import torch_threads
 from fedstill.engines.loop import Trained, Training
 from fedstill.engines.passes import activations
 from fedstill.engines.pooled import PooledEngine, SharedDraw

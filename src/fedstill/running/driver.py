@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import time
@@ -9,11 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, ParamSpec, Protocol, TypeVar
 
 from fedstill import manifest
 from fedstill.config.settings import Settings
-from fedstill.core.checks import as_hook, checked_return, in_hook
+from fedstill.core.checks import checked_return, in_hook
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import Engine, Event, Fields, RoundResult, StageResult
 from fedstill.core.files import digest, read_file, write_whole
@@ -48,6 +49,8 @@ from fedstill.running.trackers import Named, Track, Tracking
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Driven = TypeVar("Driven")
 
 Place = Literal["here", "ray", "federation"]
@@ -414,7 +417,7 @@ class Driver:
             client_predictors = client_predictors_of(method, answers, state, world)
 
         predictors = {
-            name: as_hook(method, "predictors", moment, predict)
+            name: _as_hook(method, "predictors", moment, predict)
             for name, predict in answers.items()
         }
         client_events: list[Event] = []
@@ -445,3 +448,14 @@ class Driver:
         """Called with each event of the journal when it is written or when a run is resumed."""
         self.tracking.take(dict(event))
         self.recorder.on_event(event)
+
+
+def _as_hook(method: object, name: str, moment: str, function: Callable[P, T]) -> Callable[P, T]:
+    """A function that a hook returned, so that an exception in a later call names the hook."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with in_hook(method, name, moment):
+            return function(*args, **kwargs)
+
+    # inspect.unwrap finds the function.
+    return functools.update_wrapper(call, function, assigned=(), updated=())
