@@ -27,6 +27,9 @@ SNAPSHOT = ROOT / "tools" / "public_api.json"
 CHANGES = ROOT / "tools" / "public_api_changes.toml"
 MOVES = ROOT / "tools" / "moves.toml"
 
+LAZY = ("fedstill", "fedstill.losses")
+"""Packages that import their public names when they are first used."""
+
 Surface = dict[str, str]
 """Public names by the path under which a user has them, with their signatures."""
 
@@ -89,7 +92,7 @@ def packages(module: griffe.Module) -> Iterator[griffe.Module]:
 def listed_names(module: griffe.Module) -> list[str]:
     """The names that a package offers: its ``__all__``, or what it imports as itself."""
     exported = {str(name) for name in module.exports or ()}
-    if module.path != "fedstill":
+    if module.path not in LAZY:
         return sorted(exported)
     # The package's own list is made when it is imported; its lazy imports are the same names.
     aliases = [member for member in module.members.values() if isinstance(member, griffe.Alias)]

@@ -7,6 +7,7 @@ nothing.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -50,36 +51,27 @@ if TYPE_CHECKING:
     from fedstill.running.runner import run as run
     from fedstill.running.trackers import Tracker as Tracker
 
-_HOMES = {
-    "Addition": "fedstill.core.capabilities",
-    "TrainingStart": "fedstill.core.records",
-    "ClientWork": "fedstill.core.method",
-    "Comparison": "fedstill.report.comparison",
-    "Dataset": "fedstill.data.dataset",
-    "Experiment": "fedstill.config.experiment",
-    "FedstillError": "fedstill.core.errors",
-    "Method": "fedstill.core.method",
-    "Need": "fedstill.core.capabilities",
-    "Payload": "fedstill.core.records",
-    "Permit": "fedstill.core.capabilities",
-    "Plan": "fedstill.core.records",
-    "Progress": "fedstill.running.recording",
-    "Result": "fedstill.running.result",
-    "State": "fedstill.core.records",
-    "Tracker": "fedstill.running.trackers",
-    "TrainedModel": "fedstill.export.trained_model",
-    "compare": "fedstill.report.comparison",
-    "from_clients": "fedstill.data.sources.tensors",
-    "from_python": "fedstill.data.sources.in_memory",
-    "from_tensors": "fedstill.data.sources.tensors",
-    "load": "fedstill.config.experiment",
-    "load_dataset": "fedstill.data.sources.load",
-    "load_model": "fedstill.export.loading",
-    "load_runs": "fedstill.running.frame",
-    "register": "fedstill.core.registry",
-    "resume": "fedstill.running.runner",
-    "run": "fedstill.running.runner",
+_NAMES = {
+    "fedstill.config.experiment": ("Experiment", "load"),
+    "fedstill.core.capabilities": ("Addition", "Need", "Permit"),
+    "fedstill.core.errors": ("FedstillError",),
+    "fedstill.core.method": ("ClientWork", "Method"),
+    "fedstill.core.records": ("Payload", "Plan", "State", "TrainingStart"),
+    "fedstill.core.registry": ("register",),
+    "fedstill.data.dataset": ("Dataset",),
+    "fedstill.data.sources.in_memory": ("from_python",),
+    "fedstill.data.sources.load": ("load_dataset",),
+    "fedstill.data.sources.tensors": ("from_clients", "from_tensors"),
+    "fedstill.export.loading": ("load_model",),
+    "fedstill.export.trained_model": ("TrainedModel",),
+    "fedstill.report.comparison": ("Comparison", "compare"),
+    "fedstill.running.frame": ("load_runs",),
+    "fedstill.running.recording": ("Progress",),
+    "fedstill.running.result": ("Result",),
+    "fedstill.running.runner": ("resume", "run"),
+    "fedstill.running.trackers": ("Tracker",),
 }
+"""The public names of each module. A module is imported when one of its names is first used."""
 
 _MODULES = (
     "attribution",
@@ -104,12 +96,13 @@ _MODULES = (
 )
 """Parts of the library that the reference is about."""
 
-__all__ = ["__version__", *sorted(_HOMES)]
+__all__ = ["__version__", *sorted(itertools.chain.from_iterable(_NAMES.values()))]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
     if name in _MODULES:
         return importlib.import_module(f"fedstill.{name}")
     raise AttributeError(f"module 'fedstill' has no attribute {name!r}")
@@ -121,5 +114,6 @@ def __dir__() -> list[str]:
 
     missing = [package.module for package in PACKAGES if not package.installed]
     modules = [name for name in _MODULES if f"fedstill.{name}" not in missing]
-    names = [name for name, home in _HOMES.items() if home.rpartition(".")[0] not in missing]
+    homes = [home for home in _NAMES if home.rpartition(".")[0] not in missing]
+    names = itertools.chain.from_iterable(_NAMES[home] for home in homes)
     return sorted({"__version__", *names, *modules})

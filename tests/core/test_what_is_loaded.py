@@ -6,12 +6,12 @@ import json
 import subprocess
 import sys
 
-FILES = 35
-LINES = 6_970
-"""Ceilings, which may fall and not rise. The goal is 40 files and 6,500 lines."""
+FILES = 34
+LINES = 6_490
+"""Ceilings, which may fall and not rise."""
 
-FILES_OF_ROUND = 49
-LINES_OF_ROUND = 10_400
+FILES_OF_ROUND = 48
+LINES_OF_ROUND = 9_960
 """The same for a round that is executed. It builds its network, so it also loads all models."""
 
 NEEDED = [

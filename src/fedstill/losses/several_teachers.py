@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedstill.losses.distillation import kd, label_logit, nckd, tckd
+from fedstill.losses.decoupled import label_logit, tckd
+from fedstill.losses.targets import kd, nckd
 
 # ---- several teachers ----------------------------------------------------------------------------
 

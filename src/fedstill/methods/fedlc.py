@@ -30,7 +30,7 @@ from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, Wor
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.losses import adjusted_cross_entropy
-from fedstill.losses.distillation import label_margin
+from fedstill.losses.decoupled import label_margin
 from fedstill.methods.fedavg import FedAvg
 
 ABSENT = 100.0

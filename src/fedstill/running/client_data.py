@@ -34,8 +34,8 @@ from fedstill.data.encoding import TableInputs
 from fedstill.data.partition import public_split
 from fedstill.data.sources import load_dataset
 from fedstill.data.sources.catalog import KNOWN_FOLDERS
+from fedstill.data.sources.checks import check_size
 from fedstill.data.sources.image_sets import images_in, read_unlabelled
-from fedstill.data.sources.limits import check_size
 from fedstill.data.sources.splits import TEST_SHARE
 from fedstill.data.views import concatenated
 from fedstill.running.split_file import StoredSplit

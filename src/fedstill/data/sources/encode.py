@@ -43,6 +43,7 @@ from fedstill.data.encoding import (
     with_features,
     with_marks,
 )
+from fedstill.data.sources.checks import RawSplit, checked_label, decoded_with_class_ids
 from fedstill.data.sources.schema import (
     NUMBER,
     TableSchema,
@@ -57,7 +58,6 @@ from fedstill.data.sources.tables import (
     ParquetFrame,
     single_file,
 )
-from fedstill.data.sources.verify import RawSplit, checked_label, decoded_with_class_ids
 
 Tables = Mapping[str, pa.Table]
 """The columns to read, by split."""

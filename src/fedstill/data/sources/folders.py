@@ -24,6 +24,14 @@ from fedstill.core.registry import names
 from fedstill.data.cache import cached
 from fedstill.data.dataset import Decoded, Kind, ReadingOptions, ReadRequest, Split
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
+from fedstill.data.sources.checks import (
+    EXAMPLE_BYTES,
+    check_size,
+    class_ids,
+    file_errors,
+    files_below,
+    verified,
+)
 from fedstill.data.sources.encode import frames_of, read_frames, schema_of
 from fedstill.data.sources.image_sets import (
     check_not_encoded,
@@ -32,7 +40,6 @@ from fedstill.data.sources.image_sets import (
     read_image_folder,
 )
 from fedstill.data.sources.images import IMAGE_SUFFIXES
-from fedstill.data.sources.limits import EXAMPLE_BYTES, check_size, file_errors, files_below
 from fedstill.data.sources.schema import check_images_only, image_columns, table_schema
 from fedstill.data.sources.splits import (
     FileSplits,
@@ -42,7 +49,6 @@ from fedstill.data.sources.splits import (
     splits_in,
 )
 from fedstill.data.sources.tables import CSV_SUFFIXES, CsvFrame, ParquetFrame, single_file
-from fedstill.data.sources.verify import class_ids, verified
 
 TABLE_SUFFIXES = (".parquet", *CSV_SUFFIXES)
 

@@ -24,6 +24,12 @@ from fedstill.core.errors import DataError
 from fedstill.core.fields import nfc
 from fedstill.data.dataset import FILE, Decoded, ReadingOptions, ReadRequest, shortened_list
 from fedstill.data.encoding import is_missing
+from fedstill.data.sources.checks import (
+    RawSplit,
+    checked_label,
+    decoded_with_class_ids,
+    file_errors,
+)
 from fedstill.data.sources.encode import owners_of, read_frames, schema_of
 from fedstill.data.sources.images import (
     IMAGE_SUFFIXES,
@@ -33,7 +39,6 @@ from fedstill.data.sources.images import (
     Pictures,
     Pixels,
 )
-from fedstill.data.sources.limits import file_errors
 from fedstill.data.sources.schema import (
     class_names,
     image_columns,
@@ -49,7 +54,6 @@ from fedstill.data.sources.splits import (
     split_named,
 )
 from fedstill.data.sources.tables import ImageFrame
-from fedstill.data.sources.verify import RawSplit, checked_label, decoded_with_class_ids
 
 # The images of a split. Large images are decoded in several threads. Results and errors are used in
 # the order of the rows, so that they do not depend on the number of threads.

@@ -34,6 +34,7 @@ from fedstill.data.dataset import (
     ReadRequest,
     as_dataset,
 )
+from fedstill.data.sources.checks import verified
 from fedstill.data.sources.image_sets import read_columns
 from fedstill.data.sources.load import FIELDS, request_of_fields
 from fedstill.data.sources.schema import class_names, index_columns
@@ -49,7 +50,6 @@ from fedstill.data.sources.tensors import (
     dataset_of_pairs,
     join_clients,
 )
-from fedstill.data.sources.verify import verified
 
 PAIR_FIELDS = ("mode", "size", *(field.name for field in dataclasses.fields(TensorFields)))
 """Options for data without columns; mode and size apply to PIL images."""

@@ -40,6 +40,7 @@ from fedstill.data.dataset import (
 )
 from fedstill.data.sources import catalog
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
+from fedstill.data.sources.checks import check_size, file_errors, memory_error, verified
 from fedstill.data.sources.folders import (
     DATA_SUFFIXES,
     at_home,
@@ -50,10 +51,8 @@ from fedstill.data.sources.folders import (
     read_folder,
 )
 from fedstill.data.sources.image_sets import read_columns
-from fedstill.data.sources.limits import check_size, file_errors, memory_error
 from fedstill.data.sources.splits import SPLITS, hold_out, split_named
 from fedstill.data.sources.tables import normalised, with_missing
-from fedstill.data.sources.verify import verified
 
 OPTION_FIELDS = tuple(field.name for field in fields(ReadingOptions))
 """Fields of ``load_dataset`` on the conversion of columns to examples."""

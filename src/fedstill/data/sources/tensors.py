@@ -30,10 +30,7 @@ from fedstill.data.dataset import (
     Split,
     as_dataset,
 )
-from fedstill.data.sources.image_sets import check_broken, image_warnings, read_rows
-from fedstill.data.sources.images import Pictures, check_single_page
-from fedstill.data.sources.splits import SPLITS, hold_out
-from fedstill.data.sources.verify import (
+from fedstill.data.sources.checks import (
     ambiguous_channels,
     check_channels,
     check_labels,
@@ -41,6 +38,9 @@ from fedstill.data.sources.verify import (
     unusual_scale,
     verified,
 )
+from fedstill.data.sources.image_sets import check_broken, image_warnings, read_rows
+from fedstill.data.sources.images import Pictures, check_single_page
+from fedstill.data.sources.splits import SPLITS, hold_out
 
 Array = Tensor | NDArray[Any]
 """A torch tensor or a NumPy array."""
