@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedstill.core.checks import as_hook
 from fedstill.core.errors import MethodFailed
 from fedstill.core.records import Examples
 from fedstill.data.inputs import Inputs
@@ -18,6 +17,7 @@ from fedstill.engines.passes import Predict, by_shard, correct_by_class, correct
 from fedstill.models.contract import initial, spec_for
 from fedstill.models.functional import SHARD
 from fedstill.models.predictors import CombinedPredictor, MeanOfProbabilities, predictor
+from fedstill.running.driver import as_hook
 
 SPEC = spec_for("tiny_cnn", (1, 8, 8), 4)
 INPUTS = Inputs()

@@ -417,7 +417,7 @@ class Driver:
             client_predictors = client_predictors_of(method, answers, state, world)
 
         predictors = {
-            name: _as_hook(method, "predictors", moment, predict)
+            name: as_hook(method, "predictors", moment, predict)
             for name, predict in answers.items()
         }
         client_events: list[Event] = []
@@ -450,7 +450,7 @@ class Driver:
         self.recorder.on_event(event)
 
 
-def _as_hook(method: object, name: str, moment: str, function: Callable[P, T]) -> Callable[P, T]:
+def as_hook(method: object, name: str, moment: str, function: Callable[P, T]) -> Callable[P, T]:
     """A function that a hook returned, so that an exception in a later call names the hook."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
