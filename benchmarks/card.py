@@ -240,6 +240,7 @@ def goals(device: str) -> list[Goal]:
 def carry_out(part: Part, limit: float) -> Report:
     """Run a part until it ends or ``limit`` seconds are over; it then has a moment to report."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **part.environment}
+    _accept_interrupts()
     began = time.monotonic()
     is_late = False
     with tempfile.TemporaryFile() as log:
@@ -282,6 +283,14 @@ def carry_out(part: Part, limit: float) -> Report:
         result=result,
         output=lines,
     )
+
+
+def _accept_interrupts() -> None:
+    """Let parts be interrupted, even if this process ignores SIGINT, as with ``nohup`` and ``&`` in
+    a shell: processes inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> int:

@@ -175,7 +175,7 @@ def test_forgetting_below_zero_is_explained_where_it_is_shown(
     assert " -" in next(line for line in said.splitlines() if line.startswith("forgetting "))
     assert call(["compare", "small.toml", "--out", "all", *learns]) == 0
     assert why in capsys.readouterr().out
-    assert "below 0" in Path("all/report.html").read_text()
+    assert "negative" in Path("all/report.html").read_text()
     assert call(["run", "small.toml", "--out", "two", "-q"]) == 0
     assert why not in capsys.readouterr().out, "a single round forgets nothing and gains nothing"
 
