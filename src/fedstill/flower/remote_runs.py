@@ -108,7 +108,7 @@ class FlowerRuns:
         @app.main()  # type: ignore[untyped-decorator]
         def main(grid: Any, context: Any) -> None:
             try:
-                wait_for_workers(grid)
+                wait_for_workers(grid, settings.clients)
                 results.append(drive(grid))
             except BaseException as error:
                 errors.append(error)
@@ -449,13 +449,17 @@ def start_ray() -> None:
     )
 
 
-def wait_for_workers(grid: Any) -> None:
+def wait_for_workers(grid: Any, clients: int) -> None:
     """Wait until every node has answered a message, so that the time of the first round does not
-    contain the start of the workers.
+    contain the start of the workers. Nodes appear a moment after the server has started.
     """
     from flwr.app import ConfigRecord, Message, RecordDict
 
+    end = time.monotonic() + START
     nodes = list(grid.get_node_ids())
+    while len(nodes) < clients and time.monotonic() < end:
+        time.sleep(0.05)
+        nodes = list(grid.get_node_ids())
     grid.send_and_receive(
         [Message(RecordDict({"ask": ConfigRecord()}), node, WHOAMI) for node in nodes]
     )
