@@ -238,23 +238,34 @@ def _table(groups: Sequence[Group]) -> Table:
             head.append(f"{group.label}: model")
         head += [f"{group.label}: {measure.title} [%]" for measure in measures]
 
+    # Once for each group, because a row for each client needs them.
+    last_rounds = [[_last_round(group, measure) for measure in measures] for group in groups]
     rows: list[list[Cell]] = []
     for client in _ids(groups):
         row: list[Cell] = [_name(groups, client), _network(groups, client)]
-        for group in groups:
+        for group, by_measure in zip(groups, last_rounds, strict=True):
             if _has_server_models(group):
                 row.append(_server_model(group, client))
-            row += [_cell(group, client, measure) for measure in measures]
+            row += [_cell(accuracies, client) for accuracies in by_measure]
         rows.append(row)
     return Table(head, rows, "numbers wide")
 
 
-def _cell(group: Group, client: int, measure: ClientMeasure) -> Cell:
+def _last_round(group: Group, measure: ClientMeasure) -> LearningRound:
+    """The accuracies of clients in the last round, as means over the runs."""
+    return LearningRound(
+        number=max(run.numbers.rounds[-1] for run in group.started),
+        accuracy_before=_in_last_round(group, measure.key_before),
+        accuracy=_in_last_round(group, measure.key),
+    )
+
+
+def _cell(last_round: LearningRound, client: int) -> Cell:
     """The accuracy of a client in percent; with an arrow from the accuracy before learning, if it
     was measured.
     """
-    accuracy = _in_last_round(group, measure.key).get(client)
-    accuracy_before = _in_last_round(group, measure.key_before).get(client)
+    accuracy = last_round.accuracy.get(client)
+    accuracy_before = last_round.accuracy_before.get(client)
     if accuracy is None:
         return NONE
     text = f"{100 * accuracy:.1f}"
