@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from fedstill.config.experiment import Experiment
+from benchmarks.flower import experiment as digits
 from fedstill.engines.hardware import cores
 from fedstill.report import terminal
 from fedstill.running.journal import read_journal
@@ -46,29 +45,16 @@ class Messages:
     start: float
 
 
-def experiment(hidden: tuple[int, ...], engine: str, **flower: Any) -> Experiment:
-    """Digits, one epoch: little training, so that the messages remain."""
-    return Experiment(
-        rounds=ROUNDS,
-        seed=1,
-        threads=1,
-        measure=(),
-        engine=engine,
-        flower=flower,
-        method="fedavg",
-        data="digits",
-        partition={"kind": "iid"},
-        topology={"kind": "parallel", "clients": CLIENTS, "sampled": CLIENTS},
-        model={"name": "mlp", "hidden": hidden},
-        plan={"epochs": 1},
-    )
-
-
 def measure(name: str) -> Messages:
     """Run on Ray, and compare the seconds of a round with the seconds of training."""
+    experiment = replace(
+        digits("parallel", CLIENTS, "flower", grid="ray"),
+        rounds=ROUNDS,
+        model={"name": "mlp", "hidden": MODELS[name]},
+    )
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        run(experiment(MODELS[name], "flower", grid="ray"), Path(folder) / "run")
+        run(experiment, Path(folder) / "run")
         whole = time.perf_counter() - began
         events = read_journal(Path(folder) / "run" / "journal.jsonl")
     rounds = [event for event in events if event["event"] == "round"]

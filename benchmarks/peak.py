@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def rates() -> dict[str, float]:
             "convolution 32 to 64": lambda dtype: _convolution(32, 64, 16, dtype),
         }
         for kernel, make in makers.items():
-            tries = [_rate(lambda make=make, dtype=dtype: make(dtype)) for _ in range(TRIES)]
+            tries = [_rate(partial(make, dtype)) for _ in range(TRIES)]
             measured[f"{kernel}, {name}"] = max(tries)
     return measured
 
