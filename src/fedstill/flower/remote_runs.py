@@ -436,16 +436,16 @@ def start_ray() -> None:
 
     if ray.is_initialized():
         return
-    # Ray's future behaviour: it warns unless this is chosen.
+    # Without this variable, Ray warns that its default will become 0.
     variables = {**QUIET, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     set_environment(variables)
-    # A worker does not inherit the changes that this process has made to its path.
+    # Workers do not inherit changes of ``sys.path``.
     paths = [*sys.path, os.environ.get("PYTHONPATH", "")]
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    python_path = os.pathsep.join(filter(None, paths))
     ray.init(
         include_dashboard=False,
         logging_level=logging.ERROR,
-        runtime_env={"env_vars": variables},
+        runtime_env={"env_vars": {**variables, "PYTHONPATH": python_path}},
     )
 
 

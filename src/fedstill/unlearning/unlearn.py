@@ -81,7 +81,7 @@ def unlearn(
 
 @process_settings()
 def planned(directory: Path, request: UnlearningRequest, strategy: Strategy) -> UnlearningPlan:
-    """What ``unlearn`` will do; raises what it raises."""
+    """The plan of ``unlearn``, which raises the same errors."""
     return UnlearningPlan.of(directory, request, strategy)
 
 
