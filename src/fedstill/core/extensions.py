@@ -132,6 +132,10 @@ class StageActor(Protocol):
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         """A payload with the groups, names, shapes and types of a valid reply."""
 
+    def refuses(self, reply: Reply, stage: Stage) -> str:
+        """Why the values of a reply are impossible; empty if they are possible."""
+        return ""
+
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:

@@ -103,7 +103,7 @@ def counts(labels: TensorLike, classes: int) -> Tensor:
     return torch.bincount(ids.to(torch.int64), minlength=classes)
 
 
-def too_many(reply: Reply, name: str, limit: int) -> str:
+def count_problem(reply: Reply, name: str, limit: int) -> str:
     """Why a client's counts of its examples are impossible; empty if they are possible.
 
     name: of the group of the reply with counts, int64, of disjoint sets of examples. limit: how

@@ -145,7 +145,8 @@ class Method:
         """Why the values of a reply are impossible, such as counts of more examples than the client
         claims; empty if they are possible.
 
-        Before this, the reply has passed no other check of its content.
+        It is called before the content is compared with ``expected_reply``, so groups can be
+        missing or have another type.
         """
         return ""
 

@@ -315,11 +315,9 @@ def _screened(
     def expected(client: int) -> Payload:
         return expected_reply(client, stage, world, context.schedule, context.hooks)
 
-    refuses = getattr(actor, "refuses", Method().refuses)
-
     def refusal(reply: Reply) -> str:
         reasons = (hook.check_reply(reply, stage, needs, result.before) for hook in context.hooks)
-        return next(filter(None, reasons), "") or refuses(reply, stage)
+        return next(filter(None, reasons), "") or actor.refuses(reply, stage)
 
     with in_hook(actor, "expected_reply", place(stage)):
         accepted, refused = screen(

@@ -38,7 +38,7 @@ from torch.nn.functional import normalize
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import CountOrZero, NonNegative
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.label_counts import too_many
+from fedstill.core.label_counts import count_problem
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,
@@ -138,7 +138,7 @@ class Analytic(FedAvg):
         return empty_sums(spec, world.classes)
 
     def refuses(self, reply: Reply, stage: Stage) -> str:
-        return too_many(reply, "counts", reply.examples)
+        return count_problem(reply, "counts", reply.examples)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World

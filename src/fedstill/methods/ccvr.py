@@ -32,7 +32,7 @@ from fedstill.core.capabilities import Need, Permit
 from fedstill.core.errors import BadPayload
 from fedstill.core.fields import CountOrZero
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.label_counts import too_many
+from fedstill.core.label_counts import count_problem
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     KEEP,
@@ -126,7 +126,7 @@ class CCVR(FedAvg):
         return super().expected_reply(client, stage, world)
 
     def refuses(self, reply: Reply, stage: Stage) -> str:
-        return too_many(reply, "counts", reply.examples)
+        return count_problem(reply, "counts", reply.examples)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedstill.core.aggregation import Weighting
 from fedstill.core.fields import NonNegative
-from fedstill.core.label_counts import means_by_class, too_many
+from fedstill.core.label_counts import count_problem, means_by_class
 from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
     SERVER,
@@ -95,7 +95,7 @@ class ClassValues(Method):
         )
 
     def refuses(self, reply: Reply, stage: Stage) -> str:
-        return too_many(reply, "counts", reply.examples)
+        return count_problem(reply, "counts", reply.examples)
 
 
 def client_groups(replies: Sequence[Reply]) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ import torch
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import Candidates, Count, CountOrZero
 from fedstill.core.keys import seed_for
-from fedstill.core.label_counts import too_many
+from fedstill.core.label_counts import count_problem
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     KEEP,
@@ -132,7 +132,7 @@ class PFNM(FedAvgOnce):
         if stage.name == FIT:
             return super().refuses(reply, stage)
         # Each candidate is tested on all of the client's examples.
-        return too_many(reply, "right", reply.examples * len(self.settings))
+        return count_problem(reply, "right", reply.examples * len(self.settings))
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World

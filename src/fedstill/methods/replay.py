@@ -40,7 +40,7 @@ from torch.nn.functional import normalize
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import CountOrZero, NonNegative
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.label_counts import means_by_class, too_many
+from fedstill.core.label_counts import count_problem, means_by_class
 from fedstill.core.method import ClientWork
 from fedstill.core.payload import NOTHING, Payload
 from fedstill.core.records import (
@@ -283,7 +283,7 @@ class Replay(FedAvg):
 
     def refuses(self, reply: Reply, stage: Stage) -> str:
         # A client counts the examples that it keeps of earlier tasks, too.
-        return too_many(reply, "counts", reply.examples + self.size)
+        return count_problem(reply, "counts", reply.examples + self.size)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World

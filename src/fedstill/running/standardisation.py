@@ -19,7 +19,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.capabilities import Need
 from fedstill.core.checks import check_quorum
 from fedstill.core.errors import ConfigError
-from fedstill.core.extensions import RoundHook, StageActor, StageProvider, StageResult
+from fedstill.core.extensions import StageActor, StageProvider, StageResult
 from fedstill.core.keys import seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
@@ -285,7 +285,7 @@ def sums_stage(world: World, schedule: Schedule) -> Stage:
 
 
 @dataclass(frozen=True)
-class SumsProvider(StageProvider, RoundHook):
+class SumsProvider(StageProvider, StageActor):
     """Provides the stage, acts in it, and checks its replies."""
 
     sums: SumsWork
@@ -312,7 +312,8 @@ class SumsProvider(StageProvider, RoundHook):
         """The form of the sums."""
         return self.sums.expected
 
-    def check_reply(self, reply: Reply, stage: Stage, needs: Need, state: State) -> str:
+    def refuses(self, reply: Reply, stage: Stage) -> str:
+        """Why no numbers have the sums; empty if some do."""
         return self.sums.refuses(reply)
 
     def aggregate(
@@ -335,7 +336,7 @@ def run_sums(work: SumsWork, context: RunContext) -> tuple[Moments, StageResult]
     """
     provider = SumsProvider(work)
     schedule = replace(context.schedule, providers=(provider,))
-    context = replace(context, schedule=schedule, hooks=(provider,))
+    context = replace(context, schedule=schedule, hooks=())
     stage = sums_stage(context.world, context.schedule)
     state = State(params={}, round=0)
     result = run_stage(state, build_requests(state, stage, context), context)

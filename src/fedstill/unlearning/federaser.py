@@ -207,8 +207,8 @@ class CalibrationStages(StageProvider):
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """The actor of the stage (``core.extensions.StageActor``)."""
+class Calibration(StageActor):
+    """The actor of the stage."""
 
     method: Method
     stages: CalibrationStages

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.extensions import StageActor
 from fedstill.core.fields import Count, Positive
 from fedstill.core.keys import seed_for
 from fedstill.core.method import ClientWork, Method
@@ -181,8 +182,8 @@ def projected(model: Tensors, centre: Tensors, radius: float) -> dict[str, Tenso
 
 
 @dataclass(frozen=True)
-class Ascent:
-    """The actor of the stage (``core.extensions.StageActor``)."""
+class Ascent(StageActor):
+    """The actor of the stage."""
 
     method: Method
     stop_distance: float

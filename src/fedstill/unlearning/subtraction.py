@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, IncompatibleMethod
-from fedstill.core.extensions import StageResult
+from fedstill.core.extensions import StageActor, StageResult
 from fedstill.core.fields import CountOrZero, Positive
 from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
@@ -152,8 +152,8 @@ def part_of(prepared: Prepared, result: StageResult, clients: Sequence[int]) -> 
 
 
 @dataclass(frozen=True)
-class Distillation:
-    """The actor of the stage (``core.extensions.StageActor``)."""
+class Distillation(StageActor):
+    """The actor of the stage."""
 
     method: Method
     temperature: float
