@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -192,7 +193,12 @@ def call(tokens: list[str]) -> int:
 
 def _run(tokens: list[str]) -> int:
     """Runs the command of a command line and returns its exit code."""
+    # Imports create many objects that last as long as the process. Python's search for circular
+    # references would go through them again and again.
+    gc.disable()
     _import_command(tokens)
+    gc.freeze()
+    gc.enable()
     command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
     keywords = {name: _with_home(value) for name, value in bound.kwargs.items()}
     result = command(*map(_with_home, bound.args), **keywords)

@@ -9,6 +9,7 @@ afterwards the caller's settings are restored.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -128,6 +129,18 @@ class _Process:
             self._undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
         for setting in _settings():
             setting.standardise(self._undo)
+        self._freeze_objects()
+
+    def _freeze_objects(self) -> None:
+        """Exclude the objects that exist now from Python's search for circular references.
+
+        Importing torch creates so many objects that a single search takes longer than a small
+        round.
+        """
+        if gc.get_freeze_count() > 0:
+            return  # by the caller, who would lose this with ``unfreeze``
+        gc.freeze()
+        self._undo.callback(gc.unfreeze)
 
 
 _process = _Process()
