@@ -4,6 +4,9 @@ before.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from torch import Tensor, nn
 
@@ -29,6 +32,20 @@ def test_activations_are_what_layers_give() -> None:
     assert passes.activations(TABLE) == 8 + 8 + 3, "linear, ReLU, linear; a view is nothing new"
 
 
+def test_counting_does_not_import_torchs_compiler() -> None:
+    program = (
+        "import sys\n"
+        "from fedstill.engines import passes\n"
+        "from fedstill.models import contract\n"
+        "series = contract.spec_for('series_cnn', (3, 40), 4, {})\n"
+        "print(passes.activations(series), passes.forward_flops(series))\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", program]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert output.splitlines()[-1] == "False"
+
+
 @register("model", "toy_looking")
 class Looking(nn.Module):
     """A network that looks at a number of its input, which has none where there are only shapes."""
@@ -46,6 +63,7 @@ class Looking(nn.Module):
 def test_a_network_that_looks_at_numbers_is_counted_on_zeros() -> None:
     spec = contract.spec_for("toy_looking", (5,), 3, {})
     assert passes.forward_flops(spec) == 2 * 2 * 5 * 3
+    assert passes.activations(spec) == 4 * 3 + 1, "two products, two sums of x's size, and x's sum"
 
 
 @pytest.mark.parametrize("name", ["mlp", "digits_cnn", "cnn"])

@@ -5,6 +5,7 @@ surrounding, and the surrounding's own settings afterwards.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import threading
@@ -332,6 +333,24 @@ def test_blocks_nest_and_the_last_one_puts_back_what_was_found() -> None:
         assert (torch.get_default_dtype(), undone) == (torch.float32, [])
     assert (torch.get_default_dtype(), torch.get_num_threads()) == (torch.float64, 3)
     assert undone == ["second", "first"]
+
+
+def test_the_collector_does_not_search_earlier_objects_within_a_block() -> None:
+    gc.unfreeze()  # conftest.py freezes the objects of each worker
+    with process_settings():
+        assert gc.get_freeze_count() > 0
+        with process_settings():
+            pass
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+
+
+def test_objects_that_the_caller_has_frozen_stay_frozen() -> None:
+    gc.freeze()
+    with process_settings():
+        pass
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
 
 
 def test_variables_are_put_back_and_those_of_the_caller_stay(

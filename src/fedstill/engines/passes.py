@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -280,9 +280,8 @@ def forward_flops(model: ModelSpec) -> float:
     """The floating-point operations of one example's forward pass. Like torch's counter, this only
     counts matrix products and convolutions.
     """
-    # On the meta device, torch would import its compiler to compute the shape of a ReLU's result.
     counter = _ProductCounter()
-    _forward_under(counter, model, "cpu")
+    _forward_under(counter, model)
     return float(counter.count)
 
 
@@ -299,13 +298,7 @@ def embedding_size(model: ModelSpec) -> int:
 def activations(model: ModelSpec) -> int:
     """The number of activations of a network in one example's forward pass, without views."""
     counter = _ActivationCounter()
-    try:
-        _forward_under(counter, model, "meta")
-    # Torch raises these errors if the meta device lacks an operation, or if the network reads
-    # values.
-    except (NotImplementedError, RuntimeError):
-        counter = _ActivationCounter()
-        _forward_under(counter, model, "cpu")
+    _forward_under(counter, model)
     return counter.count
 
 
@@ -316,16 +309,13 @@ def step_flops(model: ModelSpec, batch: float) -> float:
     return 3 * forward_flops(model) * batch + 2 * embedding_size(model)
 
 
-def _forward_under(counter: _Counter, model: ModelSpec, device: Literal["meta", "cpu"]) -> None:
-    """Run one example's forward pass on a device under a counter. Tensors on the meta device have
-    no values.
-    """
+def _forward_under(counter: _Counter, model: ModelSpec) -> None:
+    """Run one example's forward pass under a counter."""
+    # Tensors without values (the meta device) would take no memory. But with them, torch imports
+    # its compiler to compute the shape of a ReLU's result, which takes a second.
     module = contract.module(model, "frozen").eval()
-    entries = {
-        name: value.to(device)
-        for name, value in (*module.named_parameters(), *module.named_buffers())
-    }
-    x = contract.example(model, 1, device)
+    entries = dict((*module.named_parameters(), *module.named_buffers()))
+    x = contract.example(model, 1)
     with counter, torch.no_grad():
         contract.forward(module, entries, x)
 

@@ -160,13 +160,8 @@ class VectorisedEngine(PooledEngine):
         """
         model = self.world.model(client)
         example = math.prod(model.input_shape)
-        step = 3 * activations(model)
-        if len(model.input_shape) == 3:
-            # Images use an older estimate. The last bits depend on the number of clients in a
-            # stack, and those of old runs must not change.
-            step = 40 * example
         examples = 2 * example * self.sites.size(client)
-        return 4.0 * (8 * contract.size(model) + examples + step * plan.batch)
+        return 4.0 * (8 * contract.size(model) + examples + _numbers_of_step(model) * plan.batch)
 
     def _cohort_replies(self, setup: TrainingSetup, jobs: Sequence[ClientJob]) -> dict[int, Reply]:
         """The replies of clients, which are stacked if they have the same structure."""
@@ -224,6 +219,15 @@ class VectorisedEngine(PooledEngine):
             stack = train_stack(group[0].job.work, starts, views, setup)
         seconds = (time.perf_counter() - began) / len(group)
         return [TimedTraining(trained, seconds) for trained in stack]
+
+
+def _numbers_of_step(model: ModelSpec) -> int:
+    """The approximate number of floating-point numbers that a training step needs per example."""
+    if len(model.input_shape) == 3:
+        # Images use an older estimate. The last bits depend on the number of clients in a stack,
+        # and those of old runs must not change.
+        return 40 * math.prod(model.input_shape)
+    return 3 * activations(model)
 
 
 def _is_stackable(started: StartedClient, setup: TrainingSetup) -> bool:

@@ -42,12 +42,10 @@ def build(spec: ModelSpec) -> nn.Module:
     return building.build(spec)
 
 
-def example(spec: ModelSpec, count: int, device: str = "cpu") -> Tensor:
-    """A batch of zeros (count, *input_shape): float32, or int64 (padding) for a network that takes
-    token ids.
-    """
+def example(spec: ModelSpec, count: int) -> Tensor:
+    """A batch of zeros (count, *input_shape): float32, or int64 (padding) for token ids."""
     kind = torch.int64 if spec.vocabulary else torch.float32
-    return torch.zeros(count, *spec.input_shape, dtype=kind, device=device)
+    return torch.zeros(count, *spec.input_shape, dtype=kind)
 
 
 def module(spec: ModelSpec, role: str = "student") -> nn.Module:

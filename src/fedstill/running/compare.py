@@ -675,7 +675,8 @@ def _workers(jobs: int, cards: Sequence[str], asked: Asked) -> Iterator[list[_Po
 def _forking_executor(jobs: int, asked: Asked) -> ProcessPoolExecutor:
     """Processes that are forked from one that has imported what runs need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*IMPORTED_ONCE, *registry.builtin_modules()])
+    registering = [module for kind in registry.HOMES for module in registry.modules_of(kind)]
+    context.set_forkserver_preload([*IMPORTED_ONCE, *registering])
     with deaf():
         forkserver.ensure_running()
     return ProcessPoolExecutor(jobs, context, StopsWhenAsked.listen, (asked.event,))
