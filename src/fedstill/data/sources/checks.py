@@ -126,23 +126,23 @@ def file_errors(source: str | Path) -> Iterator[None]:
     """A context that turns system errors and a lack of memory into DataError with the file name."""
     try:
         yield
-    except MemoryError as error:
-        raise memory_error(source, error) from error
-    except OSError as error:
-        path = source
-        if error.filename is not None:
-            path = error.filename
-        raise DataError(
-            f"{path} cannot be read ({error.strerror or on_one_line(error)}); make it readable, "
-            "or choose other data"
-        ) from error
+    except (OSError, MemoryError) as error:
+        raise file_error(source, error) from error
 
 
-def memory_error(source: str | Path, error: MemoryError) -> DataError:
-    """The error for data that do not fit into memory."""
+def file_error(source: str | Path, error: OSError | MemoryError) -> DataError:
+    """The error for a file that cannot be read, or does not fit into memory."""
+    if isinstance(error, MemoryError):
+        return DataError(
+            f"{source}{_size(source)} does not fit into memory ({on_one_line(error)}); use a part "
+            "of the data, or a machine with more memory"
+        )
+    path = source
+    if error.filename is not None:
+        path = error.filename
     return DataError(
-        f"{source}{_size(source)} does not fit into memory ({on_one_line(error)}); use a part of "
-        "the data, or a machine with more memory"
+        f"{path} cannot be read ({error.strerror or on_one_line(error)}); make it readable, or "
+        "choose other data"
     )
 
 

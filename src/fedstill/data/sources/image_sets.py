@@ -146,14 +146,16 @@ def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows
     )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Row:
-    """A row of a split: its encoded image and its label."""
+    """A row of a split: its encoded image, its label and, once decoded, a picture or an error."""
 
     index: int
     cell: Any
-    """The encoded image, or an exception if the row could not be read."""
     label: Any
+    picture: Picture | None = None
+    error: Exception | None = None
+    """BrokenImage, or an error that ends the reading when this row is reached."""
 
     @property
     def bytes(self) -> int:
@@ -162,29 +164,30 @@ class _Row:
             return 0
         return len(self.cell.get("bytes") or b"")
 
+    def decode(self, pictures: Pictures) -> None:
+        """Replace the encoded image by a picture or an error."""
+        if self.error is None:
+            try:
+                self.picture = pictures.decoded(self.cell, self.index)
+            except BrokenImage as broken:
+                # A new exception, because the traceback of the old one keeps the bytes.
+                self.error = BrokenImage(broken.name, broken.reason)
+            except Exception as error:
+                self.error = error
+        self.cell = None
 
-@dataclass(frozen=True)
-class _DecodedRow:
-    """A row's label, with its decoded image or an error."""
 
-    index: int
-    label: Any
-    picture: Picture | None = None
-    error: Exception | None = None
-    """BrokenImage, or an error that ends the reading when this row is reached."""
-
-
-def _decoded(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> Generator[_DecodedRow]:
-    """The rows of a split with their decoded images, in order.
+def _decoded(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> Generator[_Row]:
+    """The decoded rows of a split, in order.
 
     The size of the first image decides whether the others are decoded in threads.
     """
     rows = _numbered(cells)
     for row in rows:
-        decoded = _decoded_row(pictures, row)
-        yield decoded
-        if decoded.picture is not None and decoded.picture.stored_pixels >= THREAD_PIXELS:
-            row_count = TASK_PIXELS // decoded.picture.stored_pixels
+        row.decode(pictures)
+        yield row
+        if row.picture is not None and row.picture.stored_pixels >= THREAD_PIXELS:
+            row_count = TASK_PIXELS // row.picture.stored_pixels
             yield from _decoded_by_threads(pictures, rows, min(TASK_ROWS, max(1, row_count)))
 
 
@@ -195,48 +198,37 @@ def _numbered(cells: Iterable[tuple[Any, Any]]) -> Iterator[_Row]:
         for index, (cell, label) in enumerate(cells):
             yield _Row(index, cell, label)
     except Exception as error:
-        yield _Row(index + 1, error, None)
-
-
-def _decoded_row(pictures: Pictures, row: _Row) -> _DecodedRow:
-    if isinstance(row.cell, Exception):
-        return _DecodedRow(row.index, row.label, error=row.cell)
-    try:
-        picture = pictures.decoded(row.cell, row.index)
-    except BrokenImage as broken:
-        # A new exception, because the traceback of the old one keeps the bytes of the image.
-        error = BrokenImage(broken.name, broken.reason)
-        return _DecodedRow(row.index, row.label, error=error)
-    except Exception as error:
-        return _DecodedRow(row.index, row.label, error=error)
-    return _DecodedRow(row.index, row.label, picture)
+        yield _Row(index + 1, None, None, error=error)
 
 
 @dataclass(frozen=True)
 class _Task:
     """Rows that one thread decodes, and the bytes of their encoded images."""
 
-    rows: Future[list[_DecodedRow]]
+    rows: Future[list[_Row]]
     bytes: int
 
 
 def _decoded_by_threads(
     pictures: Pictures, rows: Iterator[_Row], row_count: int
-) -> Generator[_DecodedRow]:
+) -> Generator[_Row]:
     """The decoded rows, in order. TASKS_AHEAD and ENCODED_BYTES limit the number of tasks that are
     started in advance.
 
     row_count: the number of rows in a task.
     """
 
-    def decode(batch: Sequence[_Row]) -> list[_DecodedRow]:
-        return [_decoded_row(pictures, row) for row in batch]
+    def decode(batch: list[_Row]) -> list[_Row]:
+        for row in batch:
+            row.decode(pictures)
+        return batch
 
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
     tasks: deque[_Task] = deque()
     try:
         for batch in _batches(rows, row_count):
-            tasks.append(_Task(pool.submit(decode, batch), sum(row.bytes for row in batch)))
+            encoded_bytes = sum(row.bytes for row in batch)
+            tasks.append(_Task(pool.submit(decode, batch), encoded_bytes))
             while len(tasks) > TASKS_AHEAD or sum(task.bytes for task in tasks) > ENCODED_BYTES:
                 yield from tasks.popleft().rows.result()
         while tasks:

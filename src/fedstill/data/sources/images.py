@@ -25,7 +25,7 @@ from fedstill.data.sources.checks import (
     IMAGE_BYTES,
     PIXELS,
     check_size,
-    file_errors,
+    file_error,
     size_text,
 )
 
@@ -114,15 +114,13 @@ class BrokenImage(DataError):
         self.reason = reason
 
 
-SMALL_SHARE = 64
-"""Images with at most 1/64 of the limit count as small."""
+SMALL_PIXELS = PIXELS // 64
+"""Images with at most this many pixels are small: all threads together cannot fill the memory."""
 
 
 class PixelBudget:
     """Limits the number of pixels that threads decode at the same time. An image above the limit
     is decoded alone.
-
-    Small images do not count, because all threads together cannot reach the limit with them.
     """
 
     def __init__(self, limit: int) -> None:
@@ -133,9 +131,6 @@ class PixelBudget:
     @contextlib.contextmanager
     def reserved(self, count: int) -> Iterator[None]:
         """A context that reserves ``count`` pixels; waits until they are available."""
-        if count <= self._limit // SMALL_SHARE:
-            yield
-            return
         with self._released:
             self._released.wait_for(lambda: self._used == 0 or self._used + count <= self._limit)
             self._used += count
@@ -174,24 +169,34 @@ class Pictures:
         image that is missing or cannot be decoded, and DataError for an image that is too large,
         has an unsupported mode or several pages, or is outside of the data set.
         """
-        name = self._name(cell, index)
-        with file_errors(name), self._file(name, cell) as file:
-            try:
-                with Image.open(file, formats=_formats()) as picture:
-                    return self._decoded(name, picture, index)
-            except DataError:
-                raise
-            except Exception as error:
-                _raise_decoding_error(name, error)
+        name = f"{self.source}: example {index}"
+        if isinstance(cell, Path):
+            name = str(cell)
+        try:
+            with self._file(name, cell) as file:
+                return self._decoded(name, file, index)
+        except (OSError, MemoryError) as error:
+            raise file_error(name, error) from error
 
-    def _decoded(self, name: str, picture: Image.Image, index: int) -> Picture:
-        """Decode an image whose header has been read."""
+    def _decoded(self, name: str, file: IO[bytes], index: int) -> Picture:
+        try:
+            with Image.open(file, formats=_formats()) as picture:
+                return self._checked(name, picture, index)
+        except DataError:
+            raise
+        except Exception as error:
+            _raise_decoding_error(name, error)
+
+    def _checked(self, name: str, picture: Image.Image, index: int) -> Picture:
+        """Check the header of an image, and decode it."""
         _check_header(name, picture)
         width, height = picture.size
         if index == 0 or index >= self.rows:
             # All images have the shape of the first one, so one check suffices if their number is
             # known. Rotation does not change the number of pixels, so the header suffices.
             self.check_total(index + 1, self._bytes(picture))
+        if width * height <= SMALL_PIXELS:
+            return self._read(name, picture)
         with self._budget.reserved(width * height):
             return self._read(name, picture)
 
@@ -210,11 +215,6 @@ class Pictures:
             f"{name} is {_shape_text(shape)}, but the first is {_shape_text(first)}; "
             f"{', and '.join(remedies)}"
         )
-
-    def _name(self, cell: Any, index: int) -> str:
-        if isinstance(cell, Path):
-            return str(cell)
-        return f"{self.source}: example {index}"
 
     def _bytes(self, picture: Image.Image) -> int:
         width, height = picture.size
@@ -321,7 +321,6 @@ def _check_file_size(name: str, size: int) -> None:
         )
 
 
-@functools.cache
 @functools.cache
 def _formats() -> tuple[str, ...]:
     """The formats that the installed Pillow can read."""

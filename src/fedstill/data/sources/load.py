@@ -40,7 +40,7 @@ from fedstill.data.dataset import (
 )
 from fedstill.data.sources import catalog
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
-from fedstill.data.sources.checks import check_size, file_errors, memory_error, verified
+from fedstill.data.sources.checks import check_size, file_error, file_errors, verified
 from fedstill.data.sources.folders import (
     DATA_SUFFIXES,
     at_home,
@@ -547,6 +547,6 @@ def _hub_errors(source: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        raise memory_error(source, error) from error
+        raise file_error(source, error) from error
     except (*kinds, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"{source} cannot be read ({on_one_line(error)}); {remedy}") from error
