@@ -397,7 +397,7 @@ def rank_enter(
 
 
 @rank.command(name="check")
-def rank_check(
+def rank_check(  # noqa: PLR0913 - the options of the command rank check
     *entries: Path,
     replay: ReplayCount = 0,
     rounds: ReplayCount = 0,
@@ -405,6 +405,7 @@ def rank_check(
     note: Path | None = None,
     suite: SuiteFiles = (),
     jobs: Jobs = None,
+    devices: Devices = (),
     trust_code: Flag = False,
     quiet: Quiet = False,
 ) -> int:
@@ -427,6 +428,8 @@ def rank_check(
             page reads.
         suite: The file of your own suite, if an entry belongs to it. May be repeated.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
+        devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
+            By default, all.
         trust_code: Trust the methods' files of these entries, if others made them.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
@@ -452,7 +455,7 @@ def rank_check(
         for place in places:
             trust_entry(place)
     passed = True
-    with executing(None, jobs, quiet) as execute:
+    with executing(None, jobs, quiet, devices) as execute:
         for place in places:
             for line in verdict(place, execute, request):
                 print(line.text)
