@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 Value = TypeVar("Value")
 
@@ -42,6 +42,29 @@ class PlacedPart(Part):
     follows: str
 
 
+Entries = Literal["numbers", "numbers or null", "counts", "classes"]
+"""The entries of a list; "classes" are numbers of classes."""
+
+
+@dataclass(frozen=True)
+class ListForm:
+    """The form of a list that a measure records.
+
+    ``axes``: the meaning of the entries, from the outer to the inner list; without axes, the value
+    is a single number. "class": an entry for each class. A number: so many points. "point": any
+    number of points. The name of another list of the same measurement, such as "clients": an entry
+    for each of its entries. In brackets, "[clients]": a single entry may replace the list.
+    """
+
+    axes: tuple[str | int, ...]
+    entries: Entries = "numbers"
+    is_optional: bool = False
+
+
+ListForms = Mapping[str, ListForm]
+"""The lists of a measure by their path; ``*`` stands for any name in a table."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OuterPackage:
     """One outer package of fedstill, and everything that it adds.
@@ -54,6 +77,8 @@ class OuterPackage:
     ``compatibility_rules``: sequences of ``running.compatibility.Rule``, what the package asks of a
     run that is ready to start.
     ``measures``: subclasses of ``measures.base.Measure``.
+    ``list_forms``: by measure, the lists that it records. Journals are checked against them, and
+    data frames have their numbers.
     ``explanations``: ``(console, prepared)``, which print the last part of ``fedstill explain``;
     ``split_explanations``: what it prints above the split of the data, if that is drawn.
     ``label_keys``: the dotted keys of settings that name a variant of a method, such as a strategy;
@@ -85,6 +110,7 @@ class OuterPackage:
     config_checks: tuple[Part, ...] = ()
     compatibility_rules: tuple[Part, ...] = ()
     measures: tuple[Part, ...] = ()
+    list_forms: Mapping[str, ListForms] = field(default_factory=dict)
     explanations: tuple[Part, ...] = ()
     split_explanations: tuple[Part, ...] = ()
     label_keys: tuple[str, ...] = ()
@@ -216,6 +242,19 @@ PACKAGES = (
                 "fedstill.privacy.leakage:Leakage",
             ),
         ),
+        list_forms={
+            "leakage": {
+                "client_auc": ListForm(("clients",), is_optional=True),
+                "*/*/auc": ListForm(()),
+                "*/*/auc_interval": ListForm((2,)),
+                "*/*/tpr_at_0.001": ListForm(()),
+                "*/*/tpr_at_0.001_interval": ListForm((2,)),
+                "*/*/tpr_at_0.01": ListForm(()),
+                "*/*/tpr_at_0.01_interval": ListForm((2,)),
+                # A true-positive rate for each entry of metrics.membership.GRID.
+                "*/*/roc": ListForm((25,)),
+            },
+        },
         sums=(
             Part(
                 "privacy",
@@ -426,6 +465,13 @@ def compatibility_rules() -> list[Part]:
 def measures() -> list[Part]:
     """The measures of all packages."""
     return list(chain.from_iterable(package.measures for package in installed()))
+
+
+def list_forms() -> dict[str, ListForms]:
+    """The lists that the measures of all packages record, by measure."""
+    return {
+        measure: forms for package in installed() for measure, forms in package.list_forms.items()
+    }
 
 
 def explanations() -> list[Part]:

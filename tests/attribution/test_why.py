@@ -29,7 +29,9 @@ from fedstill.core.records import Stage
 from fedstill.core.rounds import unchanged
 from fedstill.measures.contributions import Contributions
 from fedstill.running.journal import LATER_LOOKS, add_looks, looks_of
+from fedstill.running.numbers import Look, RunNumbers
 from fedstill.running.replay import Replay, Without
+from fedstill.running.runs import read_run
 
 CONFIG = """
 rounds = 6
@@ -72,6 +74,12 @@ def rows(folder: Path) -> dict[int, list[float | None]]:
     return {e["round"]: e["class_accuracy"] for e in events(folder) if e["event"] == "round"}
 
 
+def looks_in(fields: list[dict[str, Any]]) -> list[Look]:
+    """What the measure recorded, with these fields."""
+    named = [{"event": "measure", "measure": "contributions", **look} for look in fields]
+    return RunNumbers.of(named, classes=2).looks("contributions")
+
+
 def quiet(round: int, last: int) -> None:
     pass
 
@@ -83,8 +91,9 @@ def test_moments_are_in_order_of_their_fall_and_the_untrained_model_comes_last()
         {"event": "client", "round": 2},
         {"event": "round", "round": 2, "class_accuracy": [0.5, 0.2, None]},
     ]
-    assert [(m.round, m.label) for m in class_changes(events)] == [(2, 1), (2, 0), (1, 0), (1, 1)]
-    assert class_changes(events)[0].change == pytest.approx(-0.6)
+    changes = class_changes(RunNumbers.of(events, classes=3))
+    assert [(m.round, m.label) for m in changes] == [(2, 1), (2, 0), (1, 0), (1, 1)]
+    assert changes[0].change == pytest.approx(-0.6)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "feddyn", "fedadkd"])
@@ -154,36 +163,41 @@ def test_what_was_added_later_stands_in_place_of_the_journals(run: Path, tmp_pat
 def test_what_is_told_sums_over_stages() -> None:
     moment = ClassChange(4, 1, 0.9, 0.4)
     links = [{"round": 4, "stage": s, "parts": {f"client {s}": [0.0, -0.25]}} for s in range(2)]
-    told = attribute(moment, links)
+    told = attribute(moment, looks_in(links))
     assert told is not None
     assert (dict(told.parts), dict(told.clients)) == ({"client 0": -0.25, "client 1": -0.25}, {})
     look = {
         "round": 4,
         "stage": 0,
         "parts": {"averaging": [0, -0.5]},
+        "game": "idle",
         "classes": [0],
         "clients": [3],
         "values": [[0.1]],
     }
-    assert attribute(moment, [look]) is None, "nobody was asked about class 1"
-    assert attribute(ClassChange(5, 1, 0.9, 0.4), links) is None
+    assert attribute(moment, looks_in([look])) is None, "nobody was asked about class 1"
+    assert attribute(ClassChange(5, 1, 0.9, 0.4), looks_in(links)) is None
 
 
 def test_beside_a_global_model_clients_own_models_are_no_part_of_its_change(tmp_path: Path) -> None:
     asked = toys.toy("ditto", **{**toys.suited("ditto"), "measure": ("contributions",)})
     fedstill.run(asked, tmp_path / "run", data=toys.blobs())
-    looks = looks_of(tmp_path / "run")
-    assert {(look["name"], look["model"]) for look in looks} == {
+    written = {
+        look["round"]: look for look in looks_of(tmp_path / "run") if look["name"] == "train"
+    }
+    looks = read_run(tmp_path / "run").numbers.looks("contributions")
+    assert {(look.texts["name"], look.texts["model"]) for look in looks} == {
         ("personal", "own"),
         ("train", "global"),
     }
     for look in of_global_model(looks):
-        assert look["name"] == "train"
-        assert look["classes"]
-        for c in look["classes"]:
-            told = attribute(ClassChange(look["round"], c, 0.0, 0.0), looks)
+        assert look.texts["name"] == "train"
+        assert look.classes
+        for c in look.classes:
+            told = attribute(ClassChange(look.round, c, 0.0, 0.0), looks)
             assert told is not None
-            assert dict(told.parts) == {name: change[c] for name, change in look["parts"].items()}
+            parts = written[look.round]["parts"]
+            assert dict(told.parts) == {name: change[c] for name, change in parts.items()}
 
 
 def test_without_a_global_model_the_stages_of_the_same_clients_are_told() -> None:
@@ -193,7 +207,7 @@ def test_without_a_global_model_the_stages_of_the_same_clients_are_told() -> Non
             {"head": [0, 3], "train": [0, 3], "finetune": [0, 1, 2, 3]}.items()
         )
     ]
-    told = attribute(ClassChange(2, 0, 0.0, 0.5), looks)
+    told = attribute(ClassChange(2, 0, 0.0, 0.5), looks_in(looks))
     assert told is not None
     assert dict(told.parts) == {"head": 0.25, "train": 0.25}
 
@@ -337,7 +351,7 @@ def test_over_tasks_it_says_which_task_and_what_clients_have_in_it(
         assert look["drawn"] == pytest.approx([None if u != u else u for u in usual], abs=1e-6)
     falls = [
         e
-        for e in class_changes(events(tmp_path / "run"))
+        for e in class_changes(read_run(tmp_path / "run").numbers)
         if e.round == 4 and e.label < 5 and e.change < -0.05
     ]
     assert falls, "the first task is forgotten when the second begins"

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 import toys
+from fedstill.cli.run import _show as show
 from fedstill.report.comparison import Comparison
 from fedstill.report.page import page
 from fedstill.report.table_files import write_tables
@@ -102,6 +103,19 @@ def test_tables_have_a_column_for_each(runs: tuple[Path, Sent], tmp_path: Path) 
         console.print(comparison_table(comparison.groups))
     assert "37037" in capture.get()
     assert "0.250" in capture.get()
+
+
+def test_the_closing_table_of_a_run_has_the_latest_of_each(
+    runs: tuple[Path, Sent], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = runs
+    assert show(Result.of(folder / "fedavg"), has_queries_each_round=False) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {("mine.py/deep/er", "37037"), ("mean_weight", "0.250")} <= {
+        (words[0], words[-1]) for words in lines if words
+    }
+    show(Result.of(folder / "fedntd"), has_queries_each_round=False)
+    assert not any(name in capsys.readouterr().out for name in NAMES)
 
 
 def test_the_page_draws_each_by_round(runs: tuple[Path, Sent]) -> None:

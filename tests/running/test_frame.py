@@ -6,16 +6,21 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
 
 import fedstill
 import toys
+from fedstill import manifest
 from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.measures import list_forms
+from fedstill.measures.features import STEPS
+from fedstill.metrics.membership import GRID, RATES
 from fedstill.running.directory import pack
 from fedstill.running.journal import read_journal
-from fedstill.running.numbers import RunNumbers
+from fedstill.running.numbers import Look, RunNumbers
 from fedstill.running.runner import run
 from fedstill.running.runs import read_run
 from run_bits import stopped
@@ -30,6 +35,7 @@ COLUMNS = [
     "task",
     "client",
     "class",
+    "point",
     "metric",
     "value",
 ]
@@ -128,6 +134,78 @@ def test_numbers_by_epoch_are_those_of_the_journal(runs: Path) -> None:
     for of_epoch, event in zip(numbers, events, strict=True):
         assert event["by_epoch"][of_epoch.stage].items() >= of_epoch.by_key.items()
         assert "in_local_accuracy" in of_epoch.by_key
+
+
+def look_of(measure: str, **fields: Any) -> Look:
+    """What a measure recorded with these fields, in a run of three classes."""
+    event = {"event": "measure", "measure": measure, "round": 2, "stage": 1, **fields}
+    (look,) = RunNumbers.of([event], classes=3).looks(measure)
+    return look
+
+
+def test_lists_of_a_measure_are_about_clients_and_classes() -> None:
+    look = look_of(
+        "contributions",
+        clients=[4, 1],
+        before=[0.5, None, 0.25],
+        parts={"averaging": [0.0, None, -0.5]},
+        classes=[2, 0],
+        values=[[0.1, -0.2], [0.3, None]],
+        gap=[0.01, [0.02, 0.03]],
+        game="idle",
+    )
+    assert look.by_class("before") == [0.5, None, 0.25]
+    assert look.number_of_class("parts/averaging", 2) == -0.5
+    assert look.of_class("values", 2) == {4: 0.1, 1: -0.2}
+    assert look.of_client("values", 1) == {2: -0.2}
+    assert look.number_of_class("gap", 2) == 0.01
+    assert look.of_class("gap", 0) == {4: 0.02, 1: 0.03}
+    assert look.texts["game"] == "idle"
+    assert look.clients == [4, 1]
+
+
+def test_curves_and_matrices_of_a_measure_have_points() -> None:
+    look = look_of("units", models=["received", "client 3"], classes=[[0, 2], [1, 1]])
+    assert look.names("classes") == ["received", "client 3"]
+    assert look.points("classes/client 3") == [1, 1]
+
+    own = look_of("mine.py", curve=[1.0, None, 3.0], matrix=[[1, 2], [3, 4]], names=["a", "b"])
+    assert own.points("curve") == [1.0, None, 3.0]
+    assert own.points("curve", length=5) == [1.0, None, 3.0, None, None]
+    assert own.rows("matrix") == [[1, 2], [3, 4]]
+    assert own.number("curve") is None
+    assert own.texts["names"] == ["a", "b"]
+
+
+def test_lists_of_a_measure_are_in_the_frame_and_not_in_the_summary(runs: Path) -> None:
+    frame = fedstill.load_runs(runs / "avg1", metrics=["divergence/l2", "summary"])
+    looks = [
+        e for e in read_journal(runs / "avg1/journal.jsonl") if e.get("measure") == "divergence"
+    ]
+    by_client = frame[frame["metric"] == "divergence/l2"]
+    assert list(by_client["value"]) == [value for look in looks for value in look["l2"]]
+    assert list(by_client["client"]) == [client for look in looks for client in look["clients"]]
+    assert by_client["point"].isna().all()
+    assert "summary/divergence/mean_l2" in set(frame["metric"])
+    assert "summary/divergence/l2" not in set(frame["metric"])
+
+
+def test_teachers_and_queried_classes_are_counted() -> None:
+    clients = [
+        {"event": "client", "round": 1, "stage": 0, "name": "train", "client": 2} | fields
+        for fields in ({"teachers": [3, "server"]}, {"teachers": [], "query": [1, 4]})
+    ]
+    numbers = RunNumbers.of(clients, classes=5)
+    assert [report.values for report in numbers.of_clients("teachers")] == [[2.0], [0.0]]
+    assert [report.values for report in numbers.of_clients("query")] == [[2.0]]
+
+
+@pytest.mark.uses("privacy")
+def test_the_forms_of_lists_have_the_sizes_that_measures_write() -> None:
+    forms = manifest.list_forms()["leakage"]
+    assert forms["*/*/roc"].axes == (len(GRID),)
+    assert {f"*/*/tpr_at_{rate}" for rate in RATES} <= forms.keys()
+    assert list_forms("boundaries")["plane"].axes == (STEPS, STEPS)
 
 
 def test_only_the_metrics_that_are_asked_for_are_loaded(runs: Path) -> None:

@@ -198,7 +198,7 @@ def test_a_finished_run_whose_journal_is_not_what_was_written_is_refused(
     for read in (resume, read_run, run_frames):
         with pytest.raises(
             CorruptFile,
-            match=rf"journal\.jsonl is not what was written: .*{why}.*; restore the file",
+            match=rf"journal\.jsonl, line \d+, is not .*: .*{why}.*; restore the file",
         ):
             read(ended)
 

@@ -13,10 +13,13 @@ from fedstill.methods.fit import FIT
 from fedstill.metrics.shapley import culprits
 from fedstill.report.table_files import TextTable
 from fedstill.running.directory import settings_of
-from fedstill.running.journal import Event, Look, read_journal
-from fedstill.running.runs import Run
+from fedstill.running.numbers import Look, RunNumbers
+from fedstill.running.runs import Run, read_run
 
-# ---- the changes in a journal --------------------------------------------------------------------
+MEASURE = "contributions"
+"""The measure that divides changes among clients."""
+
+# ---- the changes in a run ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -34,27 +37,27 @@ class ClassChange:
         return self.accuracy_after - self.accuracy_before
 
 
-def class_changes(events: Sequence[Event]) -> list[ClassChange]:
-    """The changes of every class in every round of a journal, largest loss first.
+def class_changes(numbers: RunNumbers) -> list[ClassChange]:
+    """The changes of every class in every round of a run, largest loss first.
 
     Changes in round 1 come last, because the untrained model usually predicts a single class, whose
     initial accuracy was not learned.
     """
-    evaluated = [event for event in events if event["event"] in ("initial", "round")]
+    accuracies = numbers.by_class("class_accuracy")
     changes = []
-    for event_before, event in pairwise(evaluated):
-        changes += _changes_between(
-            event["round"], event_before["class_accuracy"], event["class_accuracy"]
+    for round_before, round in pairwise([0, *numbers.rounds]):
+        changes += changes_between(
+            round, accuracies.get(round_before, ()), accuracies.get(round, ())
         )
     return sorted(changes, key=lambda item: (item.round == 1, item.change, item.round, item.label))
 
 
-def _changes_between(
+def changes_between(
     round: int, accuracies_before: Sequence[float | None], accuracies: Sequence[float | None]
 ) -> list[ClassChange]:
-    """The changes of all classes with test examples."""
+    """The changes of all classes with test examples; none if a round was not evaluated."""
     changes = []
-    pairs = zip(accuracies_before, accuracies, strict=True)
+    pairs = zip(accuracies_before, accuracies, strict=False)
     for label, (accuracy_before, accuracy_after) in enumerate(pairs):
         if accuracy_before is not None and accuracy_after is not None:
             changes.append(ClassChange(round, label, accuracy_before, accuracy_after))
@@ -66,13 +69,13 @@ def find_changes(folder: Path, label: int | None, round: int | None) -> list[Cla
 
     Raises ConfigError if there is none.
     """
-    events = read_journal(folder / "journal.jsonl")
-    if any(event.get("client_predictors") for event in events):
+    run = read_run(folder)
+    if any(event.get("client_predictors") for event in run.rounds):
         raise ConfigError(
             f"{folder} has several models at the server; fedstill why explains the changes of a "
             "single global model"
         )
-    changes = class_changes(events)
+    changes = class_changes(run.numbers)
     if not changes:
         hint = ""
         if FIT in settings_of(folder).plans:
@@ -133,15 +136,21 @@ def of_global_model(looks: Sequence[Look]) -> list[Look]:
     """The measurements of the global model, in the order of their stages.
 
     Stages in which clients train their own models in addition to the global one are left out.
-    Without a global model, the result contains the measurements of each round's first stage.
+    Without a global model, the result contains the measurements of each round's first stage, and of
+    later stages with the same clients.
     """
-    of_global = [look for look in looks if look.get("model") != "own"]
+    of_global = [look for look in looks if look.texts.get("model") != "own"]
     if of_global:
         return of_global
-    first_clients: dict[int, list[int]] = {}
+    first_clients: dict[int, Sequence[int]] = {}
     for look in looks:
-        first_clients.setdefault(look["round"], look["clients"])
-    return [look for look in looks if look["clients"] == first_clients[look["round"]]]
+        first_clients.setdefault(look.round, look.clients)
+    return [look for look in looks if look.clients == first_clients[look.round]]
+
+
+def is_divided(look: Look) -> bool:
+    """Whether changes were divided among clients; no class may have changed enough for it."""
+    return "game" in look.texts
 
 
 def attribute(change: ClassChange, looks: Sequence[Look]) -> Attribution | None:
@@ -149,69 +158,72 @@ def attribute(change: ClassChange, looks: Sequence[Look]) -> Attribution | None:
 
     None if the round was not measured, or if the change of this class was not divided.
     """
-    of_round = [look for look in of_global_model(looks) if look["round"] == change.round]
+    of_round = [look for look in of_global_model(looks) if look.round == change.round]
     if not of_round:
         return None
-    with_clients = [look for look in of_round if "classes" in look]
-    divided = [look for look in with_clients if change.label in look["classes"]]
+    with_clients = [look for look in of_round if is_divided(look)]
+    divided = [look for look in with_clients if look.of_class("values", change.label)]
     if with_clients and not divided:
         return None
 
     game = ""
     rule = ""
     if divided:
-        game = divided[0].get("game", "")
-        rule = divided[0].get("rule", "")
-    shares = [look["drawn"][change.label] for look in with_clients if "drawn" in look]
+        game = divided[0].texts.get("game", "")
+        rule = divided[0].texts.get("rule", "")
     sampled_share = None
-    if shares:
-        sampled_share = shares[0]
-    positions = [look["classes"].index(change.label) for look in divided]
-    pairs = list(zip(divided, positions, strict=True))
+    if with_clients:
+        sampled_share = with_clients[0].number_of_class("drawn", change.label)
+    by_server = [look.number_of_class("nobody", change.label) for look in divided]
     return Attribution(
         change=change,
         parts=_parts(change.label, of_round),
-        clients=_contributions(pairs),
-        error=sum(_error(look["gap"][position]) for look, position in pairs),
+        clients=_contributions(change.label, divided),
+        error=sum(_error(change.label, look) for look in divided),
         game=game,
         rule=rule,
         sampled_share=sampled_share,
         task_data=_task_data(change.label, divided),
-        server=sum(look["nobody"][position] for look, position in pairs if "nobody" in look),
+        server=sum(value for value in by_server if value is not None),
     )
 
 
 def _parts(label: int, looks: Sequence[Look]) -> dict[str, float]:
     parts: dict[str, float] = {}
     for look in looks:
-        for name, changes in look["parts"].items():
-            parts[name] = parts.get(name, 0.0) + (changes[label] or 0.0)
+        for name in look.names("parts"):
+            change = look.number_of_class(f"parts/{name}", label)
+            parts[name] = parts.get(name, 0.0) + (change or 0.0)
     return parts
 
 
-def _contributions(pairs: Sequence[tuple[Look, int]]) -> dict[int, float]:
+def _contributions(label: int, looks: Sequence[Look]) -> dict[int, float]:
     """The contributions of clients, summed over stages."""
     clients: dict[int, float] = {}
-    for look, position in pairs:
-        for client, value in zip(look["clients"], look["values"][position], strict=True):
+    for look in looks:
+        for client, value in look.of_class("values", label).items():
             clients[client] = clients.get(client, 0.0) + value
     return clients
 
 
-def _error(gap: float | Sequence[float]) -> float:
+def _error(label: int, look: Look) -> float:
     """The error of a contribution: a common error, or the largest error of all clients."""
-    if isinstance(gap, float):
-        return gap
-    return max(gap)
+    common = look.number_of_class("gap", label)
+    if common is not None:
+        return common
+    return max(look.of_class("gap", label).values(), default=0.0)
 
 
 def _task_data(label: int, looks: Sequence[Look]) -> dict[int, TaskData]:
     data: dict[int, TaskData] = {}
     for look in looks:
-        if "tasks" in look and "had" in look:
-            rows = zip(look["clients"], look["tasks"], look["had"], strict=True)
-            for client, task, counts in rows:
-                data[client] = TaskData(task, of_class=counts[label], examples=sum(counts))
+        for client, task in look.by_client("tasks").items():
+            counts = look.of_client("had", client)
+            data[client] = TaskData(
+                task=int(task),
+                of_class=int(counts.get(label, 0)),
+                examples=int(sum(counts.values())),
+            )
     return data
 
 

@@ -189,16 +189,16 @@ def _print_attribution(
 ) -> None:
     from fedstill.attribution import class_changes
     from fedstill.report import terminal
-    from fedstill.running.journal import looks_of
     from fedstill.running.runs import read_run
 
+    run = read_run(directory)
     attribution = None
     if not exact and game is None:
-        attribution = class_changes.attribute(change, looks_of(directory))
+        looks = run.numbers.looks(class_changes.MEASURE)
+        attribution = class_changes.attribute(change, looks)
     if attribution is None:
-        attribution = _measure(directory, change, exact, game, quiet)
+        attribution = _measure(run, change, exact, game, quiet)
     screen = terminal.console(sentences=True)
-    run = read_run(directory)
     if attribution is None:
         name = repr(run.classes[change.label])
         terminal.tell(screen, f"Round {change.round} has no contributions to class {name}.")
@@ -215,28 +215,30 @@ def _print_attribution(
 
 
 def _measure(
-    directory: Path, change: ClassChange, exact: bool, game: Game | None, quiet: bool
+    run: Run, change: ClassChange, exact: bool, game: Game | None, quiet: bool
 ) -> Attribution | None:
     """Replay the round to measure contributions; they are stored unless an option changes them."""
-    from fedstill.attribution.class_changes import attribute
+    from fedstill.attribution.class_changes import MEASURE, attribute
     from fedstill.attribution.replays import check_coalitions, measure_round
     from fedstill.measures.contributions import Contributions
-    from fedstill.running.journal import add_looks, looks_of
+    from fedstill.running.journal import add_looks
+    from fedstill.running.numbers import RunNumbers
     from fedstill.running.replay import Replay
 
     labels = {change.label}
-    for look in looks_of(directory):
-        if look["round"] == change.round:
-            labels.update(look.get("classes", ()))
-    replay = Replay.of_round(directory, change.round)
+    for look in run.numbers.looks(MEASURE):
+        if look.round == change.round:
+            labels.update(look.classes)
+    replay = Replay.of_round(run.folder, change.round)
     if exact:
         check_coalitions(replay, change.round)
     measure = Contributions(game, exact, sorted(labels))
     announcement = ReplayAnnouncement(replay, change.round, quiet)
-    looks = measure_round(replay, change.round, measure, announcement)
+    events = measure_round(replay, change.round, measure, announcement)
     if not exact and game is None:
-        add_looks(directory, looks)
-    return attribute(change, looks)
+        add_looks(run.folder, events)
+    numbers = RunNumbers.of_groups({"measure": events}, len(run.classes))
+    return attribute(change, numbers.looks(MEASURE))
 
 
 def _print_next_command(
@@ -301,10 +303,12 @@ def _print_without(
     announcement = ReplayAnnouncement(replay, last, quiet)
     replayed = accuracies_by_round(replay, span.first, last, without_client, announcement)
 
-    original = {event["round"]: event["class_accuracy"] for event in run.rounds}
+    original = run.numbers.by_class("class_accuracy")
     lines = []
     for round, accuracies in replayed.items():
-        with_client = original[round][change.label]
+        with_client = None
+        if round in original:
+            with_client = original[round][change.label]
         without = accuracies[change.label]
         if with_client is not None and without is not None:
             difference = class_changes.points(without - with_client)
@@ -422,10 +426,9 @@ class ReplayAnnouncement:
         """The time that the rounds took in the run."""
         from fedstill.running.runs import read_run
 
-        events = read_run(self.replay.folder).rounds
+        seconds = read_run(self.replay.folder).numbers.by_round("seconds_training")
         replayed = range(self.replay.start, self.last_round + 1)
-        seconds = [event["seconds_training"] for event in events if event["round"] in replayed]
-        return float(sum(seconds))
+        return sum(seconds.get(round, 0.0) for round in replayed)
 
 
 def _open_page(directory: Path) -> None:

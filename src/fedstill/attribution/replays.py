@@ -13,7 +13,14 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor
 
-from fedstill.attribution.class_changes import MAX_NAMED, RULES, ClassChange, client_name, points
+from fedstill.attribution.class_changes import (
+    MAX_NAMED,
+    MEASURE,
+    RULES,
+    ClassChange,
+    client_name,
+    points,
+)
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.core.keys import seed_for
@@ -34,8 +41,6 @@ from fedstill.running.replay import Announce, Replay, Session
 from fedstill.running.runs import Run
 
 # ---- contributions -------------------------------------------------------------------------------
-
-MEASURE = "contributions"
 
 
 @dataclass

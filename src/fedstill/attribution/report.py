@@ -6,11 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedstill.attribution.class_changes import (
+    MEASURE,
     SERVER_ROW,
     Attribution,
     ClassChange,
     attribute,
+    changes_between,
     client_name,
+    is_divided,
     of_global_model,
     points,
     sentence_of,
@@ -42,11 +45,9 @@ from fedstill.report.figures import (
     rounded,
 )
 from fedstill.report.page import Report
-from fedstill.report.series import Look, looks, reading
-from fedstill.running.journal import Event
+from fedstill.report.series import looks
+from fedstill.running.numbers import Look
 from fedstill.running.runs import Group, Run
-
-MEASURE = "contributions"
 
 MAX_CHANGES = 10
 """The number of the largest losses that have a chart."""
@@ -88,12 +89,12 @@ CHANGE_EXPLANATION = (
 
 def contributors(report: Report) -> Section | None:
     """Return the section; None if no run measured contributions."""
-    groups = [group for group in report.groups if any(looks(group, MEASURE))]
+    groups = [group for group in report.groups if looks(group, MEASURE)]
     if not groups:
         return None
     measured: set[int] = set()
     for group in groups:
-        measured.update(_by_round(_events(group.started[0])))
+        measured.update(_by_round(_looks(group.started[0])))
     rounds = sorted(measured)
     maps = [
         Chart(
@@ -117,16 +118,15 @@ def contributors(report: Report) -> Section | None:
     return Section("why", "Which clients caused forgetting", blocks)
 
 
-def _events(run: Run) -> list[Event]:
-    """A run's events of the measure, in the order of rounds and stages."""
-    events = [event for event in run.measures if event["measure"] == MEASURE]
-    return sorted(events, key=lambda event: (event["round"], event["stage"]))
+def _looks(run: Run) -> list[Look]:
+    """What the measure recorded in a run, in the order of rounds and stages."""
+    return sorted(run.numbers.looks(MEASURE), key=lambda look: (look.round, look.stage))
 
 
-def _by_round(events: Iterable[Event]) -> dict[int, list[Event]]:
-    rounds: dict[int, list[Event]] = {}
-    for event in events:
-        rounds.setdefault(event["round"], []).append(event)
+def _by_round(looks: Iterable[Look]) -> dict[int, list[Look]]:
+    rounds: dict[int, list[Look]] = {}
+    for look in looks:
+        rounds.setdefault(look.round, []).append(look)
     return rounds
 
 
@@ -136,11 +136,10 @@ def _by_round(events: Iterable[Event]) -> dict[int, list[Event]]:
 def _contribution_map(group: Group, number: int) -> Figure:
     """The contributions in a round by class and client, in points."""
     run = group.started[0]
-    events = _by_round(_events(run)).get(number, [])
+    round_looks = _by_round(_looks(run)).get(number, [])
     columns: dict[str, list[float | None]] = {}
-    for event in events:
-        with reading(Look(group, run, event)):
-            columns |= _columns(run, event)
+    for look in round_looks:
+        columns |= _columns(run, look)
     rows = [[_in_points(value) for value in row] for row in zip(*columns.values(), strict=True)]
     names = class_names(run.classes)
 
@@ -148,7 +147,7 @@ def _contribution_map(group: Group, number: int) -> Figure:
     notes = []
     if columns:
         traces.append(_heat_map(list(columns), names, rows))
-    elif events:
+    elif round_looks:
         notes.append(absent_note("no class changed by 5 points"))
     else:
         notes.append(absent_note("not measured in this round"))
@@ -163,20 +162,19 @@ def _contribution_map(group: Group, number: int) -> Figure:
     return Figure(traces, axes)
 
 
-def _columns(run: Run, event: Event) -> dict[str, list[float | None]]:
+def _columns(run: Run, look: Look) -> dict[str, list[float | None]]:
     """The contributions (C,) of each client, or of each part of a stage that was not divided among
     clients.
     """
-    columns: dict[str, list[float | None]] = {}
-    if event.get("classes"):
-        for index, client in enumerate(event["clients"]):
-            pairs = zip(event["classes"], event["values"], strict=True)
-            by_class = {label: values[index] for label, values in pairs}
-            column = [by_class.get(label) for label in range(len(run.classes))]
-            columns[escaped(client_name(run, client))] = column
-    elif "classes" not in event:
-        for name, change in event["parts"].items():
-            columns[escaped(name)] = list(change)
+    if not is_divided(look):
+        return {escaped(name): look.by_class(f"parts/{name}") for name in look.names("parts")}
+    if "values" not in look.names():
+        return {}  # no class has changed enough
+    columns = {}
+    for client in look.clients:
+        by_class = look.of_client("values", client)
+        column = [by_class.get(label) for label in range(len(run.classes))]
+        columns[escaped(client_name(run, client))] = column
     return columns
 
 
@@ -215,13 +213,12 @@ def _losses(run: Run) -> list[ClassChange]:
     """The losses of classes in measured rounds of a run, largest first; without round 1, which
     starts from an untrained model.
     """
-    losses = []
-    for number, events in _by_round(of_global_model(_events(run))).items():
-        accuracies = zip(events[0]["before"], events[-1]["after"], strict=True)
-        for label, (accuracy_before, accuracy_after) in enumerate(accuracies):
-            is_known = accuracy_before is not None and accuracy_after is not None
-            if number > 1 and is_known and accuracy_after < accuracy_before:
-                losses.append(ClassChange(number, label, accuracy_before, accuracy_after))
+    losses: list[ClassChange] = []
+    for number, round_looks in _by_round(of_global_model(_looks(run))).items():
+        accuracies_before = round_looks[0].by_class("before")
+        accuracies_after = round_looks[-1].by_class("after")
+        changes = changes_between(number, accuracies_before, accuracies_after)
+        losses += [change for change in changes if number > 1 and change.change < 0]
     return sorted(losses, key=_size)
 
 
@@ -273,12 +270,13 @@ def _attribution(run: Run, loss: ClassChange) -> Attribution | None:
 
     None if the round was not measured, or the change was not divided.
     """
-    events = _by_round(of_global_model(_events(run))).get(loss.round, [])
-    if not events:
+    round_looks = _by_round(of_global_model(_looks(run))).get(loss.round, [])
+    if not round_looks:
         return None
-    accuracy_before = events[0]["before"][loss.label] or 0.0
-    accuracy_after = events[-1]["after"][loss.label] or 0.0
-    return attribute(ClassChange(loss.round, loss.label, accuracy_before, accuracy_after), events)
+    accuracy_before = round_looks[0].by_class("before")[loss.label] or 0.0
+    accuracy_after = round_looks[-1].by_class("after")[loss.label] or 0.0
+    change = ClassChange(loss.round, loss.label, accuracy_before, accuracy_after)
+    return attribute(change, round_looks)
 
 
 def _loss_table(groups: Sequence[Group], style: Style, losses: Sequence[ClassChange]) -> Table:

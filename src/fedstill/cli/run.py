@@ -164,14 +164,6 @@ def list_(
     return 0
 
 
-def _last_seen(result: Result, key: str) -> float | None:
-    """A number of the last measured round; None if no measure gave it."""
-    from fedstill.running.numbers import RunNumbers
-
-    curve = RunNumbers.of(result.measures).by_round(key)
-    return curve.get(max(curve, default=0))
-
-
 def _for_the_clients(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What the clients' models can do, where the server's single model is not the answer."""
     from fedstill.report.summary import PERSONAL
@@ -293,22 +285,25 @@ def _site_accuracies(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _columns(result: Result) -> Iterator[tuple[str, str]]:
-    """The columns of a comparison that a single run shows, too: queries, own tests, and the last
+    """The columns of a comparison that a single run shows, too: queries, own tests, and the latest
     numbers of measures.
     """
-    from fedstill.report.summary import COLUMNS
+    from fedstill.report.summary import COLUMNS, own_column
     from fedstill.report.terminal import percent
+    from fedstill.running.numbers import RunNumbers
 
     for column in COLUMNS:
         value = result.summary.get(column.key)
         if column.key.startswith(("query_", "own_test")) and value is not None:
             yield column.title, f"{column.scale * value:.{column.digits}f} {column.unit}"
+    events = {"round": result.history, "measure": result.measures}
+    numbers = RunNumbers.of_groups(events, len(result.classes))
     for column in COLUMNS:
-        if "/" not in column.key:
-            continue
-        share = _last_seen(result, column.key)
-        if share is not None:
-            yield column.title, percent(share)
+        if "/" in column.key and column.key in numbers.summary:
+            yield column.title, percent(numbers.summary[column.key])
+    for metric in numbers.user_metrics:
+        value = numbers.summary[metric]
+        yield metric, f"{value:.{own_column(metric, [value]).digits}f}"
 
 
 DEAR = 0.25

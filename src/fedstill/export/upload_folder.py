@@ -26,7 +26,8 @@ from fedstill.export.trained_model import TrainedModel
 from fedstill.metrics.accuracy import forgetting_by_class
 from fedstill.models.functional import channels_last
 from fedstill.models.network import depends_on_batch
-from fedstill.running.journal import Event, read_journal
+from fedstill.running.numbers import RunNumbers
+from fedstill.running.runs import Run, read_run
 
 # ---- the model card ------------------------------------------------------------------------------
 
@@ -72,62 +73,81 @@ class Measured:
     history: Sequence[Sequence[float | None]]
 
 
-def measured_of(events: Sequence[Event], about: Mapping[str, Any]) -> Measured | None:
-    """The last evaluation of a model in a journal; None if it was not evaluated by class.
+def measured_of(run: Run, about: Mapping[str, Any]) -> Measured | None:
+    """The last evaluation of a model, up to its round; None if it was not evaluated by class.
 
     about: ``TrainedModel.about``.
     """
     name = about["model"]
-    numbers: dict[int, Mapping[str, Any]] = {}
-    for event in events:
-        if event["event"] == "round":
-            round_numbers = _numbers_of(event, name)
-            if round_numbers.get("accuracy") is not None:
-                numbers[event["round"]] = round_numbers
-    if not numbers and name.startswith("client "):
-        numbers = _numbers_of_client(events, name, about.get("own_after", ()))
-    if not numbers:
+    evaluations = _until(about["round"], _evaluations(run.numbers, name))
+    if not evaluations and name.startswith("client "):
+        at_client = _evaluations_at_client(run, name, about.get("own_after", ()))
+        evaluations = _until(about["round"], at_client)
+    if not evaluations:
         return None
-    last_round, last = list(numbers.items())[-1]
+    last_round = max(evaluations)
     return Measured(
         round=last_round,
-        accuracy=last["accuracy"],
-        class_accuracy=last["class_accuracy"],
-        history=[of_round["class_accuracy"] for of_round in numbers.values()],
+        accuracy=evaluations[last_round].accuracy,
+        class_accuracy=evaluations[last_round].class_accuracy,
+        history=[evaluation.class_accuracy for evaluation in evaluations.values()],
     )
 
 
-def _numbers_of(event: Event, name: str) -> Mapping[str, Any]:
-    """A model's numbers in a round: under its name, or those of the round if it is for all."""
-    own_numbers: Mapping[str, Any] | None = event.get("others", {}).get(name)
-    if own_numbers:
-        return own_numbers
-    if of_some_clients(name):
-        return {}
-    return event
+@dataclass(frozen=True)
+class _Evaluation:
+    """The accuracy of a model, and its accuracy on each class (C,)."""
+
+    accuracy: float
+    class_accuracy: Sequence[float | None]
 
 
-def _numbers_of_client(
-    events: Sequence[Event], name: str, stages: Sequence[str]
-) -> dict[int, Mapping[str, Any]]:
-    """The numbers of a client's model by round, as the client sent them; the last of ``stages`` in
-    a round counts.
+def _until(last_round: int, evaluations: Mapping[int, _Evaluation]) -> dict[int, _Evaluation]:
+    """The evaluations up to a round, in the order of rounds."""
+    return {
+        round: evaluation
+        for round, evaluation in sorted(evaluations.items())
+        if round <= last_round
+    }
+
+
+def _evaluations(numbers: RunNumbers, name: str) -> dict[int, _Evaluation]:
+    """The evaluations of a model by round: under its name, or those of the model for all."""
+    evaluations = {}
+    if not of_some_clients(name):
+        evaluations = _evaluations_below(numbers, "")
+    return evaluations | _evaluations_below(numbers, f"others/{name}/")
+
+
+def _evaluations_below(numbers: RunNumbers, prefix: str) -> dict[int, _Evaluation]:
+    """The evaluations by round whose metrics begin with a prefix."""
+    by_class = numbers.by_class(f"{prefix}class_accuracy")
+    unknown: list[float | None] = [None] * numbers.classes
+    accuracies = numbers.by_round(f"{prefix}accuracy")
+    return {
+        round: _Evaluation(accuracy, by_class.get(round, unknown))
+        for round, accuracy in accuracies.items()
+        if round > 0
+    }
+
+
+def _evaluations_at_client(run: Run, name: str, stages: Sequence[str]) -> dict[int, _Evaluation]:
+    """The evaluations of a client's model by round, as the client sent them; the last of ``stages``
+    in a round counts.
     """
-    totals = events[0].get("test_counts", ())
-    numbers: dict[int, Mapping[str, Any]] = {}
-    for event in events:
-        is_client = event["event"] == "client" and f"client {event['client']}" == name
-        if is_client and event["name"] in stages and "correct_by_class" in event and any(totals):
-            numbers[event["round"]] = _accuracies(event["correct_by_class"], totals)
-    return numbers
+    totals: Sequence[int] = run.start.get("test_counts", ())
+    if not any(totals):
+        return {}
+    evaluations = {}
+    for report in run.numbers.of_clients("correct_by_class"):
+        if f"client {report.client}" == name and report.stage in stages:
+            correct = [count or 0.0 for count in report.values]
+            by_class = [_share(*pair) for pair in zip(correct, totals, strict=True)]
+            evaluations[report.round] = _Evaluation(sum(correct) / sum(totals), by_class)
+    return evaluations
 
 
-def _accuracies(correct: Sequence[int], totals: Sequence[int]) -> dict[str, Any]:
-    by_class = [_share(count, total) for count, total in zip(correct, totals, strict=True)]
-    return {"accuracy": sum(correct) / sum(totals), "class_accuracy": by_class}
-
-
-def _share(count: int, total: int) -> float | None:
+def _share(count: float, total: int) -> float | None:
     if not total:
         return None
     return count / total
@@ -320,7 +340,7 @@ def write_folder(model: TrainedModel, run: Path, place: Path) -> float:
         raise ConfigError(f"{place} exists already; name a new folder")
     code, weights = as_code(model.network, channels_last(model.normalised(model.noise(2))))
     files = {
-        "README.md": model_card(model, _measured_before(run, model)).encode(),
+        "README.md": model_card(model, measured_of(read_run(run), model.about)).encode(),
         "config.json": json.dumps(_config(model), indent=2, ensure_ascii=False).encode(),
         "model.safetensors": safetensors.torch.save(weights, {"format": "pt"}),
         "check.safetensors": safetensors.torch.save(_check_examples(model)),
@@ -337,14 +357,6 @@ def write_folder(model: TrainedModel, run: Path, place: Path) -> float:
         difference = furthest(model, _load_script(folder, model))
         folder.replace(place)
     return difference
-
-
-def _measured_before(run: Path, model: TrainedModel) -> Measured | None:
-    """The evaluation of a model, which may be that of an earlier round than the last one."""
-    events = read_journal(run / "journal.jsonl")
-    last_round = model.about["round"]
-    earlier = [event for event in events if event.get("round", 0) <= last_round]
-    return measured_of(earlier, model.about)
 
 
 def _config(model: TrainedModel) -> dict[str, Any]:

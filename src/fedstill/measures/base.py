@@ -377,17 +377,6 @@ def are_counts(report: Mapping[str, Any], fields: Sequence[str], classes: int) -
     return ""
 
 
-def seconds_at_clients(
-    events: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> dict[str, float]:
-    """The seconds that measures took at clients, without measures that took no time.
-
-    events: the clients' events.
-    """
-    seconds = {name: sum(e.get(f"seconds_{name}") or 0.0 for e in events) for name in names}
-    return {name: value for name, value in seconds.items() if value > 0}
-
-
 def rounded_lists(numbers: Tensor, digits: int) -> list[Any]:
     """A tensor as nested lists of rounded numbers."""
 

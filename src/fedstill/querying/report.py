@@ -4,12 +4,9 @@ noise probe.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from fedstill.core.errors import CorruptFile
 from fedstill.core.reports import REASONS
 from fedstill.methods.fit import FIT
 from fedstill.querying.queries import because
@@ -30,8 +27,10 @@ from fedstill.report.figures import (
     DASHES,
     PERCENT,
     Figure,
+    Line,
     Style,
     Trace,
+    curves,
     escaped,
     faint,
     group_name,
@@ -41,8 +40,9 @@ from fedstill.report.figures import (
     rounded,
 )
 from fedstill.report.page import Report
-from fedstill.running.journal import Event
-from fedstill.running.runs import JOURNAL, Group, Run
+from fedstill.report.series import Series, of_runs
+from fedstill.running.numbers import ClientNumbers
+from fedstill.running.runs import Group, Run
 
 # Queries without a teacher: no peer's model reached the threshold in the noise probe.
 
@@ -70,36 +70,40 @@ MOST_QUERIES = 200
 """The largest number of queries in a table."""
 
 
-@contextmanager
-def reading_queries(run: Run) -> Iterator[None]:
-    """A context in which errors from damaged entries become CorruptFile with the journal's name."""
-    try:
-        yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise CorruptFile(
-            f"{run.folder / JOURNAL}: the entries on queries are damaged: {problem}"
-        ) from error
-
-
 def asks_again(group: Group) -> bool:
     """Whether clients make new queries in every round."""
     return "query.again" in group.settings
 
 
+@dataclass(frozen=True)
+class Query:
+    """A client's query in a round: classes, and by class the reasons for it; empty if the journal
+    has none.
+    """
+
+    round: int
+    client: int
+    classes: Sequence[int]
+    reasons: Mapping[str, Mapping[str, float | None]]
+
+
+def queries(run: Run) -> list[Query]:
+    """The queries of a run that were answered, in the order of the journal."""
+    return [
+        Query(event["round"], answer["client"], answer["query"], answer.get(REASONS) or {})
+        for event in run.rounds
+        for answer in event.get("answers", ())
+    ]
+
+
 def query_rows(group: Group) -> list[list[str]]:
     """Round, client, classes and reasons of each query of a group's first run."""
     run = group.started[0]
-    events = run.rounds[-1:]
-    if asks_again(group):
-        events = run.rounds
     rows = []
-    with reading_queries(run):
-        for event in events:
-            for answer in event.get("answers") or []:
-                classes = ", ".join(run.classes[c] for c in answer["query"])
-                client = str(answer["client"])
-                rows.append([str(event["round"]), client, classes, _why(run, answer)])
+    for query in queries(run):
+        if asks_again(group) or query.round == run.numbers.rounds[-1]:
+            classes = ", ".join(run.classes[label] for label in query.classes)
+            rows.append([str(query.round), str(query.client), classes, _why(run, query)])
     return rows
 
 
@@ -147,7 +151,7 @@ ABOUT_GAIN = (
 )
 ABOUT_LOSS = (
     "Accuracy lost on the client's own classes, compared with the client's model before the query "
-    "of the same round."
+    "of the same round. Lower is better."
 )
 
 
@@ -164,7 +168,8 @@ def one_after_another(groups: Sequence[Group], style: Style) -> Gallery | None:
         reference="query_average_accuracy_before",
     )
     gain = lines(groups, style, "query_gain", PERCENT)
-    loss = lines(groups, style, "query_forgetting", PERCENT)
+    lost = [Line(group, _lost(group)) for group in groups]
+    loss = curves(lost, style, "round", PERCENT)
     charts = [
         Chart([average], ABOUT_AVERAGE, "Average accuracy by round"),
         Chart([gain], ABOUT_GAIN, "Gain by round"),
@@ -173,24 +178,38 @@ def one_after_another(groups: Sequence[Group], style: Style) -> Gallery | None:
     return Gallery(charts, "small")
 
 
-def _why(run: Run, answer: Mapping[str, Any]) -> str:
+def _lost(group: Group) -> Series:
+    """The accuracy lost on the clients' own classes by round."""
+    changes = [run.curve("query_forgetting") for run in group.started]
+    return of_runs([{round: _loss(change) for round, change in run.items()} for run in changes])
+
+
+def _loss(change: float) -> float:
+    """A loss of accuracy; the journal has the change, which is negative for forgetting."""
+    return 0.0 - change
+
+
+def _why(run: Run, query: Query) -> str:
     """The reasons for the classes of a query.
 
     Older journals contain no reasons. At that time, label counts were the only possible reason.
     """
     if run.settings.get("query.draw", "none") == "none":
         return "set in the configuration"
-    reasons = answer.get(REASONS)
-    if not reasons:
-        counts: Sequence[int] = []
-        if run.label_counts:
-            counts = run.label_counts[answer["client"]]
-        reasons = {str(c): {"lack": counts[c]} for c in answer["query"]}
     texts = []
-    for label in answer["query"]:
-        reason = because(reasons.get(str(label), {}))
-        texts.append(f"{run.classes[label]}: {reason}")
+    for label in query.classes:
+        reasons = query.reasons.get(str(label), {})
+        if not query.reasons:
+            reasons = {"lack": _label_counts(run, query.client)[label]}
+        texts.append(f"{run.classes[label]}: {because(reasons)}")
     return "; ".join(texts)
+
+
+def _label_counts(run: Run, client: int) -> Sequence[int]:
+    """A client's examples of each class, (C,); 0 if they are unknown."""
+    if 0 <= client < len(run.label_counts):
+        return run.label_counts[client]
+    return [0] * len(run.classes)
 
 
 # The effects of queries: gain against forgetting, accuracies by class, and the noise probe compared
@@ -210,8 +229,8 @@ ABOUT_AGAIN = " If clients made several queries, points and bars show the last o
 ABOUT_TRADE = (
     "Large points are means over clients and seeds; small points are clients. Horizontal axis: "
     "accuracy gained on the queried classes, compared with the client's model before its query. "
-    "Vertical axis: forgetting of the client's own classes; lower points forget more. The upper "
-    "right corner is best."
+    "Vertical axis: accuracy lost on the client's own classes; higher points forget more. The "
+    "lower right corner is best."
 )
 ABOUT_PHASES = (
     "Average accuracy on the validation set after each epoch of phase 1 and then of phase 2, with "
@@ -245,11 +264,11 @@ def asked(report: Report) -> Section | None:
 
 
 def _has_answers(run: Run) -> bool:
-    return bool(_last(run).get("answers"))
+    return any(query.round == run.numbers.rounds[-1] for query in queries(run))
 
 
 def _has_scores(run: Run) -> bool:
-    return any("scores" in event for event in _phases(run))
+    return bool(_phases(run, "scores"))
 
 
 def noise_probes(report: Report) -> Section | None:
@@ -257,24 +276,22 @@ def noise_probes(report: Report) -> Section | None:
     run = _first_probed(report.groups)
     if run is None:
         return None
-    with reading_queries(run):
-        probe_of_client = {
-            event["client"]: event["probe"]
-            for event in run.clients
-            if event["name"] == FIT and "probe" in event
-        }
-        shares = []
-        predictions = []
-        names = []
-        for client, probe in sorted(probe_of_client.items()):
-            client_shares = _shares(run.label_counts[client])
-            prediction = [float(share) for share in probe]
-            error = _mean_squared_error(client_shares, prediction)
-            shares.append(client_shares)
-            predictions.append(prediction)
-            names.append(f"client {client} (error {error:.3f})")
-        label_map = _map(shares, names, run.classes)
-        probe_map = _map(predictions, names, run.classes)
+    predictions_by_client = {
+        probe.client: probe.values
+        for probe in run.numbers.of_clients("probe")
+        if probe.stage == FIT
+    }
+    shares = []
+    predictions = []
+    names = []
+    for client, prediction in sorted(predictions_by_client.items()):
+        client_shares = _shares(_label_counts(run, client))
+        error = _mean_squared_error(client_shares, prediction)
+        shares.append(client_shares)
+        predictions.append(prediction)
+        names.append(f"client {client} (error {error:.3f})")
+    label_map = _map(shares, names, run.classes)
+    probe_map = _map(predictions, names, run.classes)
     about = (
         "From a model's predictions on Gaussian noise, a peer estimates which classes the model "
         "has learned. Error: mean squared difference between label shares and predictions, over "
@@ -291,7 +308,7 @@ def noise_probes(report: Report) -> Section | None:
 def _first_probed(groups: Sequence[Group]) -> Run | None:
     for group in groups:
         for run in group.started:
-            if any("probe" in event for event in run.clients):
+            if run.numbers.of_clients("probe"):
                 return run
     return None
 
@@ -301,38 +318,36 @@ def _shares(counts: Sequence[int]) -> list[float]:
     return [count / total for count in counts]
 
 
-def _mean_squared_error(shares: Sequence[float], predictions: Sequence[float]) -> float:
+def _mean_squared_error(shares: Sequence[float], predictions: Sequence[float | None]) -> float:
     pairs = zip(shares, predictions, strict=True)
-    return sum((share - predicted) ** 2 for share, predicted in pairs) / len(shares)
+    return sum((share - (predicted or 0.0)) ** 2 for share, predicted in pairs) / len(shares)
 
 
-def _last(run: Run) -> Event:
-    if not run.rounds:
-        return {}
-    return run.rounds[-1]
+def _of_last_round(run: Run, metric: str) -> dict[int, float]:
+    """A number of the answers in the last round, by client."""
+    return run.numbers.by_client(f"answers/{metric}").get(run.numbers.rounds[-1], {})
 
 
-def _answers(run: Run) -> list[dict[str, Any]]:
-    """The answers of the last round for which gain and forgetting are known."""
-    answers = _last(run).get("answers") or []
-    return [
-        answer
-        for answer in answers
-        if answer["gain"] is not None and answer["forgetting"] is not None
-    ]
+def _answered(run: Run) -> list[int]:
+    """The clients whose gain and forgetting are known in the last round."""
+    gains = _of_last_round(run, "gain")
+    forgetting = _of_last_round(run, "forgetting")
+    return [client for client in gains if client in forgetting]
 
 
-def _in_last(run: Run) -> list[Event]:
-    """The clients' events of the last round.
+def _in_last(run: Run, metric: str) -> list[ClientNumbers]:
+    """The numbers of clients in the last round.
 
-    If clients query only once, they train alone in an earlier round, whose events are included.
+    If clients query only once, they train alone in an earlier round, whose numbers are included.
     """
-    last = max((event["round"] for event in run.clients if event.get("name") == FIT), default=0)
-    return [event for event in run.clients if event["round"] >= last]
+    examples = run.numbers.of_clients("examples")
+    last = max((report.round for report in examples if report.stage == FIT), default=0)
+    return [report for report in run.numbers.of_clients(metric) if report.round >= last]
 
 
-def _phases(run: Run) -> list[Event]:
-    return [event for event in _in_last(run) if event.get("name") in ("transfer", "refine")]
+def _phases(run: Run, metric: str) -> list[ClientNumbers]:
+    """The numbers of clients in both phases of the last round."""
+    return [report for report in _in_last(run, metric) if report.stage in ("transfer", "refine")]
 
 
 # Forgetting against gain
@@ -356,7 +371,7 @@ def _trade(groups: Sequence[Group], style: Style) -> Figure:
             traces += _trade_points(trades, group, style)
     axes = layout(
         xaxis={"title": {"text": "gain on queried classes"}, **PERCENT},
-        yaxis={"title": {"text": "forgetting of own classes"}, **PERCENT},
+        yaxis={"title": {"text": "forgetting of own classes (lower is better)"}, **PERCENT},
         height=QUERY_HEIGHT,
         hovermode="closest",
     )
@@ -364,16 +379,17 @@ def _trade(groups: Sequence[Group], style: Style) -> Figure:
 
 
 def _trades(run: Run) -> list[Trade]:
-    with reading_queries(run):
-        return [
-            Trade(
-                gain=answer["gain"],
-                forgetting=answer["forgetting"],
-                client=answer["client"],
-                seed=run.seed,
-            )
-            for answer in _answers(run)
-        ]
+    gains = _of_last_round(run, "gain")
+    changes = _of_last_round(run, "forgetting")
+    return [
+        Trade(
+            gain=gains[client],
+            forgetting=_loss(changes[client]),
+            client=client,
+            seed=run.seed,
+        )
+        for client in _answered(run)
+    ]
 
 
 def _trade_points(trades: Sequence[Trade], group: Group, style: Style) -> list[Trace]:
@@ -416,17 +432,16 @@ def _bars(groups: Sequence[Group]) -> list[Block]:
         run = _first_with_phases(group)
         if run is None:
             continue
-        with reading_queries(run):
-            clients = [answer["client"] for answer in _answers(run)][:MOST_CLIENTS]
-            if not clients or (chosen and clients != chosen):
-                continue
-            chosen = clients
-            about = (
-                f"{group.label}: accuracy by class, before the query and after each phase. Seed "
-                f"{run.seed}."
-            )
-            figures = [_client(run, client) for client in clients]
-            charts.append(Chart(figures, about, escaped(group.label), "client"))
+        clients = _answered(run)[:MOST_CLIENTS]
+        if not clients or (chosen and clients != chosen):
+            continue
+        chosen = clients
+        about = (
+            f"{group.label}: accuracy by class, before the query and after each phase. Seed "
+            f"{run.seed}."
+        )
+        figures = [_client(run, client) for client in clients]
+        charts.append(Chart(figures, about, escaped(group.label), "client"))
     if not charts:
         return []
     names = [f"client {client}" for client in chosen]
@@ -435,7 +450,7 @@ def _bars(groups: Sequence[Group]) -> list[Block]:
 
 def _first_with_phases(group: Group) -> Run | None:
     for run in group.started:
-        if any(event.get("correct_by_class") for event in _phases(run)):
+        if _phases(run, "correct_by_class"):
             return run
     return None
 
@@ -444,26 +459,23 @@ def _client(run: Run, client: int) -> Figure:
     """A client's accuracy by class after each stage: queried classes first, then its own classes,
     then the remaining ones.
     """
-    queries = [answer["query"] for answer in _answers(run) if answer["client"] == client]
-    query = queries[-1]
-    counts = run.label_counts[client]
-    order = sorted(range(len(counts)), key=lambda c: (c not in query, counts[c] == 0, c))
+    queried = [query.classes for query in queries(run) if query.client == client][-1]
+    counts = _label_counts(run, client)
+    order = sorted(range(len(counts)), key=lambda c: (c not in queried, counts[c] == 0, c))
     names = []
     for label in order:
-        role = _class_role(label, query, counts)
+        role = _class_role(label, queried, counts)
         names.append(f"{escaped(run.classes[label])} ({role})")
 
-    totals = [int(total) for total in run.start["test_counts"]]
-    stages = [event for event in _in_last(run) if event["client"] == client]
-    tested_stages = [event for event in stages if event.get("correct_by_class")]
+    totals: Sequence[int] = run.start.get("test_counts") or [0] * len(counts)
+    reports = _in_last(run, "correct_by_class")
     traces = []
-    for index, event in enumerate(tested_stages):
-        correct = event["correct_by_class"]
+    for index, report in enumerate(each for each in reports if each.client == client):
         trace = new_trace(
             "bar",
-            name=STAGE_TITLES.get(event["name"], event["name"]),
+            name=STAGE_TITLES.get(report.stage, report.stage),
             x=names,
-            y=[_share(correct[label], totals[label]) for label in order],
+            y=[_share(report.values[label], totals[label]) for label in order],
             marker={"color": SHADES[index % len(SHADES)]},
             hovertemplate="%{x}: %{y:.1%}",
         )
@@ -485,8 +497,8 @@ def _class_role(label: int, query: Sequence[int], counts: Sequence[int]) -> str:
     return "neither"
 
 
-def _share(correct: float, total: int) -> float | None:
-    if not total:
+def _share(correct: float | None, total: int) -> float | None:
+    if correct is None or not total:
         return None
     return rounded(correct / total)
 
@@ -497,12 +509,10 @@ def _share(correct: float, total: int) -> float | None:
 def _epochs(run: Run) -> Figure:
     """A line for each querying client, and a dotted line at its accuracy before the query."""
     traces: list[Trace] = []
-    with reading_queries(run):
-        answers = _last(run).get("answers") or []
-        alone = {answer["client"]: answer["average_accuracy_before"] for answer in answers}
-        clients = sorted({event["client"] for event in _phases(run) if event.get("scores")})
-        for index, client in enumerate(clients):
-            traces += _epoch_lines(run, client, alone.get(client), index)
+    alone = _of_last_round(run, "average_accuracy_before")
+    clients = sorted({report.client for report in _phases(run, "scores")})
+    for index, client in enumerate(clients):
+        traces += _epoch_lines(run, client, alone.get(client), index)
     axes = layout(
         xaxis={"title": {"text": "epoch of both phases"}}, yaxis=PERCENT, height=QUERY_HEIGHT
     )
@@ -515,13 +525,11 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
 
     index: the position of the client among those in the chart.
     """
-    scores: list[float] = []
-    for event in _phases(run):
-        if event["client"] == client:
-            scores += event.get("scores", [])
-    accuracy_alone = None
-    if alone is not None:
-        accuracy_alone = rounded(alone)
+    scores: list[float | None] = []
+    for report in _phases(run, "scores"):
+        if report.client == client:
+            scores += report.values
+    accuracy_alone = _rounded(alone)
     colour = COLOURS[index % len(COLOURS)]
     # Clients with the same colour have different dashes.
     dash = NOT_DOTTED[index // len(COLOURS) % len(NOT_DOTTED)]
@@ -533,7 +541,7 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
         hovertemplate="%{y:.1%}",
         name=name,
         x=list(range(1, len(scores) + 1)),
-        y=[rounded(score) for score in scores],
+        y=[_rounded(score) for score in scores],
         line={"color": colour, "dash": dash},
     )
     trained_alone = new_trace(
@@ -550,13 +558,21 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
     return [trained, trained_alone]
 
 
-def _map(rows: Sequence[Sequence[float]], names: Sequence[str], classes: Sequence[str]) -> Figure:
+def _rounded(value: float | None) -> float | None:
+    if value is None:
+        return None
+    return rounded(value)
+
+
+def _map(
+    rows: Sequence[Sequence[float | None]], names: Sequence[str], classes: Sequence[str]
+) -> Figure:
     """A heat map of shares by client and class."""
     trace = new_trace(
         "heatmap",
         x=[escaped(name) for name in classes],
         y=list(names),
-        z=[[rounded(value) for value in row] for row in rows],
+        z=[[_rounded(value) for value in row] for row in rows],
         zmin=0,
         zmax=1,
         colorscale=COUNTS,

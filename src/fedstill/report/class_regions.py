@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fedstill.measures.features import STEPS
+from fedstill.methods.fit import FIT
 from fedstill.report.blocks import (
     Block,
     Chart,
@@ -30,7 +30,7 @@ from fedstill.report.figures import (
     rounded,
 )
 from fedstill.report.page import Report
-from fedstill.report.series import Look, last_looks, looks, matrix, reading
+from fedstill.report.series import RunLook, last_looks, looks
 from fedstill.running.runs import Group
 
 CLASS_COLOURS = (
@@ -93,30 +93,33 @@ ABOUT_CIRCLES = (
 
 def sphere(report: Report) -> Section | None:
     """The classes on the circle of features, model by model; None if they were not measured."""
-    group_looks = last_looks(report.groups, "sphere")
+    group_looks = [
+        of_run for of_run in last_looks(report.groups, "sphere") if of_run.look.names("counts")
+    ]
     if not group_looks:
         return None
-    charts = [_chart(look, _circles(look), ABOUT_CIRCLES, report.style) for look in group_looks]
+    charts = [
+        _chart(of_run, _circles(of_run), ABOUT_CIRCLES, report.style) for of_run in group_looks
+    ]
     blocks = [Paragraph(ABOUT_CIRCLES), class_key(group_looks[0].group), *charts]
     return Section("sphere", "Classes on the circle", blocks)
 
 
-def _chart(look: Look, figure: Figure, about: str, style: Style) -> Chart:
+def _chart(of_run: RunLook, figure: Figure, about: str, style: Style) -> Chart:
     """The chart of a group's look, under the group's label."""
-    label = group_label(look.group, style, look.place)
-    return Chart([figure], f"{look.place}: {about}", label, is_explained=True)
+    label = group_label(of_run.group, style, of_run.place)
+    return Chart([figure], f"{of_run.place}: {about}", label, is_explained=True)
 
 
-def _circles(look: Look) -> Figure:
+def _circles(of_run: RunLook) -> Figure:
     """A circle for each model, side by side."""
     traces: list[Trace] = []
     notes = []
-    with reading(look) as event:
-        models = [str(model) for model in event["models"]]
-        for index, (model, counts) in enumerate(zip(models, event["counts"], strict=True)):
-            centre = CIRCLE_DISTANCE * index
-            traces += _circle(look, counts, centre)
-            notes.append({"text": escaped(model), "x": centre, "y": 0, "showarrow": False})
+    models = of_run.look.names("counts")
+    for index, model in enumerate(models):
+        centre = CIRCLE_DISTANCE * index
+        traces += _circle(of_run, model, centre)
+        notes.append({"text": escaped(model), "x": centre, "y": 0, "showarrow": False})
     last_centre = CIRCLE_DISTANCE * (len(models) - 1)
     axes = layout(
         height=280,
@@ -129,15 +132,16 @@ def _circles(look: Look) -> Figure:
     return Figure(traces, axes)
 
 
-def _circle(look: Look, counts: Sequence[Sequence[float]], centre: float) -> list[Trace]:
-    """The bare circle of a model, and the bumps of its classes; counts (C, bins)."""
-    bins = len(counts[0])
-    densities = [smoothed(row) for row in matrix(counts, len(look.group.classes), bins)]
+def _circle(of_run: RunLook, model: str, centre: float) -> list[Trace]:
+    """The bare circle of a model, and the bumps of its classes."""
+    counts = of_run.look.by_class_and_point(f"counts/{model}")
+    densities = [smoothed(row) for row in counts]
     highest = max(map(max, densities), default=0.0)
+    bins = len(densities[0])
     traces = [_ring(centre, [1.0] * bins, "#9aa4b0", "")]
     for number, density in enumerate(densities):
         radii = [_radius(value, highest) for value in density]
-        name = escaped(class_name(look.group, number))
+        name = escaped(class_name(of_run.group, number))
         traces.append(_ring(centre, radii, class_colour(number), name))
     return traces
 
@@ -212,24 +216,25 @@ def units(report: Report) -> Section | None:
     """The class of each unit of the last hidden layer, model by model; None if it was not
     measured.
     """
-    group_looks = last_looks(report.groups, "units")
+    group_looks = [
+        of_run for of_run in last_looks(report.groups, "units") if of_run.look.names("classes")
+    ]
     if not group_looks:
         return None
-    charts = [_chart(look, _units(look), ABOUT_UNITS, report.style) for look in group_looks]
+    charts = [_chart(of_run, _units(of_run), ABOUT_UNITS, report.style) for of_run in group_looks]
     blocks = [Paragraph(ABOUT_UNITS), class_key(group_looks[0].group), Gallery(charts)]
     return Section("units", "Class of each unit", blocks)
 
 
-def _units(look: Look) -> Figure:
+def _units(of_run: RunLook) -> Figure:
     """A row of units for each model, coloured by class."""
-    with reading(look) as event:
-        models = [str(model) for model in event["models"]]
-        classes = matrix(event["classes"], len(models), len(event["classes"][0]))
-        # Units are sorted by their classes in the first row, the model that clients received.
-        received = classes[0]
-        order = sorted(range(len(received)), key=lambda unit: received[unit])
-        rows = [[int(row[unit]) for unit in order] for row in classes]
-        names = [[escaped(class_name(look.group, number)) for number in row] for row in rows]
+    models = of_run.look.names("classes")
+    classes = [_whole(of_run.look.points(f"classes/{model}")) for model in models]
+    # Units are sorted by their classes in the first row, the model that clients received.
+    received = classes[0]
+    order = sorted(range(len(received)), key=lambda unit: received[unit])
+    rows = [[row[unit] for unit in order] for row in classes]
+    names = [[escaped(class_name(of_run.group, number)) for number in row] for row in rows]
     trace = _class_map(
         rows,
         names,
@@ -245,6 +250,11 @@ def _units(look: Look) -> Figure:
         yaxis={"type": "category", "autorange": "reversed", "showgrid": False},
     )
     return Figure([trace], axes)
+
+
+def _whole(values: Sequence[float | None]) -> list[int]:
+    """Numbers of classes."""
+    return [int(value) for value in values if value is not None]
 
 
 def _class_map(
@@ -266,7 +276,7 @@ def _class_map(
 # ---- decision boundaries of a client that asked, stage by stage ----------------------------------
 
 
-STAGE_TITLES = {"fit": "alone", "transfer": "phase 1", "refine": "phase 2"}
+STAGE_TITLES = {FIT: "alone", "transfer": "phase 1", "refine": "phase 2"}
 PLANE_HEIGHT = 400
 
 ABOUT_BOUNDARIES = (
@@ -283,93 +293,99 @@ def boundaries(report: Report) -> Section | None:
         stage_looks = _stage_looks(group)
         if stage_looks:
             blocks.append(group_label(group, report.style))
-            blocks.append(Gallery([_stage(look) for look in stage_looks], "small"))
+            blocks.append(Gallery([_stage(of_run) for of_run in stage_looks], "small"))
     if len(blocks) == 1:
         return None
     return Section("boundaries", "Decision boundaries", blocks)
 
 
-def _stage_looks(group: Group) -> list[Look]:
+def _stage_looks(group: Group) -> list[RunLook]:
     """The looks of the first run with any: in the last round in which the client trained alone, and
     in the last round.
     """
-    all_looks = list(looks(group, "boundaries"))
+    all_looks = looks(group, "boundaries")
     if not all_looks:
         return []
     first_run = all_looks[0].run
-    run_looks = [look for look in all_looks if look.run is first_run]
-    alone = [look for look in run_looks if look.event["name"] == "fit"]
-    with_peers = [look for look in run_looks if look.event["name"] != "fit"]
+    run_looks = [of_run for of_run in all_looks if of_run.run is first_run]
+    alone = [of_run for of_run in run_looks if _stage_name(of_run) == FIT]
+    with_peers = [of_run for of_run in run_looks if _stage_name(of_run) != FIT]
 
-    last_round = run_looks[-1].event["round"]
+    last_round = run_looks[-1].look.round
     stage_looks = []
     if alone:
         # A client that asks only once trains alone in an earlier round.
-        last_round_alone = max(look.event["round"] for look in alone)
-        stage_looks += [look for look in alone if look.event["round"] == last_round_alone]
-    stage_looks += [look for look in with_peers if look.event["round"] == last_round]
+        last_round_alone = max(of_run.look.round for of_run in alone)
+        stage_looks += [of_run for of_run in alone if of_run.look.round == last_round_alone]
+    stage_looks += [of_run for of_run in with_peers if of_run.look.round == last_round]
     return stage_looks
 
 
-def _stage(look: Look) -> Chart:
+def _stage_name(of_run: RunLook) -> str:
+    return str(of_run.look.texts.get("name", ""))
+
+
+def _stage(of_run: RunLook) -> Chart:
     """The plane of features after a stage, with test examples; below it, accuracy by class."""
-    name = str(look.event["name"])
-    with reading(look):
-        axes = layout(
-            height=PLANE_HEIGHT,
-            hovermode="closest",
-            xaxis=BARE_AXIS,
-            yaxis={**BARE_AXIS, "domain": [0.3, 1]},
-            xaxis2={"type": "category", "anchor": "y2", "automargin": True},
-            yaxis2={**BARE_AXIS, "type": "category", "domain": [0, 0.1]},
-        )
-        traces = [_background(look), *_points(look), _accuracies(look)]
-        client = look.event["client"]
+    name = _stage_name(of_run)
+    axes = layout(
+        height=PLANE_HEIGHT,
+        hovermode="closest",
+        xaxis=BARE_AXIS,
+        yaxis={**BARE_AXIS, "domain": [0.3, 1]},
+        xaxis2={"type": "category", "anchor": "y2", "automargin": True},
+        yaxis2={**BARE_AXIS, "type": "category", "domain": [0, 0.1]},
+    )
+    traces = [_background(of_run), *_points(of_run), _accuracies(of_run)]
     title = STAGE_TITLES.get(name, name)
-    return Chart([Figure(traces, axes)], f"{look.place}, client {client}", title)
+    return Chart([Figure(traces, axes)], f"{of_run.place}, client {of_run.look.client}", title)
 
 
-def _background(look: Look) -> Trace:
+def _background(of_run: RunLook) -> Trace:
     """The class that the head predicts at each point of a grid over the plane."""
-    event = look.event
-    class_names = [escaped(name) for name in look.group.classes]
-    plane = []
-    plane_names = []
-    for row in matrix(event["plane"], STEPS, STEPS):
-        numbers = [int(number) for number in row]
-        plane.append(numbers)
-        plane_names.append([class_names[number] for number in numbers])
+    class_names = [escaped(name) for name in of_run.group.classes]
+    plane = [_whole(row) for row in of_run.look.rows("plane")]
     return _class_map(
         plane,
-        plane_names,
-        x=_steps(*event["x_range"]),
-        y=_steps(*event["y_range"]),
+        [[class_names[number] for number in row] for row in plane],
+        x=_steps(of_run.look.points("x_range"), len(plane)),
+        y=_steps(of_run.look.points("y_range"), len(plane)),
         opacity=0.35,
         hovertemplate="the head says %{customdata}<extra></extra>",
     )
 
 
-def _steps(low: float, high: float) -> list[float]:
-    """The positions of the grid's points along an axis."""
-    return [rounded(low + (high - low) * step / (STEPS - 1)) for step in range(STEPS)]
+def _steps(ends: Sequence[float | None], count: int) -> list[float]:
+    """The positions of the grid's points along an axis with these ends."""
+    low, high = (end for end in ends if end is not None)
+    return [rounded(low + (high - low) * step / (count - 1)) for step in range(count)]
 
 
-def _points(look: Look) -> list[Trace]:
+def _shown_classes(of_run: RunLook) -> list[int]:
+    """The classes that the client asked for, and then those that it has."""
+    look = of_run.look
+    return _whole([*look.points("query"), *look.points("own")])
+
+
+def _points(of_run: RunLook) -> list[Trace]:
     """The test examples of each class that the client asked for, or has."""
-    event = look.event
+    look = of_run.look
+    labels = look.points("labels")
+    x = look.points("x")
+    y = look.points("y")
     traces = []
-    for number in [*event["query"], *event["own"]]:
-        name = escaped(look.group.classes[number])
+    for number in _shown_classes(of_run):
+        name = escaped(of_run.group.classes[number])
         ring: dict[str, Any] = {"width": 0}
-        if number in event["query"]:
+        if number in look.points("query"):
             ring = {"width": 1.5, "color": "black"}
-        indices = [index for index, label in enumerate(event["labels"]) if label == number]
+        indices = [index for index, label in enumerate(labels) if label == number]
         trace = new_trace(
             "scatter",
             mode="markers",
             name=name,
-            x=[event["x"][index] for index in indices],
-            y=[event["y"][index] for index in indices],
+            x=[x[index] for index in indices],
+            y=[y[index] for index in indices],
             marker={"size": 6, "color": class_colour(number), "line": ring},
             hovertemplate=f"{name}<extra></extra>",
         )
@@ -377,21 +393,21 @@ def _points(look: Look) -> list[Trace]:
     return traces
 
 
-def _accuracies(look: Look) -> Trace:
+def _accuracies(of_run: RunLook) -> Trace:
     """The accuracy of each class as a row of cells, on axes of its own below the plane."""
-    event = look.event
+    accuracies = of_run.look.by_class("accuracy")
     names = []
     values = []
     texts = []
-    for number in [*event["query"], *event["own"]]:
-        name = escaped(look.group.classes[number])
-        if number in event["query"]:
+    for number in _shown_classes(of_run):
+        name = escaped(of_run.group.classes[number])
+        if number in of_run.look.points("query"):
             name = f"{name} (asked for)"
-        accuracy = event["accuracy"][number]
+        accuracy = accuracies[number]
         value = None
         text = ""
         if accuracy is not None:
-            value = rounded(float(accuracy))
+            value = rounded(accuracy)
             text = f"{value:.0%}"
         names.append(name)
         values.append(value)

@@ -22,7 +22,7 @@ from fedstill.report.blocks import Chart, Choice, Gallery, Paragraph, Section, g
 from fedstill.report.class_regions import HIDDEN_AXIS, class_colour, class_name
 from fedstill.report.figures import Figure, Style, Trace, escaped, group_name, layout, new_trace
 from fedstill.report.page import Report
-from fedstill.report.series import Look, last_looks, matrix, reading
+from fedstill.report.series import RunLook, last_looks
 from fedstill.running.runs import Group
 
 RECEIVED = "received"
@@ -47,15 +47,15 @@ ABOUT = (
 class Point:
     """A point in the plane of a t-SNE."""
 
-    x: float
-    y: float
+    x: float | None
+    y: float | None
 
 
 @dataclass(frozen=True)
 class Embedding:
     """The t-SNE of a measurement: labels (n,), and points (n,) for each model."""
 
-    look: Look
+    group: Group
     labels: Sequence[int]
     places: Mapping[str, Sequence[Point]]
 
@@ -63,13 +63,13 @@ class Embedding:
 def tsne(report: Report) -> Section | None:
     """Test features under the global and local models on one plane; None if it was not measured."""
     charts = []
-    for look in last_looks(report.groups, "tsne"):
-        embedding = _read(look)
+    for of_run in last_looks(report.groups, "tsne"):
+        embedding = _embedding(of_run)
         charts.append(
             Chart(
                 [_by_class(embedding), _by_model(embedding)],
-                f"{look.place}: {ABOUT}",
-                group_label(look.group, report.style, look.place),
+                f"{of_run.place}: {ABOUT}",
+                group_label(of_run.group, report.style, of_run.place),
                 "tsne",
                 is_explained=True,
             )
@@ -81,17 +81,18 @@ def tsne(report: Report) -> Section | None:
     return Section("tsne", "Features of the test examples", blocks)
 
 
-def _read(look: Look) -> Embedding:
-    with reading(look) as event:
-        models = [str(model) for model in event["models"]]
-        labels = [int(label) for label in event["labels"]]
-        x = matrix(event["x"], len(models), len(labels))
-        y = matrix(event["y"], len(models), len(labels))
-    places = {
-        model: [Point(*pair) for pair in zip(x[index], y[index], strict=True)]
-        for index, model in enumerate(models)
-    }
-    return Embedding(look, labels, places)
+def _embedding(of_run: RunLook) -> Embedding:
+    places = {}
+    for model in of_run.look.names("x"):
+        x = of_run.look.points(f"x/{model}")
+        y = of_run.look.points(f"y/{model}")
+        places[model] = [Point(*pair) for pair in zip(x, y, strict=True)]
+    return Embedding(of_run.group, _labels(of_run), places)
+
+
+def _labels(of_run: RunLook) -> list[int]:
+    """The labels (n,) of the embedded examples."""
+    return [int(label) for label in of_run.look.points("labels") if label is not None]
 
 
 def _by_class(embedding: Embedding) -> Figure:
@@ -101,7 +102,7 @@ def _by_class(embedding: Embedding) -> Figure:
         for places in embedding.places.values():
             pairs = zip(places, embedding.labels, strict=True)
             points += [place for place, label in pairs if label == number]
-        name = escaped(class_name(embedding.look.group, number))
+        name = escaped(class_name(embedding.group, number))
         traces.append(dots(name, points, class_colour(number), LOCAL_SIZE))
     return on_plane(traces)
 
@@ -163,14 +164,14 @@ ABOUT_JOINT = (
 class StoredFeatures:
     """The features of a measurement: (n, D) for each model, and the labels (n,) of the images."""
 
-    look: Look
+    of_run: RunLook
     features: Mapping[str, Tensor]
     labels: Tensor
 
     @property
     def group(self) -> Group:
         """The group of the run."""
-        return self.look.group
+        return self.of_run.group
 
     @property
     def received(self) -> Tensor:
@@ -187,7 +188,7 @@ class StoredFeatures:
 
 def joint(report: Report) -> Section | None:
     """A chart for each initial model that several groups share; None if there is no such model."""
-    stored = [_stored_features(look) for look in last_looks(report.groups, "tsne")]
+    stored = [_stored_features(of_run) for of_run in last_looks(report.groups, "tsne")]
     families = _families([features for features in stored if features is not None])
     if not families:
         return None
@@ -209,15 +210,14 @@ def joint(report: Report) -> Section | None:
 def _title(family: Sequence[StoredFeatures]) -> str:
     """The labels and the seed of the runs."""
     labels = ", ".join(stored.group.label for stored in family)
-    return f"{labels} (seed {family[0].look.run.seed})"
+    return f"{labels} (seed {family[0].of_run.run.seed})"
 
 
-def _stored_features(look: Look) -> StoredFeatures | None:
+def _stored_features(of_run: RunLook) -> StoredFeatures | None:
     """The features that the measure stored next to the journal; None if there is no such file."""
-    with reading(look) as event:
-        name = Path(str(event.get("features") or "")).name
-        labels = [int(label) for label in event["labels"]]
-    path = look.run.folder / MEASURES_FOLDER / name
+    name = Path(str(of_run.look.texts.get("features", ""))).name
+    labels = _labels(of_run)
+    path = of_run.run.folder / MEASURES_FOLDER / name
     if not name or not path.is_file():
         return None
     try:
@@ -228,7 +228,7 @@ def _stored_features(look: Look) -> StoredFeatures | None:
         raise CorruptFile(
             f"{path} is damaged: it must hold features of {len(labels)} images for each model"
         )
-    return StoredFeatures(look, features, torch.tensor(labels))
+    return StoredFeatures(of_run, features, torch.tensor(labels))
 
 
 def _are_features(features: Mapping[str, Tensor], images: int) -> bool:

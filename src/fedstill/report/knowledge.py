@@ -47,7 +47,8 @@ from fedstill.report.figures import (
 )
 from fedstill.report.page import Report
 from fedstill.report.rounds import class_map
-from fedstill.report.series import Look, looks, mean_over_seeds, of_runs, reading
+from fedstill.report.series import mean_over_seeds, of_runs
+from fedstill.running.numbers import Look
 from fedstill.running.runs import Group
 
 
@@ -404,7 +405,7 @@ class Hops:
         """The accuracies (C,) of every hop of a measured round; None for a client that failed."""
         if not self.accuracy:
             return {}
-        blank = [None] * len(next(iter(self.accuracy.values())))
+        blank: list[Any] = [None] * len(next(iter(self.accuracy.values())))
         rounds = sorted({(hop - 1) // self.links for hop in self.accuracy})
         hops = [number * self.links + link + 1 for number in rounds for link in range(self.links)]
         last = max(self.accuracy)
@@ -498,41 +499,28 @@ def _map_chart(measured_chain: MeasuredChain, style: Style) -> Chart:
 
 def read_hops(group: Group) -> list[Hops]:
     """The hops of each of a group's runs that measured the chain."""
-    by_run: dict[int, Hops] = {}
-    for look in looks(group, "chain"):
-        with reading(look):
-            if id(look.run) not in by_run:
-                by_run[id(look.run)] = Hops(_links(look))
-            _add(look, by_run[id(look.run)])
-    return list(by_run.values())
-
-
-def _links(look: Look) -> int:
-    """The number of hops in a round of the measured run."""
-    return 1 + max(int(event["stage"]) for event in look.run.clients if event["round"] > 0)
+    hops_of_runs = []
+    for run in group.started:
+        run_looks = run.numbers.looks("chain")
+        if run_looks:
+            hops = Hops(run.numbers.stages_in_round)
+            for look in run_looks:
+                _add(look, hops)
+            hops_of_runs.append(hops)
+    return hops_of_runs
 
 
 def _add(look: Look, hops: Hops) -> None:
-    """Add a measurement to the hops of its run; raises ValueError if the number of classes
-    differs.
-    """
-    event = look.event
-    links_of_earlier_rounds = (event["round"] - 1) * hops.links
-    hop = links_of_earlier_rounds + int(event["stage"]) + 1
-    accuracy = [_number(value) for value in event["class_accuracy"]]
-    if len(accuracy) != len(look.run.classes):
-        raise ValueError(f"class_accuracy must have {len(look.run.classes)} numbers")
-    hops.accuracy[hop] = accuracy
-    # undefined for a client without examples
-    if event.get("kept") is not None:
-        hops.handed_over[hop] = float(event["handed_over"])
-        hops.kept[hop] = float(event["kept"])
-
-
-def _number(value: Any) -> float | None:
-    if value is None:
-        return None
-    return float(value)
+    """Add a measurement to the hops of its run."""
+    links_of_earlier_rounds = (look.round - 1) * hops.links
+    hop = links_of_earlier_rounds + look.stage + 1
+    hops.accuracy[hop] = look.by_class("class_accuracy")
+    handed_over = look.number("handed_over")
+    kept = look.number("kept")
+    # Both are undefined if the previous client has no examples.
+    if handed_over is not None and kept is not None:
+        hops.handed_over[hop] = handed_over
+        hops.kept[hop] = kept
 
 
 def _defined(values: ByHop) -> ByHop:

@@ -35,7 +35,7 @@ from fedstill.report.figures import (
     rounded,
 )
 from fedstill.report.page import Report
-from fedstill.report.series import Look, looks, over_seeds, reading
+from fedstill.report.series import RunLook, looks, over_seeds
 from fedstill.running.runs import Group
 
 ATTACKS = {"the loss": "loss", "the likelihood ratio": "likelihood_ratio"}
@@ -163,22 +163,25 @@ def _number(group: Group, side: str, attack: str, number: str) -> str:
 
 
 def _interval(group: Group, side: str, attack: str, number: str) -> str:
-    look = _last_look(group, side)
-    if look is None:
+    """The ends of the 95 % interval of the first seed in brackets; empty if it is unknown."""
+    last_look = _last_look(group, side)
+    if last_look is None:
         return ""
-    with reading(look) as event:
-        low, high = event[side][attack][f"{number}_interval"]
-        return f" ({100 * float(low):.2f}–{100 * float(high):.2f})"
+    ends = last_look.look.points(f"{side}/{attack}/{number}_interval")
+    if not ends:
+        return ""
+    low, high = (f"{100 * end:.2f}" for end in ends if end is not None)
+    return f" ({low}–{high})"
 
 
-def _last_look(group: Group, side: str) -> Look | None:
+def _last_look(group: Group, side: str) -> RunLook | None:
     """The first seed's last measurement of the uploads or of the global model."""
-    of_side = [look for look in looks(group, "leakage") if isinstance(look.event.get(side), dict)]
+    of_side = [of_run for of_run in looks(group, "leakage") if side in of_run.look.names()]
     if not of_side:
         return None
     first_run = of_side[0].run
-    of_first = [look for look in of_side if look.run is first_run]
-    return max(of_first, key=lambda look: int(look.event["round"]))
+    of_first = [of_run for of_run in of_side if of_run.run is first_run]
+    return max(of_first, key=lambda of_run: of_run.look.round)
 
 
 # Curves of members found
@@ -198,9 +201,9 @@ def _curves(groups: Sequence[Group], style: Style, attack: str) -> Figure:
     traces = [coin]
     for group in groups:
         for side in ("seen", "raw"):
-            look = _last_look(group, side)
-            if look is not None and attack in look.event[side]:
-                traces.append(_curve(look, style, side, attack))
+            last_look = _last_look(group, side)
+            if last_look is not None and attack in last_look.look.names(side):
+                traces.append(_curve(last_look, style, side, attack))
     axis = {
         "type": "log",
         "range": [math.log10(LOWEST), 0],
@@ -215,14 +218,12 @@ def _curves(groups: Sequence[Group], style: Style, attack: str) -> Figure:
     return Figure(traces, axes)
 
 
-def _curve(look: Look, style: Style, side: str, attack: str) -> Trace:
+def _curve(of_run: RunLook, style: Style, side: str, attack: str) -> Trace:
     """The share of members found at each false-positive rate; dotted before privacy."""
-    with reading(look) as event:
-        rates = [float(value) for value in event[side][attack]["roc"]]
-        if len(rates) != len(GRID):
-            raise ValueError(f"roc must have {len(GRID)} numbers")
-    name = group_name(look.group)
-    line = {"color": style.colour(look.group), "width": 2, "dash": style.dash(look.group)}
+    rates = of_run.look.points(f"{side}/{attack}/roc")
+    name = group_name(of_run.group)
+    colour = style.colour(of_run.group)
+    line = {"color": colour, "width": 2, "dash": style.dash(of_run.group)}
     if side == "raw":
         name = f"{name}, before privacy"
         line = {**line, "width": 1.5, "dash": "dot"}
@@ -232,7 +233,7 @@ def _curve(look: Look, style: Style, side: str, attack: str) -> Trace:
         name=name,
         showlegend=side == "seen",
         x=list(GRID),
-        y=[rounded(max(rate, LOWEST)) for rate in rates],
+        y=[rounded(max(rate, LOWEST)) for rate in rates if rate is not None],
         line=line,
         hovertemplate="%{y:.2%}",
     )

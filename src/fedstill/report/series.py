@@ -1,24 +1,20 @@
-"""The data of figures: measures by round over the runs of a group, the times of runs, and the
-events of measures.
+"""The data of figures: measures by round over the runs of a group, the times of runs, and what
+measures recorded after stages.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path, PurePath
-from typing import Any
+from pathlib import PurePath
 
 import numpy as np
 
-from fedstill.core.errors import CorruptFile
-from fedstill.measures.base import seconds_at_clients
 from fedstill.metrics.accuracy import Values
-from fedstill.running.journal import Event, read_journal
-from fedstill.running.runs import JOURNAL, Group, Run, Spread
+from fedstill.running.numbers import Look
+from fedstill.running.runs import Group, Run, Spread
 
 ByRound = Mapping[int, float]
 """A number by round. Round 0 is before training."""
@@ -183,80 +179,42 @@ def seconds_by_measure(group: Group) -> dict[str, float]:
     """
     totals: dict[str, float] = {}
     for run in group.started:
-        for event in run.measures:
-            seconds = float(event.get("seconds") or 0.0)
-            totals[event["measure"]] = totals.get(event["measure"], 0.0) + seconds
         names = [PurePath(str(name)).name for name in run.settings.get("measure", ())]
-        for name, seconds in seconds_at_clients(run.clients, names).items():
+        for name, seconds in run.numbers.seconds_by_measure(names).items():
             totals[name] = totals.get(name, 0.0) + seconds
     return {name: total / len(group.started) for name, total in totals.items()}
 
 
-# ---- events of measures --------------------------------------------------------------------------
+# ---- looks of measures ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Look:
-    """An event of a measure in a round of a run."""
+class RunLook:
+    """What a measure of a run recorded after a stage."""
 
     group: Group
     run: Run
-    event: Event
+    look: Look
 
     @property
     def place(self) -> str:
         """Its seed and round, as text."""
-        return f"seed {self.run.seed}, round {self.event['round']}"
+        return f"seed {self.run.seed}, round {self.look.round}"
 
 
-def last_looks(groups: Sequence[Group], measure: str) -> list[Look]:
+def looks(group: Group, measure: str) -> list[RunLook]:
+    """All looks of a measure in the runs of a group."""
+    return [
+        RunLook(group, run, look) for run in group.started for look in run.numbers.looks(measure)
+    ]
+
+
+def last_looks(groups: Sequence[Group], measure: str) -> list[RunLook]:
     """The last look of a measure in each group, from its first run with the measure."""
     last = []
     for group in groups:
-        for run in group.started:
-            events = [event for event in run.measures if event["measure"] == measure]
-            if events:
-                last.append(Look(group, run, events[-1]))
-                break
+        group_looks = looks(group, measure)
+        if group_looks:
+            first_run = group_looks[0].run
+            last.append([look for look in group_looks if look.run is first_run][-1])
     return last
-
-
-def looks(group: Group, measure: str) -> Iterator[Look]:
-    """All looks of a measure in the runs of a group."""
-    for run in group.started:
-        for event in run.measures:
-            if event["measure"] == measure:
-                yield Look(group, run, event)
-
-
-@contextmanager
-def reading(look: Look) -> Iterator[Event]:
-    """The event of a look. Errors while it is read become CorruptFile with the journal's name and
-    the event's line.
-    """
-    try:
-        yield look.event
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        path = look.run.folder / JOURNAL
-        place = f"{path}{_line_text(path, look.event)}"
-        problem = f"{type(error).__name__}: {error}"
-        raise CorruptFile(
-            f"{place}: round {look.event['round']} of {look.event['measure']} is damaged: {problem}"
-        ) from error
-
-
-def _line_text(path: Path, event: Event) -> str:
-    """The line of a journal that has an event, such as ", line 3"; empty if it is elsewhere."""
-    events = read_journal(path)
-    if event not in events:
-        return ""
-    return f", line {events.index(event) + 1}"
-
-
-def matrix(value: Any, rows: int, columns: int) -> list[list[float]]:
-    """A matrix of numbers. Raises ValueError for another shape."""
-    numbers = [[float(number) for number in row] for row in value]
-    has_columns = all(len(row) == columns for row in numbers)
-    if len(numbers) != rows or not has_columns:
-        raise ValueError(f"it must have {rows} × {columns} numbers")
-    return numbers

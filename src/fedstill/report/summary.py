@@ -120,7 +120,8 @@ COLUMNS = (
     _share(
         "query_forgetting",
         "loss",
-        "accuracy lost on the client's own classes, compared with the client alone",
+        "change of accuracy on the client's own classes, compared with the client alone; negative: "
+        "forgotten",
     ),
     _share(
         "query_uniform_accuracy",
@@ -368,7 +369,7 @@ def rows(groups: Sequence[Group]) -> list[Row]:
 def own_metrics(groups: Sequence[Group]) -> list[str]:
     """The metrics of user-defined measures in any run."""
     runs = [run for group in groups for run in group.started]
-    return list(dict.fromkeys(metric for run in runs for metric in run.user_metrics))
+    return list(dict.fromkeys(metric for run in runs for metric in run.numbers.user_metrics))
 
 
 def own_columns(groups: Sequence[Group]) -> list[Column]:
@@ -376,18 +377,22 @@ def own_columns(groups: Sequence[Group]) -> list[Column]:
     columns = []
     for metric in own_metrics(groups):
         spreads = [group.mean_spread(metric) for group in groups]
-        largest = max(abs(spread.mean) for spread in spreads if spread is not None)
         columns.append(
-            Column(
-                key=metric,
-                title=metric,
-                unit="latest",
-                scale=1,
-                digits=_three_digits_of(largest),
-                description="the latest number of your measure",
-            )
+            own_column(metric, [spread.mean for spread in spreads if spread is not None])
         )
     return columns
+
+
+def own_column(metric: str, numbers: Sequence[float]) -> Column:
+    """The column of a metric of a user-defined measure, with three digits of the largest number."""
+    return Column(
+        key=metric,
+        title=metric,
+        unit="latest",
+        scale=1,
+        digits=_three_digits_of(max(map(abs, numbers))),
+        description="the latest number of your measure",
+    )
 
 
 def _three_digits_of(value: float) -> int:

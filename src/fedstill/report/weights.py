@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fedstill.report.blocks import (
     Block,
@@ -34,7 +33,7 @@ from fedstill.report.figures import (
     rounded,
 )
 from fedstill.report.page import Report
-from fedstill.report.series import Look, last_looks, looks, matrix, reading
+from fedstill.report.series import RunLook, last_looks, looks
 from fedstill.running.runs import Group
 
 LAYERS = {"last hidden layer": "features", "classifier": "classifier"}
@@ -128,7 +127,7 @@ class Divergence:
 
 
 def _scatter(groups: Sequence[Group], style: Style) -> Figure:
-    last = max(look.event["round"] for group in groups for look in looks(group, "divergence"))
+    last = max(of_run.look.round for group in groups for of_run in looks(group, "divergence"))
     traces = []
     for group in groups:
         points = _divergences(group)
@@ -146,18 +145,17 @@ def _scatter(groups: Sequence[Group], style: Style) -> Figure:
 def _divergences(group: Group) -> list[Divergence]:
     """The points of a group, starting with the last round, whose colour is shown in the legend."""
     points = []
-    for look in looks(group, "divergence"):
-        with reading(look) as event:
-            rows = zip(event["distance"], event["l2"], event["clients"], strict=True)
-            for distance, moved, client in rows:
-                if distance is not None:
-                    point = Divergence(
-                        distance=float(distance),
-                        moved=float(moved),
-                        client=int(client),
-                        number=event["round"],
-                    )
-                    points.append(point)
+    for of_run in looks(group, "divergence"):
+        distances = of_run.look.by_client("distance")
+        for client, moved in of_run.look.by_client("l2").items():
+            if client in distances:
+                point = Divergence(
+                    distance=distances[client],
+                    moved=moved,
+                    client=client,
+                    number=of_run.look.round,
+                )
+                points.append(point)
     return sorted(points, key=lambda point: -point.number)
 
 
@@ -258,20 +256,20 @@ class LossRange:
 
 def landscape(report: Report) -> Section | None:
     """The loss landscape of the global model and of a local one; None if it was not measured."""
-    found = last_looks(report.groups, "landscape")
+    found = [of_run for of_run in last_looks(report.groups, "landscape") if _models(of_run)]
     if not found:
         return None
     ranges = {plane: _range(found, plane) for plane in PLANES.values()}
     charts = []
-    for look in found:
-        for model in _models(look):
-            contours = [_contour(look, model, plane, ranges[plane]) for plane in PLANES.values()]
-            place = f"{model}, {look.place}"
+    for of_run in found:
+        for model in _models(of_run):
+            contours = [_contour(of_run, model, plane, ranges[plane]) for plane in ranges]
+            place = f"{model}, {of_run.place}"
             charts.append(
                 Chart(
                     contours,
-                    f"{look.place}, {model}: {ABOUT_LANDSCAPE}",
-                    group_label(look.group, report.style, place),
+                    f"{of_run.place}, {model}: {ABOUT_LANDSCAPE}",
+                    group_label(of_run.group, report.style, place),
                     "plane",
                     is_explained=True,
                 )
@@ -290,30 +288,38 @@ def landscape(report: Report) -> Section | None:
     )
 
 
-def _models(look: Look) -> list[str]:
-    with reading(look) as event:
-        return [str(name) for name in event["models"]]
+def _models(of_run: RunLook) -> list[str]:
+    """The names of the models whose landscape was measured."""
+    return of_run.look.names("models")
 
 
-def _range(found: Sequence[Look], plane: str) -> LossRange:
+def _range(found: Sequence[RunLook], plane: str) -> LossRange:
     """The range of the losses of all models in a plane, without the highest ones."""
     losses: list[float] = []
-    for look in found:
-        with reading(look) as event:
-            size = len(event["axis"])
-            for model in event["models"].values():
-                for row in _losses(model[plane], size, size):
-                    losses += row
+    for of_run in found:
+        for model in _models(of_run):
+            for row in _surface(of_run, model, plane):
+                losses += row
     losses.sort()
+    if not losses:
+        return LossRange(0.0, 0.0)
     return LossRange(losses[0], losses[int(CLIPPED * (len(losses) - 1))])
 
 
-def _losses(value: Any, rows: int, columns: int) -> list[list[float]]:
-    """A matrix of losses; infinite ones are replaced by the largest finite loss."""
-    finite = [loss for row in value for loss in row if loss is not None]
-    largest = max(finite, default=0.0)
-    filled = [[_or_largest(loss, largest) for loss in row] for row in value]
-    return matrix(filled, rows, columns)
+def _surface(of_run: RunLook, model: str, plane: str) -> list[list[float]]:
+    """The losses of a model in a plane, as rows and columns."""
+    columns = len(of_run.look.points("axis"))
+    rows = [
+        of_run.look.points(f"models/{model}/{plane}/{row}", length=columns)
+        for row in range(columns)
+    ]
+    return _finite(rows)
+
+
+def _finite(rows: Sequence[Sequence[float | None]]) -> list[list[float]]:
+    """Losses; infinite ones, which a journal does not have, are replaced by the largest loss."""
+    largest = max((loss for row in rows for loss in row if loss is not None), default=0.0)
+    return [[_or_largest(loss, largest) for loss in row] for row in rows]
 
 
 def _or_largest(loss: float | None, largest: float) -> float:
@@ -322,18 +328,16 @@ def _or_largest(loss: float | None, largest: float) -> float:
     return loss
 
 
-def _contour(look: Look, model: str, plane: str, losses_shown: LossRange) -> Figure:
-    with reading(look) as event:
-        axis = [float(value) for value in event["axis"]]
-        losses = _losses(event["models"][model][plane], len(axis), len(axis))
-        curvature = [float(value) for value in event["models"][model]["eigenvalues"]]
+def _contour(of_run: RunLook, model: str, plane: str, losses_shown: LossRange) -> Figure:
+    axis = of_run.look.points("axis")
+    curvature = of_run.look.points(f"models/{model}/eigenvalues", length=2)
     low, high = losses_shown.low, losses_shown.high
     titles = [_direction(index, value, plane) for index, value in enumerate(curvature)]
     surface = new_trace(
         "contour",
         x=axis,
         y=axis,
-        z=losses,
+        z=_surface(of_run, model, plane),
         zmin=low,
         zmax=high,
         contours={"start": low, "end": high, "size": (high - low) / LEVELS or 1.0},
@@ -361,22 +365,21 @@ def _contour(look: Look, model: str, plane: str, losses_shown: LossRange) -> Fig
     return Figure([surface, middle], axes)
 
 
-def _direction(index: int, curvature: float, plane: str) -> str:
+def _direction(index: int, curvature: float | None, plane: str) -> str:
     """The title of an axis; only the Hessian's directions have a curvature."""
     title = f"direction {index + 1}"
-    if plane == "hessian":
+    if plane == "hessian" and curvature is not None:
         title += f", curvature {curvature:.3g}"
     return title
 
 
-def _noise(found: Sequence[Look], style: Style) -> Figure:
+def _noise(found: Sequence[RunLook], style: Style) -> Figure:
     traces = []
-    for look in found:
-        with reading(look) as event:
-            scales = [float(value) for value in event["scales"]]
-            for model, around in event["models"].items():
-                (losses,) = _losses([around["noise"]], 1, len(scales))
-                traces.append(_noise_line(look, style, str(model), scales, losses))
+    for of_run in found:
+        scales = of_run.look.points("scales")
+        for model in _models(of_run):
+            losses = of_run.look.points(f"models/{model}/noise", length=len(scales))
+            traces.append(_noise_line(of_run, style, model, scales, _finite([losses])[0]))
     axes = layout(
         showlegend=len(found) <= MOST_IN_LEGEND,
         xaxis={"title": {"text": "standard deviation of the noise"}},
@@ -386,12 +389,16 @@ def _noise(found: Sequence[Look], style: Style) -> Figure:
 
 
 def _noise_line(
-    look: Look, style: Style, model: str, scales: Sequence[float], losses: Sequence[float]
+    of_run: RunLook,
+    style: Style,
+    model: str,
+    scales: Sequence[float | None],
+    losses: Sequence[float],
 ) -> Trace:
     """The loss of a model against the noise; dotted for a local model."""
     is_global = model == "aggregated"
-    name = group_name(look.group)
-    dash = style.dash(look.group)
+    name = group_name(of_run.group)
+    dash = style.dash(of_run.group)
     if not is_global:
         name = f"{name}, {escaped(model)}"
         dash = "dot"
@@ -402,6 +409,6 @@ def _noise_line(
         showlegend=is_global,
         x=scales,
         y=losses,
-        line={"color": style.colour(look.group), "width": 2, "dash": dash},
+        line={"color": style.colour(of_run.group), "width": 2, "dash": dash},
         hovertemplate="%{y:.3f}",
     )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, ParamSpec, Protocol, TypeVar
 
 from fedstill import manifest
@@ -28,7 +28,6 @@ from fedstill.running.checkpoint import Checkpoints, Restored, StoredMemory
 from fedstill.running.evaluation import Evaluation, answering_models, client_predictors_of
 from fedstill.running.extensions import run_context, run_extensions
 from fedstill.running.journal import CONFIG_SEAL, START, Journal, read_journal
-from fedstill.running.observers import seconds_by_measure
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.recording import (
     OnRound,
@@ -434,9 +433,7 @@ class Driver:
     def _finish(self, state: State) -> Result:
         self.journal.sync()
         settings = self.prepared.settings
-        events = read_journal(self.journal.path)
-        measures = [PurePath(name).name for name in settings.measure]
-        summary = summary_of(settings, events, seconds_by_measure(events, measures))
+        summary = summary_of(settings, read_journal(self.journal.path))
         write_result(self.folder, state, summary)
         self.tracking.finished(summary)
         # Other progress displays also show refusals.

@@ -34,7 +34,7 @@ from fedstill.running.journal import (
     read_journal,
     without_garbage_collection,
 )
-from fedstill.running.numbers import BY_CLASS, Numbers, is_chosen
+from fedstill.running.numbers import BY_CLASS, OF_USER_MEASURES, Numbers, is_chosen
 from fedstill.running.runs import Run, RunFolder, label_runs, read_run, run_folders
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ INDEX_TYPES = {
     "epoch": np.int16,
     "task": np.int16,
     "client": np.int32,
+    "point": np.int32,
 }
 """The axes that have numbers in the frame, and their types."""
 
@@ -64,10 +65,11 @@ def load_runs(
 
     The columns are ``run`` (its path), ``group`` (a label of the settings in which runs differ),
     ``seed``, ``stage``, ``round`` (0: before training), ``epoch``, ``task`` (from 1), ``client``
-    (-1: the server), ``class``, ``metric`` and ``value``. A number about the whole federation has
-    no client, one about the whole round no stage, and one about the whole run
-    (``summary/accuracy``) no round. Values that were not measured have no row. Accuracies and
-    forgetting are shares in [0, 1], times are in seconds.
+    (-1: the server), ``class``, ``point``, ``metric`` and ``value``. A number about the whole
+    federation has no client, one about the whole round no stage, and one about the whole run
+    (``summary/accuracy``) no round. Only curves and surfaces have points, from 0. Values that were
+    not measured have no row. Accuracies and forgetting are shares in [0, 1], times are in seconds.
+    The page "Use the model" lists the metrics.
 
     Raises ConfigError for a path without runs, CorruptFile for a damaged run, UnknownName for a
     metric that none of the runs has.
@@ -151,6 +153,7 @@ def _frame(runs: Sequence[LoadedRun]) -> pandas.DataFrame:
         "task": blocks.indices("task"),
         "client": blocks.indices("client"),
         "class": blocks.classes(),
+        "point": blocks.indices("point"),
         "metric": blocks.category([block.numbers.metric for block in blocks.blocks]),
         "value": blocks.values(),
     }
@@ -236,7 +239,7 @@ def _code_type(names: Collection[str]) -> Any:
 IDS = ("query", "teachers")
 """Fields that list classes or clients, and have one cell of text, such as ``7, 9``."""
 
-NOT_CELLS = frozenset({"event", "of_measures"})
+NOT_CELLS = frozenset({"event", OF_USER_MEASURES})
 """Fields of an event that have no column."""
 
 OF_CLASSES = BY_CLASS | {"correct_by_epoch"}

@@ -371,21 +371,22 @@ Look = dict[str, Any]
 """An event of the measure ``contributions``, about one stage of one round."""
 
 
-def looks_of(folder: Path, measures: Sequence[Look] = ()) -> list[Look]:
+def looks_of(folder: Path, measures: Sequence[Look] = (), classes: int = 0) -> list[Look]:
     """Return all looks at a run's rounds, by round and stage.
 
     A later look replaces those of the journal at the same round.
 
     ``measures``: the events of measures in the run's journal, if they have been read already.
+    ``classes``: the number of the run's classes; 0 if unknown.
     """
     events = measures or read_journal(folder / "journal.jsonl")
-    later = _read_later_looks(folder)
+    later = _read_later_looks(folder, classes)
     later_rounds = {look["round"] for look in later}
     looks = [event for event in events if _is_look(event) and event["round"] not in later_rounds]
     return sorted([*looks, *later], key=lambda look: (look["round"], look["stage"]))
 
 
-def with_later_looks(folder: Path, measures: Sequence[Look]) -> list[Look]:
+def with_later_looks(folder: Path, measures: Sequence[Look], classes: int) -> list[Look]:
     """Return a run's events of measures, updated by the later looks.
 
     Without later looks, the events keep their order; otherwise the looks come last.
@@ -393,7 +394,7 @@ def with_later_looks(folder: Path, measures: Sequence[Look]) -> list[Look]:
     if not _read_later_looks(folder):
         return list(measures)
     other_measures = [event for event in measures if not _is_look(event)]
-    return [*other_measures, *looks_of(folder, measures)]
+    return [*other_measures, *looks_of(folder, measures, classes)]
 
 
 def add_looks(folder: Path, looks: Sequence[Look]) -> None:
@@ -408,14 +409,14 @@ def _is_look(event: Event) -> bool:
     return bool(event.get("measure") == "contributions")
 
 
-def _read_later_looks(folder: Path) -> list[Look]:
+def _read_later_looks(folder: Path, classes: int = 0) -> list[Look]:
     """Read the later looks; raises CorruptFile, with the line's number, if a line is malformed."""
     path = folder / LATER_LOOKS
     if not path.is_file():
         return []
     looks = []
     for number, look in enumerate(_parse_lines(path, _read_lines(path)), 1):
-        problem = structure_problem(look)
+        problem = structure_problem(look, classes)
         if not problem and look["event"] != "measure":
             problem = "is not an event of a measure"
         if problem:
@@ -483,17 +484,25 @@ def check_journal(folder: Path, events: Sequence[Event]) -> None:
         ) from error
     journal = folder / "journal.jsonl"
     data = read_file(journal)
-    problem = _gap(events) or _problem_of_end(events, summary)
-    if not problem and not data.endswith(b"\n"):
-        problem = "it ends in half a line"
-    if not problem:
-        problem = _change_before_checkpoint(folder, data)
-    if problem:
+    damage = _gap(events) or _damage_at_end(events, summary)
+    if damage is None and not data.endswith(b"\n"):
+        damage = Damage(data.count(b"\n") + 1, "it ends in half a line")
+    if damage is None:
+        damage = _change_before_checkpoint(folder, data)
+    if damage is not None:
         config = in_shell(folder / "config.toml")
         raise CorruptFile(
-            f"{journal} is not what was written: {problem}; restore the file, or begin the run "
-            f"anew: fedstill run {config} --out {in_shell(folder)} --overwrite"
+            f"{journal}, line {damage.line}, is not what was written: {damage.problem}; restore "
+            f"the file, or begin the run anew: fedstill run {config} --out {in_shell(folder)} "
+            "--overwrite"
         )
+
+
+class Damage(NamedTuple):
+    """What is wrong with a journal, and the line in which it shows."""
+
+    line: int
+    problem: str
 
 
 def _noted_config(folder: Path) -> str:
@@ -507,12 +516,12 @@ def _noted_config(folder: Path) -> str:
     return str(events[0].get(CONFIG_SEAL, ""))
 
 
-def _gap(events: Sequence[Event]) -> str:
-    """A sentence on the first round or reply that a journal lacks; empty if it is complete."""
+def _gap(events: Sequence[Event]) -> Damage | None:
+    """The first round or reply that a journal lacks; None if it is complete."""
     number = 0
     replies = 0
     refused = 0
-    for event in events:
+    for line, event in enumerate(events, 1):
         if event["event"] == "client":
             refused += "refused" in event
             replies += "refused" not in event and "idle" not in event
@@ -520,54 +529,66 @@ def _gap(events: Sequence[Event]) -> str:
             continue
         number += 1
         if event.get("round") != number:
-            return f"round {number} is missing"
+            return Damage(line, f"round {number} is missing")
         counts = {"replies": replies, "refused": refused}
         for key, count in counts.items():
             noted = event.get(key, count)
             if noted != count:
-                events_of = "refused clients"
-                if key == "replies":
-                    events_of = "clients' replies"
-                return f"round {number} has events of {count} of its {noted} {events_of}"
+                return Damage(line, _missing_events(number, key, count, noted))
         replies = 0
         refused = 0
-    return ""
+    return None
 
 
-def _change_before_checkpoint(folder: Path, data: bytes) -> str:
-    """How a journal's bytes differ from those that the newest checkpoint knows; empty if they do
+def _missing_events(number: int, key: str, count: int, noted: int | None) -> str:
+    """That a round has another number of events of clients than it notes."""
+    if noted is None:
+        return f"round {number} does not say how many replies were {key}"
+    events_of = "refused clients"
+    if key == "replies":
+        events_of = "clients' replies"
+    return f"round {number} has events of {count} of its {noted} {events_of}"
+
+
+def _change_before_checkpoint(folder: Path, data: bytes) -> Damage | None:
+    """How a journal's bytes differ from those that the newest checkpoint knows; None if they do
     not, or without a checkpoint.
     """
     newest = max((folder / "checkpoints").glob("*.json"), default=None)
     if newest is None:
-        return ""
+        return None
     try:
         manifest = json.loads(read_file(newest))["manifest"]
         length, sha = manifest["journal"]
         number = manifest["round"]
+        known = data[:length]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return ""  # whoever reads the checkpoint will say that it is damaged
-    if digest(data[:length]) == sha:
-        return ""
-    return f"an event up to round {number} is missing or has changed"
+        return None  # whoever reads the checkpoint will say that it is damaged
+    if digest(known) == sha:
+        return None
+    line = max(1, known.count(b"\n"))
+    return Damage(line, f"an event up to round {number} is missing or has changed")
 
 
-def _problem_of_end(events: Sequence[Event], summary: Mapping[str, Any]) -> str:
-    """How the events of a journal contradict a summary; empty if they do not."""
+def _damage_at_end(events: Sequence[Event], summary: Mapping[str, Any]) -> Damage | None:
+    """How the events of a journal contradict a summary; None if they do not."""
+    last_line = max(1, len(events))
     rounds = [event for event in events if event["event"] == "round"]
     expected = summary.get("stopped_in_round", summary.get("rounds", len(rounds)))
     if len(rounds) != expected:
-        return f"it has {len(rounds)} rounds, and summary.json {expected}"
+        return Damage(last_line, f"it has {len(rounds)} rounds, and summary.json {expected}")
     accuracy = None
     if rounds:
         accuracy = rounds[-1].get("accuracy")
     if accuracy != summary.get("accuracy", accuracy):
-        return f"its last round has accuracy {accuracy}, and summary.json {summary['accuracy']}"
+        line = events.index(rounds[-1]) + 1
+        text = f"its last round has accuracy {accuracy}, and summary.json {summary['accuracy']}"
+        return Damage(line, text)
     # Packages' observers may add events after a round's.
     run_events = [event["event"] for event in events if event["event"] in RUN_EVENTS]
     end = "round"
     if "final_accuracy" in summary:
         end = "task"
     if rounds and run_events[-1] != end:
-        return f"it ends in the event {run_events[-1]!r}, and not in {end!r}"
-    return ""
+        return Damage(last_line, f"it ends in the event {run_events[-1]!r}, and not in {end!r}")
+    return None

@@ -3,14 +3,16 @@
 Every reader relies on this schema and on nothing else, so a journal is checked once, where it is
 read (``running.journal.read_journal``). An event has the fields that are listed here, and any
 further ones: measures, methods and packages add their own. A further field of a round or of a
-measure may hold any JSON, except that a field ``…_by_client`` is a table of clients. Further fields
-of a client's event have the form that a client may report (``core.reports``).
+measure may hold any JSON, except that a field ``…_by_client`` is a table of clients, and that lists
+of fedstill's measures have the forms of ``measures.LIST_FORMS``. Further fields of a client's event
+have the form that a client may report (``core.reports``).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Required
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -25,9 +27,12 @@ from fedstill.core.reports import (
     MAX_WORD,
     PROBE,
     has_valid_form,
+    is_count,
     is_number,
 )
 from fedstill.core.stages import SERVER
+from fedstill.manifest import Entries
+from fedstill.measures import list_forms
 from fedstill.metrics.accuracy import wrong_table
 from fedstill.metrics.classification import SelectionData
 from fedstill.metrics.score_histograms import HISTOGRAMS, wrong_histograms
@@ -262,25 +267,13 @@ class Look(TypedDict, total=False):
 class Contributions(Look, total=False):
     """What the measure ``contributions`` saw: a change of each class, and what clients gave to it.
 
-    ``before``, ``after``: accuracies by class. ``parts``: changes by class, by part of the round.
-    ``values``: by class of ``classes``, the
-    contribution of each client; ``gap``: their error, of all clients or of each; ``nobody``: the
-    change without clients. ``had``: each client's examples by class in its task.
+    Its lists are those of ``measures.LIST_FORMS``.
     """
 
     clients: Required[list[Client]]
-    before: Required[Shares]
-    after: Required[Shares]
-    parts: Required[dict[str, list[float | None]]]
-    classes: list[Index]
-    values: list[list[float]]
-    gap: list[float | list[float]]
-    nobody: list[float]
-    drawn: list[float | None]
-    tasks: list[Index]
-    had: list[list[Count]]
-    game: str
-    rule: str
+    model: str
+    game: Literal["idle", "absent"]
+    rule: Literal["path", "exact", "two ends"]
 
 
 class TaskEnd(TypedDict, total=False):
@@ -361,13 +354,18 @@ def malformed_events(events: Sequence[Any]) -> dict[int, str]:
     return problems
 
 
-def structure_problem(event: Any) -> str:
+def structure_problem(event: Any, classes: int = 0) -> str:
     """What is wrong with the fields of one event; empty if nothing is.
+
+    classes: the number of the run's classes; 0 if unknown.
 
     >>> structure_problem({"event": "resumed", "round": 1, "stage": 0, "before": {}})
     "the event 'resumed' is wrong at versions: Field required"
     """
-    return malformed_events([event]).get(0, "")
+    problem = malformed_events([event]).get(0, "")
+    if not problem and event["event"] == "measure":
+        problem = problem_of_lists(event, classes)
+    return problem
 
 
 def _sentence(name: str, details: ErrorDetails) -> str:
@@ -410,8 +408,8 @@ class JournalChecker:
             return self._problem_of_classes(event) or _problem_of_tables(event)
         if name == "task":
             return self._problem_of_task(event)
-        if name == "measure" and event["measure"] == CONTRIBUTIONS:
-            return self._problem_of_contributions(event)
+        if name == "measure":
+            return _problem_of_client_tables(event) or problem_of_lists(event, self.classes)
         return ""
 
     def _problem_of_order(self, event: Event) -> str:
@@ -468,33 +466,6 @@ class JournalChecker:
                 return f"what client {event['client']} reported as {name!r} is malformed"
         return ""
 
-    def _problem_of_contributions(self, event: Event) -> str:
-        """Which list of a look at contributions has another length than it should."""
-        clients = len(event["clients"])
-        divided = len(event.get("classes", ()))
-        expected = [
-            *((f"parts.{name}", changes, self.classes) for name, changes in event["parts"].items()),
-            *(("values", row, clients) for row in event.get("values", ())),
-            *(("had", row, self.classes) for row in event.get("had", ())),
-        ]
-        by_name = {
-            "values": divided,
-            "gap": divided,
-            "nobody": divided,
-            "before": self.classes,
-            "after": self.classes,
-            "drawn": self.classes,
-            "tasks": clients,
-            "had": clients,
-        }
-        expected += [(name, event[name], n) for name, n in by_name.items() if name in event]
-        for name, values, length in expected:
-            if len(values) != length:
-                return f"{name} does not have {length} entries"
-        if any(number >= self.classes for number in event.get("classes", ())):
-            return f"classes names a class that is not one of {self.classes}"
-        return ""
-
     def _problem_of_task(self, event: Event) -> str:
         """Why the end of a task does not belong to the run's stream; empty if it does."""
         # Without a model of the server before round 1 there is no end of task 0.
@@ -519,12 +490,19 @@ class JournalChecker:
 
 def _problem_of_tables(event: Event) -> str:
     """Which field of a round is not a table of clients, or not lists over epochs."""
-    for name, table in event.items():
-        if name.endswith("_by_client") and not _is_by_client(table):
-            return f"{name} is not a number for each client"
+    problem = _problem_of_client_tables(event)
+    if problem:
+        return problem
     stages = event.get("by_epoch", {})
     if not isinstance(stages, dict) or not all(map(_is_by_epoch, stages.values())):
         return "by_epoch is not lists of numbers of one length"
+    return ""
+
+
+def _problem_of_client_tables(event: Event) -> str:
+    for name, table in event.items():
+        if name.endswith("_by_client") and not _is_by_client(table):
+            return f"{name} is not a number for each client"
     return ""
 
 
@@ -556,6 +534,133 @@ def _is_by_epoch(stage: Any) -> bool:
     return bool(curves[0]) and all(map(is_number, numbers))
 
 
+# The lists of measures.
+
+MISSING = object()
+"""Stands for a field that an event does not have."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A value in an event, and its path, such as "models.aggregated.noise"."""
+
+    path: str
+    value: Any
+
+
+def problem_of_lists(event: Event, classes: int) -> str:
+    """What is wrong with the lists of a measure's event; empty if nothing is.
+
+    classes: how many there are; 0 if unknown.
+    """
+    for path, form in list_forms(event["measure"]).items():
+        lists = _Lists(event, classes, form.entries)
+        for place in _places(event, path.split("/")):
+            problem = ""
+            if place.value is not MISSING:
+                problem = lists.problem(place, form.axes)
+            elif not form.is_optional:
+                problem = f"it has no {place.path}"
+            if problem:
+                return f"the measure {event['measure']!r} is wrong: {problem}"
+    return ""
+
+
+def _places(table: Mapping[str, Any], names: Sequence[str], above: str = "") -> Iterator[Place]:
+    """The values at a path in nested tables; the name ``*`` stands for all names of a table."""
+    name, *further = names
+    keys = [name]
+    if name == "*":
+        keys = list(table)
+    for key in keys:
+        value = table.get(key, MISSING)
+        path = f"{above}{key}"
+        if not further:
+            yield Place(path, value)
+        elif isinstance(value, dict):
+            yield from _places(value, further, f"{path}.")
+        elif name != "*":
+            yield Place(".".join([path, *further]), MISSING)
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Compares lists of an event with their forms. ``entries``: as in ``ListForm``."""
+
+    event: Event
+    classes: int
+    entries: Entries
+
+    def problem(self, place: Place, axes: Sequence[str | int]) -> str:
+        """What is wrong with a value that should be a list over these axes; empty if nothing is."""
+        if not axes:
+            return self._problem_of_entries(place.path, [place.value])
+        axis, *inner_axes = axes
+        values = place.value
+        if isinstance(axis, str) and axis.startswith("["):
+            if not isinstance(values, list):
+                return self._problem_of_entries(place.path, [values])
+            axis = axis.strip("[]")
+        if not isinstance(values, list):
+            return f"{place.path} is not a list"
+        problem = self._problem_of_length(place.path, values, axis)
+        if problem:
+            return problem
+        if not inner_axes:
+            return self._problem_of_entries(place.path, values)
+        for position, value in enumerate(values):
+            problem = self.problem(Place(f"{place.path}[{position}]", value), inner_axes)
+            if problem:
+                return problem
+        lengths = {len(value) for value in values if isinstance(value, list)}
+        if len(lengths) > 1:
+            return f"the lists in {place.path} differ in length"
+        return ""
+
+    def _problem_of_length(self, path: str, values: Sequence[Any], axis: str | int) -> str:
+        """Why a list does not have an entry for each index of an axis; empty if it does."""
+        if axis == "point" or (axis == "class" and not self.classes):
+            return ""
+        if axis == "class":
+            length = self.classes
+        elif isinstance(axis, int):
+            length = axis
+        else:
+            indices = self.event.get(axis)
+            is_index = INDICES.get(axis, is_number)
+            if not isinstance(indices, list) or not all(map(is_index, indices)):
+                return f"{axis} is not a list of the entries of {path}"
+            length = len(indices)
+        if len(values) != length:
+            return f"{path} does not have {length} entries"
+        return ""
+
+    def _problem_of_entries(self, path: str, values: Sequence[Any]) -> str:
+        if all(map(self._is_entry, values)):
+            return ""
+        return f"{path} has an entry that does not belong to {self.entries}"
+
+    def _is_entry(self, value: Any) -> bool:
+        if self.entries == "numbers or null":
+            return value is None or is_number(value)
+        if self.entries == "numbers":
+            return is_number(value)
+        if self.entries == "counts":
+            return is_count(value)
+        return is_count(value) and (self.classes == 0 or value < self.classes)
+
+
+def _is_client(value: Any) -> bool:
+    return type(value) is int and SERVER <= value <= LARGEST
+
+
+INDICES: Mapping[str, Callable[[Any], bool]] = {
+    "clients": _is_client,
+    "models": lambda name: isinstance(name, str),
+}
+"""By list, the check of its entries where these are the indices of other lists."""
+
+
 # What clients reported.
 
 KNOWN_OF_CLIENT = frozenset(ClientOfStage.__annotations__)
@@ -568,8 +673,9 @@ def is_readable_report(name: str, value: Any, classes: int) -> bool:
         return False
     if name in ("private", "public") and not is_number(value):
         return value == {} or not wrong_table(name, value, classes)
-    if name == PROBE and not all(0 <= probability <= 1 for probability in value):
-        return False
+    if name == PROBE:
+        has_classes = len(value) == classes or classes == 0
+        return has_classes and all(0 <= probability <= 1 for probability in value)
     if name in HISTOGRAMS:
         return not wrong_histograms(value, classes)
     rows: list[Any] = []

@@ -1,14 +1,16 @@
 """The numbers of a run, by metric: the source of every table, figure, tracker and data frame.
 
 Only this module turns a journal's events into numbers. A number belongs to a metric, such as
-``accuracy`` or ``loss/ce``, and to a round, a stage of it, a client, a class, a task or an epoch. A
-number without a client is about the whole federation, and one without a stage about the whole
-round.
+``accuracy`` or ``loss/ce``, and to a round, a stage of it, a client, a class, a task, an epoch or a
+point. A number without a client is about the whole federation, and one without a stage about the
+whole round.
 
 Each field of an event is a metric of the same name. A table has a metric for each of its fields
 (``divergence/mean_l2``). A list over classes, epochs or tasks has a number for each of them. A
 confusion matrix has a metric for each predicted class (``confusion/2``), with a number for each
-label. Texts and other lists are left out.
+label. Lists of teachers and of queried classes are counted. Texts and other lists are left out,
+except in what a measure records after a stage, its looks: there ``measures.LIST_FORMS`` names the
+axes of lists, and any other list of numbers has a number for each point.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.core.stages import Plan
+from fedstill.measures import list_forms
 from fedstill.metrics import tasks
 from fedstill.metrics.accuracy import Values, best_and_recent
 from fedstill.metrics.classification import CONFUSION, METRICS, best_round
@@ -35,7 +38,7 @@ Indices = NDArray[np.int64]
 About = Mapping[str, Indices]
 """By axis, the index of each number. Axes that do not apply to the numbers are missing."""
 
-AXES = ("stage", "round", "epoch", "task", "client", "class")
+AXES = ("stage", "round", "epoch", "task", "client", "class", "point")
 """The axes of numbers. Tasks count from 1, all others from 0; client -1 is the server."""
 
 OF_ROUND = frozenset({"round"})
@@ -58,6 +61,18 @@ OF_CLIENT = frozenset({"round", "stage", "client"})
 
 OF_LOOK = frozenset({"round", "stage", "client"})
 """The axes of a number that a measure recorded after a stage."""
+
+SECONDS = "seconds"
+"""The last part of a metric with a duration."""
+
+OF_USER_MEASURES = "of_measures"
+"""The field of a round that lists the fields of the user's own measures, by measure."""
+
+COUNTED_LISTS = frozenset({"teachers", "query"})
+"""Lists whose metric is their length: the number of teachers, and of queried classes."""
+
+INDEX_LISTS: Mapping[str, str] = {"clients": "client", "classes": "class"}
+"""Lists of a look that name the clients or classes of its other lists, and the axes of these."""
 
 NOT_NUMBERS = frozenset({"event", "round", "stage", "name", "client", "measure", "previous"})
 """Fields of an event that name its place in the run."""
@@ -120,25 +135,30 @@ class EpochNumbers:
     by_key: Mapping[str, Sequence[float | None]]
 
 
+@dataclass(frozen=True)
+class ClientNumbers:
+    """Numbers of one metric that a client reported in a stage: one, or one for each class or epoch;
+    None for an epoch that was not measured.
+    """
+
+    round: int
+    stage: str
+    client: int
+    values: Sequence[float | None]
+
+
 class RunNumbers:
     """The numbers of one run, by metric.
 
-    ``rounds``: the finished rounds. ``classes``: the number of classes. ``clients``: the events of
-    clients. Their numbers are computed on demand, because they are most of a run's numbers, and
-    few readers need them.
+    ``rounds``: the finished rounds. ``classes``: the number of classes. The numbers of clients are
+    computed on demand, because they are most of a run's numbers, and few readers need them.
     """
 
-    def __init__(
-        self,
-        federation: Iterable[Numbers],
-        rounds: Sequence[int],
-        classes: int,
-        clients: Sequence[Event] = (),
-    ) -> None:
-        self.rounds = rounds
+    def __init__(self, by_name: Mapping[str, Sequence[Event]], classes: int) -> None:
+        self.rounds: Sequence[int] = [event["round"] for event in by_name.get("round", ())]
         self.classes = classes
-        self.clients = clients
-        self._federation = list(federation)
+        self._events = by_name
+        self._federation = list(_of_federation(by_name, classes))
         self._derived: list[Numbers] = []
         self._by_metric = _by_metric(self._federation)
 
@@ -156,9 +176,7 @@ class RunNumbers:
         if classes is None:
             start = first_event(by_name, "start")
             classes = len(start.get("classes", ()))
-        rounds = [event["round"] for event in by_name.get("round", ())]
-        federation = _of_federation(by_name, classes)
-        return RunNumbers(federation, rounds, classes, by_name.get("client", ()))
+        return RunNumbers(by_name, classes)
 
     def add(self, derived: Iterable[Numbers]) -> None:
         """Add numbers that are derived from the journal's."""
@@ -167,7 +185,7 @@ class RunNumbers:
 
     def columns(self, metrics: Collection[str] | None = None) -> Iterator[Numbers]:
         """All numbers, or those of some metrics (``is_chosen``), metric by metric."""
-        of_clients = _of_events(self.clients, self.classes, metrics=metrics)
+        of_clients = _of_events(self._clients, self.classes, metrics=metrics)
         columns = chain(self._federation, of_clients, self._derived)
         chosen = [column for column in columns if is_chosen(column.metric, metrics)]
         return chain.from_iterable(_by_metric(chosen).values())
@@ -203,11 +221,74 @@ class RunNumbers:
                 places.setdefault((number, stage), {})[key] = row
         return [EpochNumbers(number, stage, keys) for (number, stage), keys in places.items()]
 
+    def by_class(self, metric: str) -> dict[int, list[float | None]]:
+        """A metric by round, a number for each class, (C,); None for a class without a number."""
+        return self._rows(metric, "class", self.classes)
+
+    def of_clients(self, metric: str) -> list[ClientNumbers]:
+        """The numbers that clients reported in stages, in the order of the journal."""
+        field = metric.partition("/")[0]
+        reports = []
+        for event in self._clients:
+            if field not in event:
+                continue
+            for column in _of_events([event], self.classes, metrics=[metric]):
+                if column.metric == metric:
+                    values = _values_in_order(column)
+                    report = ClientNumbers(event["round"], event["name"], event["client"], values)
+                    reports.append(report)
+        return reports
+
     def sum_over_clients(self, metric: str) -> float:
         """The sum of a metric over all clients and stages."""
-        columns = _of_events(self.clients, self.classes, metrics=[metric])
+        columns = _of_events(self._clients, self.classes, metrics=[metric])
         of_client = [c for c in columns if c.metric == metric and c.about.keys() == OF_CLIENT]
         return sum(sum(column.values.tolist()) for column in of_client)
+
+    def looks(self, measure: str) -> list[Look]:
+        """What a measure recorded after each stage, in the order of the journal."""
+        events = self._events.get("measure", ())
+        return [Look(event, self.classes) for event in events if event["measure"] == measure]
+
+    @property
+    def stages_in_round(self) -> int:
+        """The largest number of stages in a round in which clients act."""
+        return max((e["stage"] + 1 for e in self._clients if e["round"] > 0), default=0)
+
+    def seconds_by_measure(self, names: Iterable[str]) -> dict[str, float]:
+        """The seconds that each measure took in the run, at the server and at clients.
+
+        ``names``: the measures of the run's settings. A measure that took no time is left out,
+        unless it recorded something.
+        """
+        events = self._events.get("measure", ())
+        seconds = {event["measure"]: 0.0 for event in events}
+        for measure in seconds:
+            for column in self._by_metric.get(f"{measure}/{SECONDS}", ()):
+                if "stage" in column.about:
+                    seconds[measure] += sum(column.values.tolist())
+        for name in names:
+            at_clients = self.sum_over_clients(f"{SECONDS}_{name}")
+            if at_clients > 0:
+                seconds[name] = seconds.get(name, 0.0) + at_clients
+        return seconds
+
+    @property
+    def user_metrics(self) -> list[str]:
+        """The metrics of the user's measures, without the times that these measures took."""
+        fields: set[str] = set()
+        prefixes: set[str] = set()
+        for event in self._events.get("round", ()):
+            for measure, names in event.get(OF_USER_MEASURES, {}).items():
+                prefixes.add(f"{measure}/")
+                fields.update(names)
+        times = {f"{prefix}{SECONDS}" for prefix in prefixes}
+        metrics = []
+        for metric in self.summary:
+            is_of_measure = metric.startswith(tuple(prefixes)) and metric not in times
+            if is_of_measure or metric in fields:
+                metrics.append(metric)
+        return metrics
 
     @functools.cached_property
     def class_accuracy(self) -> dict[int, list[float | None]]:
@@ -298,6 +379,10 @@ class RunNumbers:
                 best[f"best_{metric}"] = curve[number]
         return best
 
+    @property
+    def _clients(self) -> Sequence[Event]:
+        return self._events.get("client", ())
+
     def _about(self, metric: str, axes: Set[str]) -> list[Numbers]:
         """The numbers of a metric that are about these axes and no others."""
         return [c for c in self._by_metric.get(metric, ()) if c.about.keys() == axes]
@@ -312,6 +397,121 @@ class RunNumbers:
                 row = rows.setdefault(number, [None] * length)
                 row[index] = value
         return dict(sorted(rows.items()))
+
+
+def _values_in_order(column: Numbers) -> list[float | None]:
+    """The values of a column; by epoch, with None for an epoch that was not measured."""
+    if "epoch" not in column.about:
+        return list(column.values.tolist())
+    epochs = column.about["epoch"].tolist()
+    values: list[float | None] = [None] * (1 + max(epochs, default=-1))
+    for epoch, value in zip(epochs, column.values.tolist(), strict=True):
+        values[epoch] = value
+    return values
+
+
+class Look:
+    """What a measure recorded after one stage: numbers by metric, without the measure's name.
+
+    ``client``: the client that the numbers are about; None if they are about the whole stage.
+    ``clients``, ``classes``: the clients and classes of its lists, in order. ``texts``: texts and
+    lists of texts, such as the names of models, by field.
+    """
+
+    def __init__(self, event: Event, classes: int) -> None:
+        self.round: int = event["round"]
+        self.stage: int = event["stage"]
+        self.client: int | None = event.get("client")
+        self.clients: Sequence[int] = event.get("clients", ())
+        self.classes: Sequence[int] = event.get("classes", ())
+        self.texts: Mapping[str, Any] = {k: v for k, v in event.items() if _is_text(v)}
+        self._class_count = classes
+        self._place = {axis for axis in OF_LOOK if axis in event}
+        self._by_metric = _by_metric(_of_events(_look_fields([event]), classes))
+
+    def number(self, metric: str) -> float | None:
+        """A single number; None if it was not measured."""
+        for column in self._about(metric):
+            return float(column.values[0])
+        return None
+
+    def by_client(self, metric: str) -> dict[int, float]:
+        """A number of each client that has one."""
+        return self._by_index(metric, "client")
+
+    def by_class(self, metric: str) -> list[float | None]:
+        """A number for each class, (C,); None for a class without one."""
+        return self._row(metric, "class", self._class_count)
+
+    def number_of_class(self, metric: str, label: int) -> float | None:
+        """The number of one class; None if it has none."""
+        return self._by_index(metric, "class").get(label)
+
+    def of_class(self, metric: str, label: int) -> dict[int, float]:
+        """The numbers of one class by client."""
+        return self._by_other_index(metric, "class", label, "client")
+
+    def of_client(self, metric: str, client: int) -> dict[int, float]:
+        """The numbers of one client by class."""
+        return self._by_other_index(metric, "client", client, "class")
+
+    def points(self, metric: str, length: int = 0) -> list[float | None]:
+        """A number for each point, None if it was not measured; at least ``length`` points."""
+        by_point = self._by_index(metric, "point")
+        return self._row(metric, "point", max([length - 1, *by_point]) + 1)
+
+    def rows(self, metric: str) -> list[list[float | None]]:
+        """A matrix of points, whose rows are metrics of their own."""
+        return [self.points(f"{metric}/{row}") for row in self.names(metric)]
+
+    def by_class_and_point(self, metric: str) -> list[list[float]]:
+        """The points of each class, (C, points); 0 for a point without a number."""
+        rows = [[0.0] for _ in range(self._class_count)]
+        for column in self._about(metric, "class", "point"):
+            points = column.about["point"]
+            counts = np.zeros((self._class_count, int(points.max(initial=-1)) + 1))
+            counts[column.about["class"], points] = column.values
+            rows = counts.tolist()
+        return rows
+
+    def names(self, above: str = "") -> list[str]:
+        """The names of metrics and tables directly below a name; at the top by default."""
+        prefix = ""
+        if above:
+            prefix = f"{above}/"
+        below = [metric for metric in self._by_metric if metric.startswith(prefix)]
+        return list(dict.fromkeys(metric[len(prefix) :].partition("/")[0] for metric in below))
+
+    def _about(self, metric: str, *axes: str) -> list[Numbers]:
+        """The numbers of a metric with these axes, beside those of the look."""
+        columns = self._by_metric.get(metric, ())
+        return [c for c in columns if c.about.keys() == self._place | {*axes}]
+
+    def _by_index(self, metric: str, axis: str) -> dict[int, float]:
+        numbers: dict[int, float] = {}
+        for column in self._about(metric, axis):
+            numbers |= zip(column.about[axis].tolist(), column.values.tolist(), strict=True)
+        return numbers
+
+    def _by_other_index(self, metric: str, axis: str, index: int, other: str) -> dict[int, float]:
+        """The numbers at one index of an axis, by their indices on another axis."""
+        numbers: dict[int, float] = {}
+        for column in self._about(metric, axis, other):
+            is_chosen = column.about[axis] == index
+            indices = column.about[other][is_chosen].tolist()
+            numbers |= zip(indices, column.values[is_chosen].tolist(), strict=True)
+        return numbers
+
+    def _row(self, metric: str, axis: str, length: int) -> list[float | None]:
+        by_index = self._by_index(metric, axis)
+        return [by_index.get(index) for index in range(length)]
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is a text or a list of texts."""
+    if isinstance(value, list):
+        return all(isinstance(entry, str) for entry in value)
+    return isinstance(value, str)
 
 
 def is_chosen(metric: str, chosen: Collection[str] | None) -> bool:
@@ -456,11 +656,105 @@ def _of_measures(events: Iterable[Event], classes: int) -> Iterator[Numbers]:
     for event in events:
         by_measure.setdefault(event["measure"], []).append(event)
     for measure, looks in by_measure.items():
-        for column in _of_events(looks, classes, measure):
-            yield column
-            if column.about.keys() <= OF_LOOK:
-                equal = np.ones_like(column.values)
-                yield _mean_by_round(column.metric, column.about["round"], column.values, equal)
+        for place, looks_of_place in _by_place(looks).items():
+            fields = _look_fields(looks_of_place)
+            for column in _of_events(fields, classes, measure):
+                yield column
+                if _is_averaged(column, set(place)):
+                    equal = np.ones_like(column.values)
+                    yield _mean_by_round(column.metric, column.about["round"], column.values, equal)
+
+
+def _is_averaged(column: Numbers, place: Set[str]) -> bool:
+    """Whether a round has the mean of these numbers of looks: of single numbers, and of tables by
+    client. ``place``: the axes of the looks.
+    """
+    if column.metric.endswith("_by_client"):
+        return column.about.keys() <= OF_LOOK
+    return column.about.keys() == place
+
+
+# The lists of looks.
+
+
+@dataclass(frozen=True)
+class _Along:
+    """The entries of a list, and what each is about: an index on an axis."""
+
+    axis: str
+    indices: Sequence[int]
+    entries: Sequence[Any]
+
+
+def _look_fields(looks: Sequence[Event]) -> list[Event]:
+    """Looks of one measure whose lists have axes."""
+    fields = []
+    for look in looks:
+        forms = list_forms(look["measure"])
+        axes_by_path = {tuple(path.split("/")): form.axes for path, form in forms.items()}
+        lists = _LookLists(look, axes_by_path)
+        index_lists = lists.index_lists
+        fields.append(
+            {
+                name: lists.with_axes((name,), value)
+                for name, value in look.items()
+                if name not in index_lists
+            }
+        )
+    return fields
+
+
+@dataclass(frozen=True)
+class _LookLists:
+    """Gives the lists of a look their axes. ``axes``: by path, as in ``manifest.ListForm``."""
+
+    look: Event
+    axes: Mapping[tuple[str, ...], Sequence[str | int]]
+
+    @property
+    def index_lists(self) -> Set[str]:
+        """The lists that only say which clients or classes other lists are about."""
+        axes = set(chain.from_iterable(self.axes.values())) | {"clients"}
+        return {name for name in INDEX_LISTS if name in axes}
+
+    def with_axes(self, path: tuple[str, ...], value: Any) -> Any:
+        """A field, whose lists have become tables or have an axis."""
+        if isinstance(value, dict):
+            return {name: self.with_axes((*path, name), inner) for name, inner in value.items()}
+        if not isinstance(value, list):
+            return value
+        for names, axes in self.axes.items():
+            is_path = len(names) == len(path) and all(map(_is_name, names, path))
+            if is_path:
+                return self._along(value, axes)
+        if path[-1] in LIST_AXES or path[-1] in COUNTED_LISTS or _is_of_clients(value):
+            return value
+        return self._along(value, ())
+
+    def _along(self, value: Any, axes: Sequence[str | int]) -> Any:
+        """A list with its axes; without any axes, each list is one over rows or points."""
+        if not isinstance(value, list):
+            return value
+        axis = str(next(iter(axes), "point")).strip("[]")
+        entries = [self._along(entry, axes[1:]) for entry in value]
+        if axis == "class":
+            return _Along("class", range(len(value)), entries)
+        if axis in INDEX_LISTS:
+            return _Along(INDEX_LISTS[axis], self.look[axis], entries)
+        if axis == "models":
+            return dict(zip(self.look["models"], entries, strict=True))
+        if any(isinstance(entry, list) for entry in value):
+            return {str(row): entry for row, entry in enumerate(entries)}
+        return _Along("point", range(len(value)), entries)
+
+
+def _is_name(pattern: str, name: str) -> bool:
+    return pattern in ("*", name)
+
+
+def _is_of_clients(cells: Sequence[Any]) -> bool:
+    """Whether entries of a list are tables that each name their client."""
+    return bool(cells) and all(type(c) is dict and type(c.get("client")) is int for c in cells)
 
 
 def _by_place(events: Sequence[Event]) -> dict[tuple[str, ...], list[Event]]:
@@ -497,6 +791,9 @@ class _Fields:
         if dict in kinds:
             selected = _of_kinds({dict}, cells, kinds, about)
             yield from self._of_tables(metric, selected.cells, selected.about)
+        if _Along in kinds:
+            selected = _of_kinds({_Along}, cells, kinds, about)
+            yield from self._along(metric, selected.cells, selected.about)
         if list in kinds:
             selected = _of_kinds({list}, cells, kinds, about)
             if axes is None:
@@ -507,7 +804,8 @@ class _Fields:
         self, metric: str, tables: Sequence[Mapping[str, Any]], about: About
     ) -> Iterator[Numbers]:
         """The numbers of a table: by field, or by client if the keys are clients."""
-        if metric.endswith("_by_client"):
+        is_by_client = all(map(str.isdecimal, chain.from_iterable(tables)))
+        if metric.endswith("_by_client") and is_by_client:
             clients = [int(client) for table in tables for client in table]
             cells = list(chain.from_iterable(table.values() for table in tables))
             repeated = _repeated(about, list(map(len, tables)))
@@ -517,12 +815,27 @@ class _Fields:
             cells = [table.get(key) for table in tables]
             yield from self.numbers(f"{metric}/{key}", cells, about)
 
+    def _along(self, metric: str, lists: Sequence[_Along], about: About) -> Iterator[Numbers]:
+        """The numbers of lists that have axes."""
+        for axis in dict.fromkeys(along.axis for along in lists):
+            positions = [i for i, along in enumerate(lists) if along.axis == axis]
+            chosen = [lists[i] for i in positions]
+            indices = list(chain.from_iterable(along.indices for along in chosen))
+            entries = list(chain.from_iterable(along.entries for along in chosen))
+            of_chosen = {name: numbers[positions] for name, numbers in about.items()}
+            repeated = _repeated(of_chosen, [len(along.entries) for along in chosen])
+            about_entries = {**repeated, axis: np.array(indices, np.int64)}
+            yield from self.numbers(metric, entries, about_entries)
+
     def _of_lists(
         self, metric: str, lists: Sequence[Sequence[Any]], about: About, axes: Sequence[str]
     ) -> Iterator[Numbers]:
         """The numbers of lists over an axis or over clients; other lists have none."""
+        if metric.rpartition("/")[2] in COUNTED_LISTS:
+            yield Numbers(metric, np.array(list(map(len, lists)), np.float64), about)
+            return
         cells = list(chain.from_iterable(lists))
-        is_of_clients = bool(cells) and all(type(c) is dict and "client" in c for c in cells)
+        is_of_clients = _is_of_clients(cells)
         if not axes and not is_of_clients:
             return
         lengths = list(map(len, lists))

@@ -41,6 +41,7 @@ from fedstill.measures.base import EvaluationContext, Measure, Numbers, RoundRep
 from fedstill.measures.choice import looks_last, measures
 from fedstill.metrics import consistency, forgetting
 from fedstill.running.evaluation import Evaluation, Predict, tests_by_class
+from fedstill.running.numbers import OF_USER_MEASURES
 from fedstill.running.preparation import Prepared
 
 log = logging.getLogger("fedstill.measuring")
@@ -127,9 +128,6 @@ WHERE = frozenset({"event", "measure", "round", "stage", "name", "seconds"})
 TIMES = ("seconds_training", "seconds_saving", "seconds_clients")
 """Fields of a round's event that no measure may return."""
 
-OF_MEASURES = "of_measures"
-"""The field of a round's event that lists the fields added by the user's own measures."""
-
 
 @dataclass(frozen=True)
 class Link:
@@ -202,14 +200,14 @@ class Measures(Observer):
             warn_of_silence(self.measures, reports)
         # Over Flower no client's report may end the run.
         is_tolerant = settings.engine == "flower"
-        reserved = {*so_far, *TIMES, OF_MEASURES}
+        reserved = {*so_far, *TIMES, OF_USER_MEASURES}
         by_measure = fields_of_measures(self.measures, reports, reserved, is_tolerant)
         fields: Fields = {}
         for fields_of_one in by_measure.values():
             fields |= fields_of_one
         of_users = {name: list(by_measure[name]) for name in self.measures if self._is_own(name)}
         if of_users and (fields or result.number in settings.measured_in):
-            fields[OF_MEASURES] = of_users
+            fields[OF_USER_MEASURES] = of_users
         return fields
 
     def _is_own(self, name: str) -> bool:
@@ -338,23 +336,6 @@ def fields_of_measures(
                 raise FedstillError(text) from error
             log.warning("%s", text)
     return by_measure
-
-
-def seconds_by_measure(events: Sequence[Event], names: Collection[str]) -> dict[str, float]:
-    """The seconds that each measure took in a run, at the server and at clients."""
-    seconds: dict[str, float] = {}
-
-    def add(name: str, duration: float) -> None:
-        if duration > 0:
-            seconds[name] = seconds.get(name, 0.0) + duration
-
-    for event in events:
-        if event["event"] == "measure":
-            add(event["measure"], event["seconds"])
-        elif event["event"] == "client":
-            for name in names:
-                add(name, event.get(f"seconds_{name}") or 0.0)
-    return seconds
 
 
 # What a run measures of its tasks: at each task's end the accuracy on every task.

@@ -6,7 +6,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -399,12 +399,8 @@ def _last_personal(rounds: Sequence[Event]) -> dict[str, Any]:
     return {}
 
 
-def summary_of(
-    settings: Settings,
-    events: Sequence[Event],
-    measures: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
-    """The summary of a run; ``measures``: the total seconds of each measure."""
+def summary_of(settings: Settings, events: Sequence[Event]) -> dict[str, Any]:
+    """The summary of a run."""
     by_name = events_by_name(events)
     rounds = by_name.get("round", [])
 
@@ -423,8 +419,15 @@ def summary_of(
         **_frequent_class(settings, events[0]),
         **refusals.summary,
         **_seconds(rounds),
-        "seconds_measures": dict(measures or {}),
+        "seconds_measures": _seconds_of_measures(settings, events),
     }
+
+
+def _seconds_of_measures(settings: Settings, events: Sequence[Event]) -> dict[str, float]:
+    """The total seconds of each measure that took time."""
+    names = [PurePath(name).name for name in settings.measure]
+    seconds = RunNumbers.of(events).seconds_by_measure(names)
+    return {name: value for name, value in seconds.items() if value > 0}
 
 
 def _answering(last_round: Event, journal_fields: Mapping[str, Any]) -> str:

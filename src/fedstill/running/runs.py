@@ -215,23 +215,6 @@ class Run:
         return numbers
 
     @property
-    def user_metrics(self) -> list[str]:
-        """The metrics of the user's measures, without the times that these measures took."""
-        fields: set[str] = set()
-        prefixes: set[str] = set()
-        for event in self.rounds:
-            for measure, names in event.get("of_measures", {}).items():
-                prefixes.add(f"{measure}/")
-                fields.update(names)
-        times = {f"{prefix}seconds" for prefix in prefixes}
-        metrics = []
-        for metric in self.numbers.summary:
-            is_of_measure = metric.startswith(tuple(prefixes)) and metric not in times
-            if is_of_measure or metric in fields:
-                metrics.append(metric)
-        return metrics
-
-    @property
     def has_personal_models(self) -> bool:
         """Whether clients have personal models that were evaluated."""
         return any("personal_clients" in event for event in self.rounds)
@@ -239,12 +222,13 @@ class Run:
     @property
     def query_count(self) -> QueryCount:
         """The number of queries that a method answered by choosing teachers."""
-        teachers = {
-            (event["round"], event["client"]): event["teachers"]
-            for event in self.clients
-            if "query" in event and "teachers" in event
-        }
-        without_teacher = sum(not chosen for chosen in teachers.values())
+        queries = {(asked.round, asked.client) for asked in self.numbers.of_clients("query")}
+        teachers: dict[tuple[int, int], float | None] = {}
+        for taught in self.numbers.of_clients("teachers"):
+            query = (taught.round, taught.client)
+            if query in queries:
+                (teachers[query],) = taught.values
+        without_teacher = sum(count == 0 for count in teachers.values())
         return QueryCount(without_teacher=without_teacher, total=len(teachers))
 
 
@@ -337,7 +321,9 @@ def read_run(folder: Path, display_path: Path | None = None) -> Run:
         clients=by_name.get("client", []),
         finished=(folder / SUMMARY).is_file(),
         last_written=path.stat().st_mtime,
-        measures=with_later_looks(folder, by_name.get("measure", [])),
+        measures=with_later_looks(
+            folder, by_name.get("measure", []), len(start.get("classes", ()))
+        ),
         resumed=by_name.get("resumed", []),
         label_counts=label_counts_of(split, start),
         networks=networks_of(split, start),
