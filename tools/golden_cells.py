@@ -79,6 +79,7 @@ FIELDS: dict[str, Config] = {
     "qkt_light": {"name": "qkt_light", "phase1_over": "mean"},
     "qkt_light_server": {"name": "qkt_light_server", "phase1_over": "mean"},
     "qkt_light_volunteer": {"name": "qkt_light_volunteer", "phase1_over": "mean"},
+    "sfedkd": {"name": "sfedkd", "tau2_scale": True},
 }
 """Fields of methods whose defaults take long, or have changed since the earlier commit."""
 
@@ -183,6 +184,8 @@ def dataset(name: str) -> Any:
 
 def base_config(method: str | Config) -> Config:
     """A run of three short rounds."""
+    if isinstance(method, str):
+        method = FIELDS.get(method, method)
     return {
         "rounds": 3,
         "seed": 7,
@@ -213,7 +216,7 @@ def method_names() -> list[str]:
 
 def method_config(method: str, topology: str) -> Config:
     """A run of a method on a topology, with everything that the method needs."""
-    config = base_config(FIELDS.get(method, method))
+    config = base_config(method)
     config["model"] = MODELS.get(method, MLP)
     config["topology"] = {"kind": topology, "clients": 5, "sampled": 3}
     if method in NEEDS_PUBLIC or topology == "public_logits":
@@ -273,7 +276,7 @@ def stream_cells() -> Iterator[Cell]:
     }
     for name, stream in streams.items():
         for method in ("fedavg", "fedntd", "replay", "fedgen", "sfedkd"):
-            config = changed(base_config(FIELDS.get(method, method)), rounds=4, stream=stream)
+            config = changed(base_config(method), rounds=4, stream=stream)
             engines = ("serial", "flower") if method in ("fedavg", "replay") else ("serial",)
             yield from on_engines(f"stream {name} {method}", config, engines)
     for method in ("fedewc", "fot", "glfc_local", "analytic", "afl"):

@@ -13,8 +13,8 @@ the choice or the weights of teachers; teacher_labels = the teachers' label coun
 task in which they trained, if teachers are weighted; fewer = true once there were fewer than K
 teachers.
 Memory: nothing.
-Reading: the paper names no temperature, and eq. 3 and 4 print no tau^2. We use DKD's 4 with tau^2
-(``tau2_scale``).
+Reading: the paper names no temperature; we use DKD's 4. Like eq. 3, 4 and 7, we do not multiply the
+terms by tau^2, as DKD does (``tau2_scale``).
 Reading: KL is infinite if a class is absent. Both sides are smoothed by the paper's only constant
 (``smoothing``).
 Reading: Algorithm 1 adds label shares without normalising them. Here the sum is normalised (see
@@ -174,7 +174,7 @@ class SFedKD(TaughtByLastRound):
     """Weight of the true-class distillation (TCKD)."""
     temperature: Positive = 4.0
     """Temperature of both distillations (tau)."""
-    tau2_scale: bool = True
+    tau2_scale: bool = False
     """Whether both terms are multiplied by the square of the temperature."""
     g: bool = True
     """Whether NCKD weights teachers by label distance (g_k) instead of equally."""
