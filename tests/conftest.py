@@ -213,16 +213,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop() -> Generator[None, object, object]:
-    """While tests run, the collector does not search the tests and modules for garbage either: that
-    takes an eighth of the suite's time.
+    """While tests run, and in pytest's own search at the end, the collector does not search the
+    tests and modules for garbage either: that takes an eighth of the suite's time.
     """
     import hypothesis  # noqa: F401  # it asks the collector about objects when it is imported
 
     gc.freeze()
-    try:
-        return (yield)
-    finally:
-        gc.unfreeze()
+    return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

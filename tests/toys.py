@@ -84,9 +84,12 @@ def blobs_of(side: int, seed: int = 0, size: int = 300) -> Dataset:
     )
 
 
-SMALLER: dict[str, object] = {"fedgen": {"name": "fedgen", "samples": 320}}
-"""By name, methods whose defaults train for longer than a toy may, with the fields that a toy gives
-them.
+SMALLER: dict[str, object] = {
+    "analytic": {"name": "analytic", "width": 40},
+    "fedgen": {"name": "fedgen", "samples": 320},
+}
+"""By name, methods whose defaults compute for longer than a toy may, with the fields that a toy
+gives them.
 """
 
 
