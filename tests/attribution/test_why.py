@@ -231,7 +231,7 @@ def test_the_command_answers_in_a_sentence_a_table_and_a_hint(
         "what was found out is kept beside the journal"
     )
     assert call(["why", str(folder), "--class", "3", "--round", "6", "--exact", "--quiet"]) == 0
-    assert "Shapley, all coalitions" in capsys.readouterr().out
+    assert "Shapley values, all coalitions" in capsys.readouterr().out
     assert call(["why", str(folder), "--class", "3", "--round", "6", "--game", "absent", "-q"]) == 0
     out = capsys.readouterr().out
     assert "did not reply" in " ".join(out.split()), out
@@ -239,7 +239,7 @@ def test_the_command_answers_in_a_sentence_a_table_and_a_hint(
         ("idle", "path")
     }
     assert call(["why", str(folder), "--class", "3", "--round", "6", "-q"]) == 0
-    assert "Aumann-Shapley along the line" in capsys.readouterr().out
+    assert "Aumann-Shapley values" in capsys.readouterr().out
     client = str(looks_of(folder)[-1]["clients"][0])
     assert call(["why", str(folder), "--without", client, "--from", "5", "--class", "3", "-q"]) == 0
     out = capsys.readouterr().out

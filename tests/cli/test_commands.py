@@ -121,7 +121,7 @@ def test_a_path_that_cannot_be_asked_for_is_one_line(
     assert call([word.replace("X", "x" * 300) for word in words.split()]) == 2
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
-    assert said.endswith(": File name too long; name another path\n")
+    assert said.endswith(": File name too long; choose another path\n")
 
 
 def test_a_directory_with_another_run_is_left_alone(

@@ -99,7 +99,7 @@ def test_a_federation_is_explained_without_its_clients(
     words = ["heart.toml", "--engine", "flower", "--federation", "fed"]
     assert call(["explain", *words]) == 0
     output = capsys.readouterr().out
-    assert "known to the sites alone" in output
+    assert "known to the sites only" in output
     assert imported(folder, *words).isdisjoint({*NOT_NEEDED, "flwr"})
 
 

@@ -93,6 +93,7 @@ def test_categories_are_read_where_none_are_declared_and_missing_numbers_get_a_m
         assert data.about.features == ("sex=f", "sex=m", "alter", "alter is missing")
         assert data.train.values[:, 3].tolist() == [0, 1, *[0] * 8]
         assert data.train.values[:, 2].isnan().tolist() == [False, True, *[False] * 8]
+        assert any("train:" in note and "alter 1" in note for note in data.about.notes)
 
 
 NAN = float("nan")
@@ -160,7 +161,7 @@ def test_all_columns_of_numbers_are_a_table_where_nothing_is_said(place: Path) -
         (
             {},
             {"columns": ("sex",)},
-            "column 'sex' holds string, not numbers",
+            "column 'sex' contains text, not numbers",
         ),
         ({}, {"columns": ("weight",)}, "has no column 'weight' among alter"),
         ({}, {"owner": "hospital"}, "has no column 'hospital' among .*; set partition.column"),
@@ -184,7 +185,7 @@ def test_all_columns_of_numbers_are_a_table_where_nothing_is_said(place: Path) -
         (
             {},
             {"input": "sex", "kind": "series"},
-            "column 'sex' holds string, not texts or lists of numbers",
+            "column 'sex' contains text, not texts or lists of numbers",
         ),
     ],
 )

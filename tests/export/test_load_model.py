@@ -230,7 +230,7 @@ def test_a_clients_memory_on_flower_is_found_at_its_site_if_that_is_here(tmp_pat
         (
             "local_only",
             None,
-            "name one from 0 to 5",
+            "name a client from 0 to 5",
         ),
         ("fedntd", 3, "fedntd trains one model"),
         ("local_only", 6, "client = 6 must be from 0 to 5"),

@@ -182,6 +182,16 @@ def test_rows_of_a_table_are_encoded_as_the_run_encoded_its_own(runs: Runs) -> N
         assert model(given).isfinite().all(), "a missing value is the mean"
 
 
+def test_marks_of_missing_values_are_missing_in_encoded_rows(tmp_path: Path) -> None:
+    data = {**table(tmp_path), "missing_values": ["", -9, "?"]}
+    run(experiment(data, rounds=1), tmp_path / "run")
+    model = load_model(tmp_path / "run")
+    marked = model.encode([{"ward": "up", "pressure": -9, "age": 41.0}])
+    missing = model.encode([{"ward": "up", "pressure": None, "age": 41.0}])
+    assert marked[0, 1].isnan()
+    torch.testing.assert_close(marked, missing, equal_nan=True)
+
+
 def test_a_data_frame_is_encoded_too(runs: Runs) -> None:
     import pandas
 

@@ -306,7 +306,7 @@ REFUSED: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], str]] = {
     ),
     "a column is of text": (
         lambda rows: rows.assign(age="old"),
-        "column 'age' holds string, not numbers",
+        "column 'age' contains text, not numbers",
     ),
 }
 
@@ -322,8 +322,12 @@ def test_a_site_whose_table_is_another_refuses_in_one_line(what: str, place: Pat
 
 
 UNCLEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "pooled": ({**TABLE, "standardise": "pooled"}, {}, "'pooled' would use data that sites keep"),
-    "unset": (TABLE, {}, "would use data that sites keep; write data.mean and data.std"),
+    "pooled": ({**TABLE, "standardise": "pooled"}, {}, "'pooled' needs all data in one place"),
+    "unset": (
+        TABLE,
+        {},
+        "needs all data in one place, but sites keep theirs; set data.mean and data.std",
+    ),
     "no columns": ({"kind": "table"}, {}, "needs data.columns"),
     "no names": (
         {**TABLE, **MEANS, "categorical": ["pain"]},

@@ -388,7 +388,7 @@ def test_what_explain_says_leaves_out_what_sites_alone_know() -> None:
     prepared = ready(replace(at_sites(what("fedewc")), measure=("landscape",)))
     one_round = explain.run_estimate(prepared)
     told = dict(one_round.lines())
-    assert told["training data"] == "known to the sites alone"
+    assert told["training data"] == "known to the sites only"
     assert "examples a round" not in told
     assert told["engine"] == "flower"
     assert one_round.work.bytes_up > 0

@@ -453,7 +453,7 @@ def test_a_site_answers_no_plain_request_for_its_model(tmp_path: Path) -> None:
     ):
         answer = server.ask(0, down)
         assert (
-            "summed in secret: this site answers only the steps of the secure sum" in answer.failure
+            "summed securely: this site answers only the steps of the secure sum" in answer.failure
         )
         assert not answer.content
 
@@ -464,14 +464,14 @@ def test_a_site_reveals_once_and_masks_one_model_only(tmp_path: Path) -> None:
     other = Payload(
         {**server.vector(0, shares), "params": {k: v + 1 for k, v in server.model.params.items()}}
     )
-    assert "one mask hides one model only" in server.ask(0, other).failure
+    assert "a mask hides only one model" in server.ask(0, other).failure
     assert torch.equal(
         server.content(0, server.vector(0, shares)).tensor("sum.vector"), masked[0]
     ), "asked again, the same"
     revealed = {
         c: as_bytes(server.reveal(c).content.tensors("sum.revealed"), KEY) for c in STAGE.clients
     }
-    assert "two sums would show a single model" in server.reveal(0, (0, 1)).failure
+    assert "two sums would reveal a single model" in server.reveal(0, (0, 1)).failure
     assert as_bytes(server.reveal(0).content.tensors("sum.revealed"), KEY) == revealed[0]
     made = Masking.of(server.settings.table(Privacy), server.settings.method)
     assert made is not None
@@ -489,17 +489,22 @@ def test_a_sum_that_is_begun_anew_has_new_secrets_and_the_same_clients_left(tmp_
     second, shares, other = server.until_masked("def")
     assert not set(first.values()) & set(second.values())
     assert not any(torch.equal(masked[c], other[c]) for c in masked)
-    assert "not the one that this site takes part in" in server.reveal(0, word="abc").failure
+    assert (
+        "another secure sum than the one in which this site takes part"
+        in server.reveal(0, word="abc").failure
+    )
     assert server.reveal(0, word="def").failure == ""
     server.until_masked("ghi")
-    assert "two sums would show a single model" in server.reveal(0, (0, 1), "ghi").failure
+    assert "two sums would reveal a single model" in server.reveal(0, (0, 1), "ghi").failure
     assert server.reveal(0, word="ghi").failure == ""
     assert shares.keys() == {0, 1, 2}
 
 
 def test_a_step_with_too_few_clients_or_without_the_first_is_refused(tmp_path: Path) -> None:
     server = Asked(tmp_path)
-    assert "not the one that this site takes part in" in server.reveal(0).failure
+    assert (
+        "another secure sum than the one in which this site takes part" in server.reveal(0).failure
+    )
     keys, _, _ = server.until_masked()
     assert "1 of 3 clients sent masked vectors" in server.reveal(0, (0,)).failure
     few = question("shares", "new", keys=byte_tensors({0: keys[0]}))

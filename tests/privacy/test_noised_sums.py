@@ -113,7 +113,7 @@ def test_plain_sums_that_no_numbers_have_are_refused(
             strict=True,
         )
     )
-    assert "no numbers have the sums" in work.refuses(reply(work, **sums))
+    assert "no values can have the sums" in work.refuses(reply(work, **sums))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "turned round": (
         {"limits": {"x": [1, 0], "y": [0, 1]}},
-        "'x' is from 1 to 0; give the lower number first",
+        "'x' has limits 1 and 0; write the lower one first",
     ),
     "one number": ({"limits": {"x": [1], "y": [0, 1]}}, "data.limits"),
 }

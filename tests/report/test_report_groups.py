@@ -153,7 +153,7 @@ def test_phases_sum_to_the_seconds_of_the_rounds(finished: Path) -> None:
 
 
 def test_directories_without_runs_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match="contains no run"):
         groups([tmp_path])
     with pytest.raises(ConfigError, match="there is no directory"):
         groups([tmp_path / "absent"])

@@ -150,7 +150,8 @@ def test_failures_are_told_with_their_reasons(finished: Path, tmp_path: Path) ->
 def test_a_round_that_stopped_did_not_go_on(some_runs: Path, tmp_path: Path) -> None:
     place = some_runs / "deeper" / "failing7"
     assert (
-        "The rounds went on without them." in write_page([place], tmp_path / "all.html").read_text()
+        "The rounds continued without them."
+        in write_page([place], tmp_path / "all.html").read_text()
     )
     lines = events(place)
     # where one was refused
@@ -158,10 +159,10 @@ def test_a_round_that_stopped_did_not_go_on(some_runs: Path, tmp_path: Path) -> 
     (place / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines[:end]))
     (place / "summary.json").unlink()
     both = write_page([place.parent], tmp_path / "both.html").read_text()
-    assert "The rounds that ended went on without them." in both
+    assert "Finished rounds continued without them." in both
     stopped = write_page([place], tmp_path / "stopped.html").read_text()
     assert "failures" in sections_of(stopped)
-    assert "went on without them" not in stopped
+    assert "continued without them" not in stopped
 
 
 def test_unfinished_runs_are_labelled(some_runs: Path, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_narrow_terminal_has_what_a_value_is_below_it(
     (tmp_path / "small.toml").write_text(toys.SMALL)
     monkeypatch.setenv("COLUMNS", "60")
     assert call(["explain", str(tmp_path / "small.toml"), "--no-split"]) == 0
-    lines = capsys.readouterr().out.partition("how much")[0].splitlines()
+    lines = capsys.readouterr().out.partition("quantity")[0].splitlines()
     assert max(map(len, lines)) <= 60
     at = next(i for i, line in enumerate(lines) if line.startswith("rounds = "))
     description = lines[at + 1]

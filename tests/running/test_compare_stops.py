@@ -130,7 +130,7 @@ def test_ctrl_c_while_a_comparison_starts_is_one_line(when: str, tmp_path: Path)
         assert process.returncode == 1
         assert said.count("\n") == 1, said
         assert said.startswith(
-            ("fedstill: stopped; the same command goes on with 3 of 3", "fedstill: ended at once;")
+            ("fedstill: stopped with 3 of 3 runs unfinished;", "fedstill: ended at once;")
         )
         _wait(lambda: not _alive(process.pid))
     finally:

@@ -123,11 +123,18 @@ def test_leftovers_of_a_killed_process_are_swept_away(whole: Whole, tmp_path: Pa
     assert_same_bits(bits(folder), whole("sequential"))
 
 
+def test_a_folder_of_runs_names_one_of_them(tmp_path: Path) -> None:
+    run(toys.toy(rounds=1), tmp_path / "all" / "fedavg" / "seed1", data=toys.blobs())
+    for folder in (tmp_path / "all", tmp_path / "all" / "fedavg"):
+        with pytest.raises(NoRun, match="all/fedavg/seed1"):
+            resume(folder, data=toys.blobs())
+
+
 def test_a_directory_in_which_nothing_but_a_first_write_was_begun_is_free(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").touch()
     (tmp_path / "run" / ".config.toml.4711.part").write_bytes(b"half")
-    with pytest.raises(NoRun, match="holds no run"):
+    with pytest.raises(NoRun, match="contains no run"):
         resume(tmp_path / "run", data=toys.blobs())
     run(toys.toy(rounds=1), tmp_path / "run", data=toys.blobs())
     assert not list((tmp_path / "run").glob(".*.part"))

@@ -90,7 +90,7 @@ def test_explain_says_what_was_chosen_and_why() -> None:
     said = dict(run_estimate(prepare(resolve(auto(engine="serial")), toys.blobs())).lines())[
         "engine"
     ]
-    assert said.startswith("serial (auto would take vectorised")
+    assert said.startswith("serial (auto would choose vectorised")
 
 
 def test_a_comparison_goes_on_with_what_was_chosen(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_another_file_stops_a_resume(pretrained: Path, tmp_path: Path) -> None:
         ({"features_of": {"name": "mlp", "file": "absent"}}, "there is no model"),
         (
             {"features_of": {"name": "mlp", "file": "FILE", "hidden": [9]}},
-            "has no 'body.1.weight' that fits mlp",
+            "has no entry 'body.1.weight' that matches mlp",
         ),
         (
             {"features_of": {"name": "mlp", "file": "FILE", "depth": 9}},
@@ -137,11 +137,11 @@ def test_another_file_stops_a_resume(pretrained: Path, tmp_path: Path) -> None:
         ),
         (
             {"features_of": {"name": "mlp", "file": "FILE", "hidden": [8]}, "augment": ("flip",)},
-            "would vary examples",
+            "varies examples",
         ),
         (
             {"features_of": {"name": "mlp", "file": "FILE", "hidden": [8]}, "public_from": "mnist"},
-            "leave data.public_from",
+            "leave out data.public_from",
         ),
     ],
 )

@@ -279,7 +279,7 @@ def test_models_of_groups_are_evaluated_and_loaded_and_none_is_the_accuracy(tmp_
     assert result.summary["accuracy"] is None
     assert result.summary["personal_accuracy"] is not None
     assert list(result.history[0]["others"]) == ["cluster 0", "cluster 1"]
-    with pytest.raises(ConfigError, match="client = 'cluster 0', or client = 'cluster 1'"):
+    with pytest.raises(ConfigError, match="or a model: 'cluster 0', 'cluster 1'"):
         load_model(result)
     assert load_model(result, client="cluster 1").about["model"] == "cluster 1"
     with pytest.raises(

@@ -263,7 +263,7 @@ def test_a_run_whose_data_have_changed_does_not_go_on(tmp_path: Path) -> None:
     written(-50.0)
     with pytest.raises(
         CorruptFile,
-        match="spread",
+        match="standard deviation",
     ):
         resume(tmp_path / "run")
     written(1.0)

@@ -59,7 +59,7 @@ def test_all_clients_training_rows_together_are_the_default_of_a_table() -> None
     assert np.allclose(
         run.sites.common_test.values, (data.test.values.numpy() - mean) / std, atol=1e-5
     )
-    assert any("left at 0: c" in note for note in run.notes)
+    assert any("become 0: c" in note for note in run.notes)
 
 
 def test_small_numbers_are_standardised_as_large_ones_are() -> None:
@@ -82,7 +82,8 @@ def test_a_constant_column_is_0_whatever_it_holds_in_the_test_set() -> None:
         for test in [run.sites.common_test, *run.sites.own_tests.values()]:
             assert test is None or bool((test.values[:, 2] == 0).all())
     assert [note for note in run.notes if "constant" in note] == [
-        f"constant to six digits at client {client}, and left at 0: c" for client in (0, 1)
+        f"columns that are constant to six digits at client {client} become 0: c"
+        for client in (0, 1)
     ]
 
 
@@ -156,7 +157,7 @@ def test_declared_numbers_and_the_public_sets() -> None:
         ({"mean": (1.0,) * 4}, "data.mean and data.std belong together"),
         (
             {"mean": (1.0,), "std": (1.0,)},
-            "data.mean has 1 numbers and data.std 1; mine has 4 columns",
+            "data.mean has 1 numbers and data.std 1, but mine has 4 columns",
         ),
         (
             {"augment": ("crop",)},
@@ -165,16 +166,16 @@ def test_declared_numbers_and_the_public_sets() -> None:
         ({"public_resize": True}, "data.public_resize"),
         (
             {"standardise": "own", "mean": (1.0,) * 4, "std": (1.0,) * 4},
-            "= 'own' does not read data.mean and data.std",
+            "data.std have no effect with data.standardise = 'own'",
         ),
         ({"standardise": "none", "missing": "mean"}, "data.missing = 'mean' needs a mean"),
         (
             {"mean": (0.0,) * 4, "std": (1.0, 1.0, 1e-9, 1.0)},
-            r"data.std = 1e-09 of c: a training value is 7.0e\+09 times",
+            r"data.std = 1e-09 of c: a training value is 7.0e\+09 standard deviations away",
         ),
         (
             {"mean": (0.0,) * 4, "std": (1.0, 1e-320, 1.0, 1.0)},
-            "is inf times that from data.mean, 0",
+            "is inf standard deviations away from data.mean = 0",
         ),
     ],
 )

@@ -60,7 +60,7 @@ def test_they_are_the_same_for_every_seed_and_size() -> None:
         (
             {},
             {"partition": {"kind": "column", "column": "by", "own_test": 0.2, "pool": True}},
-            "no meaning with partition.pool = true",
+            "no effect with partition.pool = true",
         ),
     ],
 )

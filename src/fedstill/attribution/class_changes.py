@@ -251,9 +251,9 @@ GAMES = {
 """The baseline of a client's contribution, by game."""
 
 RULES = {
-    "path": "Aumann-Shapley along the line",
-    "exact": "Shapley, all coalitions",
-    "two ends": "mean of adding it alone and leaving it out",
+    "path": "Aumann-Shapley values",
+    "exact": "Shapley values, all coalitions",
+    "two ends": "means of two effects: the client alone, and its removal",
 }
 """Descriptions of the computation of contributions, by rule."""
 
@@ -491,8 +491,8 @@ def method_note(attribution: Attribution) -> str:
     return (
         "How to read: a contribution is the number of points of accuracy on the class that a "
         "client's training removed (negative) or added (positive) in this round, compared with "
-        f"{GAMES[attribution.game]}. Contributions sum to the change, ± "
-        f"{100 * attribution.error:.1f} points of soft accuracy ({RULES[attribution.rule]}). A "
-        "large contribution does not prove a mistake: clients that lack a class contribute to its "
-        "loss, too. Contributions do not explain the final model."
+        f"{GAMES[attribution.game]}. Contributions sum to the change of the soft accuracy, ± "
+        f"{100 * attribution.error:.1f} points ({RULES[attribution.rule]}). A large contribution "
+        "does not prove a mistake: all clients that lack a class contribute to its decline. "
+        "Contributions do not explain the final model."
     )

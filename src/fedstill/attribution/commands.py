@@ -108,7 +108,7 @@ def why_command(  # noqa: PLR0913 - the options of the command why
         quiet: Print no progress.
     """
     from fedstill.attribution.class_changes import find_changes
-    from fedstill.running.directory import trust_run
+    from fedstill.running.directory import hint_without_run, trust_run
     from fedstill.running.journal import parse_class_numbers, parse_client_number
 
     options = {
@@ -126,7 +126,7 @@ def why_command(  # noqa: PLR0913 - the options of the command why
     }
     check_options([name for name, is_set in options.items() if is_set])
     if not (directory / "journal.jsonl").is_file():
-        return say(f"{directory} contains no run: it has no journal.jsonl", 2)
+        return say(f"{directory} contains no run: {hint_without_run(directory)}", 2)
     if trust_code:
         trust_run(directory)
     round_number = _round_number(directory, round_)

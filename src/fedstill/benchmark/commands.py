@@ -172,7 +172,7 @@ def _list_recipes() -> int:
     from fedstill.report import terminal
 
     rows = [(name, load_recipe(name).paper) for name in recipe_names()]
-    terminal.console(sentences=True).print(terminal.table(["recipe", "what it is"], rows, words=2))
+    terminal.console(sentences=True).print(terminal.table(["recipe", "paper"], rows, words=2))
     return 0
 
 

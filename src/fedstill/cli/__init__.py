@@ -1,4 +1,4 @@
-"""The command line. Exit code 0: done; 2: it cannot be done as it was written; 1: it failed."""
+"""The command line. Exit codes: 0 for success, 2 for invalid usage, 1 for a failure."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ for _part in _commands.values():
 
 
 def _import_command(tokens: list[str]) -> None:
-    """Import the command that a command line names, so that its page shows its whole docstring.
+    """Import the command that a command line names, so that ``--help`` shows its full docstring.
 
-    cyclopts would show the line of the list of commands there.
+    Otherwise, cyclopts would show the one-line summary from the list of commands.
     """
     if not tokens or tokens[0] not in _commands:
         return
@@ -115,9 +115,7 @@ def _import_command(tokens: list[str]) -> None:
 
 
 def main() -> None:
-    """Run the command in ``sys.argv`` and exit; a second Ctrl-C ends at once, whatever clients are
-    training.
-    """
+    """Run the command in ``sys.argv`` and exit. A second Ctrl-C ends the process at once."""
     if sys.platform == "win32":
         sys.exit(
             say(
@@ -135,11 +133,10 @@ def main() -> None:
 
 
 def _interrupted(_: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt; but end at once where a module is being imported, which would make
-    another error of it.
+    """Raise KeyboardInterrupt; during the import of a module, end the process at once instead.
 
-    NumPy and torch are half imported then, and what they raise, or abort with, says nothing of the
-    interrupt.
+    An interrupted import of NumPy or torch raises other errors or aborts, and the message would not
+    mention the interrupt.
     """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -150,12 +147,12 @@ def _interrupted(_: int, frame: FrameType | None) -> None:
 
 def _end_at_once() -> None:
     sys.stdout.flush()
-    os.write(2, b"fedstill: ended at once; finished work is kept\n")
+    os.write(2, b"fedstill: ended at once; finished stages are kept\n")
     os._exit(1)
 
 
 def _with_home(value: Any) -> Any:
-    """A value of a command with ``~`` expanded in its paths, which a shell leaves in
+    """The value of an option with ``~`` expanded in paths. A shell does not expand it in
     ``--out=~/runs``.
     """
     if isinstance(value, tuple):
@@ -168,7 +165,7 @@ def _with_home(value: Any) -> Any:
 
 
 def call(tokens: list[str]) -> int:
-    """Runs one command and returns its exit code. An error is one line on the standard error."""
+    """Run one command and return its exit code. An error is one line on the standard error."""
     try:
         hint = no_value(tokens) or spaced_list(tokens)
         if hint:
@@ -183,16 +180,17 @@ def call(tokens: list[str]) -> int:
     except BrokenPipeError:
         return 1
     except OSError as error:
-        # About a path on the command line: a folder without permission, a name that is too long.
+        # A path on the command line: a folder without permission, or a name that is too long.
         if not (error.filename and error.strerror):
             raise
         return say(
-            f"cannot use {cut_reason(str(error.filename))}: {error.strerror}; name another path", 2
+            f"cannot use {cut_reason(str(error.filename))}: {error.strerror}; choose another path",
+            2,
         )
 
 
 def _run(tokens: list[str]) -> int:
-    """Runs the command of a command line and returns its exit code."""
+    """Run the command of a command line and return its exit code."""
     # Imports create many objects that last as long as the process. Python's search for circular
     # references would go through them again and again.
     gc.disable()
@@ -208,10 +206,10 @@ def _run(tokens: list[str]) -> int:
 
 
 def _usage_hint(tokens: list[str], error: CycloptsError) -> str:
-    """What to write instead of a command line that cyclopts cannot read."""
+    """The error message for a command line that cyclopts cannot parse, with a remedy."""
     if isinstance(error, UnusedCliTokensError):
         words = " ".join(map(repr, error.unused_tokens or ()))
-        return unused_words(tokens) or f"nothing takes {words} here"
+        return unused_words(tokens) or f"unexpected argument {words}; `--help` lists the options"
     if isinstance(error, UnknownOptionError):
         return as_key(tokens, error.token.keyword or error.token.value) or str(error)
     if isinstance(error, MissingArgumentError):

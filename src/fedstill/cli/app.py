@@ -1,4 +1,4 @@
-"""The app that all commands belong to, the options they share, and how an error is printed."""
+"""The command-line app, the options that commands share, and the printing of errors."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ app = App(
 
 
 def _comma_separated(type_: Any, tokens: Sequence[Token]) -> tuple[Any, ...]:
-    """``1,2,3`` as a tuple; each part is converted, so that a wrong one is named."""
+    """``1,2,3`` as a tuple. Each part is converted separately, so that an error names the part."""
     part_type = get_args(type_)[0]
     text = ",".join(token.value for token in tokens)
     parts = [part.strip() for part in text.split(",") if part.strip()]
     for part in parts:
         if part_type is int and re.fullmatch(r"[+-]?\d{1,18}", part) is None:
             raise ConfigError(
-                f"{tokens[0].keyword}: {part!r} is no whole number; write 1,2,3, for example"
+                f"{tokens[0].keyword}: {part!r} is not a whole number; write 1,2,3, for example"
             )
     return tuple(part_type(part) for part in parts)
 
 
 def _one_kind(type_: Any, tokens: Sequence[Token]) -> str:
-    """A kind of things, in the singular or the plural; raises UnknownName for any other."""
+    """A kind of registered entries, in the singular or the plural; raises UnknownName otherwise."""
     kinds = get_args(type_)
     (word,) = (token.value for token in tokens)
     plurals = {_plural(kind): kind for kind in kinds}
@@ -75,8 +75,8 @@ Kind = Annotated[
     Parameter(converter=_one_kind),
 ]
 Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
-"""The values of the config's key ``engine``, which is known when torch is imported; a test compares
-them.
+"""The values of the config key ``engine``. They are repeated here to avoid importing torch; a test
+compares both.
 """
 Debug = Annotated[bool, _FLAG]
 Track = Annotated[tuple[str, ...], _LIST, Parameter(metavar="A,B,...")]
@@ -88,7 +88,7 @@ Quiet = Annotated[bool, _FLAG, Parameter(name=["--quiet", "-q"])]
 def experiment_of(
     config: Path | None, set_: Sequence[str], engine: str | None, federation: Path | None
 ) -> Experiment:
-    """The experiment that a command line names: a config, values over it, and where it is run."""
+    """The experiment of a command line: a config with overrides, an engine and a federation."""
     from fedstill.config.experiment import load
 
     experiment = load(config, tuple(set_))
@@ -102,9 +102,7 @@ def experiment_of(
 
 @contextmanager
 def tracebacks(is_shown: bool) -> Iterator[None]:
-    """Prints the traceback of an error and of its cause if ``is_shown``, and raises the error
-    again.
-    """
+    """If ``is_shown``, print the traceback of an error and of its cause; then raise it again."""
     try:
         yield
     except (FedstillError, OSError) as error:
@@ -114,7 +112,7 @@ def tracebacks(is_shown: bool) -> Iterator[None]:
 
 
 def say(text: str, code: int) -> int:
-    """Prints one line on the standard error and returns the exit code."""
+    """Print one line on the standard error, and return the exit code."""
     from fedstill.core.files import neutral
 
     line = " ".join(text.split())

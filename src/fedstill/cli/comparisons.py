@@ -48,7 +48,7 @@ def compare_command(  # noqa: PLR0913 - the options of the command compare
     The table and the differences between methods, paired by seed, are written under OUT/tables, as
     CSV, Markdown and LaTeX.
 
-    Repeat the command to continue after a stop; finished runs are kept.
+    To continue after a stop, repeat the command with --out; finished runs are not repeated.
 
     Args:
         config: The config that all runs share, a TOML file. By default, the default values.
@@ -202,10 +202,10 @@ def carry_out(  # noqa: PLR0913 - the options of the commands that carry runs ou
     overwrite: bool = False,
     show: bool = True,
 ) -> int:
-    """Does the runs and shows their progress, prints their table if ``show``, and writes the
-    report; returns the exit code.
+    """Execute the runs, show their progress, print their table if ``show``, and write the report.
+    Return the exit code.
 
-    Raises RunBusy, before anything is done, if another comparison is under way in the folder.
+    Raises RunBusy before any run if another comparison is using the folder.
     """
     from fedstill.engines.devices import check_numbers
     from fedstill.report.comparison import followed_outcomes, started_folders
@@ -213,7 +213,7 @@ def carry_out(  # noqa: PLR0913 - the options of the commands that carry runs ou
 
     check_numbers(devices)
     if unpack_if_packed(folder):
-        print(f"{pack_of(folder)} is unpacked to {folder}, to go on there")
+        print(f"unpacked {pack_of(folder)} to {folder}, and continue there")
     with claimed(folder):
         outcomes = followed_outcomes(
             runs,
@@ -231,9 +231,7 @@ def carry_out(  # noqa: PLR0913 - the options of the commands that carry runs ou
 
 
 def _report_problems(outcomes: Sequence[Outcome], debug: bool) -> int:
-    """Prints a line for each run that failed, and returns the exit code; ``debug``: also prints
-    tracebacks.
-    """
+    """Print a line for each failed run, with its traceback if ``debug``. Return the exit code."""
     codes = [0]
     for outcome in outcomes:
         if debug and outcome.trace:
@@ -245,14 +243,12 @@ def _report_problems(outcomes: Sequence[Outcome], debug: bool) -> int:
     unfinished = sum(outcome.state in ("waiting", "stopped") for outcome in outcomes)
     if unfinished:
         remaining = f"{unfinished} of {len(outcomes)} runs"
-        codes.append(say(f"stopped; the same command goes on with {remaining}", 1))
+        codes.append(say(f"stopped with {remaining} unfinished; repeat the command to continue", 1))
     return max(codes)
 
 
 def _present(started: Sequence[Path], folder: Path, *, show: bool) -> None:
-    """Prints the table of the runs that have started if ``show``, and writes their report and their
-    tables as files.
-    """
+    """Print the table of the started runs if ``show``, and write their report and table files."""
     from fedstill.report import terminal
     from fedstill.report.comparison import write_files
     from fedstill.report.summary import (
@@ -298,8 +294,8 @@ def forgetting_command(
     """Compute forgetting from an accuracy matrix or a run with tasks, by the definitions of
     different papers.
 
-    A CSV file has a row for the end of each task, and a column with the accuracy on each task,
-    empty for future tasks. If the first column numbers the rows, a row 0 is the untrained model.
+    A CSV file has a row for the end of each task, and a column for the accuracy on each task; cells
+    of future tasks are empty. If the first column numbers the rows, row 0 is the untrained model.
 
     Args:
         matrices: One or more CSV files of accuracies or directories of runs with tasks.
@@ -342,7 +338,7 @@ def forgetting_command(
     return 0
 
 
-# The command that looks for good values of fields.
+# The command that searches for good values of hyper-parameters.
 
 
 Space = Annotated[tuple[str, ...], *Grid.__metadata__[:1], Parameter(metavar="KEY=LOW..HIGH")]
@@ -372,13 +368,12 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
         config: The config that all runs share, a TOML file. By default, the default values.
         space: The values to search, KEY=LOW..HIGH[:log] or KEY=A,B,..., e.g. --space
             plan.lr=0.001..1:log. May be repeated.
-        trials: The number of trials, including those that are finished.
-        seeds: Seeds of each trial's runs. By default, 100,101,102. Report the values that are found
-            on other seeds.
-        goal: A number of a run's summary: query_average_accuracy, personal_accuracy,
+        trials: The number of trials, including finished ones.
+        seeds: Seeds of each trial's runs. By default, 100,101,102. Report results on other seeds.
+        goal: The number of a run's summary to optimise: query_average_accuracy, personal_accuracy,
             mean_accuracy_last_10, accuracy, best_accuracy, forgetting, personal_forgetting, or a
-            metric that the config records, as auc, best_auc or own_test_auc. Unset, the metric that
-            rank_by names, or else the first of these that the runs have.
+            metric that the config records, such as auc, best_auc or own_test_auc. By default, the
+            metric of rank_by, or else the first of these that the runs have.
         out: The directory for all trials and the page. By default, a new one under runs/.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.

@@ -1,4 +1,4 @@
-"""Commands for one run, and for what can be run: explain, run, resume, list."""
+"""Commands for a single run: explain, run and resume; and list, which lists methods and so on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OF_SERVER = (
     ("accuracy, mean of the last ten", "mean_accuracy_last_10"),
     ("forgetting", "forgetting"),
 )
-"""What is said of the server's model."""
+"""The rows about the server's model: keys of a summary and titles."""
 
 MOST_CLASSES = 12
 """With more classes than these, the confusion matrix is not printed."""
@@ -159,13 +159,13 @@ def list_(
     for home in registry.HOMES:
         entries = [registry.lookup(home, entry) for entry in registry.names(home)]
         rows = [(entry.name, descriptions.summary(entry)) for entry in entries]
-        screen.print(terminal.table([home, "what it is"], rows, words=3))
+        screen.print(terminal.table([home, "description"], rows, words=3))
         screen.print()
     return 0
 
 
 def _for_the_clients(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the clients' models can do, where the server's single model is not the answer."""
+    """The rows about the clients' answers, if they are not the server's only model."""
     from fedstill.report.summary import PERSONAL
     from fedstill.report.terminal import percent
 
@@ -179,7 +179,7 @@ def _for_the_clients(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _metrics(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The metrics that the run has recorded: the last round's, and the best."""
+    """The metrics that the run has recorded, in the last round and in the best round."""
     from fedstill.metrics.classification import METRICS
 
     rows = []
@@ -191,7 +191,7 @@ def _metrics(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _of_selection(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Which round was selected as the best one, by what, and why the run stopped early."""
+    """The rows about the selected round and the early stop, if there are any."""
     from fedstill.report.terminal import percent
     from fedstill.running.journal import STOP_REASON
     from fedstill.running.selection import BestRound
@@ -221,7 +221,7 @@ def _confusion_table(classes: Sequence[str], matrix: Sequence[Sequence[int]]) ->
 
 
 def _show(result: Result, has_queries_each_round: bool) -> int:
-    """Prints the table of a finished run, and its warnings; returns the exit code."""
+    """Print the table of a finished run, and its warnings. Return the exit code."""
     from fedstill.report import terminal
     from fedstill.report.summary import BELOW_ZERO
 
@@ -272,10 +272,7 @@ MAX_LISTED_SITES = 12
 
 
 def _site_accuracies(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The accuracy of the last model at each real site, on the site's own test set.
-
-    Simulations have no weighted accuracy, and list no clients.
-    """
+    """The accuracy of the last model on each real site's own test set; empty for simulations."""
     from fedstill.report.terminal import percent
 
     by_client = summary.get("own_test_by_client", {})
@@ -285,8 +282,8 @@ def _site_accuracies(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _columns(result: Result) -> Iterator[tuple[str, str]]:
-    """The columns of a comparison that a single run shows, too: queries, own tests, and the latest
-    numbers of measures.
+    """Rows for columns of a comparison's table: queries, own tests, and the latest numbers of
+    measures.
     """
     from fedstill.report.summary import COLUMNS, own_column
     from fedstill.report.terminal import percent
@@ -307,7 +304,7 @@ def _columns(result: Result) -> Iterator[tuple[str, str]]:
 
 
 DEAR = 0.25
-"""From which share of training on a measure's cost is warned of."""
+"""A measure that costs more than this share of training causes a warning."""
 
 
 def explain(
@@ -328,9 +325,9 @@ def explain(
         config: The config, a TOML file. By default, the default values.
         set_: A value that replaces the file's, as key=value. May be repeated.
         engine: The engine that executes the stages; replaces the file's.
-        federation: The folder that `deploy init` made, as for `run`. Nothing is sent to its
+        federation: The folder that `deploy init` created, as for `run`. Nothing is sent to its
             clients.
-        split: Draw the data of each client, by class.
+        split: Draw the number of examples of each client by class.
     """
     from fedstill.config.resolve import resolve
     from fedstill.report import catalogue, terminal
@@ -354,7 +351,7 @@ def explain(
     prepared = prepare(settings)
     screen.print()
     estimate = explained.run_estimate(prepared)
-    screen.print(terminal.table(["what", "how much"], estimate.lines()))
+    screen.print(terminal.table(["quantity", "value"], estimate.lines()))
     for line in explained.data_sentences(prepared):
         terminal.tell(screen, f"data: {line}")
     for warning in setting_warnings(prepared):
@@ -380,15 +377,15 @@ def explain(
 
 
 def _explain_values(screen: Console, rows: Sequence[tuple[str, str, str, str]]) -> None:
-    """Prints a row for each value with its origin and its description. In a narrow terminal the
-    description has a line of its own.
+    """Print a row for each value with its origin and its description. In a narrow terminal, the
+    description is on the next line.
     """
     from rich.padding import Padding
 
     from fedstill.report import terminal
 
     if screen.width >= terminal.SENTENCES_WIDTH:
-        screen.print(terminal.table(["key", "value", "origin", "what it is"], rows, words=4))
+        screen.print(terminal.table(["key", "value", "origin", "description"], rows, words=4))
         return
     screen.print("key = value (origin)", style="bold")
     for key, value, origin, description in rows:
@@ -397,12 +394,12 @@ def _explain_values(screen: Console, rows: Sequence[tuple[str, str, str, str]]) 
 
 
 def _explain_measures(costs: Sequence[MeasureCost], unit: str) -> None:
-    """Prints what each measure costs in a round, and a warning for an expensive one."""
+    """Print the cost of each measure, and a warning for each expensive measure."""
     from fedstill.report import terminal
 
     screen = terminal.console(sentences=True)
     if costs:
-        head = ["measure", "what it is", "rounds", f"{unit} a round", "of training"]
+        head = ["measure", "description", "rounds", f"{unit} per round", "of training cost"]
         screen.print()
         screen.print(terminal.table(head, [cost.row for cost in costs], words=2))
     for cost in costs:
@@ -411,8 +408,8 @@ def _explain_measures(costs: Sequence[MeasureCost], unit: str) -> None:
 
 
 def _cost_warning(cost: MeasureCost, share: float) -> str:
-    """A warning of an expensive measure; ``share``: of the cost of training."""
-    amount = f"{100 * share:.0f} % of what training costs"
+    """The warning about an expensive measure. ``share``: its cost relative to training."""
+    amount = f"{100 * share:.0f} % of the cost of training"
     if share > 1:
         amount = "more than training itself"
     remedy = "leave it out if you do not need it"

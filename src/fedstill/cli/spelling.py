@@ -1,5 +1,5 @@
-"""Hints for command lines that cannot be read: lists with spaces, keys as options, missing
-arguments.
+"""Hints for command lines that cannot be parsed: lists with spaces, config keys as options, missing
+arguments. And replacements for characters that the terminal's encoding lacks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-# What the standard streams do with characters that their encoding lacks, as Latin-1 lacks the en
-# dash.
+# Replacements for characters that the encoding of the standard streams lacks. Latin-1, for example,
+# lacks the en dash.
 
 
 NEAR = {
@@ -30,14 +30,16 @@ NEAR = {
     "▓": "+",
     "█": "#",
 }
-"""One character for each that tables and pictures have, so that columns stay where they are."""
+"""A replacement of one character for each character of tables and drawings, so that columns stay
+aligned.
+"""
 
 NAME = "fedstill.near"
 
 
 def print_what_is_near() -> None:
-    """From now on, standard output and error print something near a character that their encoding
-    lacks, or ``?``.
+    """Make the standard output and error print a similar character, or ``?``, for a character that
+    their encoding lacks.
     """
     codecs.register_error(NAME, _near)
     for stream in (sys.stdout, sys.stderr):
@@ -72,7 +74,7 @@ LISTS = frozenset(
 """Options whose value is a list with commas."""
 
 REPEATED = frozenset({"--set", "-s", "--grid", "--host"})
-"""Options that have one value each, and may be repeated."""
+"""Options that take one value, and may be repeated."""
 
 
 WITH_SETTINGS: dict[str, tuple[str, ...]] = {
@@ -81,16 +83,16 @@ WITH_SETTINGS: dict[str, tuple[str, ...]] = {
     "run": (),
     "tune": ("--seed",),
 }
-"""Commands that take keys of a config with -s, and what is rather a slip for an option of
-theirs.
+"""Commands that take config keys with -s; for each, words that are more likely a misspelt option
+than a config key.
 """
 
 WITHOUT_VALUE = {("why", "--worst"): "5"}
-"""Options that may stand alone, by command, and the value that they have then."""
+"""The values of options that were written without one, by command and option."""
 
 
 def with_values(tokens: Sequence[str]) -> list[str]:
-    """A command line in which options that may stand alone have their value.
+    """The command line with values for options that were written without one.
 
     >>> with_values(["why", "--worst", "run"]), with_values(["why", "run", "--worst", "3"])
     (['why', '--worst=5', 'run'], ['why', 'run', '--worst', '3'])
@@ -104,13 +106,13 @@ def with_values(tokens: Sequence[str]) -> list[str]:
 
 
 WITHOUT_SETTINGS = {
-    "demo": "demo has settings of its own; to choose them, use fedstill compare with a config",
+    "demo": "the settings of demo are fixed; to choose them, use fedstill compare with a config",
     "rank": "the settings of the ranking are fixed; fedstill rank map --grid varies them, and "
     "fedstill compare takes -s",
-    "resume": "a run goes on with the settings in its config.toml; for others, start a new run "
-    "with fedstill run",
+    "resume": "a run continues with the settings in its config.toml; to change them, start a new "
+    "run with fedstill run",
 }
-"""What to do where a command takes no keys of a config, by the command's first word."""
+"""The remedy for -s in a command that takes no config keys, by command."""
 
 _A_RUN = ("a run's directory", "runs/fedavg-digits-seed0-1")
 
@@ -120,14 +122,14 @@ NEEDS = {
     "export": _A_RUN,
     "query": _A_RUN,
     "why": _A_RUN,
-    "pack": ("a directory with runs below it", "runs"),
+    "pack": ("a directory that contains runs", "runs"),
     "unpack": ("a pack", "my.runs.tar.xz"),
 }
-"""What a command is for that it cannot do without, and an example."""
+"""The required argument of a command, and an example."""
 
 
 def no_value(tokens: Sequence[str]) -> str:
-    """A line on the first word that is empty, as a variable of the shell is that nobody set.
+    """The error message about the first empty word, such as an unset shell variable.
 
     >>> no_value(["run", "my.toml", "--out", ""]), no_value(["run", "my.toml", "--out="])
     ('--out has an empty value; give one, or leave it out', '--out has an empty value; give one, or leave it out')
@@ -141,13 +143,12 @@ def no_value(tokens: Sequence[str]) -> str:
         option = (token or previous).removesuffix("=")
         if option.startswith("-"):
             return f"{option} has an empty value; give one, or leave it out"
-        return "a word is empty"
+        return "an argument is empty; is a shell variable unset?"
     return ""
 
 
 def as_key(tokens: Sequence[str], option: str) -> str:
-    """What to write in the place of an option that is none, but a key of the config; empty if it is
-    not.
+    """The remedy for an unknown option that is a config key; empty for any other option.
 
     >>> as_key(["run", "my.toml", "--seed", "3"], "--seed")
     '--seed is a key of the config, not an option; write -s seed=3'
@@ -173,7 +174,7 @@ def as_key(tokens: Sequence[str], option: str) -> str:
 
 
 def first_argument(tokens: Sequence[str]) -> str:
-    """An example of a command that was typed without what it is for.
+    """The error message for a command without its required argument, with an example.
 
     >>> first_argument(["run"]), first_argument(["run", "-q"]), first_argument(["list"])
     ('run needs a config, e.g. fedstill run my.toml', 'run needs a config, e.g. fedstill run my.toml', '')
@@ -188,8 +189,7 @@ def first_argument(tokens: Sequence[str]) -> str:
 
 
 def spaced_list(tokens: Sequence[str]) -> str:
-    """A line on the first list that has spaces in place of commas, so that its parts look like
-    other arguments.
+    """The remedy for the first list whose parts are separated by spaces instead of commas.
 
     >>> spaced_list(["compare", "--methods", "fedavg", "fedntd"])
     'a list is written with commas: --methods fedavg,fedntd'
@@ -200,8 +200,8 @@ def spaced_list(tokens: Sequence[str]) -> str:
 
 
 def unused_words(tokens: Sequence[str]) -> str:
-    """The same where the command had no use for some words, whatever they look like; also of
-    options to repeat.
+    """The remedy for words that the command cannot use: overrides without -s, lists with spaces,
+    and options to repeat.
 
     >>> unused_words(["run", "my.toml", "plan.lr=0.1"])
     'to override a value of the config, write -s before it: -s plan.lr=0.1'
@@ -216,7 +216,7 @@ def unused_words(tokens: Sequence[str]) -> str:
 def _corrected(
     tokens: Sequence[str], options: frozenset[str], is_part: Callable[[str], bool]
 ) -> str:
-    """A line on the first of some options whose values are separated by spaces."""
+    """The remedy for the first of some options whose values are separated by spaces."""
     for group in _values(tokens):
         if group.option not in options:
             continue
@@ -259,9 +259,7 @@ def _values(tokens: Sequence[str]) -> list[_OptionWords]:
 
 
 def _is_part(word: str) -> bool:
-    """Whether a word after the first of a list is more likely a part of it than a config or a
-    directory.
-    """
+    """Whether a later word is more likely a part of a list than a config or a directory."""
     if ".py" in word:
         return True
     return not (word.endswith(".toml") or "/" in word or Path(word).exists())

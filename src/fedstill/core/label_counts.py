@@ -116,7 +116,7 @@ def count_problem(reply: Reply, name: str, limit: int) -> str:
     total = float(numbers.double().sum())
     if total <= limit and bool((numbers >= 0).all()):
         return ""
-    return f"its {name!r} count {total:g} examples, and it has {limit}"
+    return f"its {name!r} count {total:g} examples, but it has {limit}"
 
 
 def means_by_class(values: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:

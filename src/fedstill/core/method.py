@@ -197,7 +197,7 @@ class Method:
 
     @property
     def has_client_predictors(self) -> bool:
-        """Whether the method says which of the server's models answers for each client."""
+        """Whether the method defines the server's model that each client uses."""
         return type(self).client_predictors is not Method.client_predictors
 
 

@@ -129,7 +129,7 @@ class ModelSpec:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether an entry is named: by its whole name, by a beginning with a point, or with * and ?.
+    """Whether a name matches a pattern: the name, a prefix that ends with a dot, or * and ?.
 
     >>> (
     ...     matches("head.weight", ["head."]),

@@ -60,8 +60,8 @@ class Refusal:
     """A refused reply, with the reason.
 
     ``kind``: "failed" if the client reported a failure; "diverged" if only its numbers are invalid;
-    "unlike" if its groups differ from the expected ones; "strange" otherwise. ``content``: the
-    reply's content.
+    "unlike" if its groups differ from the expected ones; "strange" for other reasons. ``content``:
+    the reply's content.
     """
 
     client: int

@@ -75,8 +75,8 @@ class _Sampled:
         """The sampled clients of a round, in the order of the draw."""
         if self.sampled is not None and self.sampled > world.clients:
             raise ConfigError(
-                f"topology.sampled = {self.sampled} is more than the number of clients, "
-                f"{world.clients}"
+                f"topology.sampled = {self.sampled} is more than topology.clients = "
+                f"{world.clients}; set topology.sampled to {world.clients} or less"
             )
         return sample(world, round, self.sampled, self.cohorts)
 

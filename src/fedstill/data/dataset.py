@@ -269,10 +269,10 @@ def examples_text(inputs: Mapping[str, Any]) -> str:
     if kind == "series":
         return f"examples are {PLURALS['series']}: {shape[0]} channels of {shape[1]} steps"
     if kind == "text":
-        tokens = f"{shape[0]} token ids"
+        vocabulary = f"vocabulary of {inputs.get('vocabulary', 0):,}"
         if inputs.get("tokenizer"):
-            tokens += f" by {inputs['tokenizer']}"
-        return f"examples are {PLURALS['text']} as {tokens}, of {inputs.get('vocabulary', 0):,}"
+            vocabulary = f"tokenizer {inputs['tokenizer']}, {vocabulary}"
+        return f"examples are {PLURALS['text']} of {shape[0]} token ids ({vocabulary})"
     if kind == "vector":
         return f"examples are {PLURALS['vector']} of {' x '.join(map(str, shape))} numbers"
     return ""

@@ -121,14 +121,14 @@ def _write_onnx(model: TrainedModel, path: Path) -> None:
         )
     else:
         result = _comparison("onnxruntime", error)
-    print(f"{path}: ONNX, {result}")
+    print(f"{path}: an ONNX model; {result}")
 
 
 def _write_program(model: TrainedModel, path: Path) -> None:
     from fedstill.export.programs import write_program
 
     error = write_program(model, path)
-    print(f"{path}: a program of torch.export, {_comparison('torch', error)}")
+    print(f"{path}: a torch.export program; {_comparison('torch', error)}")
 
 
 def _write_folder(model: TrainedModel, run: Path, folder: Path) -> None:
@@ -136,15 +136,15 @@ def _write_folder(model: TrainedModel, run: Path, folder: Path) -> None:
 
     error = write_folder(model, run, folder)
     print(
-        f"{folder}: a folder to share, {_comparison('its model.py', error)}; state the licence in "
-        "README.md"
+        f"{folder}: a folder to share; {_comparison('model.py', error)}; add a licence to its "
+        "README.md before you share it"
     )
 
 
 def _comparison(program: str, error: float) -> str:
     if not error:
-        return f"in {program} its logits are the same"
-    return f"in {program} its logits differ by {error:.0e} of the largest"
+        return f"the logits in {program} equal those of the run's model"
+    return f"the logits in {program} differ by {error:.0e} of the largest one"
 
 
 def _write_tables(run: Path, file_format: str, folder: Path) -> None:

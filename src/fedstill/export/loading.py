@@ -21,6 +21,7 @@ from fedstill.core.fields import plain_value
 from fedstill.core.files import digest, in_shell, named_path, read_file
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import NOTHING, SERVER, Payload, State
+from fedstill.core.registry import short_name
 from fedstill.core.reports import json_value
 from fedstill.core.trees import same_bits
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, PLURALS, DatasetInfo
@@ -30,6 +31,7 @@ from fedstill.methods.fit import Queries, fitted_models, student_models
 from fedstill.models.predictors import CombinedPredictor, Predictor, predictor
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints, StoredMemory
+from fedstill.running.client_data import reading_like
 from fedstill.running.directory import SUFFIX, readable, settings_of, trust_run
 from fedstill.running.driver import remote_engine
 from fedstill.running.journal import STOP_REASON
@@ -111,7 +113,7 @@ def load_model(
         )
         network = nn.Sequential(body, network)
         about["network"] += f" on the features of {backbone['name']}"
-    return TrainedModel(
+    model = TrainedModel(
         network=network,
         classes=start["classes"],
         input_shape=inputs.shape,
@@ -121,6 +123,8 @@ def load_model(
         pixels=inputs.type,
         inputs=inputs.about,
     )
+    model.missing_values = reading_like(settings.data, inputs.about).get("missing_values", ())
+    return model
 
 
 def _check_not_packed(folder: Path) -> None:
@@ -378,11 +382,13 @@ def _common_answer(run: _StoredRun, predictors: Mapping[str, Predict]) -> _Answe
         if not of_some_clients(name):
             return _Answer(name, predict)
     method = run.settings.named.method.name
-    hint = f"name one from 0 to {run.world.clients - 1}, e.g. client = 0 (--client 0)"
-    for name in predictors:
-        if not name.startswith("client "):
-            hint += f", or client = {name!r}"
-    raise ConfigError(f"{method} trains several models and none for all clients; {hint}")
+    hint = f"name a client from 0 to {run.world.clients - 1}, e.g. client = 0 (--client 0)"
+    groups = [name for name in predictors if not name.startswith("client ")]
+    if groups:
+        hint += f", or a model: {', '.join(map(repr, groups))}"
+    raise ConfigError(
+        f"{short_name(method)} trains several models, and none of them is for all clients; {hint}"
+    )
 
 
 def _personal_answer(run: _StoredRun, client: int) -> _Answer:

@@ -19,6 +19,7 @@ from fedstill.core.fields import kind_text
 from fedstill.core.process_settings import process_settings
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
 from fedstill.data.encoding import MISSING, category_name, encoded, table_rows, with_marks
+from fedstill.data.sources.tables import with_missing
 from fedstill.models.functional import channels_last
 from fedstill.models.predictors import module_of
 from fedstill.running.standardisation import NO_SPREAD
@@ -29,16 +30,22 @@ ROWS = "the rows"
 """The place of an error, where files have their path."""
 
 
-def encode(about: DatasetInfo, examples: Any, length: int) -> Tensor:
+def encode(
+    about: DatasetInfo,
+    examples: Any,
+    length: int,
+    missing_values: Sequence[str | int | float] = (),
+) -> Tensor:
     """Rows of a table as (n, features) float32, with NaN for missing values; texts as token ids
     (n, length) int64.
 
-    examples: a data frame, {column: values} or a list of dicts for a table; a list of texts. Raises
-    ConfigError for other kinds, and if the run does not know how its examples were encoded;
-    DataError for values that it cannot encode.
+    examples: a data frame, {column: values} or a list of dicts for a table; a list of texts.
+    missing_values: the marks of missing values in the run's data, such as -999. Raises ConfigError
+    for other kinds, and if the run does not know how its examples were encoded; DataError for
+    values that it cannot encode.
     """
     if about.kind == "table" and about.columns:
-        return _encode_rows(about, examples)
+        return _encode_rows(about, examples, missing_values)
     if about.kind == "text" and about.tokenizer:
         return _encode_texts(about, examples, length)
     missing = {"table": "names of columns", "text": "a tokenizer"}
@@ -64,8 +71,13 @@ def _encode_texts(about: DatasetInfo, texts: Any, length: int) -> Tensor:
     return torch.from_numpy(ids.ids)
 
 
-def _encode_rows(about: DatasetInfo, table: Any) -> Tensor:
+def _encode_rows(
+    about: DatasetInfo, table: Any, missing_values: Sequence[str | int | float]
+) -> Tensor:
     columns = {name: _column(name, values) for name, values in _by_column(about, table).items()}
+    if missing_values:
+        marked_table = with_missing(pa.table(columns), missing_values)
+        columns = {name: marked_table[name] for name in columns}
     for name, categories in about.categories:
         _check_categories(name, columns[name], categories)
     rows = table_rows(ROWS, columns, about)
@@ -157,8 +169,9 @@ class TrainedModel(nn.Module):
 
     ``classes``: the names of the C classes. ``input_shape``: of one example. ``network``: the
     network alone, for normalised examples. ``mean``, ``std``: buffers, one number for each channel
-    or column. ``inputs``: the meaning of an example. ``about``: the training (method, data, seed,
-    round, versions). Raises ConfigError for examples of another shape, type or range.
+    or column. ``inputs``: the meaning of an example. ``missing_values``: the marks of missing
+    values in the run's data. ``about``: the training (method, data, seed, round, versions). Raises
+    ConfigError for examples of another shape, type or range.
     """
 
     def __init__(
@@ -180,6 +193,7 @@ class TrainedModel(nn.Module):
         self.about = dict(about)
         self.pixels = pixels
         self.inputs = inputs
+        self.missing_values: tuple[str | int | float, ...] = ()
         self.mean: Tensor
         self.std: Tensor
         self.register_buffer("mean", self._scaling(mean))
@@ -219,10 +233,11 @@ class TrainedModel(nn.Module):
         """Inputs of the model from a data frame, a list of dicts, or a list of texts.
 
         A table must have the run's columns; others are ignored. Categories become columns of 0 and
-        1, and texts become token ids, as in the run. Raises ConfigError for other kinds, and if the
-        run's data were tensors; DataError for a missing column or an unknown category.
+        1, marks of missing values (``data.missing_values``) become NaN, and texts become token ids,
+        as in the run. Raises ConfigError for other kinds, and if the run's data were tensors;
+        DataError for a missing column or an unknown category.
         """
-        return encode(self.inputs, examples, self.input_shape[-1])
+        return encode(self.inputs, examples, self.input_shape[-1], self.missing_values)
 
     def normalised(self, examples: Tensor) -> Tensor:
         """Examples as inputs of the network."""

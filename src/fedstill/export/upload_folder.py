@@ -293,8 +293,8 @@ def _results(model: TrainedModel, measured: Measured | None) -> list[str]:
     tested = _count(model.about, "test_examples", model.inputs.many_or_examples)
     return [
         f"On the run's test set{tested}, after round {measured.round}: accuracy {accuracy}, "
-        f"forgetting {_percent(mean)}. Forgetting is how far a class is below its best earlier "
-        f"round, and the mean over the classes.{remark}",
+        f"forgetting {_percent(mean)}. Forgetting of a class is the accuracy in its best earlier "
+        f"round minus the accuracy now; above is the mean over classes.{remark}",
         _table(["class", "accuracy", "best earlier round", "forgotten"], rows),
     ]
 

@@ -48,12 +48,12 @@ def no_other_classes(world: World) -> str:
     stream = world.stream
     if max(len(stream.outputs(task, world.classes)) for task in range(stream.tasks)) > 2:
         return ""
-    reason = ""
+    classes = "two classes"
     if world.classes > 2:
-        reason = f", as stream.head = {stream.head!r} leaves two in each task"
+        classes = f"two classes in each task (stream.head = {stream.head!r})"
     return (
-        f"of two classes one is not the true one{reason}; nothing is distilled, and this trains as "
-        "fedavg; choose kd"
+        f"with {classes}, only one class is not the true one, so nothing is distilled and the "
+        "method trains as fedavg; choose kd"
     )
 
 

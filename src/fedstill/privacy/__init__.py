@@ -1,1 +1,1 @@
-"""Secure sums: the server learns the sum of what clients send, and nothing of a single one."""
+"""Privacy: secure sums, private training (DP-SGD), noise on logits, and attacks on privacy."""

@@ -1,8 +1,8 @@
-"""Secure sums at the server: engines whose clients' models are known by their sum only.
+"""Secure sums at the server: engines that only reveal the sum of the clients' models.
 
-``MaskedEngine`` masks, sums and unmasks the replies of an engine in this process.
-``RemoteSums`` asks clients that are elsewhere for the four steps of the protocol, so that no
-message brings it a single model.
+``MaskedEngine`` masks, sums and unmasks the replies of an engine in this process. ``RemoteSums``
+executes the four steps of the protocol with clients in other processes, so that no message contains
+a single unmasked model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from fedstill.privacy.protocol import (
 )
 
 BYTES_OF_ENTRY = 8
-"""Of an entry of a masked vector."""
+"""The bytes of an entry of a masked vector."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class MaskedBytes(Observer):
     """Counts the bytes of masked models, without keys and shares."""
 
     def client_fields(self, event: Event, result: StageResult) -> Fields:
-        """``bytes_up`` of an accepted reply: of the masked vector that the client sent."""
+        """``bytes_up`` of an accepted reply: the size of the masked vector that the client sent."""
         if "bytes_up" not in event:
             return {}
         content = result.contents[event["client"]]
@@ -68,7 +68,7 @@ class MaskedBytes(Observer):
 
 
 def with_masking(engine: Engine, settings: Settings, folder: Path | None = None) -> Engine:
-    """The engine of a run; where its config asks for them, with secure sums.
+    """The engine of a run, with secure sums if the config asks for them.
 
     ``folder``: the run's directory.
     """
@@ -85,10 +85,10 @@ def with_masking(engine: Engine, settings: Settings, folder: Path | None = None)
 
 @dataclass(frozen=True)
 class MaskedEngine:
-    """An engine whose clients' models are known by their sum only.
+    """An engine that only reveals the sum of the clients' models.
 
-    Every accepted reply holds the mean model, no number of examples, and of its report the
-    seconds alone: a linear aggregate makes of these what it would make of the models.
+    Every accepted reply contains the mean model, no number of examples, and no report except the
+    seconds. A linear aggregate of these replies equals the aggregate of the clients' models.
     """
 
     engine: Engine
@@ -105,13 +105,13 @@ class MaskedEngine:
         return or_all_failed(status, lambda: self._summed(stage, payloads, status))
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """Keep what clients remember."""
+        """Keep the states of clients."""
         self.engine.commit(stage, clients)
 
     def _summed(
         self, stage: Stage, payloads: Mapping[int, Payload], status: dict[int, Reply]
     ) -> list[Reply]:
-        """The replies that the sum gives. Replies in ``status`` that cannot be summed become
+        """The replies with the mean of the sum. Replies in ``status`` that cannot be summed become
         failures.
         """
         sum = self.masking.new_sum(stage, sorted(payloads))
@@ -145,9 +145,9 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class RemoteSums:
-    """An engine whose clients are elsewhere, and whose models are known by their sum only.
+    """An engine whose clients are in other processes; it only reveals the sum of their models.
 
-    ``folder``: the run's directory, with a note of the clients in each sum (``same_clients``).
+    ``folder``: the run's directory, where ``same_clients`` notes the clients in each sum.
     """
 
     engine: Exchanges
@@ -164,15 +164,16 @@ class RemoteSums:
         return or_all_failed(status, lambda: self._summed(stage, payloads, status))
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """From now on these clients' memories of the stage count."""
+        """Make the states of these clients after the stage valid."""
         self.engine.commit(stage, clients)
 
     def _summed(
         self, stage: Stage, payloads: Mapping[int, Payload], status: dict[int, Reply]
     ) -> list[Reply]:
-        """The replies that the sum gives; ``status`` gets why a client is not in the sum.
+        """The replies with the mean of the sum. ``status`` gets the reasons why clients are not in
+        the sum.
 
-        If most clients cannot read the shares of one, the sum begins anew without that one.
+        If most clients cannot read the shares of a client, the sum starts again without it.
         """
         while True:
             word = secrets.token_hex(8)
@@ -190,7 +191,7 @@ class RemoteSums:
             try:
                 return attempt.replies()
             except _UnreadableShares as error:
-                # Clients that dropped out of this attempt alone may be in the next one.
+                # Clients that only dropped out of this attempt may take part in the next one.
                 status.update({client: _unknown(client, stage) for client in status})
                 status.update(failed)
                 status[error.sender] = as_failed(
@@ -202,8 +203,8 @@ class RemoteSums:
 class _Attempt:
     """One attempt at the sum of a stage, with the clients that have not failed.
 
-    ``status``: a reply of each client of the stage, without content: how long its work took, and
-    why it is not in the sum.
+    ``status``: a reply without content for each client of the stage, with the time of its work, and
+    the reason why it is not in the sum.
     """
 
     engine: Exchanges
@@ -215,7 +216,7 @@ class _Attempt:
     sum: Sum
 
     def replies(self) -> list[Reply]:
-        """The replies that the sum gives; raises _UnreadableShares."""
+        """The replies with the mean of the sum; raises _UnreadableShares."""
         start = common_start(self.payloads)
         keys = self._keys()
         shares = self._shares(keys)
@@ -240,7 +241,7 @@ class _Attempt:
         return keys
 
     def _unique(self, keys: Mapping[int, bytes]) -> dict[int, bytes]:
-        """The keys that only one client sent; clients with the same keys drop out."""
+        """The keys without duplicates: clients with equal keys drop out."""
         counts = Counter(keys.values())
         unique = {}
         for client, client_keys in keys.items():
@@ -251,7 +252,7 @@ class _Attempt:
         return unique
 
     def _shares(self, keys: Mapping[int, bytes]) -> dict[int, dict[int, bytes]]:
-        """The encrypted shares that clients send, by sender and receiver."""
+        """The clients' encrypted shares, by sender and receiver."""
         question_for_all = self._question("shares", keys=byte_tensors(keys))
         questions = dict.fromkeys(keys, question_for_all)
         shares = self._asked(questions, shares_reader(keys), self.status)
@@ -261,7 +262,7 @@ class _Attempt:
     def _masked(
         self, start: Tensors, shares: Mapping[int, Mapping[int, bytes]]
     ) -> dict[int, Masks]:
-        """The masked vectors: clients do the stage's work in this step."""
+        """The masked vectors. In this step, clients do the work of the stage."""
         questions = {}
         for client in shares:
             sealed = byte_tensors(sealed_for(client, shares))
@@ -275,7 +276,7 @@ class _Attempt:
         return masked
 
     def _read_by_most(self, answers: Mapping[int, Masks | list[int]]) -> dict[int, Masks]:
-        """The masked vectors. A client that cannot read the shares of another drops out.
+        """The masked vectors. A client that cannot read another client's shares drops out.
 
         Raises _UnreadableShares for shares that most clients cannot read.
         """
@@ -302,7 +303,7 @@ class _Attempt:
         """The shares that clients reveal, by sender and owner of the secret."""
         question_for_all = self._question("revealed", left=torch.tensor(sorted(masked)))
         questions = dict.fromkeys(masked, question_for_all)
-        # A client that drops out here is in the sum all the same, as its vector is.
+        # A client that drops out here stays in the sum, because its vector has arrived.
         status = {client: replace(self.status[client], failure="") for client in masked}
         revealed = self._asked(questions, revealed_reader(shares, masked), status)
         check_enough(self.sum, revealed, status, "revealed shares")
@@ -322,9 +323,9 @@ class _Attempt:
         *,
         leaves_memory: bool = False,
     ) -> dict[int, Answer]:
-        """What the clients answer in a step, by client.
+        """The clients' answers in a step, by client.
 
-        ``status`` gets what is known of each client now, and why it dropped out.
+        ``status`` gets the current status of each client, and the reason why it dropped out.
         """
         replies = self.engine.exchange(self.stage, questions, remember=leaves_memory)
         answers: dict[int, Answer] = {}
@@ -351,7 +352,7 @@ class _UnreadableShares(Exception):
 
 
 def _unknown(client: int, stage: Stage) -> Reply:
-    """The status of a client of which nothing is known yet."""
+    """The initial status of a client."""
     return Reply(client=client, content=NOTHING, examples=0, round=stage.round, stage=stage.index)
 
 
@@ -362,7 +363,7 @@ def _check_stage(reply: Reply, stage: Stage) -> None:
         raise BadPayload(reason)
 
 
-# What a client's answer to each step must look like; all raise BadPayload for anything else.
+# Readers of the clients' answers to each step. They raise BadPayload for an invalid answer.
 
 
 def read_keys(content: Payload) -> bytes:
@@ -376,7 +377,7 @@ def read_keys(content: Payload) -> bytes:
 
 
 def shares_reader(clients: Collection[int]) -> Callable[[Payload], dict[int, bytes]]:
-    """Reads encrypted shares, one for each of the clients."""
+    """Return a reader of encrypted shares, one for each of the clients."""
 
     def read(content: Payload) -> dict[int, bytes]:
         shares = as_bytes(content.tensors(f"{PREFIX}shares"), SEALED)
@@ -390,7 +391,7 @@ def shares_reader(clients: Collection[int]) -> Callable[[Payload], dict[int, byt
 def vector_reader(
     model: Tensors, senders: Collection[int]
 ) -> Callable[[Payload], Masks | list[int]]:
-    """Reads the masked vector of a model, or whose shares the client cannot read.
+    """Return a reader of the masked vector of a model, or of the clients with unreadable shares.
 
     ``senders``: the clients that sent shares.
     """
@@ -421,7 +422,8 @@ def _clients_in(numbers: Tensor, senders: Collection[int]) -> list[int]:
 def revealed_reader(
     senders: Collection[int], masked: Collection[int]
 ) -> Callable[[Payload], dict[int, bytes]]:
-    """Reads revealed shares: of the seed of a client whose vector is ``masked``, else of its key.
+    """Return a reader of revealed shares: of the seeds of ``masked`` clients, and of other
+    clients' keys.
 
     ``senders``: the clients that sent shares.
     """
@@ -441,18 +443,18 @@ def revealed_reader(
     return read
 
 
-# The clients in each sum, noted in the run's directory before shares are asked for.
+# The clients in each sum. They are noted in the run's directory before the server requests shares.
 #
-# Sites that have revealed shares take part in another sum of the same stage only with the same
-# clients (``site_guards``). So if a run stops between that and the next checkpoint, its resume must
-# have the same clients in the sum.
+# After sites have revealed shares, they only repeat the sum of this stage with the same clients
+# (``site_guards``). If a run stops before the next checkpoint, a resume must therefore use the same
+# clients.
 
 
 NOTE = "sum-left.json"
 """The file in a run's directory: the clients in the sum, by stage."""
 
 NOTED_STAGES = 8
-"""The note is of as many stages: a resume goes back to one of the last checkpoints."""
+"""The number of stages in the note. A resume continues from one of the last checkpoints."""
 
 
 def same_clients(
@@ -462,11 +464,10 @@ def same_clients(
     masked: Mapping[int, Masks],
     status: dict[int, Reply],
 ) -> dict[int, Masks]:
-    """The vectors of the clients that the note has for a stage; of all if it has none, which are
-    noted now.
+    """The vectors of the clients in the note for a stage. Without a note, all clients are noted.
 
-    ``status`` gets why the others are not in the sum. Raises TooFewReplies if a client of the note
-    did not answer.
+    ``status`` gets the reason why other clients are not in the sum. Raises TooFewReplies if a
+    client in the note did not answer.
     """
     path = folder / NOTE
     stages: dict[str, list[int]] = {}
@@ -498,13 +499,13 @@ def same_clients(
 
 
 def is_summed(stage: Stage, payloads: Mapping[int, Payload]) -> bool:
-    """Whether the replies of a stage are summed: those of clients to which a model was sent."""
+    """Whether the replies of a stage are summed: clients received a model."""
     is_of_clients = SERVER not in stage.clients
     return is_of_clients and any("params" in payload for payload in payloads.values())
 
 
 def common_start(payloads: Mapping[int, Payload]) -> Tensors:
-    """The model that all clients of a stage were sent; raises BadPayload if it is not one."""
+    """The model that all clients of a stage received; raises BadPayload if models differ."""
     first, *others = (payload.params for payload in payloads.values())
     if not all(model is first or trees.same_bits(model, first) for model in others):
         raise BadPayload(
@@ -519,7 +520,7 @@ def sealed_for(client: int, shares: Mapping[int, Mapping[int, bytes]]) -> dict[i
 
 
 def known(reply: Reply, content: Payload, report: Mapping[str, object]) -> Reply:
-    """What the server knows of a client in the sum; the reply of one that failed stays."""
+    """The reply of a client in the sum, as the server knows it; a failed reply is unchanged."""
     if reply.failure:
         return reply
     times = {name: value for name, value in reply.metrics.items() if name in TIMES}
@@ -539,7 +540,7 @@ def check_enough(
     status: Mapping[int, Reply],
     action: str = "sent masked vectors",
 ) -> None:
-    """Raise TooFewReplies if too few clients did an action; it says why the first one did not."""
+    """Raise TooFewReplies if too few clients did an action; the message has the first failure."""
     try:
         sum.check_clients(clients, action)
     except FedstillError as error:
@@ -552,10 +553,10 @@ def check_enough(
 
 
 def or_all_failed(status: Mapping[int, Reply], summed: Callable[[], list[Reply]]) -> list[Reply]:
-    """The replies that a sum gave; if there is no sum, every client's failure, with the clients
-    that did not fail themselves in front.
+    """The replies with the mean of a sum; if the sum fails, a failure for every client, beginning
+    with the clients that did not fail themselves.
 
-    Nothing of a single client is left in them.
+    The replies contain no content of a single client.
     """
     try:
         return summed()

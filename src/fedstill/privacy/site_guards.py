@@ -1,8 +1,8 @@
-"""How a site guards its privacy, whatever the server says: it counts its own noise, and in secure
-sums none of its answers reveals its model.
+"""Guards of a site's privacy, which do not trust the server: the site counts its own noise, and
+none of its answers in secure sums reveals its model.
 
-A site adds noise to one answer of each stage, and notes what the answer costs before it leaves. It
-refuses work that would cost more than the epsilon of the config that it accepted.
+A site adds noise to one answer per stage, and records the cost of the answer before it sends it. It
+refuses work that would exceed the epsilon of the config that it accepted.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from fedstill.running.standardisation import SumsWork, sums_stage, sums_work
 
 
 NOISED = "noised"
-"""The file in a client's folder that names the stages which were answered with noise."""
+"""The file in a client's folder with the stages that were answered with noise."""
 
 
 def noise_guards(prepared: Prepared, notebook: SiteNotebook) -> tuple[SiteGuard, ...]:
     """The guards of a site's privacy, for the config that it accepted."""
     privacy = prepared.settings.table(Privacy)
     notes = NoiseNotes(notebook.folder)
-    # A stage that has noise stays answered, even if the server now sends a config without noise.
+    # A stage that was answered with noise stays closed, even for a new config without noise.
     guards: list[SiteGuard] = [OneNoisedAnswer(notes)]
     if privacy.protects_logits:
         guards.append(UploadGuard(prepared, notes))
@@ -68,9 +68,10 @@ def noise_guards(prepared: Prepared, notebook: SiteNotebook) -> tuple[SiteGuard,
 
 @dataclass(frozen=True)
 class NoiseNotes:
-    """The stages that a client has answered with noise; they stay noted when the replies are gone.
+    """The stages that a client has answered with noise. The file remains after the replies have
+    been deleted.
 
-    The file has a line for each: ``stage:rows`` of logits, ``stage:steps:rate`` of training.
+    It has one line per stage: ``stage:rows`` for logits, ``stage:steps:rate`` for training.
     """
 
     folder: Path
@@ -87,9 +88,9 @@ class NoiseNotes:
         return any(line.partition(":")[0] == _line_name(stage) for line in self.lines())
 
     def rows(self, unknown: int) -> int:
-        """How many rows with noise the client has sent.
+        """The number of noised rows that the client has sent.
 
-        ``unknown``: the rows of a stage that is noted without their number.
+        ``unknown``: the assumed number for a stage that is recorded without one.
         """
         total = 0
         for line in self.lines():
@@ -98,11 +99,11 @@ class NoiseNotes:
         return total
 
     def steps(self, unknown: int) -> Counter[float]:
-        """How many noised steps the client has trained, by the probability with which a step took
-        an example.
+        """The number of noised training steps of the client, by the probability with which a step
+        took an example.
 
-        ``unknown``: the steps of a stage that is noted without their number. A stage that is noted
-        without its probability counts as if each step had taken all examples.
+        ``unknown``: the assumed number for a stage that is recorded without one. A stage that is
+        recorded without its probability counts as if each step had taken all examples.
         """
         steps: Counter[float] = Counter()
         for line in self.lines():
@@ -112,11 +113,11 @@ class NoiseNotes:
         return steps
 
     def add_rows(self, stage: Stage, rows: int) -> None:
-        """Note, before it leaves, that the answer of a stage has rows with noise."""
+        """Record the noised rows of an answer, before it is sent."""
         self._add(stage, str(rows))
 
     def add_steps(self, stage: Stage, steps: int, rate: float) -> None:
-        """Note, before it leaves, that the answer of a stage is of noised steps.
+        """Record the noised steps of an answer, before it is sent.
 
         ``rate``: the probability with which each step took an example.
         """
@@ -136,7 +137,7 @@ def _line_name(stage: Stage) -> str:
 
 @dataclass(frozen=True)
 class OneNoisedAnswer(SiteGuard):
-    """Answers a stage with noise once. The kept answer may leave again, another one may not."""
+    """Permits one noised answer per stage. The stored answer may be sent again, but no other."""
 
     notes: NoiseNotes
 
@@ -145,7 +146,7 @@ class OneNoisedAnswer(SiteGuard):
         if self.notes.has(stage):
             raise Refused(
                 f"this site has answered round {stage.round}, stage {stage.name!r} with noise, and "
-                "answers no other request for it: two answers would show more than one",
+                "answers no other request for it, because two answers would reveal more than one",
                 "noise",
             )
 
@@ -158,7 +159,7 @@ class UploadGuard(SiteGuard):
     notes: NoiseNotes
 
     def admit(self, request: SiteRequest, work: ClientWork) -> None:
-        """Refuses rows that would cost more than the run allows, by the site's notes."""
+        """Refuse rows that would exceed the run's budget, according to the site's records."""
         rows = self._expected_rows(request, work)
         if not rows:
             return
@@ -171,7 +172,7 @@ class UploadGuard(SiteGuard):
             )
 
     def check(self, request: SiteRequest, work: ClientWork, reply: Reply) -> None:
-        """Refuses more rows than the run has: they were not counted."""
+        """Refuse more rows than expected in this stage, because they were not counted."""
         expected = self._expected_rows(request, work)
         rows = rows_of(reply.content)
         if rows > expected:
@@ -190,7 +191,7 @@ class UploadGuard(SiteGuard):
         return self.prepared.settings.table(Privacy)
 
     def _expected_rows(self, request: SiteRequest, work: ClientWork) -> int:
-        """The rows with noise that the run has for a stage."""
+        """The number of noised rows that are expected in a stage."""
         if isinstance(work, SumsWork):
             return work.rows
         actor = self.prepared.settings.schedule.actor(request.stage)
@@ -201,9 +202,9 @@ class UploadGuard(SiteGuard):
         return stage == sums_stage(self.prepared.world, self.prepared.settings.schedule)
 
     def _rows_of_sums(self, stage: Stage) -> int:
-        """The rows with noise of the sums by which the run is standardised.
+        """The noised rows of the sums that standardise the run's data.
 
-        They left the site under another run's name, so its notes of this run do not have them.
+        The site sent them under another run's identity, so its records of this run lack them.
         """
         prepared = self.prepared
         if prepared.scaler.origin != "summed" or self._standardises(stage):
@@ -216,15 +217,15 @@ class UploadGuard(SiteGuard):
 class TrainingGuard(SiteGuard):
     """Counts the noised steps of a site's private training.
 
-    Each step counts with the probability that it had of taking an example: data that grow make
-    later steps cheaper, not earlier ones.
+    Each step counts with its own sampling probability: if the data grow, later steps cost less, but
+    earlier ones do not.
     """
 
     prepared: Prepared
     notes: NoiseNotes
 
     def admit(self, request: SiteRequest, work: ClientWork) -> None:
-        """Refuses training that would cost more than the run allows, by the site's notes."""
+        """Refuse training that would exceed the run's budget, according to the site's records."""
         privacy = self.prepared.settings.table(Privacy)
         plan = self._plan(request.stage)
         if privacy.epsilon is None or plan is None:
@@ -245,7 +246,7 @@ class TrainingGuard(SiteGuard):
         plan = self._plan(request.stage)
         if plan is None or reply.failure or not self.prepared.settings.on_sites:
             return
-        # A kept reply was trained on as many examples as it says; the site may have more by now.
+        # A stored reply states its number of examples; the site may have more in the meantime.
         rate, steps = rate_and_steps(reply.examples, plan)
         if steps:
             self.notes.add_steps(request.stage, steps, rate)
@@ -259,17 +260,17 @@ class TrainingGuard(SiteGuard):
 
 # ---- secure sums ---------------------------------------------------------------------------------
 #
-# A site keeps on its disk what it must know in the next step, so every step may come to a process
-# that has just started. A server that was stopped may begin a stage's sum anew, with another word;
-# then secrets are drawn anew. But once shares are revealed, the site takes part in a sum of the
-# same stage only if the same clients remain: the difference of two sums would be a single model.
+# A site stores its state between steps on its disk, so a newly started process can handle any step.
+# After a restart, the server may start the sum of a stage again, with another word and new secrets.
+# But once shares are revealed, the site only repeats the sum with the same clients, because the
+# difference of two sums would be a single model.
 
 
 UNDER_WAY = "secure-sum"
-"""The file in a client's folder about the sum that is under way."""
+"""The file in a client's folder about the current sum."""
 
 REVEALED = "secure-sums"
-"""The file in a client's folder with the clients left in each sum of which shares were revealed."""
+"""The file in a client's folder with the clients of each sum whose shares were revealed."""
 
 NONCE = "nonce"
 """The file in a client's folder with the random number that its training depends on."""
@@ -277,7 +278,7 @@ NONCE = "nonce"
 NONCE_BYTES = 32
 
 RUNS_WITH_SUMS = "runs-with-sums.json"
-"""The file in a site's memory folder: by run, the SHA-256 of the data whose model was summed."""
+"""The file in a site's memory folder with the SHA-256 of the data of each run with secure sums."""
 
 
 def sum_guards(prepared: Prepared, notebook: SiteNotebook) -> tuple[SiteGuard, ...]:
@@ -295,11 +296,12 @@ def sum_guards(prepared: Prepared, notebook: SiteNotebook) -> tuple[SiteGuard, .
 
 @dataclass(frozen=True)
 class RunsWithSums:
-    """The runs in which the model of a real site was a part of secure sums.
+    """The runs with secure sums in which a real site took part.
 
     The difference of the sums of two runs, with and without a client, reveals that client's model.
-    So a site takes part in one run on the same data, unless its operator allows more. And its
-    training depends on a random number of its own, so that no other run repeats its model.
+    A site therefore takes part in only one run on the same data, unless its operator allows more.
+    Its training also depends on a random number of its own, so that no other run gives the same
+    model.
     """
 
     notebook: SiteNotebook
@@ -312,14 +314,14 @@ class RunsWithSums:
             return
         if examples_digest(self.train) in runs.values():
             raise Refused(
-                "this site has taken part in a secure sum of another run on the same data: the "
+                "this site has taken part in a secure sum of another run on the same data, and the "
                 "difference of two sums could be its model; to take part again, set repeat_sums = "
                 "true in its site.toml",
                 "repeated",
             )
 
     def enter(self) -> None:
-        """Note this run before a model leaves; raises as ``check``."""
+        """Record this run before a model is sent; raises Refused as ``check`` does."""
         memory = self.notebook.memory
         make_folder(memory)
         with FileLock(memory / f".{RUNS_WITH_SUMS}.lock"):
@@ -330,7 +332,7 @@ class RunsWithSums:
                 write_secret(memory / RUNS_WITH_SUMS, json.dumps(runs).encode())
 
     def nonce(self) -> bytes:
-        """The site's random number in this run. It is kept, so that a resumed run has the same
+        """The site's random number in this run. It is stored, so that a resumed run has the same
         bits.
         """
         path = self.notebook.folder / NONCE
@@ -348,10 +350,11 @@ class RunsWithSums:
 
 @dataclass(frozen=True)
 class SumUnderWay:
-    """What a site notes of a sum between two steps.
+    """The state of a sum that a site stores between two steps.
 
-    ``identity``: round, stage and word. ``summand``: the client in the sum (``Summand.note``).
-    ``masked``: the digest of the request whose model was masked; empty if none was.
+    ``identity``: round, stage and word. ``summand``: the client's state in the sum
+    (``Summand.note``). ``masked``: the digest of the request whose model was masked; empty if no
+    model was masked.
     """
 
     identity: list[Any]
@@ -361,12 +364,12 @@ class SumUnderWay:
 
 @dataclass(frozen=True)
 class SumNotes:
-    """What a site notes of secure sums, in two files of the client's folder."""
+    """A site's records of secure sums, in two files of the client's folder."""
 
     folder: Path
 
     def under_way(self, stage: Stage, word: str) -> SumUnderWay | None:
-        """The note of a sum, if it is the one that is under way."""
+        """The stored state of a sum; None if it is not the current sum."""
         fields = self._read(UNDER_WAY)
         if fields.get("of") != _identity(stage, word):
             return None
@@ -375,16 +378,16 @@ class SumNotes:
         )
 
     def keep(self, note: SumUnderWay) -> None:
-        """Note a sum in the place of the one before."""
+        """Store the state of a sum, and replace the previous one."""
         self._write(UNDER_WAY, {"of": note.identity, "note": note.summand, "asked": note.masked})
 
     def left(self, stage: Stage) -> list[int] | None:
-        """The clients that were left when shares of a stage were revealed; None if none were."""
+        """The clients in the sum when shares were revealed; None if none were revealed."""
         clients: list[int] | None = self._read(REVEALED).get(_entry_name(stage))
         return clients
 
     def note_left(self, stage: Stage, clients: list[int]) -> None:
-        """Note the clients that are left, before shares of a stage leave."""
+        """Record the clients in the sum, before shares of a stage are sent."""
         self._write(REVEALED, {**self._read(REVEALED), _entry_name(stage): clients})
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -410,8 +413,8 @@ def _entry_name(stage: Stage) -> str:
 class SiteSums(SiteGuard):
     """Answers the steps of secure sums, and no other request for a model.
 
-    ``standardising``: the stage of the sums that standardise data. ``runs``: the runs with sums of
-    a real site; None in a trial.
+    ``standardising``: the stage of the sums that standardise data. ``runs``: a real site's runs
+    with secure sums; None in a trial.
     """
 
     masking: Masking
@@ -428,15 +431,15 @@ class SiteSums(SiteGuard):
         return int.from_bytes(drawn[:8], "big") >> 1
 
     def answer(self, request: SiteRequest, respond: Callable[[Payload], Reply]) -> Reply:
-        """The answer of a step. Raises Refused for a request that is no step."""
+        """The answer to a step. Raises Refused for any other request."""
         if not self._is_summed(request.stage):
             return respond(request.payload)
 
         step, word = asked_step(request.payload)
         if step not in STEPS or not word.isalnum():
             raise Refused(
-                "models of this run are summed in secret: this site answers only the steps of the "
-                "secure sum",
+                "the models of this run are summed securely: this site answers only the steps of "
+                "the secure sum",
                 "sum",
             )
         if self.runs is not None:
@@ -456,12 +459,12 @@ class SiteSums(SiteGuard):
 
     def _is_summed(self, stage: Stage) -> bool:
         """Whether the answers of a stage are models. Label counts and the sums that standardise
-        data leave the site as they are.
+        data are sent unmasked.
         """
         return stage.name != CENSUS and stage != self.standardising
 
     def _answer(self, request: SiteRequest, step: str, word: str) -> SumAnswer:
-        """The answers of this client in the sum with this word. A new word in the first step begins
+        """The answers of this client in the sum with this word. A new word in the first step starts
         another sum.
         """
         stage = request.stage
@@ -475,7 +478,9 @@ class SiteSums(SiteGuard):
             masked = ""
         else:
             raise Refused(
-                "the secure sum of this step is not the one that this site takes part in", "sum"
+                "this step belongs to another secure sum than the one in which this site "
+                "takes part",
+                "sum",
             )
         return SumAnswer(
             masking=self.masking,
@@ -488,9 +493,10 @@ class SiteSums(SiteGuard):
 
 @dataclass(frozen=True)
 class SumAnswer:
-    """The answers of one client in one sum, each of which is noted before it leaves.
+    """The answers of a client in a sum. Each answer is recorded before it is sent.
 
-    ``masked``: the digest of the request whose model was masked in this sum; empty if none was.
+    ``masked``: the digest of the request whose model was masked in this sum; empty if no model was
+    masked.
     """
 
     masking: Masking
@@ -513,12 +519,14 @@ class SumAnswer:
         return self._reply("shares", shares)
 
     def vector(self, respond: Callable[[Payload], Reply]) -> Reply:
-        """Step 3: the stage's work, and its masked model; or whose shares cannot be read."""
+        """Step 3: the work of the stage and its masked model, or the clients with unreadable
+        shares.
+        """
         payload = plain_payload(self.request.payload)
         digest = self.request.with_payload(payload).digest()
         if self.masked not in ("", digest):
             raise Refused(
-                "this site has masked another answer in this sum: one mask hides one model only",
+                "this site has masked another answer in this sum, and a mask hides only one model",
                 "sum",
             )
         received = as_bytes(self.request.payload.tensors(f"{PREFIX}sealed"), SEALED)
@@ -539,14 +547,14 @@ class SumAnswer:
         return replace(self._reply("vector", as_tensor(masked)), metrics=times)
 
     def revealed(self) -> Reply:
-        """Step 4: shares of the secrets that take the masks off the sum."""
+        """Step 4: shares of the secrets that remove the masks from the sum."""
         stage = self.request.stage
         numbers = self.request.payload.tensor(f"{PREFIX}left").tolist()
         left = sorted(int(number) for number in numbers)
         if self.notes.left(stage) not in (None, left):
             raise Refused(
                 f"this site has revealed shares for round {stage.round}, stage {stage.name!r}, "
-                "with other clients left: two sums would show a single model",
+                "with other clients in the sum; two sums would reveal a single model",
                 "sum",
             )
         shares = byte_tensors(self.summand.revealed(left))

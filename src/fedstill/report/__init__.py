@@ -1,1 +1,1 @@
-"""What people look at: tables in the terminal, and one self-contained page."""
+"""Reports for users: tables in the terminal, and a self-contained HTML page."""

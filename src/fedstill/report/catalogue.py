@@ -1,5 +1,5 @@
-"""What there is, in a terminal: the names of a kind with their fields, and the card of one
-thing.
+"""Registered methods, models and so on in the terminal: the entries of a kind with their fields,
+and the card of a single entry.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.registry import Entry
 
-# What an annotation allows, in words.
+# The legal values of an annotation, in words.
 
 
 _KINDS = {
@@ -38,7 +38,7 @@ _KINDS = {
 
 
 def legal(hint: Any) -> str:
-    """What an annotation allows, as a reader writes it.
+    """The legal values of an annotation, in words.
 
     >>> from fedstill.core.fields import Candidates, Count, PositiveShare
     >>> legal(PositiveShare), legal(Count | None), legal(Literal["sum", "mean"])
@@ -61,7 +61,7 @@ def legal(hint: Any) -> str:
 
 
 def _bound(bound: object) -> str:
-    """What a bound of an annotation allows; empty for one that says nothing to a reader."""
+    """The legal values of a bound of an annotation, in words; empty for an internal bound."""
     if isinstance(bound, Len):
         return f", {bound.min_length} to {bound.max_length} of them"
     if isinstance(bound, Interval):
@@ -86,15 +86,15 @@ def _upper_end(interval: Interval) -> str:
 
 
 def _short(number: Any) -> str:
-    """A number without needless digits of its exponent: 1e6."""
+    """A number without unnecessary digits in its exponent: 1e6."""
     return f"{number:g}".replace("e+0", "e").replace("e+", "e")
 
 
-# The card of one thing, and the list of all things of a kind.
+# The card of an entry, and the list of all entries of a kind.
 
 
 ALWAYS = ("epochs", "batch", "optimiser", "lr")
-"""What is said of every plan; of other fields, those that differ from plain SGD."""
+"""The fields of a plan that are always shown; others are shown if they differ from plain SGD."""
 
 LABELS = ("Source", "Symbols", "State", "Memory")
 """The blocks of docstrings that a card shows."""
@@ -122,7 +122,7 @@ def value(setting: object) -> str:
 
 
 def overview(entries: Sequence[Entry]) -> Iterator[RenderableType]:
-    """Every thing's name and summary, and below it its fields."""
+    """The name and summary of each entry, followed by its fields."""
     names = max((len(entry.name) for entry in entries), default=0)
     lines = [line for entry in entries for line in _fields(entry)]
     fields = max((len(line.left) for line in lines), default=0)
@@ -132,7 +132,7 @@ def overview(entries: Sequence[Entry]) -> Iterator[RenderableType]:
 
 
 def card(entry: Entry) -> RenderableType:
-    """All that is declared of one thing: paper, symbols, state and memory, topology, needs, plans,
+    """All declarations of an entry: paper, symbols, state and memory, topology, needs, plans and
     fields.
     """
     head = Text.assemble((f"{entry.kind} {entry.name}", "bold"), "  ", descriptions.summary(entry))
@@ -144,7 +144,7 @@ def card(entry: Entry) -> RenderableType:
 
 
 def _about(entry: Entry) -> Iterator[Line]:
-    """What docstrings say of a thing, what a method declares, and where the code is."""
+    """The blocks of an entry's docstrings, a method's declarations, and the place of the code."""
     yield from _of_docstrings(entry)
     if inspect.isclass(entry.target) and issubclass(entry.target, Method):
         yield from _of_method(entry.target, entry)
@@ -152,7 +152,7 @@ def _about(entry: Entry) -> Iterator[Line]:
 
 
 def _of_docstrings(entry: Entry) -> Iterator[Line]:
-    """The blocks of the thing's docstring; of a method, of its file's, too."""
+    """The blocks of an entry's docstring; for a method, also those of its file's docstring."""
     documents = [inspect.getdoc(entry.target) or ""]
     module = inspect.getmodule(entry.target)
     if entry.kind == "method" and module is not None:
@@ -168,7 +168,7 @@ def _of_docstrings(entry: Entry) -> Iterator[Line]:
 
 
 def _home(entry: Entry) -> str:
-    """Where a thing's code is: the file of a user's, else the dotted name."""
+    """The place of an entry's code: the file of a user's entry, or else the dotted name."""
     name = getattr(entry.target, "__qualname__", "")
     module = entry.target.__module__
     if module.startswith(USER):
@@ -199,7 +199,7 @@ def _plan(plan: Plan) -> str:
 
 
 def _fields(entry: Entry) -> list[Line]:
-    """For each field its default, and its sentence with what is legal."""
+    """For each field, its default, and its description with the legal values."""
     lines = []
     sentences = descriptions.plain_sentences(entry.target)
     for name, (hint, default) in descriptions.fields(entry).items():
@@ -217,7 +217,7 @@ def _line(label: str, text: str) -> Line:
 
 
 def _columns(lines: Sequence[Line], width: int = 0) -> Table:
-    """Two columns; the first as wide as it must be, and at least so wide."""
+    """A table of two columns. ``width``: the minimum width of the first column."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(min_width=width, no_wrap=True)
     grid.add_column(overflow="fold")

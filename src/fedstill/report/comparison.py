@@ -1,5 +1,5 @@
-"""Comparisons in Python and in notebooks: ``Comparison`` shows runs that exist, and ``compare``
-carries them out, as ``fedstill compare`` does.
+"""Comparisons in Python and in notebooks: ``Comparison`` shows existing runs, and ``compare``
+executes runs, as the command ``fedstill compare`` does.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def compare(  # noqa: PLR0913 - the options of the command compare
     debug: bool = False,
     quiet: bool = False,
 ) -> Comparison:
-    """Carry out runs for all methods, all values of a grid and all seeds, and compare them.
+    """Execute runs for all methods, all values of a grid and all seeds, and compare them.
 
     The report and the tables are written to the folder of the runs. If the call is stopped, the
     same call continues; finished runs are not repeated. Raises ConfigError before anything is
@@ -256,9 +256,7 @@ def followed_outcomes(
     overwrite: bool = False,
     track: Sequence[str] = (),
 ) -> list[Outcome]:
-    """Carry out the runs, and show their progress unless ``quiet``. ``devices``: as for
-    ``compare``.
-    """
+    """Execute the runs, and show progress unless ``quiet``. ``devices``: as in ``compare``."""
     slots = slots_for({variant.settings.device for variant in runs}, jobs, devices)
     with followed_runs(quiet) as shown:
         return carry_out_runs(

@@ -1,4 +1,4 @@
-"""Figures of plotly's traces: their layout and colours, and lines over rounds with bands."""
+"""Figures made of Plotly's traces: layouts, colours, and lines by round with bands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 PERCENT = {"tickformat": ".3~%"}
 SHARE = {"tickformat": ".3~f"}
-"""Ticks of an axis of shares: as many digits as tell them apart, without zeros at the end."""
+"""The tick format of an axis of shares: enough digits to distinguish ticks, no trailing zeros."""
 
 ACCURACY = (
     (0.0, "#440154"),
@@ -26,38 +26,38 @@ ACCURACY = (
     (0.75, "#5ec962"),
     (1.0, "#fde725"),
 )
-"""The colours of accuracies from 0 to 100 %: viridis, whose brightness alone tells the order."""
+"""The colours of accuracies from 0 to 100 %: viridis, which is ordered by brightness."""
 
 COUNTS = ((0.0, "#c6dbef"), (0.5, "#4292c6"), (1.0, "#08306b"))
-"""The colours of numbers from 0 up: blues."""
+"""The colours of non-negative numbers: shades of blue."""
 
 DECIMALS = 5
 HEIGHT = 340
 MOST_IN_LEGEND = 4
-"""How many groups a figure names within itself; of more, the page shows a key."""
+"""The largest number of groups in a figure's own legend; for more, the page has a separate key."""
 MOST_WITH_MARKERS = 60
-"""A line through more points than these is drawn without markers."""
+"""A line with more points than this is drawn without markers."""
 MOST_TICKS = 12
-"""An axis of at most so many whole numbers has a tick at each."""
+"""An axis with at most this many whole numbers has a tick at each."""
 MOST_CELLS = 250_000
-"""More numbers than these a page does not carry in pictures of one kind."""
+"""The largest number of cells in all heat maps of one kind on a page."""
 LETTERS = 18
-"""The most letters of a name on an axis."""
+"""The largest number of letters of a name on an axis."""
 
 
 Trace = dict[str, Any]
-"""A trace as plotly.js reads it: its type and its settings."""
+"""A trace in the format of plotly.js: its type and its settings."""
 
 Layout = dict[str, Any]
-"""A layout as plotly.js reads it."""
+"""A layout in the format of plotly.js."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Traces and their layout, as plotly.js reads them; figures may share a layout.
+    """Traces and their layout in the format of plotly.js. Figures may share a layout.
 
-    They are plain dictionaries: plotly's own classes check every number, which takes most of the
-    time of a page. Tests check the figures by these classes.
+    Traces and layouts are plain dictionaries, because Plotly's classes check every number and would
+    take most of the time of a page. Tests check figures with these classes.
     """
 
     traces: Sequence[Trace]
@@ -65,16 +65,16 @@ class Figure:
 
 
 def new_trace(kind: str, /, **settings: Any) -> Trace:
-    """A trace of a type of plotly.js, such as "scatter"; settings that are None are left out."""
+    """A trace of a type of plotly.js, such as "scatter", without settings that are None."""
     given = {name: value for name, value in settings.items() if value is not None}
     return {"type": kind, **given}
 
 
 def figures_json(figures: Sequence[Figure]) -> str:
-    """Figures as the JSON that the page's script reads; numbers that are not finite become null.
+    """Figures as JSON for the page's script. Numbers that are not finite become null.
 
-    No text in it can end a script element, because < and > are escaped, or change the direction of
-    other text.
+    No text in it can end a script element or change the direction of other text, because < and >
+    are escaped and control characters are replaced.
     """
     plain_figures = [{"data": figure.traces, "layout": figure.layout} for figure in figures]
     try:
@@ -85,7 +85,7 @@ def figures_json(figures: Sequence[Figure]) -> str:
 
 
 def _json(value: Any) -> str:
-    # An escaped character would get past `neutral`.
+    # `neutral` would not recognise an escaped character.
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     return neutral(text, "html")
 
@@ -102,8 +102,8 @@ def _finite(value: Any) -> Any:
 
 
 class Style:
-    """The colour and dash of each group, the same in all figures; colours that colour-blind readers
-    tell apart.
+    """The colour and dash of each group, the same in all figures. Colour-blind readers can
+    distinguish the colours.
 
     Source: Okabe & Ito, "Color Universal Design".
     """
@@ -112,11 +112,11 @@ class Style:
         self._index = {id(group): i for i, group in enumerate(groups)}
 
     def colour(self, group: Group) -> str:
-        """A colour; they repeat after seven groups."""
+        """The colour of a group. Colours repeat after seven groups."""
         return COLOURS[self._index[id(group)] % len(COLOURS)]
 
     def dash(self, group: Group) -> str:
-        """A dash, which changes when colours repeat."""
+        """The dash of a group. It changes when colours repeat."""
         return DASHES[self._index[id(group)] // len(COLOURS) % len(DASHES)]
 
 
@@ -124,9 +124,9 @@ class Style:
 
 
 def layout(**settings: Any) -> Layout:
-    """A layout with the settings that all figures share, and its own.
+    """A layout with the common settings of all figures, and additional ones.
 
-    The page sets the colours of text and grid, for they follow the reader's theme.
+    The page sets the colours of text and grid, which depend on the reader's theme.
     """
     for axis in ("xaxis", "yaxis"):
         if axis in settings:
@@ -142,8 +142,8 @@ def layout(**settings: Any) -> Layout:
 
 
 def flat_range(values: Iterable[float | None], axis: Mapping[str, Any]) -> dict[str, Any]:
-    """A range around the value of an axis that has only one, for Plotly takes one up and one down;
-    empty for any other axis.
+    """The range of an axis on which all values are equal, which Plotly would extend by 1 in both
+    directions; empty for any other axis.
     """
     distinct = {value for value in values if value is not None}
     if len(distinct) != 1 or axis.get("type") == "log":
@@ -162,20 +162,20 @@ def flat_range(values: Iterable[float | None], axis: Mapping[str, Any]) -> dict[
 
 
 def y_values(traces: Iterable[Any]) -> Iterator[float | None]:
-    """The numbers of all traces on the y axis."""
+    """The y values of all traces."""
     for trace in traces:
         yield from trace.get("y", ())
 
 
 def whole_numbers(count: int) -> dict[str, Any]:
-    """Ticks of an axis from 0 on with so many whole numbers: none between them."""
+    """The ticks of an axis with ``count`` whole numbers from 0: at whole numbers only."""
     if count > MOST_TICKS:
         return {}
     return {"tickmode": "linear", "dtick": 1}
 
 
 def class_axis(title: str) -> dict[str, Any]:
-    """An axis of classes by name, the first at the top."""
+    """An axis of class names, with the first class at the top."""
     return {
         "type": "category",
         "autorange": "reversed",
@@ -185,12 +185,12 @@ def class_axis(title: str) -> dict[str, Any]:
 
 
 def height_of(classes: int) -> int:
-    """How high, in pixels, a map with so many classes is."""
+    """The height of a heat map with this number of classes, in pixels."""
     return 80 + max(160, min(720, 22 * classes))
 
 
 def absent_note(text: str) -> dict[str, Any]:
-    """The annotation of a figure that has nothing to draw."""
+    """The annotation of an empty figure."""
     return {"text": text, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5}
 
 
@@ -198,29 +198,29 @@ def absent_note(text: str) -> dict[str, Any]:
 
 
 def rounded(value: float) -> float:
-    """A number with as many digits as a figure shows."""
+    """A number rounded to the digits that a figure shows."""
     return round(value, DECIMALS)
 
 
 def escaped(name: str) -> str:
-    """A name whose markup Plotly prints as text."""
+    """A name with escaped markup, so that Plotly prints it as text."""
     return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def short_name(name: str) -> str:
-    """A name as an axis has room for: a long one is cut."""
+    """A name for an axis; a long name is cut."""
     if len(name) > LETTERS:
         name = f"{name[: LETTERS - 1].rstrip()}…"
     return escaped(name)
 
 
 def group_name(group: Group) -> str:
-    """A group's label in a figure, which says whether it is unfinished."""
+    """A group's label in a figure, with a note if the group is unfinished."""
     return escaped(group.display)
 
 
 def class_names(classes: Sequence[str]) -> list[str]:
-    """The names of classes as a figure shows them, each once."""
+    """The names of classes in a figure, made unique."""
     names = list(classes)
     if len(set(names)) < len(names):
         names = [f"{number}: {name}" for number, name in enumerate(classes)]
@@ -228,7 +228,7 @@ def class_names(classes: Sequence[str]) -> list[str]:
 
 
 def faint(colour: str, alpha: float) -> str:
-    """A colour that lets others through: ``alpha`` in [0, 1]."""
+    """A transparent colour; ``alpha``: its opacity in [0, 1]."""
     red, green, blue = bytes.fromhex(colour.removeprefix("#"))
     return f"rgba({red},{green},{blue},{alpha})"
 
@@ -237,13 +237,13 @@ def faint(colour: str, alpha: float) -> str:
 
 
 def measured(groups: Sequence[Group], key: str) -> bool:
-    """Whether any group has a number of that key in any round."""
+    """Whether any group has a value of a metric in any round."""
     return any(run.curve(key) for group in groups for run in group.started)
 
 
 @dataclass(frozen=True)
 class Line:
-    """The series of a group, and one to compare it with, which is drawn dotted in its colour."""
+    """The series of a group, and a reference series, which is drawn dotted in the same colour."""
 
     group: Group
     series: Series
@@ -257,8 +257,7 @@ def lines(
     axis: Mapping[str, Any] | None = None,
     reference: str = "",
 ) -> Figure:
-    """A measure over rounds, one line for each group, with a band of one standard deviation over
-    seeds.
+    """A measure by round: a line for each group, with a band of one standard deviation over seeds.
 
     axis: settings of the y axis. reference: a second measure, drawn dotted in the same colour.
     """
@@ -274,9 +273,9 @@ def lines(
 def curves(
     drawn: Sequence[Line], style: Style, unit: str, axis: Mapping[str, Any] | None = None
 ) -> Figure:
-    """Lines over rounds or hops, which ``unit`` names.
+    """Lines by round or hop. ``unit``: "round" or "hop".
 
-    Between hops that were measured and do not follow one another there is a gap.
+    A line has a gap between measured hops that are not consecutive.
     """
     traces: list[Trace] = []
     last = 0
@@ -305,7 +304,7 @@ def curves(
 def over_seconds(
     groups: Sequence[Group], style: Style, clock: Callable[[Group], ByRound], title: str
 ) -> Figure:
-    """Accuracy over the seconds of a clock, both the mean over seeds at the end of each round."""
+    """Accuracy by the seconds of a clock. Both are means over seeds at the end of each round."""
     traces = []
     for group in groups:
         accuracy = mean_over_seeds(group, "accuracy")
@@ -337,7 +336,7 @@ def over_seconds(
 
 @dataclass(frozen=True)
 class _Pen:
-    """Draws the lines of a group over an axis with some settings."""
+    """Draws the lines of a group."""
 
     group: Group
     style: Style
@@ -360,7 +359,7 @@ class _Pen:
         )
 
     def mean(self, parts: Sequence[Series]) -> Trace:
-        """The mean over seeds; its hover text has the standard deviation, too."""
+        """The mean over seeds. The hover text also contains the standard deviation."""
         dash = self.style.dash(self.group)
         mode = _mode(sum(len(part.rounds) for part in parts))
         if mode == "lines" and _has_lone_point(parts):
@@ -373,7 +372,7 @@ class _Pen:
         )
 
     def reference(self, parts: Sequence[Series]) -> Trace:
-        """The mean of what the group is compared with."""
+        """The mean of the reference series."""
         mode = "lines"
         if _has_lone_point(parts):
             mode = "lines+markers"
@@ -412,7 +411,7 @@ def _parts(series: Series, unit: str) -> Sequence[Series]:
 
 
 def _joined(parts: Iterable[Sequence[Any]]) -> list[Any]:
-    """The values of all parts, with None between parts: there Plotly draws no line."""
+    """The values of all parts, with None between parts, where Plotly draws no line."""
     values: list[Any] = []
     for part in parts:
         if values:
@@ -422,14 +421,14 @@ def _joined(parts: Iterable[Sequence[Any]]) -> list[Any]:
 
 
 def _outline(series: Series) -> list[float]:
-    """One standard deviation above a series, forwards, and one below it, backwards."""
+    """The outline of a band: its upper edge forwards, then its lower edge backwards."""
     above = [rounded(value.mean + value.std) for value in series.values]
     below = [rounded(value.mean - value.std) for value in series.values]
     return [*above, *reversed(below)]
 
 
 def _mode(points: int) -> str:
-    """How a line is drawn: a single point needs a marker, and many markers hide the line."""
+    """The mode of a trace: a single point needs a marker, but many markers would hide the line."""
     if points == 1:
         return "markers"
     if points > MOST_WITH_MARKERS:

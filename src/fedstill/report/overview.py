@@ -78,7 +78,7 @@ NO_ROUND = "No run has finished a round yet."
 
 
 def results(report: Report) -> Section:
-    """The table of all measures, and the differences to one of the groups."""
+    """The table of all measures, and the differences to a baseline."""
     ordered, ranked_by = best_first(report.groups)
     lines = rows(ordered)
     measures = columns(lines)
@@ -117,7 +117,7 @@ def _cell(text: str) -> Cell:
 
 
 def _explained(measures: Sequence[Column]) -> str:
-    """What each column of the table is, as a sentence."""
+    """A sentence that explains each column of the table."""
     if not measures:
         return NO_ROUND
     text = "; ".join(f"{measure.title}: {measure.description}" for measure in measures)
@@ -125,7 +125,7 @@ def _explained(measures: Sequence[Column]) -> str:
 
 
 def _differences(report: Report) -> Block | None:
-    """Differences to the baseline; None where no other group shares two seeds with it."""
+    """Differences to the baseline; None if no other group shares two seeds with it."""
     baseline = report.baseline
     if not any(_are_comparable(group, baseline) for group in report.groups):
         return None
@@ -147,9 +147,9 @@ def _are_comparable(group: Group, baseline: Group) -> bool:
 
 
 MOST_REASONS = 12
-"""How many reasons of a group have a line of their own."""
+"""The largest number of reasons per group with a separate line."""
 MOST_IDS = 10
-"""How many clients, or rounds, a line names."""
+"""The largest number of clients, or rounds, in a line."""
 
 
 def failures(report: Report) -> Section | None:
@@ -181,16 +181,16 @@ def _reasons(group: Group, label: Block) -> Iterable[list[Cell]]:
 
 
 def _about_failures(groups: Iterable[Group]) -> str:
-    """That replies were refused, and whether the rounds went on."""
+    """A sentence on refused replies, and whether the rounds continued."""
     ended = set()
     for group in groups:
         for run in group.runs:
             ended |= {event["round"] <= len(run.rounds) for event in _refused_events(run)}
     text = "Replies that were refused, and clients that failed."
     if ended == {True}:
-        return f"{text} The rounds went on without them."
+        return f"{text} The rounds continued without them."
     if True in ended:
-        return f"{text} The rounds that ended went on without them."
+        return f"{text} Finished rounds continued without them."
     return text
 
 
@@ -199,7 +199,7 @@ def _refused_events(run: Run) -> list[Event]:
 
 
 def _ids(events: Iterable[Event], key: str) -> str:
-    """The clients, or the rounds, of some events; of many the first, and their number."""
+    """The clients, or the rounds, of some events; for many, the first ones and the number."""
     ids = sorted({int(event.get(key, -1)) for event in events})
     listed = ", ".join(map(str, ids[:MOST_IDS]))
     if len(ids) > MOST_IDS:
@@ -207,11 +207,11 @@ def _ids(events: Iterable[Event], key: str) -> str:
     return listed
 
 
-# Settings, and where the runs are
+# Settings, and the directories of the runs
 
 
 def settings(report: Report) -> Section:
-    """The settings in which groups differ; folded, those that are equal, and all runs."""
+    """The settings in which groups differ. Collapsed: the equal settings, and all runs."""
     by_group = [group.settings for group in report.groups]
     keys = differing(by_group)
     equal = [[key, value_text(value)] for key, value in by_group[0].items() if key not in keys]
@@ -305,9 +305,9 @@ def cost(report: Report) -> Section | None:
 
 @dataclass(frozen=True)
 class BarPart:
-    """One part of every group's bar: its name, a value for each group, and how opaque it is.
+    """A part of each group's bar: its name, a value for each group, and its opacity.
 
-    is_named: whether its name and value stand on the bar.
+    is_named: whether the bar shows its name and value.
     """
 
     name: str
@@ -417,7 +417,7 @@ def measure_bars(groups: Sequence[Group], style: Style) -> Figure:
     return Figure(traces, axes)
 
 
-# Accuracy over seconds of training, and how many of them a target accuracy takes
+# Accuracy by seconds of training, and the seconds until a target accuracy
 
 
 STEP = 0.05
@@ -436,7 +436,7 @@ ABOUT_REACHED = (
 
 
 def targets(report: Report) -> Section | None:
-    """Accuracy by seconds of training, and the seconds to each of some targets; None if nothing was
+    """Accuracy by seconds of training, and the seconds to each target; None if nothing was
     measured.
     """
     groups = [group for group in report.groups if _has_times(group)]
@@ -459,18 +459,18 @@ def targets(report: Report) -> Section | None:
 
 
 def _has_times(group: Group) -> bool:
-    """Whether there is an accuracy after a round, and training took time that was recorded."""
+    """Whether the group has an accuracy after a round, and recorded times of training."""
     accuracy = mean_over_seeds(group, "accuracy")
     return len(accuracy) > 1 and any(mean_seconds_trained(group).values())
 
 
 def _goals(groups: Sequence[Group]) -> list[float]:
-    """The highest few multiples of 5 % that any run reaches."""
+    """The highest multiples of 5 % that any run reaches."""
     best = 0.0
     for group in groups:
         for run in group.started:
             best = max([best, *_accuracies(run)])
-    # a best accuracy of 0.15 is three steps, though the quotient is a little below 3
+    # a best accuracy of 0.15 is three steps, although the quotient is slightly below 3
     highest = int(best / STEP + 1e-9)
     lowest = max(1, highest - MOST_TARGETS + 1)
     return [STEP * step for step in range(lowest, highest + 1)]
@@ -500,7 +500,7 @@ def seconds_to(run: Run, goal: float) -> float | None:
 
 
 def _times_to(group: Group, goal: float) -> str:
-    """The seconds to a goal over the seeds that reach it, and how many do if not all do."""
+    """The seconds to a goal over the seeds that reach it, with their number if some do not."""
     by_run = [seconds_to(run, goal) for run in group.started]
     reached = [passed for passed in by_run if passed is not None]
     value = spread(reached)
@@ -515,7 +515,7 @@ def _times_to(group: Group, goal: float) -> str:
 
 
 def _mean_teachers(group: Group) -> str:
-    """How many models taught a client, on average; a dash where methods have no teachers."""
+    """The mean number of models that taught a client; a dash for methods without teachers."""
     lists = [event.get("teachers") for run in group.started for event in run.clients]
     counts = [len(teachers) for teachers in lists if isinstance(teachers, list)]
     if not counts:

@@ -1,9 +1,9 @@
-"""The page of runs, one HTML file that needs no network: its sections, and what stands above them.
+"""The report page, one HTML file that needs no network: its sections and its introduction.
 
-A section is a function ``(report) -> Section | None``; it returns None where its runs have measured
-nothing of it. To add one, write the function in the module of its subject and enter it in
-``SECTIONS``. An outer package enters its sections in ``manifest.py``, with the same kind of record
-and the name of the section that they follow.
+A section is a function ``(report) -> Section | None``. It returns None if the runs lack its
+measurements. To add a section, write the function in the module of its subject and add it to
+``SECTIONS``. An outer package adds its sections in ``manifest.py``, each with the name of the
+section that it follows.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from fedstill.running.runs import Group, groups, method_of, split_text, value_te
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
-"""What a browser may load for the page: nothing from anywhere else."""
+"""The content security policy of the page: a browser loads nothing from elsewhere."""
 
 TEMPLATES = resources.files("fedstill.report") / "templates"
 
 MOST_LABELS = 4
-"""A title names at most so many groups; of more, their methods."""
+"""The largest number of groups in a title; for more groups, it contains their methods."""
 MOST_METHODS = 6
-"""A title names all methods if there are at most so many."""
+"""The largest number of methods in a title."""
 FIRST_METHODS = 5
-"""How many methods a title names where there are too many."""
+"""The number of methods in a title if there are too many."""
 
 COMPRESSION = 6
-"""Of plotly.js, with zlib; 9 is 0.2 % smaller and takes twice as long."""
+"""The zlib level for plotly.js. Level 9 is 0.2 % smaller and takes twice as long."""
 
 
 def write_page(directories: Sequence[Path], out: Path, against: str = "") -> Path:
     """Write the report of the runs in (or below) some directories to the file ``out``.
 
-    against: the label of the group that differences are to; empty: the first. Raises ConfigError if
-    there is no run in a directory or no group of that label, or if ``out`` cannot be written, or is
-    there and no page that fedstill made; CorruptFile for a run that cannot be read.
+    against: the label of the baseline of differences; empty for the first group. Raises ConfigError
+    for a directory without runs, for an unknown label, and if ``out`` cannot be written or is a
+    file that fedstill did not make; CorruptFile for a run that cannot be read.
     """
     check_may_overwrite(out, PAGE)
     text = page(groups(directories), against)
@@ -75,7 +75,7 @@ def write_page(directories: Sequence[Path], out: Path, against: str = "") -> Pat
 
 
 def page(compared: Sequence[Group], against: str = "") -> str:
-    """The page as text; differences are to the group of the label ``against``, or to the first."""
+    """The page as HTML. against: the label of the baseline of differences, by default the first."""
     with ThreadPoolExecutor(1) as pool:
         library = pool.submit(plotly_script)
         introduction = _introduction(compared)
@@ -84,9 +84,9 @@ def page(compared: Sequence[Group], against: str = "") -> str:
 
 
 def document(title: str, introduction: Iterable[Block], parts: Iterable[Block]) -> str:
-    """A page as text: a title, what stands below it, and sections with other blocks between them.
+    """A page as HTML: a title, an introduction, and sections with other blocks between them.
 
-    The page holds all that draws its figures, and a list of its sections.
+    The page contains the code that draws its figures, and a list of its sections.
     """
     return _document(title, introduction, parts, plotly_script())
 
@@ -111,7 +111,7 @@ def _document(
 
 
 def _asset(name: str) -> Markup:
-    """A file beside the templates, as it is."""
+    """The content of a file in the folder of the templates."""
     return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
 
 
@@ -126,7 +126,7 @@ class PlotlyScript:
 def plotly_script() -> PlotlyScript:
     """The plotly.js of the installed plotly.
 
-    It takes 0.15 s, most of it without Python's lock: a thread can do it beside other work.
+    It takes 0.15 s, mostly without Python's global lock, so a thread can load it in parallel.
     """
     code = get_plotlyjs()
     compressed = gzip.compress(code.encode(), COMPRESSION, mtime=0)
@@ -134,7 +134,7 @@ def plotly_script() -> PlotlyScript:
 
 
 def _version_of(code: str) -> str:
-    """What plotly.js says in its first lines: its name and version."""
+    """The name and version of plotly.js, from its first lines."""
     for line in code[:400].splitlines():
         text = line.strip(" *")
         if text.startswith("plotly.js v"):
@@ -142,7 +142,7 @@ def _version_of(code: str) -> str:
     return "plotly.js"
 
 
-# What stands above the sections
+# The introduction above the sections
 
 
 def _title(compared: Sequence[Group]) -> str:
@@ -158,7 +158,7 @@ def _title(compared: Sequence[Group]) -> str:
 
 
 def _introduction(compared: Sequence[Group]) -> list[Block]:
-    """What the runs have in common, how many there are, and what is not as it should be."""
+    """The common settings of the runs, their number, and notes on unfinished and failed runs."""
     blocks: list[Block] = [Facts(_facts(compared))]
     runs = [run for group in compared for run in group.runs]
     unfinished = sum(not run.finished for run in runs)
@@ -197,7 +197,7 @@ def _facts(compared: Sequence[Group]) -> dict[str, str]:
 
 
 def _data_names(compared: Sequence[Group]) -> str:
-    """The names of the data; a server without data has the name "none", and the sites have data."""
+    """The names of the data sets. If the server has no data ("none"), the sites have them."""
     names = _values(compared, "data.name")
     if names == NO_DATA:
         return "sites' own data"
@@ -205,7 +205,7 @@ def _data_names(compared: Sequence[Group]) -> str:
 
 
 def _values(compared: Sequence[Group], key: str) -> str:
-    """The values of a setting in all groups; of files only their names."""
+    """The values of a setting in all groups; files without their folders."""
     values = [value_text(group.settings[key]) for group in compared if key in group.settings]
     if key.endswith(".name"):
         values = [value.rpartition("/")[2] for value in values]
@@ -214,9 +214,9 @@ def _values(compared: Sequence[Group], key: str) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """What a page reports on: groups of runs, at least one.
+    """The content of a page: at least one group of runs.
 
-    against: the label of the group that differences are to; empty: the first group.
+    against: the label of the baseline of differences; empty for the first group.
     """
 
     groups: Sequence[Group]
@@ -229,7 +229,7 @@ class Report:
 
     @cached_property
     def baseline(self) -> Group:
-        """The group that differences are to; raises ConfigError if no group has that label."""
+        """The baseline of differences; raises ConfigError if no group has its label."""
         return group_named(self.against, self.groups)
 
 

@@ -86,8 +86,8 @@ def advice(tuning: Tuning, config: str, overrides: Sequence[str]) -> str:
     values = [f"{key}={_toml_text(value)}" for key, value in best.values.items()]
     words = " ".join([config, *(f"-s '{v}'" for v in (*overrides, *values))]).strip()
     return (
-        f"trial {best.number} is the best of {len(tuning.trials)}. Its number is too good, because "
-        "it is the best of many; report the values on other seeds:\n"
+        f"trial {best.number} is the best of {len(tuning.trials)}. Its score is too optimistic, "
+        "because these seeds selected it; evaluate its values on other seeds:\n"
         f"  fedstill compare {words} --seeds {seeds}"
     )
 

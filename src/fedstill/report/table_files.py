@@ -1,4 +1,4 @@
-"""Results as files: the table of a comparison and its differences paired by seed, as CSV (with all
+"""Results as files: the table of a comparison and the differences paired by seed, as CSV (with all
 digits), Markdown and LaTeX; and finished runs for TensorBoard.
 
 TensorBoard gets the same numbers as a tracker during a run.

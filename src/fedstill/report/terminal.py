@@ -1,4 +1,4 @@
-"""Tables in a terminal, and the split of the data as a drawing."""
+"""Tables in the terminal, and a drawing of the split of the data."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ SHADES = " ░▒▓█"
 """The marks of a drawn split, from no examples to many."""
 
 MOST_OF_NAME = 30
-"""The most letters of a client's name beside its row of a split."""
+"""The largest number of letters of a client's name next to its row of a split."""
 
 GAP = 2
 """The width between two columns of a table."""
 
 LEAST_TEXT = 20
-"""The least width of a column of text, which is broken between words."""
+"""The minimum width of a column of text, which is broken between words."""
 
 NUMBERS_WIDTH = 1000
-"""The width of a standard output that is no terminal: rows of numbers and paths are not broken."""
+"""The width of tables of numbers if the output is not a terminal, so that rows are not broken."""
 
 SENTENCES_WIDTH = 100
-"""The width of sentences in a standard output that is no terminal."""
+"""The width of sentences if the output is not a terminal."""
 
 
 class _Trimmed(io.TextIOBase):
-    """The standard output without the spaces that a table has at the end of its lines."""
+    """The standard output without trailing spaces in the lines of tables."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -68,7 +68,7 @@ class _Trimmed(io.TextIOBase):
 
 
 class SafeConsole(Console):
-    """A console in which names cannot command the terminal."""
+    """A console that replaces control characters in names."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -81,10 +81,10 @@ class SafeConsole(Console):
 
 
 def console(sentences: bool = False) -> Console:
-    """The standard output, as wide as the terminal or as the variable ``COLUMNS`` says.
+    """The standard output, with the width of the terminal or of the variable ``COLUMNS``.
 
-    sentences: whether the output is text rather than numbers; in a file or a pipe, the lines of
-    text are broken.
+    sentences: whether the output is text rather than numbers. In a file or a pipe, only the lines
+    of text are broken.
     """
     terminal = SafeConsole(highlight=False, markup=False)
     if terminal.is_terminal:
@@ -114,10 +114,11 @@ def percent(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class PlainTable:
-    """A table in a terminal. A wide one is split into parts, which all begin with the first column.
+    """A table in the terminal. A wide table is split into parts, which all begin with the first
+    column.
 
-    words: the number of columns of text, which is broken between words. The columns after them hold
-    numbers, which are not broken.
+    words: the number of leading columns with text, which is broken between words. The other columns
+    contain numbers, which are not broken.
     """
 
     head: Sequence[str]
@@ -140,11 +141,11 @@ class PlainTable:
         return max((cell_len(row[column]) for row in self.rows), default=0)
 
     def _is_broken(self, column: int) -> bool:
-        """Whether the cells of a column are broken; those of the first column are not."""
+        """Whether the cells of a column may be broken. Those of the first column may not."""
         return 0 < column < self.words
 
     def _least_widths(self, width: int) -> list[int]:
-        """The least width of each column, with which any column fits beside the first one."""
+        """The minimum width of each column, so that any column fits next to the first one."""
         widths = []
         for column, head in enumerate(self.head):
             least = self._longest(column)
@@ -163,7 +164,7 @@ class PlainTable:
         full_widths: Sequence[int],
         width: int,
     ) -> list[int]:
-        """The widths of all columns: the free width of a part goes to heads, then to texts."""
+        """The widths of all columns. Heads get the free width of a part first, then texts."""
         widths = list(least_widths)
         missing = [full - least for full, least in zip(full_widths, least_widths, strict=True)]
         for column in part:
@@ -286,7 +287,7 @@ def _spread_text(group: Group, column: Column) -> str:
 
 
 def _row_label(group: Group) -> str:
-    """The label of a group, with a note if not all rounds of its runs are there."""
+    """The label of a group, with a note if its runs lack rounds."""
     note = "unfinished"
     if group.finished:
         note = rounds_note(group)
@@ -296,7 +297,7 @@ def _row_label(group: Group) -> str:
 
 
 def leak_table(compared: Sequence[Group]) -> PlainTable | None:
-    """How well attacks find training examples, without intervals; None if it was not measured."""
+    """The results of attacks on privacy, without intervals; None if they were not measured."""
     # Imports jinja2, which a run without a report does not need.
     from fedstill.report.leaks import HEAD, leak_rows
 
@@ -318,9 +319,9 @@ def drawn_split(
     names: Sequence[str] = (),
     tests: Mapping[int, int] = MappingProxyType({}),
 ) -> Text:
-    """A drawing of a split: a row for each client, a mark for each class or for a few classes.
+    """A drawing of a split: a row for each client, with a mark for each class or several classes.
 
-    Marks are darker where the client has more examples. Clients after the first ``most`` are only
+    A mark is darker if the client has more examples. Clients after the first ``most`` are only
     counted. names: the names of clients in the data. tests: the sizes of clients' own test sets.
     """
     labels = _client_labels(names[:most], min(most, len(counts)))
@@ -355,7 +356,7 @@ def drawn_split(
 
 
 def _client_labels(names: Sequence[str], clients: int) -> list[str]:
-    """The names of clients, cut where they are long, or else their numbers."""
+    """The names of clients, cut if they are long; or their numbers if they have no names."""
     if names:
         return [str(name)[:MOST_OF_NAME] for name in names]
     return [str(client) for client in range(clients)]
@@ -370,7 +371,7 @@ def _class_list(classes: Sequence[str], width: int) -> str:
 
 
 def _size_text(client: int, counts: Sequence[int], tests: Mapping[int, int]) -> str:
-    """How many examples and classes a client has."""
+    """The numbers of examples and classes of a client, in words."""
     present = sum(count > 0 for count in counts)
     classes = f"{present} classes"
     if present == 1:
@@ -384,14 +385,14 @@ def _size_text(client: int, counts: Sequence[int], tests: Mapping[int, int]) -> 
 
 
 MOST_CLASSES = 12
-"""Of a task with more classes than these, their number is printed instead of their names."""
+"""For a task with more classes than this, their number is printed instead of their names."""
 
 MOST_DRAWN = 10
-"""The splits of later tasks than these are not drawn."""
+"""The largest number of tasks whose splits are drawn."""
 
 
 def drawn_data(prepared: Prepared, width: int) -> Iterator[Text]:
-    """The split of a run, clients × classes; with tasks, a line and a split for each task."""
+    """The drawn split of a run; with tasks, a line and a split for each task."""
     classes = prepared.dataset.classes
     tests = {client: len(examples) for client, examples in prepared.sites.own_tests.items()}
     names = prepared.client_names
@@ -416,7 +417,7 @@ def drawn_data(prepared: Prepared, width: int) -> Iterator[Text]:
 
 
 def task_lines(prepared: Prepared) -> Iterator[str]:
-    """A line for each task: its rounds, its classes, and how many clients and examples it has."""
+    """A line for each task: its rounds, its classes, and its numbers of clients and examples."""
     stream = prepared.world.stream
     counts = task_label_counts(prepared)
     last_rounds = [*(first - 1 for first in stream.starts[1:]), stream.rounds]

@@ -1,4 +1,4 @@
-"""The data of a run's clients, of its server and of its tests: first split, then scaled."""
+"""The clients' data, the public set and the test sets of a run: first split, then scaled."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ from fedstill.running.standardisation import UNSCALED, Moments, Scaler, fit_scal
 log = logging.getLogger("fedstill.run")
 
 TRAIN = "train"
-"""``data.public_from`` of a share of the training set."""
+"""The value of ``data.public_from`` for a part of the training set."""
 
 NOISE = "noise"
-"""``data.public_from`` of noise."""
+"""The value of ``data.public_from`` for noise."""
 
 RESIZED_AT_ONCE = 1000
-"""The number of images that are resized together: meanwhile a pixel takes four bytes."""
+"""The number of images that are resized at once; meanwhile, each pixel takes four bytes."""
 
 
 @dataclass(frozen=True)
 class ExampleForm:
-    """What examples must be like to be used beside a run's own.
+    """The form that public examples must have to match the examples of a run.
 
-    shape: of an example. classes: how many there are. mean, std: of pixels. about: the kind of
-    examples. reading: how files that hold no images are read, as keywords of ``load_dataset``.
+    shape: the shape of an example. classes: the number of classes. mean, std: those of pixels.
+    about: the kind of examples. reading: keywords of ``load_dataset`` for files without images.
     """
 
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class ExampleForm:
 
     @property
     def plural(self) -> str:
-        """The examples in words, such as "images"."""
+        """A noun for the examples, such as "images"."""
         return PLURALS[self.about.kind]
 
     @property
@@ -82,17 +82,18 @@ class ExampleForm:
 
 @dataclass(frozen=True)
 class PublicSplit:
-    """A training set without the public examples, and these, if the run has any."""
+    """A training set without the public examples, and the public examples, if there are any."""
 
     train: Examples
     public: Examples | None
 
 
 def set_public_apart(settings: Settings, dataset: Dataset, train: Examples) -> PublicSplit:
-    """The public set of a run, and what clients share, as ``[data] public…`` says.
+    """Divide the training set into clients' examples and public examples, or read the public set
+    from elsewhere, according to the keys ``data.public…``.
 
-    A label that is missing or hidden is -1. Raises ConfigError or DataError for public examples of
-    another shape, or labels of another number of classes.
+    A missing or hidden label is -1. Raises ConfigError or DataError if the public examples have
+    another shape or another number of classes than the run's.
     """
     data = settings.data
     if data.public_from == TRAIN:
@@ -114,11 +115,10 @@ def set_public_apart(settings: Settings, dataset: Dataset, train: Examples) -> P
 
 
 def public_copy(settings: Settings, copy: str, form: ExampleForm) -> Examples | None:
-    """The public set at a site, from its copy of what ``[data] public_from`` names; None without a
-    copy.
+    """The public set at a site, read from the site's copy; None if the site has no copy.
 
-    copy: a folder, or a data set's name. Noise needs none, since it is drawn again. If the server
-    takes the public set from its own training data, the copy is the public set itself.
+    copy: a folder, or the name of a data set. Noise needs no copy, because the site draws it again.
+    If the server takes the public set from its own training data, the copy is the public set.
     """
     source = settings.data.public_from
     public: Examples | None = None
@@ -132,11 +132,11 @@ def public_copy(settings: Settings, copy: str, form: ExampleForm) -> Examples | 
 
 
 def reading_like(data: DataTable, about: DatasetInfo) -> dict[str, Any]:
-    """How a further file is read so that its examples are like the run's: keywords of
-    ``load_dataset``, empty for images.
+    """The keywords of ``load_dataset`` with which another file gives examples of the run's form;
+    empty for images.
 
-    They have the columns, names and marks of the run's examples. What is known of a data set by its
-    name counts, too.
+    They contain the columns, categories and marks of missing values of the run's examples, and the
+    options of a known data set.
     """
     if about.kind == "image":
         return {}
@@ -158,7 +158,7 @@ def reading_like(data: DataTable, about: DatasetInfo) -> dict[str, Any]:
 
 
 def _with_labels_hidden(settings: Settings, public: Examples | None) -> Examples | None:
-    """The public set as methods see it: without labels, if the settings say so."""
+    """The public set as methods see it: without labels if ``data.public_labels`` is false."""
     if public is None or settings.data.public_labels:
         return public
     return _unlabelled(public.values)
@@ -178,15 +178,15 @@ def _from_training_set(settings: Settings, train: Examples) -> PublicSplit:
 
 
 def _noise(settings: Settings, form: ExampleForm) -> Examples:
-    """Noise that is standard normal as the network takes it.
+    """Noise that is standard normal in the units of the network's inputs.
 
-    Noise for images is made of pixels, so it is rounded, and cut off at black and white. In noise
-    for texts, every token id is equally likely.
+    Noise for images consists of pixels, so it is rounded and clipped to the range from black to
+    white. Noise for texts consists of uniformly drawn token ids.
     """
     size = settings.data.public
     if size == 0:
         raise ConfigError(
-            "data.public_from = 'noise' needs data.public, the number of examples to make"
+            "data.public_from = 'noise' needs data.public, the number of examples to draw"
         )
     draw = generator(seed_for(settings.seed, 0, 0, SERVER, "public noise"))
     if form.about.vocabulary:
@@ -202,9 +202,9 @@ def _noise(settings: Settings, form: ExampleForm) -> Examples:
 
 
 def _from_elsewhere(settings: Settings, form: ExampleForm, source: str, folder: str) -> Examples:
-    """The public examples of a folder of images, or of what ``load_dataset`` reads.
+    """The public examples from a folder of images, or from a data set that ``load_dataset`` reads.
 
-    folder: where the data set ``source`` lies, if the settings say it.
+    folder: the folder of the data set ``source``, if the settings name one.
     """
     data = settings.data
     classes = None
@@ -237,7 +237,7 @@ def _from_elsewhere(settings: Settings, form: ExampleForm, source: str, folder: 
 
 
 def _drawn(settings: Settings, form: ExampleForm, source: str, public: Examples) -> Examples:
-    """As many of the public examples as the settings ask for, drawn by key; or all of them."""
+    """``data.public`` of the public examples, drawn by key; all of them if it is 0."""
     size = settings.data.public
     if size > len(public):
         raise ConfigError(
@@ -252,7 +252,7 @@ def _drawn(settings: Settings, form: ExampleForm, source: str, public: Examples)
 
 @contextmanager
 def _naming_the_key(is_in_config: bool) -> Iterator[None]:
-    """Errors of reading data name the key of the config, if the config names the data."""
+    """Add the config key to errors of reading data, if the config names the data."""
     try:
         yield
     except ConfigError as error:
@@ -265,11 +265,11 @@ def _naming_the_key(is_in_config: bool) -> Iterator[None]:
 
 
 def _check_kind(form: ExampleForm, source: str, dataset: Dataset) -> None:
-    """Raise DataError for examples of another kind or vocabulary than the run's."""
+    """Raise DataError for examples whose kind or vocabulary differs from the run's."""
     if dataset.about.kind != form.about.kind or dataset.vocabulary != form.about.vocabulary:
         raise DataError(
-            f"the public examples of {source} are {dataset.many}, the run's {form.plural}; name "
-            "others"
+            f"the public examples of {source} are {dataset.many}, but the run's are {form.plural}; "
+            f"set data.public_from to a source of {form.plural}"
         )
 
 
@@ -284,13 +284,13 @@ def _check_examples(
         if form.are_images:
             remedy = "set data.public_resize = true, or "
         raise DataError(
-            f"the public {plural} of {source} have shape {shape}, the run's {form.shape}; "
-            f"{remedy}name other {plural} with data.public_from"
+            f"the public {plural} of {source} have shape {shape}, but the run's have {form.shape}; "
+            f"{remedy}set data.public_from to other {plural}"
         )
     if settings.data.public_labels and classes is not None and classes != form.classes:
         raise DataError(
-            f"the public {plural} of {source} have {classes} classes, the run's data "
-            f"{form.classes}; set data.public_labels = false to use the {plural} alone"
+            f"the public {plural} of {source} have {classes} classes, but the run's data have "
+            f"{form.classes}; set data.public_labels = false to use the {plural} without labels"
         )
 
 
@@ -299,7 +299,7 @@ def _unlabelled(values: Tensor) -> Examples:
 
 
 def _resized(images: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Images at another size, bilinear; grey becomes RGB by repetition, RGB grey by its mean."""
+    """Resize images bilinearly; grey becomes RGB by repetition, RGB becomes grey by the mean."""
     starts = range(0, max(1, len(images)), RESIZED_AT_ONCE)
     return torch.cat([_block_resized(images[i : i + RESIZED_AT_ONCE], shape) for i in starts])
 
@@ -322,14 +322,14 @@ OWN_TEST = "own test"
 
 @dataclass(frozen=True)
 class ClientData:
-    """What clients, server and tests have of a run's data.
+    """The data of a run, divided among clients, server and tests.
 
-    train: the examples that clients train on. split: which client has which of them; None where
-    sites keep their data. full_split: the split before outer packages removed examples from it; it
-    decides which clients take part in a task. public: the public set. test: the common test set.
-    client_tests: of the clients that have a test set of their own. client_names: what the data call
-    the clients. tasks: the tasks of the training examples. task_tests: a real site's test sets by
-    task. scaler: how the values of all these were scaled.
+    train: the examples that clients train on. split: the examples of each client; None if sites
+    keep their data. full_split: the split before outer packages removed examples from it; it
+    determines the clients that take part in a task. public: the public set. test: the common test
+    set. client_tests: the clients' own test sets. client_names: the names of clients in the data.
+    tasks: the tasks of the training examples. task_tests: a real site's test sets by task. scaler:
+    the transformation that was applied to all values.
     """
 
     train: Examples
@@ -344,7 +344,7 @@ class ClientData:
     scaler: Scaler = UNSCALED
 
     def label_table(self, classes: int) -> Tensor:
-        """Label counts (clients, C); (0, C) where sites keep their data."""
+        """Label counts (clients, C); (0, C) if sites keep their data."""
         if self.split is None:
             return torch.zeros(0, classes, dtype=torch.int64)
         return self.split.label_table(self.train.labels, classes)
@@ -356,7 +356,7 @@ def split_data(
     """Split a data set into the clients' training and test examples, the public set and the common
     test set.
 
-    stored: the split that a run began with, which is used instead of a new one. Raises ConfigError,
+    stored: the split of a run that is resumed; it replaces a new split. Raises ConfigError,
     DataError or InfeasiblePartition.
     """
     trainable, tests = training_and_test_sets(settings, dataset)
@@ -380,8 +380,8 @@ def split_data(
 
     if stored is not None and not stored.fits(train.labels.numpy(), settings.clients):
         raise DataError(
-            "the training data are not those that the run began with: the labels in its split "
-            "differ"
+            "the training data have changed since the run began: their labels differ from those of "
+            "the stored split; restore the data, or start a new run"
         )
     if settings.named.partition.values.get("own_test") is None:
         return _without_client_tests(settings, data, stored)
@@ -391,10 +391,10 @@ def split_data(
 def scale_data(
     settings: Settings, dataset: Dataset, data: ClientData, moments: Moments | None = None
 ) -> ClientData:
-    """Scale the values of all examples, as ``data.standardise`` says.
+    """Scale the values of all examples according to ``data.standardise``.
 
-    moments: the mean and spread from the sums that real sites sent. Raises ConfigError for a public
-    set that has no common unit.
+    moments: the mean and standard deviation from the sums of real sites. Raises ConfigError for a
+    public set if each client has its own mean and standard deviation.
     """
     # Noise is drawn in the units of the network's inputs, so it is never scaled.
     is_noise = settings.data.public_from == NOISE
@@ -404,9 +404,9 @@ def scale_data(
     scaler = fit_scaler(settings, dataset, data.train, data.split, public=unscaled, moments=moments)
     if unscaled is not None and scaler.by_client is not None:
         raise ConfigError(
-            "data.standardise = 'own' leaves no common units for a public set: set "
-            "data.public_from = 'noise', or data.standardise = 'server' (the public set's mean and "
-            "spread)"
+            "data.standardise = 'own' gives each client its own units, so nothing can scale the "
+            "public set: set data.public_from = 'noise', or data.standardise = 'server' (the mean "
+            "and standard deviation of the public set)"
         )
     public = data.public
     if unscaled is not None:
@@ -429,12 +429,12 @@ def scale_data(
 
 
 def training_and_test_sets(settings: Settings, dataset: Dataset) -> tuple[Examples, Examples]:
-    """The examples that clients may have, and those on which models are tested.
+    """The examples for the clients, and the examples for the common test set.
 
-    ``partition.pool`` puts both splits of the data set together, and leaves tests to the clients.
-    ``data.test_from`` holds out training examples: ``test_size`` of them, or a fifth of all, with
-    the same shares of classes; they are the same for every seed and every ``train_size``. Raises
-    ConfigError where they leave nothing to train on.
+    ``partition.pool`` combines both splits of the data set, so that only clients have test sets.
+    ``data.test_from = "held_out"`` tests on a stratified sample of the training examples:
+    ``test_size`` of them, or a fifth. The sample is the same for every seed and ``train_size``.
+    Raises ConfigError if no training examples are left.
     """
     pool = settings.named.partition.values.get("pool")
     if settings.data.test_from is None:
@@ -448,7 +448,7 @@ def training_and_test_sets(settings: Settings, dataset: Dataset) -> tuple[Exampl
         if settings.on_sites:
             key = "flower.data = 'sites'"
         raise ConfigError(
-            f"data.test_from = 'held_out' has no meaning with {key}; leave one of them out"
+            f"data.test_from = 'held_out' has no effect with {key}; leave one of them out"
         )
     labels = dataset.train.labels
     size = settings.data.test_size or round(TEST_SHARE * len(labels))
@@ -466,24 +466,24 @@ def training_and_test_sets(settings: Settings, dataset: Dataset) -> tuple[Exampl
 
 
 def subset(examples: Examples, size: int, key: str) -> Examples:
-    """``size`` of the examples with the same shares of classes, or all for 0.
+    """A stratified sample of ``size`` examples; all examples if ``size`` is 0.
 
-    Raises ConfigError naming ``data.KEY`` if there are fewer.
+    Raises ConfigError with the name ``data.KEY`` if there are fewer examples.
     """
     if size == 0:
         return examples
     if size > len(examples.labels):
         raise ConfigError(
-            f"data.{key} = {size} is more than the {len(examples.labels)} examples there are"
+            f"data.{key} = {size}, but there are only {len(examples.labels)} examples"
         )
     return examples.take(stratified_positions(examples.labels, size, seed=0))
 
 
 def client_owners(settings: Settings, dataset: Dataset, train: Examples) -> list[int]:
-    """The owners that are clients 0, 1, …, by their numbers: those with enough training examples.
+    """The numbers of the owners that are clients 0, 1, …: those with enough training examples.
 
-    Empty where no column says whose an example is. Raises ConfigError where there are more or fewer
-    than clients.
+    Empty if no column names owners. Raises ConfigError if the number of owners differs from the
+    number of clients.
     """
     fields = settings.named.partition.values
     if train.owners is None or "column" not in fields:
@@ -507,7 +507,7 @@ def _draw(settings: Settings, data: ClientData) -> ClientSplit:
 
 
 def _changed(settings: Settings, split: ClientSplit, train: Examples) -> ClientSplit:
-    """The split with the changes of outer packages."""
+    """The split after the changes of outer packages."""
     for table in settings.tables.values():
         split = table.changed_split(split, train.labels)
     return split
@@ -516,14 +516,14 @@ def _changed(settings: Settings, split: ClientSplit, train: Examples) -> ClientS
 def _without_client_tests(
     settings: Settings, data: ClientData, stored: StoredSplit | None
 ) -> ClientData:
-    """The data in which clients have no tests of their own."""
+    """The data for clients without own test sets."""
     if settings.named.partition.values.get("pool"):
         raise ConfigError(
-            "partition.pool = true needs partition.own_test, the share that each client keeps for "
-            "it"
+            "partition.pool = true needs partition.own_test, the share of each client's examples "
+            "for its own test set; set partition.own_test = 0.25, for example"
         )
-    # Some splits take minutes to draw, so a run that goes on uses the one in its directory. That
-    # one lacks the removed examples, which still decide who takes part in a task.
+    # Some splits take minutes to draw, so a resumed run uses the split in its directory. That split
+    # lacks the removed examples, which also determine the clients that take part in a task.
     is_needed = data.tasks is not None and _removes_examples(settings)
     if stored is not None and not is_needed:
         return replace(data, split=stored.clients, full_split=stored.clients)
@@ -543,14 +543,14 @@ def _with_client_tests(
     owners: Sequence[int],
     stored: StoredSplit | None,
 ) -> ClientData:
-    """The data in which each client has test examples of its own."""
+    """The data for clients with own test sets."""
     fields = settings.named.partition.values
     split = _draw(settings, data)
     if fields["own_test"] == "column":
         if fields.get("pool") or tests.owners is None:
             raise ConfigError(
-                "partition.own_test = 'column' needs a test split with that column; give a share "
-                "instead"
+                "partition.own_test = 'column' needs a test split with that column; set a share "
+                "instead, such as partition.own_test = 0.25"
             )
         client_tests = _tests_by_owner(tests, owners)
     else:
@@ -564,9 +564,9 @@ def _with_client_tests(
 
     full_split = split
     split = _changed(settings, split, data.train)
-    # A client that has lost all its training examples takes no part in tests, either.
+    # A client without any training examples left is not tested either.
     client_tests = {client: test for client, test in client_tests.items() if split.sizes[client]}
-    # The file of a run has the training examples alone, so a resume draws both anew.
+    # The split file of a run only contains training examples, so a resume draws both parts again.
     if stored is not None and not np.array_equal(stored.clients.positions, split.positions):
         raise DataError(
             "the training data are not those that the run began with: the split differs"
@@ -578,7 +578,7 @@ def _with_client_tests(
 
 
 def _tests_by_owner(tests: Examples, owners: Sequence[int]) -> dict[int, Examples]:
-    """The rows of the test split that belong to each client's owner, if there are any."""
+    """The rows of the test split by client, for clients whose owner has any."""
     assert tests.owners is not None
     codes = tests.owners.numpy()
     highest = max([*owners, *codes.tolist()])
@@ -593,16 +593,16 @@ def _tests_by_owner(tests: Examples, owners: Sequence[int]) -> dict[int, Example
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """A split without the examples that clients test on, and the positions of these by client."""
+    """A split without the clients' own test examples, and the positions of these by client."""
 
     train: ClientSplit
     tests: Mapping[int, Tensor]
 
 
 def _hold_out_tests(split: ClientSplit, share: float, take_last: bool) -> _HeldOut:
-    """A share of each client's examples for tests: drawn, or the last.
+    """Hold out a share of each client's examples for tests: random examples, or the last ones.
 
-    One example of each client remains to train on.
+    Each client keeps at least one example for training.
     """
     train = []
     tests = {}

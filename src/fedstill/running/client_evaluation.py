@@ -48,9 +48,9 @@ class ClientAnswers(Observer):
     label_counts: Sequence[Sequence[int]]
     totals: Sequence[int]
     _latest: dict[int, Values] = field(default_factory=dict)
-    """By client, the class accuracies (C,) when it was last measured."""
+    """By client, the class accuracies (C,) of its last measurement."""
     _best: dict[int, Values] = field(default_factory=dict)
-    """By client, the best accuracy of each class (C,) in the rounds that are over."""
+    """By client, the best accuracy of each class (C,) in earlier rounds."""
     _measured: set[int] = field(default_factory=set)
     """The clients that were measured in this round."""
 
@@ -63,7 +63,7 @@ class ClientAnswers(Observer):
         return personal_answers(self._latest, self._best, self.label_counts)
 
     def on_event(self, event: Event) -> None:
-        """Remember a client's measurement, and at the end of a round the best of each class."""
+        """Store a client's measurement; at the end of a round, update the best accuracies."""
         if event["event"] == "client":
             self._on_client(event)
         elif event["event"] == "round":
@@ -136,7 +136,7 @@ class ClientTests(Observer):
     _reported: dict[int, ClientTest] = field(default_factory=dict)
 
     def on_event(self, event: Event) -> None:
-        """Remember the test that a client reported of its own model."""
+        """Store the test result that a client reported for its own model."""
         is_answer = event["event"] == "client" and event["name"] in self.stages
         if is_answer and "site_accuracy" in event:
             self._reported[event["client"]] = ClientTest(
@@ -257,8 +257,8 @@ class SiteTests(Observer):
     _tests: dict[int, SiteTest] = field(default_factory=dict)
 
     def on_event(self, event: Event) -> None:
-        """Remember what sites reported: of the server's model until the round ends, of their own
-        models until they test these again.
+        """Store the reports of sites. Reports on the server's model are valid until the end of the
+        round, and reports on a site's own model until its next test.
         """
         if event["event"] == "client" and self._is_test(event):
             predictions = None
@@ -273,7 +273,7 @@ class SiteTests(Observer):
             self._tests.clear()
 
     def _is_test(self, event: Event) -> bool:
-        """Whether a site reports the accuracy of a model that answers for it."""
+        """Whether an event contains a site's report on its answer."""
         is_counted = event["name"] in (self.personal or TEST_STAGES)
         return is_counted and {"site_accuracy", "site_test_examples"} <= event.keys()
 

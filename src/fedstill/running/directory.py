@@ -86,8 +86,8 @@ def settings_of(folder: Path, **live: Any) -> Settings:
     ``live``: the objects that the run got from Python, by table (``method``, ``model``,
     ``partition``).
 
-    Raises NoRun if the directory holds no run, CorruptFile if config.toml is damaged, ConfigError
-    for an object of another table, and for one that the run finds by its name.
+    Raises NoRun if the directory contains no run, CorruptFile if config.toml is damaged,
+    ConfigError for an object of another table, and for one that the run finds by its name.
     """
     # Lazy, because readers of journals need no settings, and torch takes long to import.
     from fedstill.config.experiment import OBJECT_TABLES, bind, from_tree
@@ -99,7 +99,7 @@ def settings_of(folder: Path, **live: Any) -> Settings:
     try:
         tree = read_toml(path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NoRun(f"{folder} holds no run: {_hint_without_run(folder)}") from error
+        raise NoRun(f"{folder} contains no run: {hint_without_run(folder)}") from error
     except (OSError, ValueError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
 
@@ -125,20 +125,25 @@ def runs_below(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("*/seed*/config.toml"))
 
 
-def _hint_without_run(folder: Path) -> str:
+def hint_without_run(folder: Path) -> str:
     """Describe a path that is not the directory of a run, and what to do, for an error message."""
     runs = runs_below(folder)
     if runs:
         return (
-            f"it is the folder of a comparison of {len(runs)} runs; the same `fedstill compare` "
-            f"with --out {in_shell(folder)} goes on with all, or name one run, "
-            f"e.g. {in_shell(runs[0])}"
+            f"it is the folder of a comparison of {len(runs)} runs; name one of them, e.g. "
+            f"{in_shell(runs[0])}, or continue all with the same `fedstill compare` and --out "
+            f"{in_shell(folder)}"
         )
+    runs = sorted(path.parent for path in folder.glob("*/config.toml"))
+    if runs:
+        return f"there are {len(runs)} runs in its folders; name one, e.g. {in_shell(runs[0])}"
     if folder.is_file():
         hint = "it is a file; name a run's directory"
         if folder.suffix == ".toml":
             hint += f"; `fedstill run {in_shell(folder)}` begins one"
         return hint
+    if (folder / "config.toml").is_file():
+        return "it has no journal.jsonl"
     if folder.is_dir():
         return "there is no config.toml in it"
     return "there is no such directory"
@@ -395,7 +400,7 @@ def check_used(folder: Path) -> None:
     if is_empty:
         return
     if not holds_run(folder):
-        raise RunExists(*_messages(f"{folder} is not empty and holds no run"))
+        raise RunExists(*_messages(f"{folder} is not empty and contains no run"))
     raise RunExists(
         f"{folder} is not empty; {ANOTHER_DIRECTORY}, continue with "
         f"fedstill.resume({str(folder)!r}), or start again with overwrite=True",
@@ -553,7 +558,7 @@ def pack(folder: Path) -> Path:
     if folder.is_dir():
         files = sorted(_evidence_below(folder))
     if not files:
-        raise ConfigError(f"{folder} holds no run; name a folder of runs")
+        raise ConfigError(f"{folder} contains no run; name a folder of runs")
 
     packed = pack_of(folder)
     names = {path.relative_to(folder).as_posix() for path in files}

@@ -1,8 +1,8 @@
-"""What ``fedstill explain`` prints before a run: every setting and its origin, the work of a round,
-the cost of measures, the examples and the networks.
+"""The content of ``fedstill explain``: every setting and its origin, the work of a round, the cost
+of measures, the examples and the networks.
 
-All numbers follow from the prepared run by arithmetic. To know whether clients can be stacked, one
-step is tried.
+All numbers are computed from the prepared run, without training. Only one step is tried, to find
+out whether clients can be stacked.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ BYTES_PER_PARAMETER = 4
 """Models are stored as float32."""
 
 SERVER_MODELS = 6
-"""Models in memory beside those of a round's clients, for the estimate of memory: the server's
+"""The assumed number of models in memory in addition to those of a round's clients: the server's
 model and temporary copies of it.
 """
 
 COST_OF_TRAINING = 3
-"""The cost of training on an example, in forward passes: a backward pass takes twice as long."""
+"""The cost of training on an example, in forward passes. A backward pass costs two."""
 
 # ---- the work of a round -------------------------------------------------------------------------
 
@@ -110,8 +110,8 @@ def round_work(prepared: Prepared, number: int = 1) -> RoundWork:
 
 
 def local_steps(prepared: Prepared, stage: Stage, examples: int) -> int:
-    """The number of optimiser steps that a client with ``examples`` examples does in a stage; 0 if
-    the stage trains nothing.
+    """The number of optimiser steps of a client with ``examples`` examples in a stage; 0 if the
+    stage trains nothing.
     """
     plan = prepared.world.plans.get(stage.name)
     if plan is None:
@@ -120,7 +120,7 @@ def local_steps(prepared: Prepared, stage: Stage, examples: int) -> int:
 
 
 def _trained_examples(prepared: Prepared, stage: Stage, examples: int) -> int:
-    """How many examples a client trains on in a stage; an example counts in each epoch."""
+    """The number of examples on which a client trains in a stage, counted in each epoch."""
     plan = prepared.world.plans.get(stage.name)
     if plan is None:
         return 0
@@ -130,7 +130,7 @@ def _trained_examples(prepared: Prepared, stage: Stage, examples: int) -> int:
 
 
 def _example_count(prepared: Prepared, client: int, stage: Stage) -> int:
-    """How many examples a client has in a stage; 0 if only its site knows."""
+    """The number of examples of a client in a stage; 0 if only its site knows it."""
     if stage.view == "public" or client == SERVER:
         public = prepared.sites.public
         if public is None:
@@ -147,8 +147,8 @@ def _example_count(prepared: Prepared, client: int, stage: Stage) -> int:
 def kept_update_bytes(prepared: Prepared) -> int:
     """The bytes of all files under ``updates/`` at the end of the run; 0 if it keeps no updates.
 
-    The number is exact if every client replies. A reply with bare numbers is an exception: how many
-    digits they have is not known before the run.
+    The number is exact if every client replies, unless replies contain single numbers, whose
+    digits are unknown before the run.
     """
     if not prepared.settings.keep_updates:
         return 0
@@ -176,7 +176,7 @@ class _UpdateSizes:
         self._by_form: dict[Hashable, int] = {}
 
     def size(self, client: int, stage: Stage) -> int:
-        """The bytes of one file; 0 for the server, and for a client without work in the stage."""
+        """The size of one file; 0 for the server, and for a client without work in the stage."""
         if client == SERVER:
             return 0
         key = (client, stage.name)
@@ -216,7 +216,7 @@ def _form(payload: Payload) -> Hashable:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEstimate:
-    """The work of round 1, and other facts to check before a long run.
+    """The work of round 1, and other properties to check before a long run.
 
     ``stages``: descriptions of the stages of round 1. ``parameters``: those of the server's model.
     ``data_bytes``: bytes of the training set. ``engine``: the run's engine, and why it suits.
@@ -238,12 +238,12 @@ class RunEstimate:
 
     @property
     def memory_for_models(self) -> int:
-        """The bytes of the models that are in memory in a round, about."""
+        """The approximate size of the models in memory during a round, in bytes."""
         return BYTES_PER_PARAMETER * self.parameters * (self.work.clients + SERVER_MODELS)
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and values for human readers."""
-        data = "known to the sites alone"
+        data = "known to the sites only"
         if not self.at_sites:
             data = bytes_text(self.data_bytes)
         return [
@@ -262,7 +262,7 @@ class RunEstimate:
         ]
 
     def _training_lines(self) -> list[tuple[str, str]]:
-        """Examples and steps; none of them if only the sites know how many examples they have."""
+        """Examples and steps; empty if only the sites know their numbers of examples."""
         if self.at_sites:
             return []
         total_steps = self.work.steps * self.rounds
@@ -336,7 +336,7 @@ def _stage_texts(stages: Sequence[Stage]) -> tuple[str, ...]:
 
 
 def _engine_text(prepared: Prepared) -> str:
-    """The run's engine, and the engine that the cost model recommends."""
+    """The run's engine, and the engine that ``auto`` would choose."""
     engine = prepared.settings.engine
     if prepared.settings.on_sites:
         return engine
@@ -345,18 +345,18 @@ def _engine_text(prepared: Prepared) -> str:
     choice = suited_engine_of(prepared)
     if engine == choice.engine:
         return f"{engine} ({choice.reason})"
-    return f"{engine} (auto would take {choice.engine}: {choice.reason})"
+    return f"{engine} (auto would choose {choice.engine}: {choice.reason})"
 
 
 def _answer_text(method: Method, world: World) -> str:
-    """Whose model answers for the clients, according to the method in its initial state."""
+    """Which model is the clients' answer, according to the method in its initial state."""
     if method.personal:
         return f"each client's own model, after {' or '.join(sorted(method.personal))}"
     state = method.initial_state(world)
     predictors = method.predictors(state, world)
     if not client_predictors_of(method, predictors, state, world):
         return "the server's"
-    return f"each client answers with one of {len(predictors)} server models"
+    return f"one of the server's {len(predictors)} models for each client"
 
 
 def _learning_rates_text(plans: Mapping[str, Plan], rounds: int, stream: Stream) -> str:
@@ -384,9 +384,9 @@ def _rates_text(rates: Sequence[float]) -> str:
 class MeasureCost:
     """The cost of a measure.
 
-    ``about``: its summary. ``rounds``: the number of rounds in which it is taken. ``examples``: how
-    many examples it runs through a network in each of them. ``share``: its cost in the whole run as
-    a share of the cost of training; None if only the sites know how much they train.
+    ``about``: its summary. ``rounds``: the number of measured rounds. ``examples``: the number of
+    examples that it passes through a network in each of these rounds. ``share``: its cost in the
+    run, relative to the cost of training; None if only the sites know the cost of training.
     """
 
     name: str
@@ -456,7 +456,7 @@ def resolved_values(settings: Settings) -> list[ResolvedValue]:
 
 
 def _origin(key: str, origins: Origins) -> str:
-    """Where the value of a dotted key was set; a short form in a config sets several keys."""
+    """The origin of the value of a dotted key. A short form in a config sets several keys."""
     table, _, _ = key.partition(".")
     candidates = [key]
     if key == f"{table}.{NAME_KEYS.get(table, 'name')}":
@@ -488,8 +488,8 @@ def key_description(settings: Settings, key: str) -> str:
 def _field_description(settings: Settings, table: str, field: str) -> str:
     """The description of a field in a table that names something registered, such as a method."""
     if table == "topology" and field == "clients":
-        # Every topology has this key, and partitions need it too: it is no field of a topology.
-        return "Clients in all."
+        # The key belongs to no topology, because all topologies have it and partitions need it.
+        return "The total number of clients."
     entry: registry.Entry = getattr(settings.named, table).entry
     if field == NAME_KEYS[table]:
         return summary(entry)
@@ -504,11 +504,11 @@ def _field_description(settings: Settings, table: str, field: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleCounts:
-    """How many training examples clients train on, and what the others are for.
+    """The numbers of training examples by their use, and the size of the common test set.
 
-    ``train``: the size of the training set. ``own_tests``: how many of them are in clients' own
-    test sets. ``validation``: examples that clients hold out in every stage in which they train.
-    ``unassigned``: examples that no client has. ``test``: the size of the common test set.
+    ``train``: the size of the training set. ``own_tests``: those in clients' own test sets.
+    ``validation``: those that clients hold out in every stage in which they train. ``unassigned``:
+    those that no client has. ``test``: the size of the common test set.
     """
 
     train: int
@@ -581,7 +581,7 @@ def _held_out(prepared: Prepared) -> int:
 
 
 def data_sentences(prepared: Prepared) -> list[str]:
-    """Sentences on the form of the examples, on their number, and on omissions in reading them."""
+    """Sentences about the form and number of the examples, and about omitted ones."""
     data = prepared.dataset
     description = prepared.sites.inputs.description(data.train.values)
     sentences = [examples_text(description) or _image_sentence(data.input_shape)]

@@ -150,12 +150,13 @@ class Journal:
         data = read_file(self.path)[:length]
         if len(data) < length:
             raise CorruptFile(
-                f"{self.path} is shorter than the {length} bytes its checkpoint knows; restore the "
+                f"{self.path} is shorter than the {length} bytes in its checkpoint; restore the "
                 "file"
             )
         if digest(data) != mark.sha256:
             raise CorruptFile(
-                f"{self.path} is not what was written: its first {length} bytes changed; restore it"
+                f"{self.path} has changed since it was written: its first {length} bytes differ; "
+                "restore it"
             )
         self._file.truncate(length)
         self._file.seek(0, os.SEEK_END)
@@ -361,7 +362,7 @@ def is_finished(folder: Path) -> bool:
     return (folder / "summary.json").is_file()
 
 
-# Looks at rounds that `fedstill why` took after the run.
+# Looks at rounds: measurements that `fedstill why` makes after a run.
 
 
 LATER_LOOKS = "why.jsonl"
@@ -387,7 +388,7 @@ def looks_of(folder: Path, measures: Sequence[Look] = (), classes: int = 0) -> l
 
 
 def with_later_looks(folder: Path, measures: Sequence[Look], classes: int) -> list[Look]:
-    """Return a run's events of measures, updated by the later looks.
+    """Return a run's events of measures, in which later looks replace those of the journal.
 
     Without later looks, the events keep their order; otherwise the looks come last.
     """
@@ -420,16 +421,18 @@ def _read_later_looks(folder: Path, classes: int = 0) -> list[Look]:
         if not problem and look["event"] != "measure":
             problem = "is not an event of a measure"
         if problem:
-            raise CorruptFile(f"{path}, line {number}: {problem}; delete the file, and ask again")
+            raise CorruptFile(
+                f"{path}, line {number}: {problem}; delete the file, and run the command again"
+            )
         looks.append(look)
     return looks
 
 
-# Whether a directory still holds what its run wrote.
+# Checks that the files of a run have not changed.
 
 
 def check_config(folder: Path) -> None:
-    """Raise CorruptFile for a config.toml that is not the one with which the run began.
+    """Raise CorruptFile if config.toml has changed since the run began.
 
     Its SHA-256 is in the journal's first event.
     """
@@ -438,11 +441,11 @@ def check_config(folder: Path) -> None:
         noted = _noted_config(folder)
         same = not noted or noted == digest(read_file(path))
     except (OSError, ValueError, KeyError, TypeError, RecursionError, CorruptFile):
-        return  # it has not begun, or is damaged, which whoever reads it will say
+        return  # the run has not begun; or it is damaged, and the reader of the file reports it
     if not same:
         config = in_shell(path.resolve())
         raise CorruptFile(
-            f"{path} has changed since the run began, and a run can only continue with its own "
+            f"{path} has changed since the run began, and a run can only continue with the same "
             "settings: restore the file. To use other settings, such as more rounds, start a new "
             f"run from this run's model: fedstill run {config} --out NEW -s "
             f"start_from={in_shell(folder.resolve())}"
@@ -450,8 +453,9 @@ def check_config(folder: Path) -> None:
 
 
 def check_checkpoints(folder: Path) -> None:
-    """Raise CorruptFile for an unfinished run with rounds in its journal and no checkpoint: it
-    would begin anew.
+    """Raise CorruptFile for an unfinished run that has rounds in its journal but no checkpoint.
+
+    Without this check, it would start again from round 1.
     """
     journal = folder / "journal.jsonl"
     has_checkpoint = any((folder / "checkpoints").glob("*.json"))
@@ -460,18 +464,21 @@ def check_checkpoints(folder: Path) -> None:
     last = max((event.get("round") or 0 for event in read_journal(journal)), default=0)
     if last:
         text = (
-            f"{folder} has come to round {last}, and has no checkpoint to go on from (a pack keeps "
-            "none): put its folder checkpoints back, or start again with"
+            f"{folder} reached round {last}, but has no checkpoint to continue from (a pack "
+            "contains none): restore its folder checkpoints, or start again with"
         )
         raise CorruptFile(f"{text} fedstill.run(..., overwrite=True)", f"{text} --overwrite")
 
 
 def check_journal(folder: Path, events: Sequence[Event]) -> None:
-    """Raise CorruptFile for the journal of a finished run that lacks events.
+    """Raise CorruptFile if the journal of a finished run lacks events or has changed.
 
-    events: the journal's. The journal of an unfinished run may end anywhere, even in half a line;
-    that of a finished run ends in its last round or task, and events of packages' observers. In
-    between, each round counts its replies, and the last checkpoint knows the SHA-256.
+    A finished journal ends with the last round or task, possibly followed by events of observers.
+    Each round event contains the number of its replies, and the last checkpoint contains the
+    SHA-256 up to its position. The journal of an unfinished run may end anywhere, even in the
+    middle of a line.
+
+    events: the events of the journal.
     """
     if not is_finished(folder):
         return
@@ -480,7 +487,7 @@ def check_journal(folder: Path, events: Sequence[Event]) -> None:
         summary = dict(json.loads(read_file(path)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CorruptFile(
-            f"{path} is damaged: {error}; delete it, then `fedstill resume` the run"
+            f"{path} is damaged: {error}; delete it, then continue with `fedstill resume`"
         ) from error
     journal = folder / "journal.jsonl"
     data = read_file(journal)
@@ -506,7 +513,7 @@ class Damage(NamedTuple):
 
 
 def _noted_config(folder: Path) -> str:
-    """The SHA-256 of a run's config.toml in the run's journal; empty if the journal has none."""
+    """The SHA-256 of config.toml according to a run's journal; empty if the journal has none."""
     journal = folder / "journal.jsonl"
     if not journal.is_file():
         return ""
@@ -547,7 +554,7 @@ def _missing_events(number: int, key: str, count: int, noted: int | None) -> str
     events_of = "refused clients"
     if key == "replies":
         events_of = "clients' replies"
-    return f"round {number} has events of {count} of its {noted} {events_of}"
+    return f"round {number} has events for {count} of its {noted} {events_of}"
 
 
 def _change_before_checkpoint(folder: Path, data: bytes) -> Damage | None:
@@ -584,7 +591,7 @@ def _damage_at_end(events: Sequence[Event], summary: Mapping[str, Any]) -> Damag
         line = events.index(rounds[-1]) + 1
         text = f"its last round has accuracy {accuracy}, and summary.json {summary['accuracy']}"
         return Damage(line, text)
-    # Packages' observers may add events after a round's.
+    # Observers of outer packages may add events after a round event.
     run_events = [event["event"] for event in events if event["event"] in RUN_EVENTS]
     end = "round"
     if "final_accuracy" in summary:

@@ -1,5 +1,5 @@
-"""Files of models: the final model of a run, models whose file also describes the network, models
-that a run starts from, and frozen backbones, whose features are computed once.
+"""Model files: the final model of a run, models with a description of their network, start models,
+and frozen backbones.
 """
 
 from __future__ import annotations
@@ -150,30 +150,30 @@ def _spec(path: Path, description: str) -> ModelSpec:
         ) from error
 
 
-# A model that a run starts from instead of drawn weights: another run's final one, or one in a
-# file.
+# Start models: a run can start from the final model of another run, or from a model in a file,
+# instead of random weights.
 
 
 PICKLED = (".pt", ".pth")
-"""The endings of files that torch.save wrote."""
+"""The suffixes of files that torch.save wrote."""
 
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
-"""Where training programs put the state dict, in a checkpoint that holds more."""
+"""The keys under which training programs store the state dict in a checkpoint."""
 
 SHARED = 4
-"""How many times its own bytes the tensors of a file may have: networks share some tensors."""
+"""The largest total size of a file's tensors, relative to the file. Tensors may share storage."""
 
 REMEDY = "write torch.save(model.state_dict(), PATH)"  # of tensors, never a pickle of code
-"""What makes a file that can be read: a dictionary of tensors, and no other Python object."""
+"""How to write a file that fedstill can read: a dictionary of tensors without other objects."""
 
 PARALLEL_PREFIX = "module."
-"""What torch's DataParallel puts before each name."""
+"""The prefix that torch's DataParallel adds to each name."""
 
 
 def file_of(place: str) -> Path:
     """The model file that ``start_from`` names: a file, or the final model in a run's directory.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there is no such file.
     """
     path = Path(place)
     if path.is_dir():
@@ -188,10 +188,10 @@ def file_of(place: str) -> Path:
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from.
+    """The initial model of a run that starts from a file.
 
-    params: all parameters of its architecture. new: the names of those that the file lacks.
-    left_out: the names of those in the file that the architecture lacks.
+    params: all parameters of its network. new: the names of entries that the file lacks. left_out:
+    the names of entries in the file that the network lacks.
     """
 
     params: Tensors
@@ -199,25 +199,24 @@ class Start:
     left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        new = "no entry is new"
-        if self.new:
-            new = f"{len(self.new)} entries are new ({', '.join(self.new)})"
-        left_out = "none left out"
-        if self.left_out:
-            left_out = f"{len(self.left_out)} left out ({', '.join(self.left_out)})"
+        new = ", ".join(self.new) or "none"
+        left_out = ", ".join(self.left_out) or "none"
         from_file = len(self.params) - len(self.new)
-        return f"{from_file} of {len(self.params)} entries are the file's; {new}; {left_out}"
+        total = len(self.params)
+        return (
+            f"{from_file} of {total} entries come from the file; new: {new}; left out: {left_out}"
+        )
 
 
 def start_of(
     place: str, spec: ModelSpec, drawn: Callable[[], Tensors], partial: bool = False
 ) -> Start:
-    """The parameters of an architecture that a run starts from.
+    """The initial model of a run, from the file or directory that ``start_from`` names.
 
-    drawn: gives initial parameters. partial: entries of the file that fit by name, shape and type
-    are taken, and the others are those of ``drawn``. What a method adds to the network may be
-    missing. Raises ConfigError for a model of another architecture, or a file of which nothing
-    fits; CorruptFile for a file that is damaged.
+    drawn: returns random initial parameters. partial: whether to use only those entries of the file
+    that match in name, shape and type, and random values for all others. Additions of a method to
+    the network may be missing. Raises ConfigError for a model of another network, or a file without
+    any matching entry; CorruptFile for a damaged file.
     """
     expected = contract.initial(spec, 0)
     added = {name: value for name, value in expected.items() if is_added(spec, name)}
@@ -228,15 +227,15 @@ def start_of(
     if not partial:
         name = misfits[0]
         raise ConfigError(
-            f"start_from = {place!r} is no {spec.label}: its {name!r} is "
-            f"{_form(stored.get(name))}, not {_form(expected.get(name))}; set [model] as it was "
-            "there, or start_from_partial = true to take what fits"
+            f"start_from = {place!r} is not a model of {spec.label}: its {name!r} is "
+            f"{_form(stored.get(name))}, not {_form(expected.get(name))}; set [model] to the "
+            "network of that model, or start_from_partial = true to use the entries that match"
         )
     new = tuple(name for name in expected if name in misfits)
     left_out = tuple(name for name in stored if name in misfits)
     if len(new) == len(expected):
         raise ConfigError(
-            f"start_from = {place!r}: nothing in it fits {spec} by name, shape and type; the file "
+            f"start_from = {place!r}: no entry matches {spec} in name, shape and type; the file "
             f"has {', '.join(list(stored)[:3])}, the network {', '.join(list(expected)[:3])}"
         )
     initial = drawn()
@@ -247,30 +246,30 @@ def start_of(
 
 
 def sent_start(params: Tensors, spec: ModelSpec) -> Start:
-    """The parameters that a server has sent to a client as the start of a run.
+    """The initial model of a run that a server sent to a client.
 
-    Raises Refused unless they are all parameters of the architecture, and finite.
+    Raises Refused unless it has exactly the entries of the network, and all numbers are finite.
     """
     expected = contract.initial(spec, 0)
     misfits = _misfits(params, expected)
     if misfits:
         name = misfits[0]
         raise Refused(
-            f"the model that the run starts from is no {spec.label}: its {name!r} is "
+            f"the start model is not a model of {spec.label}: its {name!r} is "
             f"{_form(params.get(name))}, not {_form(expected.get(name))}",
             "start",
         )
     for name, value in params.items():
         if not bool(value.isfinite().all()):
             raise Refused(
-                f"the model that the run starts from has numbers in {name!r} that are not finite",
+                f"the start model has numbers in {name!r} that are not finite",
                 "start",
             )
     return Start({name: params[name] for name in expected})
 
 
 def _misfits(params: Tensors, expected: Tensors) -> list[str]:
-    """The names of tensors that only one of two models has, or that differ in shape or type."""
+    """The names of tensors that only one of the models has, or that differ in shape or type."""
     return [
         name
         for name in sorted(params.keys() | expected.keys())
@@ -279,46 +278,46 @@ def _misfits(params: Tensors, expected: Tensors) -> list[str]:
 
 
 def seal(place: str) -> str:
-    """The SHA-256 of the model file, with which a resume checks that the file is the same."""
+    """The SHA-256 of the model file. A resume compares it with the file."""
     return digest(read_file(file_of(place)))
 
 
 def _stored(path: Path) -> dict[str, Tensor]:
-    """The tensors in a file: safetensors, or a state dict that torch.save wrote; nothing in either
-    is run.
+    """The tensors in a safetensors file, or in a state dict that torch.save wrote. No code in the
+    file is executed.
     """
     if path.suffix in PICKLED:
         return _state_dict(path)
     try:
         return safetensors.torch.load(read_final(path))
     except (SafetensorError, OSError, ValueError) as error:
-        raise CorruptFile(f"{path} is damaged, or no safetensors file: {error}") from error
+        raise CorruptFile(f"{path} is damaged, or not a safetensors file: {error}") from error
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings(action="ignore"):
             content = _load_tensors(path)
-    except Exception as error:  # whatever a hostile file makes of it
+    except Exception as error:  # a hostile file can cause any exception
         if "weights_only" in str(error):
             raise ConfigError(
-                f"start_from = {str(path)!r} holds more than tensors, and could run code when it "
-                f"is opened; {REMEDY} where it comes from, and name that file"
+                f"start_from = {str(path)!r} contains other objects than tensors, so loading it "
+                f"could execute code; {REMEDY} where the model was trained, and use that file"
             ) from error
         raise CorruptFile(
-            f"{path} is damaged, or no file of torch.save: {on_one_line(error)[:120]}"
+            f"{path} is damaged, or was not written by torch.save: {on_one_line(error)[:120]}"
         ) from error
     tensors = _find_state_dict(content)
     problem = ""
     if not tensors:
-        problem = f"it holds a {type(content).__name__}"
+        problem = f"it contains a {type(content).__name__}"
     for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            problem = f"its {name!r} is no tensor"
+            problem = f"its {name!r} is not a tensor"
             break
     if problem:
         raise ConfigError(
-            f"start_from = {str(path)!r} is no state dict, names with tensors: {problem}; {REMEDY}"
+            f"start_from = {str(path)!r} is not a state dict (tensors by name): {problem}; {REMEDY}"
         )
     if all(name.startswith(PARALLEL_PREFIX) for name in tensors):
         tensors = {name.removeprefix(PARALLEL_PREFIX): value for name, value in tensors.items()}
@@ -327,10 +326,10 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def _load_tensors(path: Path) -> Any:
-    """What torch.save wrote to a file; only tensors are read, and no code runs.
+    """The object in a file that torch.save wrote. Only tensors are read, and no code is executed.
 
-    Raises ValueError for a compressed file, since torch.save compresses nothing, and a small file
-    could unpack to any size.
+    Raises ValueError for a compressed file. torch.save does not compress, and a small compressed
+    file could have any size in memory.
     """
     with open_to_read(path) as file:
         if zipfile.is_zipfile(file):
@@ -338,13 +337,13 @@ def _load_tensors(path: Path) -> Any:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise ValueError("its content is compressed")
         file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)  # never a pickle
+        return torch.load(file, map_location="cpu", weights_only=True)  # executes no pickled code
 
 
 def _check_sizes(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise CorruptFile for tensors that need far more memory than the file has bytes.
+    """Raise CorruptFile for tensors that need far more memory than the size of the file.
 
-    A tensor may repeat stored numbers, and many tensors may share them.
+    A tensor can repeat stored numbers, and several tensors can share them.
     """
     stored = path.stat().st_size
     total = 0
@@ -355,8 +354,8 @@ def _check_sizes(path: Path, tensors: Mapping[str, Tensor]) -> None:
         total += size
         if size > stored or total > SHARED * stored:
             raise CorruptFile(
-                f"{path} has {stored:,} bytes and names {total:,} bytes of tensors up to {name!r}; "
-                f"{REMEDY}"
+                f"{path} has {stored:,} bytes, but its tensors up to {name!r} need {total:,} "
+                f"bytes; {REMEDY}"
             )
 
 
@@ -372,8 +371,8 @@ def _find_state_dict(content: Any) -> Mapping[Any, Any]:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy that shares memory with no other tensor. One that is not dense stays as it is, since
-    it fits no network.
+    """A copy that shares no memory with other tensors. A tensor that is not dense is not copied,
+    because it matches no network.
     """
     detached = tensor.detach()
     if not _is_dense(detached):
@@ -388,7 +387,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _form(tensor: Tensor | None) -> str:
-    """The shape and type of a tensor in words; they decide whether it fits a network."""
+    """The shape and type of a tensor in words; tensors match if these are equal."""
     if tensor is None:
         return "missing"
     form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
@@ -397,20 +396,20 @@ def _form(tensor: Tensor | None) -> str:
     return f"{form}, not dense"
 
 
-# A frozen backbone is a data set: its features are computed once an example and kept, and only a
-# head is trained.
+# A frozen backbone changes the data set: the features of each example are computed once and stored,
+# and only a head is trained.
 
 
 log = logging.getLogger("fedstill.backbone")
 
 
 def as_features(settings: Settings, dataset: Dataset) -> Dataset:
-    """The data set as vectors, the features that ``data.features_of`` gives; as it is where that is
-    unset.
+    """The data set with features of the network ``data.features_of`` as vectors; unchanged if the
+    key is unset.
 
-    The passes go over the whole set once; what they give is kept on disk, under the SHA-256 of the
-    examples and of the model's file, the network and torch's version. Raises ConfigError for data
-    or a file that have no features.
+    The features are computed once and stored in the cache. Their key depends on the examples, the
+    model file, the network and the version of torch. Raises ConfigError for data or a network
+    without features.
     """
     backbone = settings.data.features_of
     if backbone is None:
@@ -447,19 +446,20 @@ def body_of(
 ) -> nn.Module:
     """The body of ``data.features_of``: inputs (N, *shape) -> features (N, D), in evaluation mode.
 
-    sha: the seal that the run noted of its file. Raises ConfigError where the file is not here,
-    CorruptFile where it holds another model.
+    sha: the SHA-256 of the model file at the start of the run. Raises ConfigError if the file is
+    missing, and CorruptFile if it contains another model.
     """
     place = backbone["file"]
     spec = _network(backbone, shape, classes, vocabulary)
     if not Path(place).exists():
         raise ConfigError(
-            f"the run's examples are features of {place}, which is not here; put it back"
+            f"the examples of the run are features of the model {place}, which does not exist; "
+            "restore the file"
         )
     if seal(place) != sha:
         raise CorruptFile(
-            f"{place} holds another model than when the run was started, whose features its head "
-            "takes"
+            f"{place} has changed since the start of the run, and the run's head needs the "
+            "features of the original model; restore the file"
         )
     return predictor(spec, _params(spec, place)).as_module().get_submodule("body")
 
@@ -469,23 +469,23 @@ def _check_data(settings: Settings, dataset: Dataset) -> None:
     data = settings.data
     if dataset.about.kind in ("table", "series"):
         raise ConfigError(
-            f"data.features_of is for images, texts and vectors; {dataset.name} holds "
+            f"data.features_of is for images, texts and vectors, but {dataset.name} contains "
             f"{dataset.many}"
         )
     if data.augment:
         raise ConfigError(
-            "data.features_of computes features once, and data.augment would vary examples; leave "
-            "one out"
+            "data.features_of computes features once, but data.augment varies examples in every "
+            "epoch; leave out one of them"
         )
     if data.public_from not in ("train", "noise"):
         raise ConfigError(
-            "with data.features_of the public set can only come from the training set or from "
-            "noise; leave data.public_from out"
+            "with data.features_of, the public set can only consist of training examples or noise; "
+            "leave out data.public_from, or set it to 'noise'"
         )
     if settings.on_sites:
         raise ConfigError(
-            "data.features_of needs the examples here, and sites keep theirs; give sites features "
-            "as data"
+            "data.features_of needs all examples in one place, but sites keep theirs; compute the "
+            "features at the sites, and use them as data"
         )
 
 
@@ -497,16 +497,18 @@ def _network(
 
 
 def _params(spec: ModelSpec, place: str) -> Mapping[str, Tensor]:
-    """The weights in a file, whose head may have other classes."""
+    """The weights in a model file. Its head may have another number of classes."""
     if Need.FEATURES not in contract.capabilities(spec):
         raise IncompatibleMethod(
-            f"data.features_of: {spec.label} has no body, whose output features are"
+            f"data.features_of: {spec.label} has no body, so it has no features; choose a network "
+            "with a body and a head"
         )
     start = start_of(place, spec, lambda: contract.initial(spec, 0), partial=True)
     missing = [name for name in start.new if name.startswith("body.")]
     if missing:
         raise ConfigError(
-            f"data.features_of: {Path(place).name} has no {missing[0]!r} that fits {spec.label}"
+            f"data.features_of: {Path(place).name} has no entry {missing[0]!r} that matches "
+            f"{spec.label}"
         )
     return start.params
 
@@ -514,7 +516,7 @@ def _params(spec: ModelSpec, place: str) -> Mapping[str, Tensor]:
 def _features(
     passes: ModelPasses, params: Mapping[str, Tensor], examples: Examples, place: str
 ) -> Tensor:
-    """Features (n, D) of examples, from the cache folder, or computed if they are not there."""
+    """Features (n, D) of examples, from the cache if possible."""
     identity = [
         examples_digest(replace(examples, owners=None)),
         seal(place),
@@ -524,7 +526,7 @@ def _features(
     ]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]
     path = cache_folder() / "features" / f"{key}.safetensors"
-    # A file that is not there yet, or is damaged, is made again.
+    # A missing or damaged file is written again.
     with contextlib.suppress(OSError, SafetensorError, KeyError):
         cached = safetensors.torch.load_file(path)["features"]
         if len(cached) == len(examples):
@@ -534,13 +536,13 @@ def _features(
     try:
         _write(path, features)
     except OSError as error:
-        log.warning("features cannot be kept in %s: %s", path.parent, error.strerror)
+        log.warning("features cannot be stored in %s: %s", path.parent, error.strerror)
     return features
 
 
 def _computed(passes: ModelPasses, params: Mapping[str, Tensor], examples: Examples) -> Tensor:
-    """Features (n, D) of examples. On the CPU each core passes a part of them; parts end where
-    shards do, so that the bits are those of one pass.
+    """Features (n, D) of examples. On the CPU, each core computes a part. Parts consist of whole
+    shards, so that the bits are the same as in one pass.
     """
     if examples.values.device.type != "cpu":
         return passes.features(params, examples)

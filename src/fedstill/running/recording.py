@@ -119,7 +119,7 @@ def examples_seal(prepared: Prepared) -> Fields:
 
 
 def _standardised(scaler: Scaler) -> Fields:
-    """The origin of the mean and spread that standardise the data; by client, the values."""
+    """The source of the mean and standard deviation of the inputs; by client, the values."""
     if scaler.origin == "none":
         return {}
     fields: Fields = {"standardise": scaler.origin}

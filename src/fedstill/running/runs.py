@@ -284,7 +284,7 @@ def run_folders(directories: Iterable[Path]) -> list[RunFolder]:
         below.sort(key=lambda folder: natural(folder.path))
         if not below:
             raise ConfigError(
-                f"{directory} holds no run: no folder in it has both {CONFIG} and {JOURNAL}"
+                f"{directory} contains no run: no folder in it has both {CONFIG} and {JOURNAL}"
             )
         folders.update({folder.path.resolve(): folder for folder in below})
     if not folders:

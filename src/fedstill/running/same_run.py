@@ -153,7 +153,7 @@ MODEL_KEYS = ("start_from", "features_of")
 DATA_FIELDS = {
     "classes": "the classes",
     "test_counts": "the labels of the test set",
-    "inputs": "the inputs' mean or spread",
+    "inputs": "the inputs' mean or standard deviation",
     "examples_sha256": "the examples themselves",
 }
 """The fields of the event ``start`` that identify the data, with their names in messages."""

@@ -1,7 +1,8 @@
-"""The mean and spread that scale the columns of a table or the channels of a series.
+"""Standardisation: the mean and standard deviation that scale the columns of a table or the
+channels of a series.
 
-Only training examples count, never test examples. A missing value does not count, and becomes 0,
-which is the mean.
+They are computed from training examples only. A missing value is left out of the sums, and becomes
+0, the scaled mean.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ from fedstill.core.rounds import RunContext, Schedule, build_requests, run_stage
 from fedstill.data.client_split import ClientSplit
 from fedstill.data.dataset import Dataset, DatasetInfo
 
-# Mean and spread by column.
+# Mean and standard deviation by column.
 
 
 LEAST_SPREAD = 1e-6
-"""A column whose spread is below this share of its mean counts as constant: sums of squares cannot
-tell such a spread from none.
+"""A column counts as constant if its standard deviation is below this share of its mean. Sums of
+squares in float64 cannot distinguish such a deviation from 0.
 """
 
 NO_SPREAD = 1e300
-"""The spread of a constant column. A 32-bit number divided by it is 0."""
+"""The standard deviation that is stored for a constant column. A float32 divided by it is 0."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """A mean and a spread (of the population) for each column (D,) or channel.
+    """The mean and the standard deviation (of the population) of each column or channel, (D,).
 
-    ``constant``: the columns whose spread is ``NO_SPREAD``.
+    ``constant``: the columns whose standard deviation is ``NO_SPREAD``.
     """
 
     mean: tuple[float, ...]
@@ -65,8 +66,8 @@ class Moments:
 
 @dataclass(frozen=True)
 class ColumnSums:
-    """By column, how many values are known, their sum, and the sum of their squares: (D,) float64
-    each.
+    """By column: the number of known values, their sum, and the sum of their squares, each (D,)
+    float64.
     """
 
     count: Tensor
@@ -100,14 +101,14 @@ def column_sums(values: Tensor) -> ColumnSums:
 
 
 def column_moments(values: Tensor, fixed: Collection[int] = ()) -> Moments:
-    """The mean and spread of values (n, D) or (n, C, L); columns in ``fixed`` keep mean 0 and
-    spread 1.
+    """The mean and standard deviation of values (n, D) or (n, C, L). Columns in ``fixed`` get mean
+    0 and standard deviation 1.
     """
     return moments_from_sums(column_sums(values), fixed)
 
 
 def pooled_moments(sums_by_client: Sequence[ColumnSums], fixed: Collection[int]) -> Moments:
-    """The mean and spread of all clients' values, from sums that are added in this order."""
+    """The mean and standard deviation of all clients' values. The sums are added in this order."""
     return moments_from_sums(
         ColumnSums(
             count=torch.stack([sums.count for sums in sums_by_client]).sum(0),
@@ -119,9 +120,9 @@ def pooled_moments(sums_by_client: Sequence[ColumnSums], fixed: Collection[int])
 
 
 def moments_from_sums(sums: ColumnSums, fixed: Collection[int]) -> Moments:
-    """Mean and spread: mean = total / count, spread^2 = squares / count - mean^2.
+    """Mean and standard deviation: mean = total / count, std^2 = squares / count - mean^2.
 
-    Raises ConfigError if one of them is not finite.
+    Raises ConfigError if a result is not finite.
     """
     count = sums.count.clamp(min=1)
     mean = sums.total / count
@@ -134,7 +135,8 @@ def moments_from_sums(sums: ColumnSums, fixed: Collection[int]) -> Moments:
         stds[column] = 1.0
     if not all(math.isfinite(number) for number in (*means, *stds)):
         raise ConfigError(
-            "a column's mean or spread is not finite; its numbers are too large, scale them"
+            "the mean or standard deviation of a column is not finite, because its numbers are too "
+            "large; divide them by a constant"
         )
     constant = is_constant.nonzero().flatten().tolist()
     return Moments(
@@ -145,7 +147,7 @@ def moments_from_sums(sums: ColumnSums, fixed: Collection[int]) -> Moments:
 
 
 # The stage before round 1 in which clients send sums of their columns. The server computes the mean
-# and spread from them, and everybody standardises by these (``data.standardise = "summed"``).
+# and standard deviation from them, and all clients use these (``data.standardise = "summed"``).
 
 
 MOMENTS = "moments"
@@ -162,7 +164,7 @@ TINY = 1e-150
 class SumsWork(ClientWork):
     """A client's work: to send the sums of its training examples by column or channel.
 
-    ``shape``: of an example. ``fixed``: columns of 0 and 1, which keep mean 0 and spread 1.
+    ``shape``: the shape of an example. ``fixed``: columns of 0 and 1, which are not scaled.
     """
 
     shape: tuple[int, ...]
@@ -185,7 +187,7 @@ class SumsWork(ClientWork):
 
     @property
     def rows(self) -> int:
-        """The number of rows of a reply that have noise."""
+        """The number of noised rows in a reply."""
         return 0
 
     @property
@@ -199,17 +201,18 @@ class SumsWork(ClientWork):
         return column_sums(values).to_payload()
 
     def moments(self, replies: Sequence[Reply]) -> Moments:
-        """The mean and spread that follow from the clients' replies, in their order."""
+        """The mean and standard deviation from the clients' replies, which are added in order."""
         sums_by_client = [ColumnSums.from_payload(reply.content) for reply in replies]
         return pooled_moments(sums_by_client, self.fixed)
 
     def simulated(self, values: Tensor, seed: int) -> Payload:
-        """What a simulated client with these values sends; ``seed``: of noise, if there is any."""
+        """The payload of a simulated client with these values. ``seed``: the seed of any noise."""
         return self.sent(values)
 
     def refuses(self, reply: Reply) -> str:
-        """Why no numbers have these sums; empty if some do, or if the reply has another form than
-        expected, which the screen refuses.
+        """Why no values can have these sums; empty if some can.
+
+        Also empty for a reply of an unexpected form, which the screen refuses.
         """
         groups = [reply.content.get(name) for name in GROUPS]
         tensors = [g for g in groups if isinstance(g, Tensor) and g.dtype == torch.float64]
@@ -226,35 +229,36 @@ class SumsWork(ClientWork):
 
 
 def _impossible_count(sums: ColumnSums, claimed: int) -> str:
-    """Why the counts cannot be those of so many values."""
+    """Why the counts contradict the claimed number of values; empty if they do not."""
     count = sums.count
     is_impossible = (count < 0) | (count > claimed) | (count != count.round())
     if bool(is_impossible.any()):
-        return f"its sums count {float(count.max()):g} values, and it claims {claimed}"
+        return f"its sums count {float(count.max()):g} values, but it claims {claimed}"
     return ""
 
 
 def _impossible_sums(sums: ColumnSums) -> str:
-    """Why no numbers have these sums.
+    """Why no values can have these sums; empty if some can.
 
-    The inequality of Cauchy and Schwarz holds for all numbers: |total| <= sqrt(count squares). The
-    roots are taken first, because the product may not be finite. Numbers below ``TINY`` add nothing
-    to the squares.
+    The Cauchy-Schwarz inequality holds for all values: |total| <= sqrt(count squares). The roots
+    are computed first, because the product may overflow. Values below ``TINY`` add nothing to the
+    squares.
     """
     count = sums.count
     bound = (count * (1 + ROUNDING)).sqrt() * sums.squares.sqrt() + count * TINY
-    # Also true where one of them is not a number.
+    # Also true if either number is NaN.
     is_above = ~(sums.total.abs() <= bound)
     is_of_nothing = (count == 0) & (sums.squares > 0)
     if bool((is_above | is_of_nothing).any()):
-        return "no numbers have the sums and the sums of squares that it sends"
+        return "no values can have the sums and the sums of squares that it sent"
     return ""
 
 
 def sums_work(settings: Settings, about: DatasetInfo, shape: tuple[int, ...]) -> SumsWork:
-    """The clients' work in the stage of a run, for examples of a shape.
+    """The clients' work in the stage, for examples of a shape.
 
-    Raises ConfigError for limits of columns that are not standardised, or not in order.
+    Raises ConfigError for limits of columns that are not standardised, and for a lower limit above
+    the upper one.
     """
     names = about.features or tuple(f"channel {i}" for i in range(shape[0]))
     standardised = [
@@ -269,7 +273,7 @@ def sums_work(settings: Settings, about: DatasetInfo, shape: tuple[int, ...]) ->
             )
         if not low < high:
             raise ConfigError(
-                f"data.limits: {name!r} is from {low:g} to {high:g}; give the lower number first"
+                f"data.limits: {name!r} has limits {low:g} and {high:g}; write the lower one first"
             )
     for part in manifest.sums():
         work: SumsWork | None = part.load()(settings, about, shape)
@@ -295,7 +299,7 @@ class SumsProvider(StageProvider, StageActor):
         return {MOMENTS: self}
 
     def requires(self) -> Need:
-        """Nothing."""
+        """It requires nothing of a run."""
         return Need.NOTHING
 
     def payload_for_client(
@@ -305,7 +309,7 @@ class SumsProvider(StageProvider, StageActor):
         return Payload()
 
     def work(self, stage: Stage) -> ClientWork:
-        """Send the sums."""
+        """The work that sends the sums."""
         return self.sums
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
@@ -313,13 +317,13 @@ class SumsProvider(StageProvider, StageActor):
         return self.sums.expected
 
     def refuses(self, reply: Reply, stage: Stage) -> str:
-        """Why no numbers have the sums; empty if some do."""
+        """Why no values can have the sums; empty if some can."""
         return self.sums.refuses(reply)
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        """Mean and spread as tensors (D,) float64, and the constant columns."""
+        """The state with mean and standard deviation (D,) float64, and the constant columns."""
         moments = self.sums.moments(replies)
         return state.next(
             mean=torch.tensor(moments.mean, dtype=torch.float64),
@@ -329,10 +333,10 @@ class SumsProvider(StageProvider, StageActor):
 
 
 def run_sums(work: SumsWork, context: RunContext) -> tuple[Moments, StageResult]:
-    """Ask every client for its sums, and compute the mean and spread from them.
+    """Request the sums of every client, and compute the mean and standard deviation from them.
 
-    Clients that are refused do not count. Raises TooFewReplies if fewer are left than the quorum,
-    after the context's recorder has the refusals.
+    Refused replies are left out. Raises TooFewReplies if fewer replies than the quorum are
+    accepted; the context's recorder gets the refusals first.
     """
     provider = SumsProvider(work)
     schedule = replace(context.schedule, providers=(provider,))
@@ -356,34 +360,35 @@ def run_sums(work: SumsWork, context: RunContext) -> tuple[Moments, StageResult]
 Origin = Literal["declared", "pooled", "summed", "server", "own", "none"]
 
 STANDARDISED = ("table", "series")
-"""Kinds of inputs whose columns or channels have units of their own."""
+"""Kinds of examples whose columns or channels have different units."""
 
 WHOSE: Mapping[Origin, str] = {
-    "declared": "the mean and spread that are declared",
-    "pooled": "the mean and spread of all clients' training rows together, which only a simulation "
-    "can do",
-    "summed": "the mean and spread of all clients' training rows, from sums that the clients send",
-    "server": "the mean and spread of the public set",
-    "own": "each client's own mean and spread",
+    "declared": "the declared mean and standard deviation",
+    "pooled": "the mean and standard deviation of all clients' training rows together, which only "
+    "a simulation can compute",
+    "summed": "the mean and standard deviation of all clients' training rows, from sums that the "
+    "clients send",
+    "server": "the mean and standard deviation of the public set",
+    "own": "each client's own mean and standard deviation",
 }
-"""What columns are standardised by, for people."""
+"""The source of mean and standard deviation in words, by ``data.standardise``."""
 
 FARTHEST = 1e6
-"""How many declared spreads a training value may be from the declared mean. Farther away, one of
-them is in another unit.
+"""The largest distance of a training value from the declared mean, in declared standard deviations.
+A larger distance shows that the two have different units.
 """
 
 NAMED_CLIENTS = 20
-"""Of more clients with constant columns than these, the notes name the first."""
+"""The largest number of clients whose constant columns are listed in the notes."""
 
 
 @dataclass(frozen=True)
 class Scaler:
-    """Scales the columns of a table, or the channels of a series, by a mean and a spread.
+    """Scales the columns of a table, or the channels of a series, by mean and standard deviation.
 
-    origin: whose mean and spread they are. mean, std: by column, empty where values stay as they
-    are. by_client: where each client has its own. notes: what a person should know, a sentence
-    each.
+    origin: the source of mean and standard deviation. mean, std: by column; empty if values are not
+    scaled. by_client: the mean and standard deviation of each client, if they differ. notes:
+    sentences for the user.
     """
 
     origin: Origin = "none"
@@ -394,11 +399,11 @@ class Scaler:
 
     @property
     def awaits_sums(self) -> bool:
-        """Whether real sites have to send their sums before there is a mean and a spread."""
+        """Whether mean and standard deviation are unknown until real sites have sent their sums."""
         return self.origin == "summed" and not self.mean
 
     def transform(self, examples: Examples) -> Examples:
-        """Examples scaled by the common mean and spread; missing values become 0."""
+        """Examples scaled by the common mean and standard deviation; missing values become 0."""
         values = examples.values
         if not values.is_floating_point() or self.by_client is not None:
             return examples
@@ -407,13 +412,15 @@ class Scaler:
         return replace(examples, values=values.nan_to_num(0.0))
 
     def transform_client(self, client: int, examples: Examples) -> Examples:
-        """One client's examples scaled, by its own mean and spread if it has them."""
+        """A client's examples, scaled by its own mean and standard deviation or the common ones."""
         if self.by_client is None:
             return self.transform(examples)
         return scaled_by(self.by_client[client], examples)
 
     def transform_clients(self, train: Examples, split: ClientSplit | None) -> Examples:
-        """Training examples scaled, each client's by its own mean and spread if it has them."""
+        """Scaled training examples: by each client's own mean and standard deviation, or the
+        common ones.
+        """
         if self.by_client is None or split is None:
             return self.transform(train)
         values = train.values.clone()
@@ -424,11 +431,11 @@ class Scaler:
 
 
 UNSCALED = Scaler()
-"""Leaves numbers as they are."""
+"""A scaler that changes nothing."""
 
 
 def scaled_by(own_moments: Moments, examples: Examples) -> Examples:
-    """Examples scaled by a mean and a spread; missing values become 0."""
+    """Examples scaled by a mean and a standard deviation; missing values become 0."""
     values = _scaled(examples.values, own_moments.mean, own_moments.std)
     return replace(examples, values=values.nan_to_num(0.0))
 
@@ -442,11 +449,11 @@ def fit_scaler(
     public: Examples | None = None,
     moments: Moments | None = None,
 ) -> Scaler:
-    """The scaler of a run's examples; images, vectors and texts stay as they are.
+    """The scaler for a run's examples; it changes nothing for images, vectors and texts.
 
-    split: which client has which of ``train``. moments: the mean and spread from the sums of real
-    sites; before they have sent them, the scaler has none. Raises ConfigError where nobody has the
-    mean and spread that the settings name.
+    split: the positions of each client's examples in ``train``. moments: the mean and standard
+    deviation from the sums of real sites; None until they have sent them. Raises ConfigError if the
+    source in the settings has no mean and standard deviation.
     """
     declared = _declared(settings, dataset)
     origin = _origin(settings, dataset, is_declared=declared is not None)
@@ -457,14 +464,15 @@ def fit_scaler(
     if origin == "declared":
         if declared is None:
             raise ConfigError(
-                "data.standardise = 'declared' needs data.mean and data.std, one number a column"
+                "data.standardise = 'declared' needs data.mean and data.std, with one number per "
+                "column"
             )
         _check_unit(train, declared, dataset)
         return _scaler(origin, declared, dataset)
     if origin == "own":
         return _scaler_by_client(dataset, train, split)
     if origin == "summed" and settings.on_sites:
-        sums_work(settings, dataset.about, dataset.input_shape)  # raises if it cannot be
+        sums_work(settings, dataset.about, dataset.input_shape)  # raises ConfigError before a run
         return _scaler_of_sums(origin, moments, dataset)
     if origin == "server":
         if public is None:
@@ -473,25 +481,28 @@ def fit_scaler(
             origin, column_moments(public.values, dataset.about.binary_features), dataset
         )
 
-    assert split is not None  # where sites keep their data, _origin has refused "pooled"
+    assert split is not None  # if sites keep their data, _origin has rejected "pooled"
     if origin == "summed":
         return _scaler(origin, _summed_moments(settings, dataset, train, split), dataset)
-    # The order of the examples is that of the clients: it decides the last bits of the sums.
+    # Examples are added in the order of the clients, which determines the last bits of the sums.
     values = train.values[torch.from_numpy(split.positions)]
     return _scaler(origin, column_moments(values, dataset.about.binary_features), dataset)
 
 
 def unscaled(settings: Settings, train: Examples) -> Scaler:
-    """No scaling; raises ConfigError where missing numbers are to become the mean."""
+    """A scaler that changes nothing; raises ConfigError if missing values need a mean."""
     if settings.data.missing == "mean" and bool(train.values.isnan().any()):
-        raise ConfigError("data.missing = 'mean' needs a mean: leave data.standardise out")
+        raise ConfigError(
+            "data.missing = 'mean' needs a mean: leave out data.standardise = 'none', or set "
+            "data.missing = 'drop'"
+        )
     return UNSCALED
 
 
 def _origin(settings: Settings, dataset: Dataset, *, is_declared: bool) -> Origin | None:
-    """Whose mean and spread scale the examples; None for kinds of examples that are never scaled.
+    """The source of mean and standard deviation; None for kinds of examples that are not scaled.
 
-    Raises ConfigError for keys that contradict each other, or the data.
+    Raises ConfigError for keys that contradict each other or the data.
     """
     key = settings.data.standardise
     kind = dataset.about.kind
@@ -504,8 +515,8 @@ def _origin(settings: Settings, dataset: Dataset, *, is_declared: bool) -> Origi
         )
     if key not in (None, "declared") and settings.data.mean is not None:
         raise ConfigError(
-            f"data.standardise = {key!r} does not read data.mean and data.std; leave them out, "
-            "or set 'declared'"
+            f"data.mean and data.std have no effect with data.standardise = {key!r}; leave them "
+            "out, or set data.standardise = 'declared'"
         )
     if key is not None and key != "pooled":
         return key
@@ -516,15 +527,15 @@ def _origin(settings: Settings, dataset: Dataset, *, is_declared: bool) -> Origi
         if key is None:
             cause = "is unset, and 'pooled'"
         raise ConfigError(
-            f"data.standardise {cause} would use data that sites keep; write data.mean and "
-            "data.std, or set data.standardise = 'server' (the public set's), 'summed' (sums that "
-            "sites send) or 'own' (each site's)"
+            f"data.standardise {cause} needs all data in one place, but sites keep theirs; set "
+            "data.mean and data.std, or data.standardise = 'server' (those of the public set), "
+            "'summed' (from sums that sites send) or 'own' (those of each site)"
         )
     return "pooled"
 
 
 def _declared(settings: Settings, dataset: Dataset) -> Moments | None:
-    """The mean and spread in the config, or else those that the data set comes with."""
+    """The mean and standard deviation in the config, or else those of the data set's files."""
     if dataset.about.kind in ("image", "text"):
         return None
     mean = settings.data.mean
@@ -539,17 +550,17 @@ def _declared(settings: Settings, dataset: Dataset) -> Moments | None:
     width = dataset.input_shape[0]
     if {len(mean), len(std)} != {width}:
         raise ConfigError(
-            f"data.mean has {len(mean)} numbers and data.std {len(std)}; {dataset.name} has "
-            f"{width} columns or channels"
+            f"data.mean has {len(mean)} numbers and data.std {len(std)}, but {dataset.name} has "
+            f"{width} columns or channels; write one number for each"
         )
     return Moments(tuple(map(float, mean)), tuple(map(float, std)))
 
 
 def _check_unit(train: Examples, declared: Moments, dataset: Dataset) -> None:
-    """Raise ConfigError where a training value is too many declared spreads from the declared mean.
+    """Raise ConfigError if a training value is too far from the declared mean.
 
-    With the mean and spread of the n rows themselves, no value would be more than sqrt(n) spreads
-    away.
+    With the actual mean and standard deviation of the n rows, no value is more than sqrt(n)
+    standard deviations away.
     """
     columns = train.values.double().movedim(1, -1).flatten(0, -2)
     if not len(columns):
@@ -562,21 +573,21 @@ def _check_unit(train: Examples, declared: Moments, dataset: Dataset) -> None:
         column = int(distances.argmax())
         raise ConfigError(
             f"data.std = {declared.std[column]:g} of {_column_names(dataset, column + 1)[column]}: "
-            f"a training value is {farthest:.1e} times that from data.mean, "
-            f"{declared.mean[column]:g}; give both in the unit of the data"
+            f"a training value is {farthest:.1e} standard deviations away from data.mean = "
+            f"{declared.mean[column]:g}; write both in the unit of the data"
         )
 
 
 def _scaler_of_sums(origin: Origin, moments: Moments | None, dataset: Dataset) -> Scaler:
-    """The scaler from the sums of sites; it has no mean and spread until the sites sent them."""
+    """The scaler from the sums of sites; without a mean until the sites have sent the sums."""
     if moments is None:
         return Scaler(origin)
     return _scaler(origin, moments, dataset)
 
 
 def _scaler_by_client(dataset: Dataset, train: Examples, split: ClientSplit | None) -> Scaler:
-    """The scaler in which each client has its own mean and spread; of no client where sites keep
-    their data.
+    """The scaler in which each client has its own mean and standard deviation; without any clients
+    if sites keep their data.
     """
     by_client = {}
     notes = []
@@ -598,7 +609,7 @@ def _scaler_by_client(dataset: Dataset, train: Examples, split: ClientSplit | No
 def _summed_moments(
     settings: Settings, dataset: Dataset, train: Examples, split: ClientSplit
 ) -> Moments:
-    """The mean and spread from the sums that simulated clients send."""
+    """The mean and standard deviation from the sums that simulated clients send."""
     work = sums_work(settings, dataset.about, dataset.input_shape)
     replies = []
     for client, positions in enumerate(split.tensors()):
@@ -609,7 +620,7 @@ def _summed_moments(
 
 
 def _sent_sums(settings: Settings, work: SumsWork, client: int, values: Tensor) -> Payload:
-    """What a simulated client sends of its sums, with noise if the run has any."""
+    """The sums that a simulated client sends, with noise if the run has any."""
     return work.simulated(values, seed_for(settings.seed, 0, 1, client, "privacy"))
 
 
@@ -635,7 +646,7 @@ def _note_origin(origin: Origin, dataset: Dataset) -> str:
 def _note_constant(column_moments: Moments, dataset: Dataset, place: str = "") -> str:
     names = _column_names(dataset, len(column_moments.mean))
     constant = ", ".join(names[column] for column in column_moments.constant[:20])
-    return f"constant to six digits{place}, and left at 0: {constant}"
+    return f"columns that are constant to six digits{place} become 0: {constant}"
 
 
 def _column_names(dataset: Dataset, width: int) -> Sequence[str]:

@@ -195,7 +195,9 @@ def read_certificate(folder: Path) -> Mapping[str, Any]:
     if not isinstance(certificate, dict) or certificate.get(SEAL) != digest(
         _canonical(certificate)
     ):
-        raise CorruptFile(f"{path} has changed: its SHA-256 is not the one noted; unlearn again")
+        raise CorruptFile(
+            f"{path} has changed: its content does not match its SHA-256; unlearn again"
+        )
     # The SHA-256 is of the entries. Spaces, escapes and repeated keys can change without them.
     if data != file_bytes(certificate):
         raise CorruptFile(

@@ -191,7 +191,7 @@ def _print(directory: Path, certificate: Mapping[str, Any]) -> None:
     terminal.tell(
         screen,
         f"{directory}: {request.text} forgotten by {certificate['strategy']['name']}; rounds "
-        f"{rounds['first']} to {rounds['last']} were trained without.",
+        f"{rounds['first']} to {rounds['last']} were trained without the forgotten data.",
     )
     table = verification_table([certificate])
     if not table.rows:

@@ -109,9 +109,11 @@ def first_round_of(original: OriginalRun, clients: frozenset[int]) -> int:
 
 
 def _depends_from_the_start(original: OriginalRun, prepared: Prepared) -> bool:
-    """Whether something depends on the forgotten data before their clients act: the mean and spread
-    of all rows; the round that was selected as the best one, of which the new run needs a
-    checkpoint; the tests of a forgotten client; or the numbers by task, which are of all clients.
+    """Whether the run depends on the forgotten data from round 1 on, before their clients train.
+
+    This is so for the mean and standard deviation of all rows; for the round that was selected as
+    the best one, because the new run needs its checkpoint; for the tests of a forgotten client; and
+    for numbers by task, which concern all clients.
     """
     scales_differ = original.prepared.scaler != prepared.scaler
     tests_differ = original.prepared.sites.own_tests.keys() != prepared.sites.own_tests.keys()

@@ -399,8 +399,8 @@ def continued(original: OriginalRun, prepared: Prepared, state: State | None = N
     """
     if prepared.scaler != original.prepared.scaler:
         raise IncompatibleMethod(
-            "the mean and spread of the data were computed from the forgotten examples, too, and "
-            "the model depends on them; use --strategy retraining"
+            "the mean and standard deviation of the data were also computed from the forgotten "
+            "examples, and the model depends on them; use --strategy retraining"
         )
     if state is None:
         state = original.final_state

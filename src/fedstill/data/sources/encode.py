@@ -304,9 +304,11 @@ def _text_values(source: str, tables: Tables, options: ReadingOptions) -> _Encod
             )
         tokens = encoded(column.to_pylist(), options.tokenizer, options.vocabulary, length)
         values[split] = tokens.ids
-        info = replace(info, vocabulary=tokens.vocabulary, tokenizer_sha=tokens.sha).with_notes(
-            f"{split}: {100 * tokens.cut_share:.1f} % of the texts were cut to {length} tokens"
-        )
+        info = replace(info, vocabulary=tokens.vocabulary, tokenizer_sha=tokens.sha)
+        if tokens.cut_share:
+            info = info.with_notes(
+                f"{split}: {100 * tokens.cut_share:.1f} % of the texts were cut to {length} tokens"
+            )
     return _Encoded(values, info)
 
 
@@ -346,8 +348,8 @@ class _Rows:
         Raises DataError for an infinite value, and for an incomplete row that the options refuse.
         """
         options = schema.options
-        notes = []
         gaps = self._gaps(options, info)
+        notes = self._notes_on_means(options, info)
         if gaps.any():
             if options.missing != "drop":
                 raise DataError(self._missing_value(options, info, gaps))
@@ -389,6 +391,22 @@ class _Rows:
             return _lists(self.source, self.table, options).has_gap()
         has_gap: NDArray[np.bool_] = np.isnan(self.values).reshape(len(self.values), -1).any(1)
         return has_gap
+
+    def _notes_on_means(self, options: ReadingOptions, info: DatasetInfo) -> list[str]:
+        """A note on the values of a table that ``missing = "mean"`` fills in later, by column."""
+        if options.missing != "mean" or options.kind != "table":
+            return []
+        counts = []
+        for column, feature in first_features(info).items():
+            count = int(np.isnan(self.values[:, feature]).sum())
+            if count:
+                counts.append(f"{column} {count:,}")
+        if not counts:
+            return []
+        return [
+            f"{self.split}: missing values become the mean, or zeros for a category: "
+            f"{shortened_list(counts, NAMED_COLUMNS)}"
+        ]
 
     def _check_finite(self, info: DatasetInfo) -> None:
         """Raise DataError for an infinite value."""
@@ -448,6 +466,9 @@ def missing_text_hint(frame: Frame | None, column: str, row: int) -> str:
 
 NAMED_OWNERS = 12
 """The largest number of owners in a note."""
+
+NAMED_COLUMNS = 12
+"""The largest number of columns in a note."""
 
 
 def _left_out(

@@ -498,8 +498,9 @@ class _CandidateColumns:
             if options.input in names and options.kind in ("auto", kind):
                 return kind
         raise DataError(
-            f"{self.source}: column {options.input!r} holds {str(self.types[options.input])[:60]}, "
-            "not texts or lists of numbers; correct data.input_column"
+            f"{self.source}: column {options.input!r} contains "
+            f"{type_name(self.types[options.input])}, not texts or lists of numbers; correct "
+            "data.input_column"
         )
 
     def _only_column(self, kind: str, names: Sequence[str]) -> str:
@@ -533,7 +534,7 @@ class _CandidateColumns:
             is_number = name in numbers or pa.types.is_null(self.types[name])
             if name not in categorical and not is_number:
                 raise DataError(
-                    f"{self.source}: column {name!r} holds {str(self.types[name])[:60]}, not "
+                    f"{self.source}: column {name!r} contains {type_name(self.types[name])}, not "
                     "numbers; list it in data.categorical if its values are names, or remove it "
                     "from data.columns"
                 )
