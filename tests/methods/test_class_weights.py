@@ -67,10 +67,10 @@ def unequal() -> Dataset:
 
 def ready(name: str, weights: object, engine: str = "serial", **plan: Any) -> Prepared:
     """A round of a method whose plans all have these class weights."""
-    changes: dict[str, Any] = {"rounds": 1, "method": UNMOVED.get(name, name)}
+    changes: dict[str, Any] = {"rounds": 1, "topology": {"clients": 4}}
+    if name in UNMOVED:
+        changes["method"] = UNMOVED[name]
     method: Method = registry.lookup("method", name).build()
-    if method.topology == "sequential":
-        changes["topology"] = {"clients": 4}
     if name == "fedgen":  # from the second round on clients learn from the generator
         changes["rounds"] = 2
     if method.schedule.get("task_end"):  # it needs tasks, and the second has what it keeps
@@ -92,6 +92,12 @@ def rounds(prepared: Prepared) -> tuple[dict[str, Tensor], list[Reply]]:
     return stacking.tensors(state), replies
 
 
+@functools.cache
+def unweighted(name: str) -> tuple[dict[str, Tensor], list[Reply]]:
+    """The last state of a method's run without class weights, and all replies."""
+    return rounds(ready(name, "none"))
+
+
 def losses(replies: list[Reply]) -> dict[tuple[int, int, int, str], float]:
     """The mean of each term of an objective, by round, stage, client and name."""
     return {
@@ -103,7 +109,8 @@ def losses(replies: list[Reply]) -> dict[tuple[int, int, int, str], float]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_weights_of_one_have_the_bits_of_none(name: str) -> None:
-    (without, expected), (with_ones, got) = (rounds(ready(name, w)) for w in ("none", ONES))
+    without, expected = unweighted(name)
+    with_ones, got = rounds(ready(name, ONES))
     assert without.keys() == with_ones.keys()
     for key, value in without.items():
         assert torch.equal(value, with_ones[key]), key
@@ -118,7 +125,8 @@ def test_the_loss_of_labels_is_linear_in_the_weights(name: str) -> None:
     """
     by_weights = []
     for weights in (ONES, SOME, OTHERS):
-        slow = in_double(ready(name, weights, lr=1e-12, momentum=0.0, weight_decay=0.0))
+        still = {"lr": 1e-12, "momentum": 0.0, "weight_decay": 0.0, "batch": 32}
+        slow = in_double(ready(name, weights, **still))
         by_weights.append(losses(rounds(slow)[1]))
     whole, part, rest = by_weights
     assert whole.keys() == part.keys() == rest.keys()
@@ -138,7 +146,8 @@ def test_the_loss_of_labels_is_linear_in_the_weights(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - TRAINED_WITHOUT_LABELS))
 def test_balanced_weights_change_what_is_learnt(name: str) -> None:
-    (without, _), (balanced, _) = (rounds(ready(name, w)) for w in ("none", "balanced"))
+    without, _ = unweighted(name)
+    balanced, _ = rounds(ready(name, "balanced"))
     assert any(not torch.equal(value, balanced[key]) for key, value in without.items())
 
 
