@@ -11,6 +11,7 @@ import copy
 import io
 import json
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -79,6 +80,7 @@ NASTY: tuple[Any, ...] = (
     0,
     1,
     7,
+    -0.5,
     1e308,
     2**70,
     "",
@@ -232,10 +234,10 @@ def problem_of(reader: str, folder: Path) -> str:
         try:
             READERS[reader](folder, Path(out))
         except (CorruptFile, ConfigError) as error:
-            named = ("journal.jsonl" in str(error) or "why.jsonl" in str(error)) or isinstance(
-                error, ConfigError
-            )
-            return "" if named else traceback.format_exc()
+            named = re.search(r"(journal|why)\.jsonl, line \d+", str(error))
+            if named or isinstance(error, ConfigError):
+                return ""
+            return traceback.format_exc()
         except FedstillError:
             return traceback.format_exc()
         except Exception:

@@ -16,6 +16,7 @@ from fedstill.querying.queries import because
 from fedstill.querying.report import (
     _client,
     _epochs,
+    _lost,
     _trade,
     asked,
     noise_probes,
@@ -51,7 +52,8 @@ def test_the_points_are_gain_and_forgetting_of_each_client_and_their_mean(one: P
     told = events(one)[-1]["answers"]
     small, large = as_json(_trade(found, Style(found)))["data"]
     assert small["x"] == pytest.approx([a["gain"] for a in told], abs=1e-5)
-    assert small["y"] == pytest.approx([a["forgetting"] for a in told], abs=1e-5)
+    assert small["y"] == pytest.approx([-a["forgetting"] for a in told], abs=1e-5)
+    assert min(small["y"]) >= 0, "forgetting is positive, as in the other figures"
     assert large["x"] == pytest.approx([sum(a["gain"] for a in told) / len(told)], abs=1e-5)
 
 
@@ -168,6 +170,10 @@ def test_query_after_query_is_drawn_where_clients_ask_again(one: Path, again: Pa
     ):
         assert title in drawn
     assert json.dumps(gains).replace(" ", "") in drawn
+    changes = [e["query_forgetting"] for e in events(again) if e["event"] == "round"]
+    lost = _lost(both).mean
+    assert lost == pytest.approx([-change for change in changes])
+    assert max(lost) > 0, "forgetting is positive, as in the other figures"
     run = both.runs[0]
     last = events(again)[-1]["answers"][0]
     figure = as_json(_client(run, last["client"]))

@@ -57,6 +57,20 @@ def test_a_lost_event_is_named(
             read(copied)
 
 
+@pytest.mark.parametrize("field", ["refused", "replies"])
+def test_a_count_of_replies_that_is_missing_is_named_with_its_line(
+    field: str, copied: Path
+) -> None:
+    path = copied / "journal.jsonl"
+    events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    number = next(n for n, event in enumerate(events) if event["event"] == "round")
+    events[number][field] = None
+    path.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+    for read in (read_run, resume):
+        with pytest.raises(CorruptFile, match=rf"journal\.jsonl, line {number + 1}, .*{field}"):
+            read(copied)
+
+
 @pytest.mark.parametrize("name", ["measure", "initial"])
 def test_an_event_that_no_count_covers_is_known_by_the_checkpoint(name: str, copied: Path) -> None:
     lose(copied, name, 2 if name == "measure" else 0)

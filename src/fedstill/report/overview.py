@@ -248,9 +248,7 @@ def _run_line(run: Run, group: Group, note: str) -> list[str]:
         state += f", stopped early: {run.stop_reason}"
     if run.best is not None:
         state += f", round {run.best.round} selected by {run.best.criterion}"
-    reached = 0
-    if run.rounds:
-        reached = run.rounds[-1]["round"]
+    reached = max(run.numbers.rounds, default=0)
     rounds = f"{reached} of {run.planned_rounds}"
     return [str(run.display_path), group.label, str(run.seed), rounds, f"{state}{note}"]
 
@@ -516,8 +514,7 @@ def _times_to(group: Group, goal: float) -> str:
 
 def _mean_teachers(group: Group) -> str:
     """The mean number of models that taught a client; a dash for methods without teachers."""
-    lists = [event.get("teachers") for run in group.started for event in run.clients]
-    counts = [len(teachers) for teachers in lists if isinstance(teachers, list)]
+    counts = [count for run in group.started for count in run.numbers.over_clients("teachers")]
     if not counts:
         return NONE
     return f"{sum(counts) / len(counts):.3g}"

@@ -452,9 +452,7 @@ def _reached(runs: Sequence[Run]) -> str:
 
 
 def _last_round(run: Run) -> int:
-    if not run.rounds:
-        return 0
-    return int(run.rounds[-1]["round"])
+    return max(run.numbers.rounds, default=0)
 
 
 # ---- notes below the table -----------------------------------------------------------------------

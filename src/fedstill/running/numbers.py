@@ -239,11 +239,11 @@ class RunNumbers:
                     reports.append(report)
         return reports
 
-    def sum_over_clients(self, metric: str) -> float:
-        """The sum of a metric over all clients and stages."""
+    def over_clients(self, metric: str) -> list[float]:
+        """A metric that has one number for each client and stage: all of them."""
         columns = _of_events(self._clients, self.classes, metrics=[metric])
         of_client = [c for c in columns if c.metric == metric and c.about.keys() == OF_CLIENT]
-        return sum(sum(column.values.tolist()) for column in of_client)
+        return list(chain.from_iterable(column.values.tolist() for column in of_client))
 
     def looks(self, measure: str) -> list[Look]:
         """What a measure recorded after each stage, in the order of the journal."""
@@ -268,7 +268,7 @@ class RunNumbers:
                 if "stage" in column.about:
                     seconds[measure] += sum(column.values.tolist())
         for name in names:
-            at_clients = self.sum_over_clients(f"{SECONDS}_{name}")
+            at_clients = sum(self.over_clients(f"{SECONDS}_{name}"))
             if at_clients > 0:
                 seconds[name] = seconds.get(name, 0.0) + at_clients
         return seconds

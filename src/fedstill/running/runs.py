@@ -223,6 +223,8 @@ class Run:
     def query_count(self) -> QueryCount:
         """The number of queries that a method answered by choosing teachers."""
         queries = {(asked.round, asked.client) for asked in self.numbers.of_clients("query")}
+        if not queries:
+            return QueryCount(without_teacher=0, total=0)
         teachers: dict[tuple[int, int], float | None] = {}
         for taught in self.numbers.of_clients("teachers"):
             query = (taught.round, taught.client)
