@@ -269,3 +269,29 @@ def test_a_command_without_settings_says_what_to_do(
 ) -> None:
     assert call([*words, "-s", "rounds=3"]) == 2
     assert "fedstill " in capsys.readouterr().err.removeprefix("fedstill: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("explain nothing.toml", "name a TOML file"),
+        ("explain runs", "name a TOML file"),
+        ("compare nothing.toml", "name a TOML file"),
+        ("tune nothing.toml --space plan.lr=0.1..1", "name a TOML file"),
+        ("resume nothing", "e.g. runs/NAME"),
+        ("resume runs", "e.g. runs/NAME"),
+        ("report runs", "e.g. runs/"),
+        pytest.param("why nothing", "e.g. runs/NAME", marks=WHY),
+        pytest.param("rank nothing", "--help", marks=pytest.mark.uses("benchmark")),
+        pytest.param(
+            "reproduce fedntd/table99", "did you mean", marks=pytest.mark.uses("benchmark")
+        ),
+    ],
+)
+def test_a_path_or_name_that_does_not_exist_gets_a_next_step(
+    words: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(words.split()) == 2
+    message = capsys.readouterr().err
+    assert advice in message
+    assert message.count("\n") == 1

@@ -162,7 +162,8 @@ def load(file: Path | str | None, overrides: tuple[str, ...] = ()) -> Experiment
     try:
         content = read_file(path)
     except OSError as error:
-        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
+        remedy = "name a TOML file; its path is relative to the current folder"
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}; {remedy}") from error
     try:
         tree = parse_toml(content)
     except ValueError as error:

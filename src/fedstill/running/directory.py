@@ -142,11 +142,12 @@ def hint_without_run(folder: Path) -> str:
         if folder.suffix == ".toml":
             hint += f"; `fedstill run {in_shell(folder)}` begins one"
         return hint
+    problem = "there is no such directory"
     if (folder / "config.toml").is_file():
-        return "it has no journal.jsonl"
-    if folder.is_dir():
-        return "there is no config.toml in it"
-    return "there is no such directory"
+        problem = "it has no journal.jsonl"
+    elif folder.is_dir():
+        problem = "there is no config.toml in it"
+    return f"{problem}; name the directory of a run, e.g. runs/NAME"
 
 
 # Overwriting a run: only files that fedstill wrote are deleted.

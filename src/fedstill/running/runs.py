@@ -286,7 +286,8 @@ def run_folders(directories: Iterable[Path]) -> list[RunFolder]:
         below.sort(key=lambda folder: natural(folder.path))
         if not below:
             raise ConfigError(
-                f"{directory} contains no run: no folder in it has both {CONFIG} and {JOURNAL}"
+                f"{directory} contains no run: no folder in it has both {CONFIG} and {JOURNAL}; "
+                "name directories of runs, e.g. runs/"
             )
         folders.update({folder.path.resolve(): folder for folder in below})
     if not folders:

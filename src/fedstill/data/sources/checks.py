@@ -468,7 +468,7 @@ def _check_columns(entry: KnownData, data: Decoded) -> None:
         if data.source_digests.get(split, expected) != expected:
             raise DataError(
                 f"{entry.name}, {split}: the examples differ from the data set; give the folder "
-                "another"
+                "another name"
             )
 
 

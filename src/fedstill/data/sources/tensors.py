@@ -334,7 +334,7 @@ def _numbers(part: str, values: NDArray[Any]) -> NDArray[Any]:
     wrong = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))
     if len(wrong):
         raise DataError(
-            f"{part}: example {wrong[0]} has a missing or infinite value; correct or remove it out"
+            f"{part}: example {wrong[0]} has a missing or infinite value; correct or remove it"
         )
     return np.ascontiguousarray(values, dtype=np.float32)
 
