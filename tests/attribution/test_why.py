@@ -311,7 +311,7 @@ def test_a_folder_without_a_run_and_one_without_a_global_model_say_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(["why", str(tmp_path)]) == 2
-    assert "journal.jsonl" in capsys.readouterr().err
+    assert "contains no run" in capsys.readouterr().err
     fedstill.run(
         toys.toy("local_only", **toys.suited("local_only")), tmp_path / "run", data=toys.blobs()
     )

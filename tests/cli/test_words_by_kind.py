@@ -80,7 +80,7 @@ def test_the_journal_and_the_report_say_it_too(
     page = Path("page.html").read_text()
     assert '<section id="data">' in page
     assert "4 features: age, ward=A, ward=B, floor." in page
-    assert "at 0: floor." in page
+    assert "become 0: floor." in page
 
 
 def test_images_have_their_word_and_no_section(
