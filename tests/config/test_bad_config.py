@@ -189,9 +189,13 @@ def test_a_config_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None
         (
             {"data": {"train_size": 301}},
             ConfigError,
-            r"data\.train_size = 301 is more than the 300",
+            r"data\.train_size = 301, but there are only 300",
         ),
-        ({"data": {"test_size": 101}}, ConfigError, r"data\.test_size = 101 is more than the 100"),
+        (
+            {"data": {"test_size": 101}},
+            ConfigError,
+            r"data\.test_size = 101, but there are only 100",
+        ),
         ({"model": "lenet5"}, ConfigError, "lenet5"),
         (
             {"method": "toy_peers", "topology": {"clients": 6, "students": [9]}},

@@ -130,7 +130,7 @@ def test_public_images_have_the_mode_of_the_run(tmp_path: Path) -> None:
 
 
 def test_another_data_set_must_have_the_classes_or_give_no_labels() -> None:
-    with pytest.raises(DataError, match=r"shape \(1, 8, 8\), the run's \(1, 4, 4\)"):
+    with pytest.raises(DataError, match=r"shape \(1, 8, 8\), but the run's have \(1, 4, 4\)"):
         public(public_from="digits")
     with pytest.raises(DataError, match=r"10 classes.*data\.public_labels = false"):
         public(public_from="digits", public_resize=True)

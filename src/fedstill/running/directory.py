@@ -130,13 +130,13 @@ def hint_without_run(folder: Path) -> str:
     runs = runs_below(folder)
     if runs:
         return (
-            f"it is the folder of a comparison of {len(runs)} runs; name one of them, e.g. "
+            "it is the folder of a comparison; name one of its runs, e.g. "
             f"{in_shell(runs[0])}, or continue all with the same `fedstill compare` and --out "
             f"{in_shell(folder)}"
         )
     runs = sorted(path.parent for path in folder.glob("*/config.toml"))
     if runs:
-        return f"there are {len(runs)} runs in its folders; name one, e.g. {in_shell(runs[0])}"
+        return f"it contains folders of runs; name one of them, e.g. {in_shell(runs[0])}"
     if folder.is_file():
         hint = "it is a file; name a run's directory"
         if folder.suffix == ".toml":
