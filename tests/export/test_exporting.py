@@ -114,7 +114,7 @@ def test_models_that_vote_are_one_file(
     words = ["--onnx", str(tmp_path / "m.onnx"), "--pt2", str(tmp_path / "m.pt2"), "--client", "3"]
     assert call(["export", str(voting), *words]) == 0
     said = capsys.readouterr().out
-    assert "in onnxruntime its logits" in said
+    assert "the logits in onnxruntime" in said
     assert "torch.export" in said
 
 

@@ -162,7 +162,7 @@ def test_a_client_without_a_model_ends_the_run_before_round_1(
 
 def test_explain_states_how_many_models_there_are() -> None:
     ready = prepare(resolve(two_models()), toys.blobs())
-    assert "2 server models" in run_estimate(ready).answer
+    assert "server's 2 models" in run_estimate(ready).answer
 
 
 def test_models_are_loaded_by_name_and_by_client(finished: Path) -> None:
@@ -170,7 +170,7 @@ def test_models_are_loaded_by_name_and_by_client(finished: Path) -> None:
     assert by_client.about["model"] == by_name.about["model"] == "cluster 1"
     params = zip(by_client.state_dict().values(), by_name.state_dict().values(), strict=True)
     assert all(torch.equal(one, other) for one, other in params)
-    with pytest.raises(ConfigError, match="client = 'cluster 0'"):
+    with pytest.raises(ConfigError, match="a model: 'cluster 0'"):
         load_model(finished)
 
 
