@@ -234,7 +234,8 @@ def problem_of(reader: str, folder: Path) -> str:
         try:
             READERS[reader](folder, Path(out))
         except (CorruptFile, ConfigError) as error:
-            named = re.search(r"(journal|why)\.jsonl, line \d+", str(error))
+            # A score is computed from several lines.
+            named = re.search(r"(journal|why)\.jsonl(, line \d+| cannot be scored)", str(error))
             if named or isinstance(error, ConfigError):
                 return ""
             return traceback.format_exc()

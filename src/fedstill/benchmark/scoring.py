@@ -121,6 +121,8 @@ def score_of_events(events: Sequence[Event], planned_rounds: int) -> Score:
     """The score of a journal's events. Raises KeyError or another error if one is missing."""
     numbers = RunNumbers.of([event for event in events if event["event"] != "client"])
     accuracies = accuracy_matrix(events, planned_rounds)
+    if accuracies.ndim < 2:
+        raise ValueError("no round has the accuracies that a score is computed from")
     # All columns are learned from the first row on.
     column_tasks = np.zeros(accuracies.shape[1])
     learned = task_metrics.learned(accuracies, column_tasks)
