@@ -131,12 +131,12 @@ SFEDKD = {"name": "sfedkd", "k": 2, "gamma": 0.7, "beta": 1.3, "temperature": 2.
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, sfedkd(0.7, 1.3, 2.0, 4.0, True, True)),
-        ({"g": False}, sfedkd(0.7, 1.3, 2.0, 4.0, False, True)),
-        ({"h": False}, sfedkd(0.7, 1.3, 2.0, 4.0, True, False)),
-        ({"g": False, "h": False}, sfedkd(0.7, 1.3, 2.0, 4.0, False, False)),
-        ({"tau2_scale": False}, sfedkd(0.7, 1.3, 2.0, 1.0, True, True)),
-        ({"smoothing": 0.01}, sfedkd(0.7, 1.3, 2.0, 4.0, True, True, 0.01)),
+        ({}, sfedkd(0.7, 1.3, 2.0, 1.0, True, True)),
+        ({"g": False}, sfedkd(0.7, 1.3, 2.0, 1.0, False, True)),
+        ({"h": False}, sfedkd(0.7, 1.3, 2.0, 1.0, True, False)),
+        ({"g": False, "h": False}, sfedkd(0.7, 1.3, 2.0, 1.0, False, False)),
+        ({"tau2_scale": True}, sfedkd(0.7, 1.3, 2.0, 4.0, True, True)),
+        ({"smoothing": 0.01}, sfedkd(0.7, 1.3, 2.0, 1.0, True, True, 0.01)),
     ],
 )
 @pytest.mark.parametrize("chain", [True, False])
@@ -167,7 +167,7 @@ def test_the_choice_of_teachers(fields: dict[str, object], choose: Choose) -> No
     fed = Federation(ready)
     check(
         drive(ready)[0][-1].params,
-        plainly(fed, sfedkd(0.7, 1.3, 2.0, 4.0, True, True), choose, rounds=3),
+        plainly(fed, sfedkd(0.7, 1.3, 2.0, 1.0, True, True), choose, rounds=3),
     )
 
 

@@ -337,7 +337,7 @@ def _load_tensors(path: Path) -> Any:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise ValueError("its content is compressed")
         file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)  # executes no pickled code
+        return torch.load(file, map_location="cpu", weights_only=True)  # never a pickle
 
 
 def _check_sizes(path: Path, tensors: Mapping[str, Tensor]) -> None:
