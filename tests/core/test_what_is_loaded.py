@@ -116,6 +116,12 @@ def test_a_round_of_fedntd_loads_a_small_part_of_the_library() -> None:
     assert "fedstill.losses.several_teachers" not in lines
 
 
+def test_a_lookup_imports_only_the_module_of_a_methods_name() -> None:
+    program = "from fedstill.core.registry import lookup\nlookup('method', 'fedntd')\n"
+    methods = [name for name in loaded(program) if name.startswith("fedstill.methods.")]
+    assert set(methods) <= {"fedstill.methods.fedntd", "fedstill.methods.fedavg"}
+
+
 def test_the_core_imports_no_pydantic() -> None:
     program = (
         "import importlib, pkgutil, sys, fedstill.core as core\n"

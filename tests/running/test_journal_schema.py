@@ -13,6 +13,9 @@ import pytest
 import changed_journals
 import fedstill
 from fedstill.core.errors import CorruptFile
+from fedstill.measures import list_forms
+from fedstill.measures.features import STEPS
+from fedstill.metrics.membership import GRID
 from fedstill.report.page import write_page
 from fedstill.running.journal import read_journal
 
@@ -154,3 +157,8 @@ def test_a_look_that_was_added_later_has_the_schema_of_a_measure(
     (folder / "why.jsonl").write_text('{"event":"measure","measure":"contributions","round":1}\n')
     with pytest.raises(CorruptFile, match=r"why\.jsonl, line 1: .*stage"):
         fedstill.load_runs(folder)
+
+
+def test_forms_of_lists_have_the_sizes_that_measures_record() -> None:
+    assert list_forms("boundaries")["plane"].axes == (STEPS, STEPS)
+    assert list_forms("leakage")["*/*/roc"].axes == (len(GRID),)

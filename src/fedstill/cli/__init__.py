@@ -194,9 +194,11 @@ def _run(tokens: list[str]) -> int:
     # Imports create many objects that last as long as the process. Python's search for circular
     # references would go through them again and again.
     gc.disable()
-    _import_command(tokens)
-    gc.freeze()
-    gc.enable()
+    try:
+        _import_command(tokens)
+        gc.freeze()
+    finally:
+        gc.enable()
     command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
     keywords = {name: _with_home(value) for name, value in bound.kwargs.items()}
     result = command(*map(_with_home, bound.args), **keywords)

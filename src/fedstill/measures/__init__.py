@@ -26,6 +26,7 @@ LIST_FORMS: Mapping[str, ListForms] = {
         "y": ListForm(("labels",)),
         "x_range": ListForm((2,)),
         "y_range": ListForm((2,)),
+        # A class for each point of a grid with ``measures.features.STEPS`` points per side.
         "plane": ListForm((48, 48), "classes"),
         "accuracy": SHARES_BY_CLASS,
     },
