@@ -74,8 +74,8 @@ EXPLANATION = (
     "Changes of each class in a measured round, and the clients' contributions, in points of "
     "accuracy on at most 100 test examples per class. A contribution is a client's share of the "
     "change in one round, compared with a client that returns the model without training. It does "
-    "not explain the final model. The command `fedstill why RUN --without K` computes another "
-    "number: the effect of leaving client K out."
+    "not explain the final model. The effect of leaving client K out is another number, which "
+    "fedstill why RUN --without K computes."
 )
 MAP_EXPLANATION = (
     "Each column is a client of the round, and each row is a class. Red is a loss of accuracy, "
