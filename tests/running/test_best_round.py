@@ -17,6 +17,7 @@ from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, Interr
 from fedstill.engines.passes import correct_by_example
 from fedstill.export.loading import load_model
 from fedstill.running.journal import read_journal
+from fedstill.running.numbers import RunNumbers
 from fedstill.running.preparation import prepare
 from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
@@ -281,7 +282,7 @@ def test_held_out_data_are_preferred_and_the_data_are_stated(
     assert result.summary["selected_on"] == on
     start = json.loads((tmp_path / "run/journal.jsonl").read_text().splitlines()[0])
     assert start["selection"]["on"] == on
-    best = best_round(start, result.history)
+    best = best_round(start, RunNumbers.of(result.history))
     assert best is not None
     assert best.score == max(scores(result))
     is_tested = on == "test" or (on == "held_out" and "test_from" in str(changes))

@@ -12,6 +12,7 @@ import pytest
 
 import toys
 from fedstill.cli import call
+from fedstill.running.numbers import RunNumbers
 from fedstill.running.result import Refusals
 from fedstill.running.runner import run
 
@@ -130,12 +131,16 @@ def test_in_python_where_nobody_watches_it_is_logged(
     assert f"run: {said}" in caplog.text
 
 
-def no(client: int, round: int) -> dict[str, object]:
-    return {"client": client, "round": round, "refused": "why"}
-
-
 def yes(client: int, round: int) -> dict[str, object]:
-    return {"client": client, "round": round}
+    return {"event": "client", "client": client, "round": round, "stage": 0, "name": "census"}
+
+
+def no(client: int, round: int) -> dict[str, object]:
+    return {**yes(client, round), "refused": "why"}
+
+
+def two_rounds(*clients: dict[str, object]) -> RunNumbers:
+    return RunNumbers.of([*clients, {"event": "round", "round": 1}, {"event": "round", "round": 2}])
 
 
 @pytest.mark.parametrize(
@@ -154,11 +159,19 @@ def yes(client: int, round: int) -> dict[str, object]:
 def test_refusals_are_counted_and_the_first_is_named(
     events: list[dict[str, object]], parts: tuple[str, ...]
 ) -> None:
-    said = Refusals.of(events, 6, 2).sentence
+    said = Refusals.of(two_rounds(*events), 6).sentence
     assert all(part in said for part in parts), said
     assert said.endswith(": why")
 
 
-@pytest.mark.parametrize("idle", [[], [{"client": 1, "round": 1, "idle": True}]])
+@pytest.mark.parametrize("idle", [[], [{**yes(1, 1), "idle": True}]])
 def test_without_refusals_there_is_nothing_to_say(idle: list[dict[str, object]]) -> None:
-    assert Refusals.of([yes(0, 1), *idle], 6, 2).sentence == ""
+    assert Refusals.of(two_rounds(yes(0, 1), *idle), 6).sentence == ""
+
+
+def test_the_frame_has_a_number_for_each_reply_of_a_client() -> None:
+    idle = {**yes(2, 1), "idle": True}
+    (replies,) = two_rounds(no(0, 1), yes(1, 1), idle, no(0, 2)).columns(["refused"])
+    assert replies.values.tolist() == [1, 0, 1]
+    assert replies.about["client"].tolist() == [0, 1, 0]
+    assert replies.about["round"].tolist() == [1, 1, 2]

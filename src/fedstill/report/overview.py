@@ -58,7 +58,7 @@ from fedstill.report.summary import (
     three_digits,
 )
 from fedstill.report.table_files import differences, differences_table
-from fedstill.running.journal import Event
+from fedstill.running.numbers import Reply
 from fedstill.running.runs import (
     UNSET,
     Group,
@@ -166,13 +166,13 @@ def failures(report: Report) -> Section | None:
 
 def _reasons(group: Group, label: Block) -> Iterable[list[Cell]]:
     """A line for each of the most frequent reasons of a group, and one for all others."""
-    events = [event for run in group.runs for event in _refused_events(run)]
-    counts = Counter(str(event["refused"]) for event in events)
+    replies = [reply for run in group.runs for reply in _refused_replies(run)]
+    counts = Counter(reply.refused for reply in replies)
     frequent = counts.most_common(MOST_REASONS)
     for reason, count in frequent:
-        of_reason = [event for event in events if str(event["refused"]) == reason]
-        clients = _ids(of_reason, "client")
-        rounds = _ids(of_reason, "round")
+        of_reason = [reply for reply in replies if reply.refused == reason]
+        clients = _ids(reply.client for reply in of_reason)
+        rounds = _ids(reply.round for reply in of_reason)
         yield [label, reason, str(count), clients, rounds]
     if len(counts) > len(frequent):
         more = f"{len(counts) - len(frequent)} more reasons"
@@ -185,7 +185,8 @@ def _about_failures(groups: Iterable[Group]) -> str:
     ended = set()
     for group in groups:
         for run in group.runs:
-            ended |= {event["round"] <= len(run.rounds) for event in _refused_events(run)}
+            finished = len(run.numbers.rounds)
+            ended |= {reply.round <= finished for reply in _refused_replies(run)}
     text = "Replies that were refused, and clients that failed."
     if ended == {True}:
         return f"{text} The rounds continued without them."
@@ -194,13 +195,13 @@ def _about_failures(groups: Iterable[Group]) -> str:
     return text
 
 
-def _refused_events(run: Run) -> list[Event]:
-    return [event for event in run.clients if "refused" in event]
+def _refused_replies(run: Run) -> list[Reply]:
+    return [reply for reply in run.numbers.replies if reply.refused]
 
 
-def _ids(events: Iterable[Event], key: str) -> str:
-    """The clients, or the rounds, of some events; for many, the first ones and the number."""
-    ids = sorted({int(event.get(key, -1)) for event in events})
+def _ids(repeated: Iterable[int]) -> str:
+    """The numbers of clients or rounds; if there are many, the first ones and how many."""
+    ids = sorted(set(repeated))
     listed = ", ".join(map(str, ids[:MOST_IDS]))
     if len(ids) > MOST_IDS:
         listed += f" … ({len(ids)})"

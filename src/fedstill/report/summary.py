@@ -484,7 +484,7 @@ def refused(runs: Mapping[str, Sequence[Run]]) -> list[str]:
 
 def refusals_of(run: Run) -> Refusals:
     """The refused replies of a run, finished or not."""
-    return Refusals.of(run.clients, int(run.settings.get("topology.clients", 0)), len(run.rounds))
+    return Refusals.of(run.numbers, int(run.settings.get("topology.clients", 0)))
 
 
 def _refused_by_seed(texts: Mapping[int, str], has_many_runs: bool) -> str:

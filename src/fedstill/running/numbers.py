@@ -68,6 +68,11 @@ SECONDS = "seconds"
 OF_USER_MEASURES = "of_measures"
 """The field of a round that lists the fields of the user's own measures, by measure."""
 
+REFUSED = "refused"
+"""The field of a reply with the reason why it was refused. As a metric of a client in a stage, it
+is 1 for a refused reply and 0 for an accepted one; rounds have the number of refused replies.
+"""
+
 COUNTED_LISTS = frozenset({"teachers", "query"})
 """Lists whose metric is their length: the number of teachers, and of queried classes."""
 
@@ -147,6 +152,16 @@ class ClientNumbers:
     values: Sequence[float | None]
 
 
+@dataclass(frozen=True)
+class Reply:
+    """A reply of a client in a stage. ``refused``: why it was refused; empty if it was accepted."""
+
+    round: int
+    stage: str
+    client: int
+    refused: str
+
+
 class RunNumbers:
     """The numbers of one run, by metric.
 
@@ -186,7 +201,8 @@ class RunNumbers:
     def columns(self, metrics: Collection[str] | None = None) -> Iterator[Numbers]:
         """All numbers, or those of some metrics (``is_chosen``), metric by metric."""
         of_clients = _of_events(self._clients, self.classes, metrics=metrics)
-        columns = chain(self._federation, of_clients, self._derived)
+        refusals = _refusals(self._clients)
+        columns = chain(self._federation, of_clients, refusals, self._derived)
         chosen = [column for column in columns if is_chosen(column.metric, metrics)]
         return chain.from_iterable(_by_metric(chosen).values())
 
@@ -197,6 +213,10 @@ class RunNumbers:
             rounds = column.about["round"].tolist()
             curve.update(zip(rounds, column.values.tolist(), strict=True))
         return dict(sorted(curve.items()))
+
+    def in_last_round(self, metric: str) -> float | None:
+        """A metric of the whole federation in the last round; None if this round has none."""
+        return self.by_round(metric).get(max(self.rounds, default=0))
 
     def by_client(self, metric: str) -> dict[int, dict[int, float]]:
         """A metric that rounds have by client: by round, the number of each client that has one."""
@@ -244,6 +264,14 @@ class RunNumbers:
         columns = _of_events(self._clients, self.classes, metrics=[metric])
         of_client = [c for c in columns if c.metric == metric and c.about.keys() == OF_CLIENT]
         return list(chain.from_iterable(column.values.tolist() for column in of_client))
+
+    @property
+    def replies(self) -> list[Reply]:
+        """The replies of clients, in the order of the journal."""
+        return [
+            Reply(event["round"], event["name"], event["client"], event.get(REFUSED, ""))
+            for event in _replies(self._clients)
+        ]
 
     def looks(self, measure: str) -> list[Look]:
         """What a measure recorded after each stage, in the order of the journal."""
@@ -913,9 +941,22 @@ def _with_confusion(event: Event) -> Event:
     return {**event, CONFUSION: columns}
 
 
+def _replies(clients: Iterable[Event]) -> list[Event]:
+    """The events of clients that had work."""
+    return [event for event in clients if not event.get("idle")]
+
+
+def _refusals(clients: Iterable[Event]) -> Iterator[Numbers]:
+    """Whether each reply was refused: 1 or 0."""
+    for axes, replies in _by_place(_replies(clients)).items():
+        is_refused = np.array([REFUSED in event for event in replies], np.float64)
+        about = {axis: np.array([event[axis] for event in replies], np.int64) for axis in axes}
+        yield Numbers(REFUSED, is_refused, about)
+
+
 def _mean_losses(clients: Sequence[Event]) -> Iterator[Numbers]:
     """By term and round, the mean over the accepted clients, weighted by their examples."""
-    trained = [event for event in clients if "loss" in event and not event.get("refused")]
+    trained = [event for event in clients if "loss" in event and REFUSED not in event]
     rounds = np.array([event["round"] for event in trained], np.int64)
     examples = np.array([event.get("examples") or 0 for event in trained], np.float64)
     losses_by_term = _transposed([event["loss"] for event in trained])

@@ -28,7 +28,7 @@ from fedstill.running import journal as journals
 from fedstill.running.frame import frame_of_clients, frame_of_events
 from fedstill.running.journal import STOP_REASON, Event, check_journal, events_by_name, first_event
 from fedstill.running.model_files import FINAL, MODEL_SEAL, read_final
-from fedstill.running.numbers import RunNumbers
+from fedstill.running.numbers import Reply, RunNumbers
 from fedstill.running.selection import selection_summary
 from fedstill.running.setting_warnings import frequent_class_warning
 from fedstill.running.split_file import read_label_counts
@@ -370,10 +370,11 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
     rounds = by_name.get("round", [])
     numbers = RunNumbers.of([event for event in events if event["event"] != "client"])
     summary = numbers.summary
-    selection = selection_summary(start, rounds)
-
     last_round = rounds[-1]
-    if STOP_REASON in selection:
+    stop_reason = last_round.get(STOP_REASON, "")
+    selection = selection_summary(start, numbers, stop_reason)
+
+    if stop_reason:
         # Measures are taken in the last planned round, which a run that stops early does not reach.
         last_round = {**_last_personal(rounds), **last_round}
     last_fields = {key: last_round[key] for key in OF_LAST if key in last_round}
@@ -405,7 +406,7 @@ def summary_of(settings: Settings, events: Sequence[Event]) -> dict[str, Any]:
     rounds = by_name.get("round", [])
 
     journal_fields = summary_from_journal(events)
-    refusals = Refusals.of(by_name.get("client", ()), settings.clients, len(rounds))
+    refusals = Refusals.of(RunNumbers.of_groups(by_name), settings.clients)
     return {
         "method": settings.named.method.label,
         "dataset": short_name(settings.data.name),
@@ -475,43 +476,42 @@ def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None
 class Refusals:
     """The refused replies of a run.
 
-    ``refused``, ``accepted``: the events of clients whose replies were refused or accepted, in
-    order. ``clients``: the number of clients. ``rounds``: the number of finished rounds.
+    ``refused``, ``accepted``: the replies, in order. ``clients``: the number of clients.
+    ``rounds``: the number of finished rounds.
     """
 
-    refused: Sequence[Mapping[str, Any]]
-    accepted: Sequence[Mapping[str, Any]]
+    refused: Sequence[Reply]
+    accepted: Sequence[Reply]
     clients: int
     rounds: int
 
     @staticmethod
-    def of(events: Sequence[Mapping[str, Any]], clients: int, rounds: int) -> Refusals:
-        """Collect the refusals from a journal's events of clients."""
+    def of(numbers: RunNumbers, clients: int) -> Refusals:
+        """The refusals of a run with some clients, from its numbers."""
+        replies = numbers.replies
         return Refusals(
-            refused=[event for event in events if "refused" in event],
-            accepted=[event for event in events if not {"refused", "idle"} & event.keys()],
+            refused=[reply for reply in replies if reply.refused],
+            accepted=[reply for reply in replies if not reply.refused],
             clients=clients,
-            rounds=rounds,
+            rounds=len(numbers.rounds),
         )
 
     @property
     def refused_clients(self) -> list[int]:
         """The clients with at least one refused reply."""
-        return sorted({event["client"] for event in self.refused})
+        return sorted({reply.client for reply in self.refused})
 
     @property
     def sentence(self) -> str:
         """A sentence about the refusals; empty if there are none.
 
-        >>> no = {"client": 1, "round": 1, "refused": "failed: OSError: gone"}
-        >>> Refusals.of([no, {"client": 0, "round": 1}, {**no, "round": 2}], 6, 2).sentence
+        >>> refused = Reply(round=1, stage="train", client=1, refused="failed: OSError: gone")
+        >>> Refusals([refused], [], clients=6, rounds=1).sentence
         '1 of 6 clients refused in every round, first: client 1 in round 1: failed: OSError: gone'
-        >>> Refusals.of([no, {"client": 1, "round": 2}], 6, 2).sentence
-        '1 of 2 replies refused, of 1 of 6 clients, in 1 of 2 rounds, first: client 1 in round 1: failed: OSError: gone'
-        """  # noqa: E501
+        """
         if not self.refused:
             return ""
-        rounds = {event["round"] for event in self.refused if event["round"] > 0}
+        rounds = {reply.round for reply in self.refused if reply.round > 0}
         clients = f"{len(self.refused_clients)} of {self.clients} clients"
         if self._refused_always(rounds):
             extent = f"{clients} refused whenever they took part"
@@ -534,16 +534,16 @@ class Refusals:
     @property
     def _first(self) -> str:
         """A description of the first refusal: client, round and reason."""
-        event = self.refused[0]
-        client = f"client {event['client']}"
-        if event["client"] == SERVER:
+        reply = self.refused[0]
+        client = f"client {reply.client}"
+        if reply.client == SERVER:
             client = "the server"
-        place = f"round {event['round']}"
-        if event["round"] == 0:
-            place = f"the stage {event.get('name', 'census')!r} before round 1"
-        return f"{client} in {place}: {event['refused']}"
+        place = f"round {reply.round}"
+        if reply.round == 0:
+            place = f"the stage {reply.stage!r} before round 1"
+        return f"{client} in {place}: {reply.refused}"
 
     def _refused_always(self, rounds: set[int]) -> bool:
         """Whether some replies were refused, and no reply of these clients was ever accepted."""
-        accepted = {event["client"] for event in self.accepted if event["round"] > 0}
+        accepted = {reply.client for reply in self.accepted if reply.round > 0}
         return bool(rounds) and accepted.isdisjoint(self.refused_clients)

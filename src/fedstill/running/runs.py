@@ -171,7 +171,7 @@ class Run:
         """The best round, or None if the run did not compare its rounds."""
         from fedstill.running.selection import best_round  # lazy, because few readers need it
 
-        return best_round(self.start, self.rounds)
+        return best_round(self.start, self.numbers)
 
     def versions(self, name: str) -> list[str]:
         """Return the versions of one of ``VERSIONS`` that the run used, in the order of use."""

@@ -36,7 +36,9 @@ from fedstill.metrics.classification import (
     larger_is_better,
 )
 from fedstill.metrics.score_histograms import concatenated, from_histograms
+from fedstill.running import journal as journals
 from fedstill.running.journal import STOP_REASON
+from fedstill.running.numbers import RunNumbers
 
 log = logging.getLogger("fedstill.run")
 
@@ -542,31 +544,29 @@ class BestRound:
         return f"{self.by} on {DATA_NAMES[self.on]}"
 
 
-def best_round(start: Event, rounds: Sequence[Event]) -> BestRound | None:
-    """The best round, given a journal's event ``start`` and the events of its rounds; None if the
-    run does not compare rounds, or if no round has a score.
+def best_round(start: Event, numbers: RunNumbers) -> BestRound | None:
+    """The best round, given a journal's event ``start`` and the run's numbers; None if the run does
+    not compare rounds, or if no round has a score.
     """
-    if not rounds:
-        return None
-    last = rounds[-1]
-    if SELECTION not in start or None in (last.get("best_round"), last.get("best_round_score")):
+    number = numbers.in_last_round("best_round")
+    score = numbers.in_last_round("best_round_score")
+    if SELECTION not in start or number is None or score is None:
         return None
     return BestRound(
-        round=last["best_round"],
-        score=last["best_round_score"],
-        accuracy=last.get("best_round_accuracy"),
+        round=int(number),
+        score=score,
+        accuracy=numbers.in_last_round("best_round_accuracy"),
         by=start[SELECTION]["by"],
         on=start[SELECTION]["on"],
     )
 
 
-def best_round_of(folder: Path, events: Sequence[Event]) -> int:
+def best_round_of(folder: Path, events: Sequence[journals.Event]) -> int:
     """The number of the best round of the run in a folder, whose journal has these events.
 
     Raises ConfigError if there is none.
     """
-    rounds = [event for event in events if event["event"] == "round"]
-    best = best_round(events[0], rounds)
+    best = best_round(events[0], RunNumbers.of(events))
     if best is not None:
         return best.round
     if SELECTION not in events[0]:
@@ -577,14 +577,20 @@ def best_round_of(folder: Path, events: Sequence[Event]) -> int:
     raise ConfigError(f"{folder} has no best round yet because no round has a score")
 
 
-def selection_summary(start: Event, rounds: Sequence[Event]) -> Fields:
-    """Fields of a summary about the best round and about early stopping."""
+def selection_summary(start: Event, numbers: RunNumbers, stop_reason: str) -> Fields:
+    """Fields of a summary about the best round and about early stopping.
+
+    ``stop_reason``: why the run stopped early; empty if it did not.
+    """
     fields: Fields = {}
-    if rounds and SELECTION in start:
-        fields = {name: rounds[-1].get(name) for name in BEST}
+    if SELECTION in start:
+        best = best_round(start, numbers)
+        fields = dict.fromkeys(BEST)
+        if best is not None:
+            fields = dict(zip(BEST, (best.round, best.score, best.accuracy), strict=True))
         fields["selected_by"] = start[SELECTION]["by"]
         fields["selected_on"] = start[SELECTION]["on"]
-    if rounds and STOP_REASON in rounds[-1]:
-        fields["stopped_in_round"] = rounds[-1]["round"]
-        fields[STOP_REASON] = rounds[-1][STOP_REASON]
+    if stop_reason:
+        fields["stopped_in_round"] = max(numbers.rounds)
+        fields[STOP_REASON] = stop_reason
     return fields
