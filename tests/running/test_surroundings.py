@@ -24,7 +24,12 @@ import fedstill
 import toys
 from fedstill.core.errors import Interrupted
 from fedstill.core.method import ClientWork
-from fedstill.core.process_settings import at_the_end, process_settings, set_environment
+from fedstill.core.process_settings import (
+    at_the_end,
+    freeze_objects,
+    process_settings,
+    set_environment,
+)
 from fedstill.core.records import Payload, Reply, Stage, State, Step, TrainingStart, World
 from fedstill.data.dataset import Dataset
 from fedstill.engines.devices import steady
@@ -335,22 +340,34 @@ def test_blocks_nest_and_the_last_one_puts_back_what_was_found() -> None:
     assert undone == ["second", "first"]
 
 
+@pytest.fixture
+def _nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The state of a new process; ``conftest.py`` freezes the objects of each worker."""
+    monkeypatch.setattr("fedstill.core.process_settings._process._has_frozen_objects", False)
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("_nothing_frozen")
 def test_the_collector_does_not_search_earlier_objects_within_a_block() -> None:
-    gc.unfreeze()  # conftest.py freezes the objects of each worker
-    with process_settings():
-        assert gc.get_freeze_count() > 0
+    for _ in range(2):
+        with process_settings():
+            assert gc.get_freeze_count() > 0
+            with process_settings():
+                pass
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("_nothing_frozen")
+@pytest.mark.parametrize("freeze", [gc.freeze, freeze_objects])
+def test_frozen_objects_stay_frozen(freeze: Callable[[], None]) -> None:
+    freeze()
+    for _ in range(2):
         with process_settings():
             pass
         assert gc.get_freeze_count() > 0
-    assert gc.get_freeze_count() == 0
-
-
-def test_objects_that_the_caller_has_frozen_stay_frozen() -> None:
-    gc.freeze()
-    with process_settings():
-        pass
-    assert gc.get_freeze_count() > 0
-    gc.unfreeze()
 
 
 def test_variables_are_put_back_and_those_of_the_caller_stay(

@@ -191,12 +191,15 @@ def call(tokens: list[str]) -> int:
 
 def _run(tokens: list[str]) -> int:
     """Run the command of a command line and return its exit code."""
-    # Imports create many objects that last as long as the process. Python's search for circular
+    # torch creates many objects that last as long as the process. Python's search for circular
     # references would go through them again and again.
     gc.disable()
     try:
         _import_command(tokens)
-        gc.freeze()
+        if "torch" in sys.modules:
+            from fedstill.core.process_settings import freeze_objects  # it imports torch
+
+            freeze_objects()
     finally:
         gc.enable()
     command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)

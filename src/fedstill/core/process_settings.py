@@ -62,6 +62,13 @@ def at_the_end(undo: Callable[[], object]) -> None:
     _process.at_the_end(undo)
 
 
+def freeze_objects() -> None:
+    """Exclude the objects that exist now from Python's search for circular references, until the
+    process ends. Further calls have no effect.
+    """
+    _process.freeze_objects()
+
+
 def set_environment(variables: Mapping[str, str]) -> None:
     """Set environment variables, until the last thread leaves ``process_settings``."""
     for name, value in variables.items():
@@ -101,6 +108,7 @@ class _Process:
         self._lock = threading.RLock()
         self.users = 0
         self._undo = ExitStack()
+        self._has_frozen_objects = False
 
     def enter(self) -> None:
         """Standardise the settings, unless another thread has done so."""
@@ -131,16 +139,25 @@ class _Process:
             setting.standardise(self._undo)
         self._freeze_objects()
 
+    def freeze_objects(self) -> None:
+        """Exclude the objects that exist now from Python's search for circular references."""
+        with self._lock:
+            if not self._has_frozen_objects:
+                gc.freeze()
+                self._has_frozen_objects = True
+
     def _freeze_objects(self) -> None:
-        """Exclude the objects that exist now from Python's search for circular references.
+        """Exclude the objects that exist now from the search until the settings are restored.
 
         Importing torch creates so many objects that a single search takes longer than a small
-        round.
+        round. If objects are frozen already, ``unfreeze`` would undo this, so nothing changes.
         """
-        if gc.get_freeze_count() > 0:
-            return  # by the caller, who would lose this with ``unfreeze``
-        gc.freeze()
-        self._undo.callback(gc.unfreeze)
+        # Python counts frozen objects one by one, which takes as long as a search.
+        if not self._has_frozen_objects:
+            self._has_frozen_objects = gc.get_freeze_count() > 0
+        if not self._has_frozen_objects:
+            gc.freeze()
+            self._undo.callback(gc.unfreeze)
 
 
 _process = _Process()
