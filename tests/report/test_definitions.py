@@ -13,8 +13,7 @@ import toys
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, CorruptFile, DataError
 from fedstill.report.accuracy_matrix import (
-    definition_head,
-    definition_rows,
+    definitions_table,
     how_they_differ,
     read_matrix,
     run_matrices,
@@ -57,10 +56,10 @@ def test_a_first_row_0_is_the_untrained_model(tmp_path: Path) -> None:
     assert matrix.initial is not None
     assert matrix.initial.tolist() == [10, 10, 10]
     assert matrix.percent.shape == (3, 3)
-    rows = {row.name: row.numbers[0] for row in definition_rows([matrix])}
+    rows = {line[0]: line[3] for line in definitions_table([matrix]).lines}
     assert rows["forward_transfer"] == "22.50"
     given = read_matrix(written(tmp_path, "70,30,20\n80,60,35\n75,65,90\n"), initial=(10, 10, 10))
-    assert definition_rows([given]) == definition_rows([matrix])
+    assert definitions_table([given]) == definitions_table([matrix])
     with pytest.raises(ConfigError, match="leave --initial out"):
         read_matrix(written(tmp_path, text), initial=(1, 1, 1))
 
@@ -68,15 +67,15 @@ def test_a_first_row_0_is_the_untrained_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("80\n78,x\n", "a.csv, line 2, column 2: 'x' is no number"),
-        ("1,80\n2,78,6 0\n", "a.csv, line 2, column 3: '6 0' is no number"),
-        ("\n80\n\n78,inf\n", "line 4, column 2: 'inf' is no number"),
-        ("80\n78,160\n", "line 2, column 2: 160 is outside [0, 100], as percent"),
-        ("0.8\n-0.1,0.2\n", "line 2, column 1: -0.1 is outside [0, 1], as share"),
+        ("80\n78,x\n", "a.csv, line 2, column 2: 'x' is not a number"),
+        ("1,80\n2,78,6 0\n", "a.csv, line 2, column 3: '6 0' is not a number"),
+        ("\n80\n\n78,inf\n", "line 4, column 2: 'inf' is not a number"),
+        ("80\n78,160\n", "line 2, column 2: 160 is outside [0, 100], the range of percentages"),
+        ("0.8\n-0.1,0.2\n", "line 2, column 1: -0.1 is outside [0, 1], the range of shares"),
         ("80\n78,60\n75,55\n", "3 rows for 2 tasks"),
-        ("80,,\n,,\n75,55,50\n", "line 2: no number in this row"),
-        ("", "no number in it"),
-        ("task 1,task 2\n", "line 1, column 1: 'task 1' is no number"),
+        ("80,,\n,,\n75,55,50\n", "line 2: this row has no numbers"),
+        ("", "a.csv has no numbers"),
+        ("task 1,task 2\n", "line 1, column 1: 'task 1' is not a number"),
     ],
 )
 def test_what_is_no_matrix_is_said_with_its_place(
@@ -102,7 +101,7 @@ def test_by_class_and_by_task(
         assert lines["published.lander"].split()[-1] == "–"
     for wrong in ("0,0,2", "0,0,3,1", "2,2,3,3"):
         assert call(["forgetting", str(path), "--class-tasks", wrong]) == 2
-        assert "none left out" in capsys.readouterr().err
+        assert "without gaps" in capsys.readouterr().err
 
 
 def test_a_share_is_not_taken_for_a_percentage(tmp_path: Path) -> None:
@@ -125,11 +124,11 @@ def test_several_files_side_by_side(tmp_path: Path) -> None:
         read_matrix(written(tmp_path, A)),
         read_matrix(written(tmp_path, "70\n80,40\n60,50,90\n", "b.csv")),
     ]
-    assert [head.rsplit("/", 1)[-1] for head in definition_head(read)[3:]] == [
+    assert [head.rsplit("/", 1)[-1] for head in definitions_table(read).head[3:]] == [
         "a.csv by task",
         "b.csv by task",
     ]
-    rows = {row.name: row.numbers for row in definition_rows(read)}
+    rows = {line[0]: line[3:] for line in definitions_table(read).lines}
     assert rows["published.stsa"] == ["5.00", "10.00"]
     assert rows["worst_forgetting"] == ["5.00 (task 1)", "20.00 (task 1)"]
 
@@ -154,7 +153,7 @@ def test_a_run_with_tasks_is_a_matrix_too(
     assert matrix.class_tasks == (0, 0, 1, 1, 0)
     assert matrix.columns[0] == "class 0"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    numbers = {row.name: row.numbers for row in definition_rows([matrix])}
+    numbers = {line[0]: line[3:] for line in definitions_table([matrix]).lines}
     for name in ("final_accuracy", "average_forgetting", "learned", "kept"):
         assert numbers[name][0] == f"{100 * summary[name]:.2f}"
     assert call(["forgetting", str(tmp_path / "run"), str(written(tmp_path, A))]) == 0
@@ -164,7 +163,7 @@ def test_a_run_with_tasks_is_a_matrix_too(
 def test_a_run_without_tasks_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(toys.toy(rounds=1), tmp_path / "run", toys.blobs())
     assert call(["forgetting", str(tmp_path / "run")]) == 2
-    assert "no run in it has ended a task" in capsys.readouterr().err
+    assert "has finished a task" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

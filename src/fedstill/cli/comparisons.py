@@ -326,8 +326,8 @@ def forgetting_command(
         if rows := accuracy_matrix.matrix_rows(matrix):
             screen.print(terminal.table([matrix.name, *matrix.columns], rows))
         screen.print()
-    rows = [row.cells for row in accuracy_matrix.definition_rows(read)]
-    screen.print(terminal.table(accuracy_matrix.definition_head(read), rows, words=3))
+    table = accuracy_matrix.definitions_table(read)
+    screen.print(terminal.table(table.head, table.lines, words=3))
     for matrix in read:
         place = ""
         if len(read) > 1:

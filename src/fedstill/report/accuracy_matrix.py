@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +21,16 @@ from fedstill.core.errors import ConfigError, DataError
 from fedstill.metrics import tasks as task_metrics
 from fedstill.metrics.accuracy import Values, values
 from fedstill.metrics.tasks import TABLE, Definition, by_task
+from fedstill.report.summary import NONE
+from fedstill.report.table_files import TextTable
 from fedstill.running.runs import Run, find
 
 Unit = Literal["percent", "share"]
+
+PLURALS: Mapping[Unit, str] = {"percent": "percentages", "share": "shares"}
+
+SHAPE = "a row is the end of a task, and a column is a task"
+"""The shape of a matrix, for messages."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +131,8 @@ class _Cells:
             return math.nan
         if not _is_number(text):
             raise DataError(
-                f"{self.place(row, column)}: {text!r} is no number; leave a cell empty that has "
-                "none"
+                f"{self.place(row, column)}: {text!r} is not a number; leave the cell empty if "
+                "there is no value"
             )
         return float(text.removesuffix("%"))
 
@@ -146,7 +153,7 @@ def read_matrix(
     """Read the accuracy matrix in a CSV file.
 
     Cells are separated by commas, semicolons or tabs. The file may have a line and a column of
-    names. Raises DataError for a cell that is no accuracy, with its place, and ConfigError for
+    names. Raises DataError for a cell that is not an accuracy, with its place, and ConfigError for
     lists of another length than the file has columns.
 
     unit: the unit of the numbers; by default, percent if a number is above 1.
@@ -176,8 +183,7 @@ def read_matrix(
     _check_rows(matrix)
     notes = _notes(matrix)
     if unit is None:
-        plural = {"percent": "percentages", "share": "shares"}[chosen_unit]
-        notes.insert(0, f"numbers are read as {plural}")
+        notes.insert(0, f"numbers are read as {PLURALS[chosen_unit]}")
     return replace(matrix, notes=tuple(notes))
 
 
@@ -187,7 +193,7 @@ def _read_cells(path: Path) -> _Cells:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: cannot be read: it is no text file") from error
+        raise DataError(f"{path}: cannot be read: it is not a UTF-8 text file") from error
     reader = csv.reader(io.StringIO(text), delimiter=_delimiter(text))
     rows = []
     lines = []
@@ -245,11 +251,11 @@ def _check_filled(numbers: Values, cells: _Cells) -> None:
     """Raise DataError if no cell has a number, or no cell of a row."""
     blanks = np.isnan(numbers)
     if blanks.all():
-        raise DataError(f"{cells.path}: no number in it; a row is a task's end, a column a task")
+        raise DataError(f"{cells.path} has no numbers; {SHAPE}")
     empty_rows = np.flatnonzero(blanks.all(axis=1))
     if len(empty_rows):
         line = cells.lines[empty_rows[0]]
-        raise DataError(f"{cells.path}, line {line}: no number in this row; a row is a task's end")
+        raise DataError(f"{cells.path}, line {line}: this row has no numbers; {SHAPE}")
 
 
 def _likely_unit(numbers: Values) -> Unit:
@@ -265,8 +271,8 @@ def _check_range(numbers: Values, cells: _Cells, unit: Unit) -> None:
     if len(outside):
         row, column = outside[0]
         raise DataError(
-            f"{cells.place(row, column)}: {numbers[row, column]:g} is outside [0, {largest}], as "
-            f"{unit}"
+            f"{cells.place(row, column)}: {numbers[row, column]:g} is outside [0, {largest}], the "
+            f"range of {PLURALS[unit]}"
         )
 
 
@@ -305,8 +311,7 @@ def _with_class_tasks(matrix: AccuracyMatrix, class_tasks: Sequence[int]) -> Acc
     if len(class_tasks) != len(matrix.columns) or first not in (0, 1) or not are_complete:
         raise ConfigError(
             f"--class-tasks {','.join(map(str, class_tasks))}: give the task of each of the "
-            f"{len(matrix.columns)} columns of {matrix.name}, counted from 0 or from 1, none left "
-            "out"
+            f"{len(matrix.columns)} columns of {matrix.name}, counted from 0 or from 1 without gaps"
         )
     return replace(matrix, class_tasks=tuple(task - first for task in class_tasks))
 
@@ -317,9 +322,8 @@ def _check_rows(matrix: AccuracyMatrix) -> None:
     tasks = int(matrix.column_tasks.max()) + 1
     if rows > tasks:
         raise DataError(
-            f"{matrix.name}: {rows} rows for {tasks} tasks; a row is a task's end, a column a "
-            "task. Say --class-tasks if columns are classes; begin an untrained model's row with "
-            "0, and the others with 1, 2, ..."
+            f"{matrix.name}: {rows} rows for {tasks} tasks; {SHAPE}. Use --class-tasks if columns "
+            "are classes. Begin an untrained model's row with 0, and the others with 1, 2, ..."
         )
 
 
@@ -330,14 +334,14 @@ def _notes(matrix: AccuracyMatrix) -> list[str]:
     tasks = int(matrix.column_tasks.max()) + 1
     if rows < tasks:
         notes.append(
-            f"{rows} rows for {tasks} tasks: those after task {rows} have not come, and are left "
-            "out. If columns are classes, say --class-tasks"
+            f"{rows} rows for {tasks} tasks: tasks after task {rows} are left out, because they "
+            "have not been trained. If columns are classes, use --class-tasks"
         )
     has_come = matrix.column_tasks[None] <= np.arange(rows)[:, None]
     later = matrix.percent[~has_come]
     if later.size and not later.any():
         notes.append(
-            "zeros of tasks to come count as accuracies; leave those cells empty if they were not "
+            "zeros of future tasks count as accuracies; leave these cells empty if they were not "
             "measured"
         )
     gaps = np.argwhere(np.isnan(matrix.percent) & has_come)
@@ -365,8 +369,8 @@ def run_matrices(directory: Path) -> list[AccuracyMatrix]:
     runs = [run for run in find([directory]) if any(end["task"] for end in run.task_ends)]
     if not runs:
         raise ConfigError(
-            f"{directory}: no run in it has ended a task; give a run with [stream], or a CSV file "
-            "with a row for each task's end"
+            f"no run in {directory} has finished a task; give a run with [stream], or a CSV file "
+            "with a row for the end of each task"
         )
     return [_matrix(run) for run in runs]
 
@@ -376,10 +380,12 @@ def _matrix(run: Run) -> AccuracyMatrix:
     classes: Sequence[Sequence[int]] = run.start["stream"]["classes"]
     ends = _ends(run)
     has_one_test_set = len(ends[0].get("totals", ())) == 1
-    distinct = {tuple(of_task) for of_task in classes}
+    distinct = {tuple(task_classes) for task_classes in classes}
     if not has_one_test_set or len(distinct) < len(classes):
         return task_matrix
-    task_of_class = {c: task for task, of_task in enumerate(classes) for c in of_task}
+    task_of_class = {}
+    for task, task_classes in enumerate(classes):
+        task_of_class.update(dict.fromkeys(task_classes, task))
     initial = None
     if not run.task_ends[0]["task"]:
         initial = _class_accuracy(run.task_ends[0])
@@ -424,10 +430,17 @@ DIGITS = 2
 CHAUDHRY = next(d for d in TABLE if d.name == "average_forgetting")
 """The usual definition, with which the others are compared."""
 
-MOST_ROWS = 30
-"""A matrix with more rows or columns than these is not printed."""
+FORWARD_TRANSFER = (
+    "forward_transfer",
+    "row before a task's own - untrained model; tasks after the first",
+    "Lopez-Paz & Ranzato 2017, FWT",
+)
+"""Name, formula and source of forward transfer. It is not a ``Definition``, because it needs the
+untrained model.
+"""
 
-UNKNOWN = "–"
+MAX_ROWS = 30
+"""A matrix with more rows or columns than these is not printed."""
 
 
 @dataclass(frozen=True)
@@ -454,7 +467,7 @@ class MatrixColumn:
     def number(self, definition: Definition) -> str:
         """The cell of a definition."""
         if self.is_by_class and not definition.by_class:
-            return UNKNOWN
+            return NONE
         matrix = self.accuracies
         value = definition.of(matrix.percent, matrix.class_tasks)
         if definition.name == "kept":
@@ -468,7 +481,7 @@ class MatrixColumn:
         """The cell of forward transfer."""
         matrix = self.accuracies
         if matrix.initial is None:
-            return UNKNOWN
+            return NONE
         value = task_metrics.forward_transfer(matrix.percent, matrix.initial, matrix.class_tasks)
         return _text(value)
 
@@ -483,52 +496,21 @@ def matrix_columns(matrices: Sequence[AccuracyMatrix]) -> list[MatrixColumn]:
     return columns
 
 
-@dataclass(frozen=True)
-class DefinitionRow:
-    """A line of the table: the name of a number, its formula in words, its source, and its values
-    in the ``matrix_columns``.
+def definitions_table(matrices: Sequence[AccuracyMatrix]) -> TextTable:
+    """A line for each definition: its name, its formula in words, its source, and its values in the
+    ``matrix_columns``.
     """
-
-    name: str
-    formula: str
-    source: str
-    numbers: Sequence[str]
-
-    @property
-    def cells(self) -> list[str]:
-        """The line below ``definition_head``."""
-        return [self.name, self.formula, self.source, *self.numbers]
-
-
-def definition_head(matrices: Sequence[AccuracyMatrix]) -> list[str]:
-    """The head of the table of definitions."""
     columns = matrix_columns(matrices)
-    heads = [column.unit for column in columns]
+    titles = [column.unit for column in columns]
     if len(matrices) > 1:
-        heads = [f"{column.matrix.name} {column.unit}" for column in columns]
-    return ["number [%]", "formula in words", "source", *heads]
-
-
-def definition_rows(matrices: Sequence[AccuracyMatrix]) -> list[DefinitionRow]:
-    """A line for each definition."""
-    columns = matrix_columns(matrices)
-    rows = []
+        titles = [f"{column.matrix.name} {column.unit}" for column in columns]
+    lines = []
     for definition in TABLE:
         numbers = [column.number(definition) for column in columns]
-        rows.append(DefinitionRow(definition.name, definition.says, definition.source, numbers))
+        lines.append([definition.name, definition.says, definition.source, *numbers])
         if definition.name == "backward_transfer":
-            rows.append(_forward_transfer(columns))
-    return rows
-
-
-def _forward_transfer(columns: Sequence[MatrixColumn]) -> DefinitionRow:
-    """The line of forward transfer, which is no ``Definition``: it needs the untrained model."""
-    return DefinitionRow(
-        "forward_transfer",
-        "row before a task's own - untrained model; tasks after the first",
-        "Lopez-Paz & Ranzato 2017, FWT",
-        [column.forward_transfer for column in columns],
-    )
+            lines.append([*FORWARD_TRANSFER, *(column.forward_transfer for column in columns)])
+    return TextTable(["number [%]", "formula in words", "source", *titles], lines)
 
 
 def how_they_differ(matrix: AccuracyMatrix) -> Iterator[str]:
@@ -558,7 +540,7 @@ def _distance(difference: float) -> str:
 
 def matrix_rows(matrix: AccuracyMatrix) -> list[list[str]]:
     """The rows of a matrix as texts, the untrained model's first; none for a large matrix."""
-    if max(matrix.percent.shape) > MOST_ROWS:
+    if max(matrix.percent.shape) > MAX_ROWS:
         return []
     rows = []
     if matrix.initial is not None:
@@ -580,6 +562,6 @@ def _worst_column(matrix: AccuracyMatrix) -> str:
 
 def _text(value: float) -> str:
     if math.isnan(value):
-        return UNKNOWN
+        return NONE
     # Adding 0 removes the sign of a negative zero.
     return f"{value + 0.0:.{DIGITS}f}"
