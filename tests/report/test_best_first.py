@@ -8,7 +8,7 @@ import pytest
 
 import fedstill
 import toys
-from fedstill.report.summary import best_first, order_note
+from fedstill.report.summary import order_note, ranked, ranking_column
 from fedstill.report.table_files import results_table
 from fedstill.report.terminal import comparison_table
 from fedstill.running.runs import Group, groups
@@ -28,7 +28,8 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[Group]:
 
 
 def test_lines_are_best_first_by_what_clients_have_of_it(three: list[Group]) -> None:
-    ordered, by = best_first(three)
+    ordered = ranked(three)
+    by = ranking_column(three)
     assert by is not None
     assert by.key == "personal_accuracy"
     worth = [g.values("personal_accuracy")[0] for g in ordered]
@@ -49,7 +50,8 @@ def test_own_tests_count_before_the_mix_of_classes(
         return on_tests[group.label] if key == "own_test_accuracy" else values(group, key)
 
     monkeypatch.setattr(Group, "values", own)
-    ordered, by = best_first(three)
+    ordered = ranked(three)
+    by = ranking_column(three)
     assert by is not None
     assert by.key == "own_test_accuracy"
     assert [g.label for g in ordered] == ["fedavg", "lg_fedavg", "ditto"]
@@ -58,8 +60,6 @@ def test_own_tests_count_before_the_mix_of_classes(
 
 def test_where_there_is_one_model_lines_stay_as_asked_for(tmp_path: Path) -> None:
     two = compared(tmp_path, "fedprox", "fedavg")
-    assert ([g.label for g in best_first(two)[0]], best_first(two)[1]) == (
-        [g.label for g in two],
-        None,
-    )
+    assert ranked(two) == two
+    assert ranking_column(two) is None
     assert order_note(None) == ""

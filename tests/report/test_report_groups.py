@@ -11,7 +11,7 @@ from run_journals import stop_after
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.metrics.classification import METRICS
 from fedstill.report import data_split, series
-from fedstill.report.summary import COLUMNS, columns, rows
+from fedstill.report.summary import COLUMNS, measured_columns, rounds_note
 from fedstill.running.runs import differing, group_labels, groups, split_text
 from run_bits import resealed
 
@@ -40,7 +40,7 @@ def test_a_directory_named_twice_counts_once(finished: Path) -> None:
 
 
 def test_measures_are_those_of_the_runs_own_summaries(finished: Path) -> None:
-    row = rows(groups([finished]))[0]
+    group = groups([finished])[0]
     own = summaries(finished, "avg7", "avg8")
     for key in (
         "accuracy",
@@ -51,14 +51,14 @@ def test_measures_are_those_of_the_runs_own_summaries(finished: Path) -> None:
         "bytes_down",
     ):
         values = [s[key] for s in own]
-        spread = row.values[key]
+        spread = group.mean_spread(key)
         assert spread is not None
         assert spread.mean == pytest.approx(statistics.fmean(values)), key
         assert spread.std == pytest.approx(statistics.stdev(values)), key
         assert spread.runs == 2
-    assert row.seeds == "2"
-    assert row.note == ""
-    assert columns([row]) == [
+    assert group.run_count_text == "2"
+    assert rounds_note(group) == ""
+    assert measured_columns([group]) == [
         m
         for m in COLUMNS
         if not m.key.startswith(
@@ -118,22 +118,22 @@ def test_unfinished_runs_count_up_to_where_they_are(some_runs: Path) -> None:
     stop_after(some_runs / "avg8", 1)
     group = groups([some_runs])[0]
     assert not group.finished
-    assert rows([group])[0].note == "1 of 2 runs unfinished, at round 1 of 3"
+    assert rounds_note(group) == "1 of 2 runs unfinished, at round 1 of 3"
     assert [v.runs for v in series.over_seeds(group, "accuracy").values] == [2, 2, 1, 1]
 
 
 def test_a_run_without_a_round_has_no_measures(some_runs: Path) -> None:
     for name in ("avg7", "avg8"):
         stop_after(some_runs / name, 0)
-    row = rows(groups([some_runs]))[0]
-    assert set(row.values.values()) == {None}
-    assert row.text(COLUMNS[0]) == "–"
+    group = groups([some_runs])[0]
+    assert measured_columns([group]) == []
+    assert COLUMNS[0].text(group.mean_spread(COLUMNS[0].key)) == "–"
 
 
 def test_how_data_are_split_is_said_of_partitions_and_of_sites() -> None:
     assert split_text({"partition.kind": "iid", "engine": "serial"}) == "iid"
     at_sites = {"partition.kind": "iid", "engine": "flower", "flower.data": "sites"}
-    assert split_text(at_sites) == "sites' own data"
+    assert split_text(at_sites) == "local data of the sites"
     assert split_text({**at_sites, "flower.data": "simulated"}) == "iid"
 
 

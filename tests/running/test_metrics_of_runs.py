@@ -24,7 +24,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_clients, from_tensors
 from fedstill.metrics.classification import METRICS, RECORDED, RunMetrics
 from fedstill.report.page import write_page
-from fedstill.report.summary import best_first, order_note
+from fedstill.report.summary import order_note, ranked, ranking_column
 from fedstill.report.table_files import results_table
 from fedstill.report.terminal import comparison_table
 from fedstill.running.client_evaluation import ClientTests
@@ -323,7 +323,8 @@ def test_lines_are_ranked_by_the_metric(two: Path) -> None:
     plain, margin = compared
     assert plain.values("accuracy") > margin.values("accuracy")
     assert plain.values("balanced_accuracy") < margin.values("balanced_accuracy")
-    ordered, by = best_first(compared)
+    ordered = ranked(compared)
+    by = ranking_column(compared)
     assert by is not None
     assert by.key == "balanced_accuracy"
     assert [group.label for group in ordered] == ["fedlc", "fedavg"]
@@ -369,12 +370,14 @@ def test_lower_losses_are_ranked_first(two: Path, monkeypatch: pytest.MonkeyPatc
     for group in compared:
         for run in group.runs:
             monkeypatch.setitem(run.settings, "rank_by", "log_loss")
-    ordered, by = best_first(compared)
+    ordered = ranked(compared)
+    by = ranking_column(compared)
     assert by is not None
     losses = [group.values("log_loss")[0] for group in ordered]
     assert losses == sorted(losses)
     monkeypatch.setitem(compared[0].runs[0].settings, "rank_by", "auc")
-    assert best_first(compared) == (compared, None), "they name two metrics"
+    assert ranking_column(compared) is None, "they name two metrics"
+    assert ranked(compared) == compared
 
 
 def test_numbers_of_runs_have_the_metrics(two: Path) -> None:

@@ -38,7 +38,7 @@ from fedstill.core.registry import method
 from fedstill.export.loading import load_model
 from fedstill.models.predictors import predictor
 from fedstill.report.page import page
-from fedstill.report.summary import columns, rows
+from fedstill.report.summary import measured_columns
 from fedstill.report.terminal import comparison_table, console
 from fedstill.running.journal import read_journal
 from fedstill.running.result import Result
@@ -182,11 +182,11 @@ def test_table_and_page_show_it_first(
     assert len({[c for c in row if c][1].strip() for row in cells}) == 3, (
         "three settings, three numbers"
     )
-    shown = columns(rows(compared))
+    shown = measured_columns(compared)
     assert {"personal_accuracy", "personal_forgetting"} <= {m.key for m in shown}
     assert "Accuracy for the clients by round" in page(compared)
     assert 'id="clients"' in page(compared)
-    alone = columns(rows(groups([tmp_path / "shared"])))
+    alone = measured_columns(groups([tmp_path / "shared"]))
     assert "personal_accuracy" not in {m.key for m in alone}, (
         "where nobody has a model of its own it says no more"
     )

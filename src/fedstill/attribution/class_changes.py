@@ -260,7 +260,7 @@ RULES = {
 
 def client_name(run: Run, client: int) -> str:
     """A client's name in the data with its number, or the number alone."""
-    names: Sequence[str] = run.start.get("client_names", ())
+    names = run.client_names
     if client < len(names):
         return f"{names[client]} ({client})"
     return f"client {client}"

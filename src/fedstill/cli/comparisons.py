@@ -253,10 +253,10 @@ def _present(started: Sequence[Path], folder: Path, *, show: bool) -> None:
     from fedstill.report.comparison import write_files
     from fedstill.report.summary import (
         BELOW_ZERO,
-        best_first,
         order_note,
         package_notes,
-        refused,
+        ranking_column,
+        refusal_sentences,
     )
     from fedstill.running.runs import groups
 
@@ -264,7 +264,7 @@ def _present(started: Sequence[Path], folder: Path, *, show: bool) -> None:
     compared = groups(started)
     if show:
         screen.print(terminal.comparison_table(compared))
-        note_on_order = order_note(best_first(compared)[1])
+        note_on_order = order_note(ranking_column(compared))
         if note_on_order:
             terminal.tell(screen, note_on_order)
         leaks = terminal.leak_table(compared)
@@ -275,7 +275,7 @@ def _present(started: Sequence[Path], folder: Path, *, show: bool) -> None:
         runs_by_label = {group.label: group.started for group in compared}
         for note in package_notes(runs_by_label):
             screen.print(note)
-        for line in refused(runs_by_label):
+        for line in refusal_sentences(runs_by_label):
             terminal.tell(screen, f"warning: {line}")
     screen.print(f"report: {write_files(started, folder)}", soft_wrap=True)
 

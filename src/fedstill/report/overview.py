@@ -50,12 +50,12 @@ from fedstill.report.series import (
 from fedstill.report.summary import (
     NONE,
     Column,
-    Row,
-    best_first,
-    columns,
+    decimals_of,
+    measured_columns,
     order_note,
-    rows,
-    three_digits,
+    ranked,
+    ranking_column,
+    rounds_note,
 )
 from fedstill.report.table_files import differences, differences_table
 from fedstill.running.numbers import Reply
@@ -79,39 +79,39 @@ NO_ROUND = "No run has finished a round yet."
 
 def results(report: Report) -> Section:
     """The table of all measures, and the differences to a baseline."""
-    ordered, ranked_by = best_first(report.groups)
-    lines = rows(ordered)
-    measures = columns(lines)
-    about = f"{ABOUT} {order_note(ranked_by)}".strip()
+    measures = measured_columns(report.groups)
+    about = f"{ABOUT} {order_note(ranking_column(report.groups))}".strip()
     return Section(
         "results",
         "Results",
         [
             Paragraph(about),
-            _table(report, ordered, lines, measures),
+            _table(report, measures),
             Legend(_explained(measures)),
             _differences(report),
         ],
     )
 
 
-def _table(
-    report: Report, ordered: Sequence[Group], lines: Sequence[Row], measures: Sequence[Column]
-) -> Table:
+def _table(report: Report, measures: Sequence[Column]) -> Table:
     schedule = differing_schedule(report.groups)
     units = [ColumnHead(measure.title, measure.unit) for measure in measures]
     head: list[Cell] = ["", *schedule.values(), "seeds", *units]
     body = []
-    for group, line in zip(ordered, lines, strict=True):
-        label = group_label(group, report.style, line.note)
-        numbers = [_cell(line.text(measure)) for measure in measures]
-        body.append([label, *schedule_cells(group, schedule), line.seeds, *numbers])
+    for group in ranked(report.groups):
+        label = group_label(group, report.style, rounds_note(group))
+        numbers = [_cell(measure, group) for measure in measures]
+        body.append([label, *schedule_cells(group, schedule), group.run_count_text, *numbers])
     return Table(head, body, "numbers wide")
 
 
-def _cell(text: str) -> Cell:
-    mean, sign, deviation = text.partition(" ± ")
-    if not sign:
+def _cell(measure: Column, group: Group) -> Cell:
+    value = group.mean_spread(measure.key)
+    if value is None:
+        return NONE
+    mean = value.mean_text(measure.scale, measure.digits)
+    deviation = value.deviation_text(measure.scale, measure.digits)
+    if not deviation:
         return mean
     return MeanCell(mean, deviation)
 
@@ -130,12 +130,12 @@ def _differences(report: Report) -> Block | None:
     if not any(_are_comparable(group, baseline) for group in report.groups):
         return None
     about = (
-        f"How far each line is from {baseline.label}, paired by seed, with the 95 % interval of "
-        "the mean and p of the paired t test. An interval that holds 0 does not tell two methods "
-        "apart."
+        f"Difference of each line to {baseline.label}, paired by seed, with the 95 % confidence "
+        "interval of the mean and the p-value of a paired t-test. If the interval contains 0, the "
+        "difference is not significant."
     )
-    apart = differences_table(differences(report.groups, baseline))
-    table = Table(apart.head, apart.lines, "numbers wide")
+    text_table = differences_table(differences(report.groups, baseline))
+    table = Table(text_table.head, text_table.lines, "numbers wide")
     return Folded(f"Differences to {baseline.label}", [Paragraph(about), table])
 
 
@@ -146,9 +146,9 @@ def _are_comparable(group: Group, baseline: Group) -> bool:
     return len(common_seeds) > 1
 
 
-MOST_REASONS = 12
+MAX_REASONS = 12
 """The largest number of reasons per group with a separate line."""
-MOST_IDS = 10
+MAX_IDS = 10
 """The largest number of clients, or rounds, in a line."""
 
 
@@ -168,11 +168,11 @@ def _reasons(group: Group, label: Block) -> Iterable[list[Cell]]:
     """A line for each of the most frequent reasons of a group, and one for all others."""
     replies = [reply for run in group.runs for reply in _refused_replies(run)]
     counts = Counter(reply.refused for reply in replies)
-    frequent = counts.most_common(MOST_REASONS)
+    frequent = counts.most_common(MAX_REASONS)
     for reason, count in frequent:
-        of_reason = [reply for reply in replies if reply.refused == reason]
-        clients = _ids(reply.client for reply in of_reason)
-        rounds = _ids(reply.round for reply in of_reason)
+        refused = [reply for reply in replies if reply.refused == reason]
+        clients = _ids(reply.client for reply in refused)
+        rounds = _ids(reply.round for reply in refused)
         yield [label, reason, str(count), clients, rounds]
     if len(counts) > len(frequent):
         more = f"{len(counts) - len(frequent)} more reasons"
@@ -187,7 +187,7 @@ def _about_failures(groups: Iterable[Group]) -> str:
         for run in group.runs:
             finished = len(run.numbers.rounds)
             ended |= {reply.round <= finished for reply in _refused_replies(run)}
-    text = "Replies that were refused, and clients that failed."
+    text = "Refused replies and failed clients."
     if ended == {True}:
         return f"{text} The rounds continued without them."
     if True in ended:
@@ -202,8 +202,8 @@ def _refused_replies(run: Run) -> list[Reply]:
 def _ids(repeated: Iterable[int]) -> str:
     """The numbers of clients or rounds; if there are many, the first ones and how many."""
     ids = sorted(set(repeated))
-    listed = ", ".join(map(str, ids[:MOST_IDS]))
-    if len(ids) > MOST_IDS:
+    listed = ", ".join(map(str, ids[:MAX_IDS]))
+    if len(ids) > MAX_IDS:
         listed += f" … ({len(ids)})"
     return listed
 
@@ -224,7 +224,7 @@ def settings(report: Report) -> Section:
         blocks.append(Paragraph("The settings in which the groups differ."))
         blocks.append(Table(head, body, "settings"))
     elif len(report.groups) == 1:
-        blocks.append(Paragraph("There is one group only: its runs differ at most in their seed."))
+        blocks.append(Paragraph("There is only one group: its runs differ at most in their seed."))
     equal_table = Table(["setting", "value"], equal, "settings")
     blocks.append(Folded(f"{len(equal)} settings that are equal in all runs", [equal_table]))
     blocks.append(Folded("All runs", [_runs(report.groups)]))
@@ -236,7 +236,7 @@ def _runs(groups: Iterable[Group]) -> Table:
     body = []
     for group in groups:
         body += [_run_line(run, group, "") for run in group.runs]
-        note = ", left out: another run has this seed"
+        note = ", excluded: another run has this seed"
         body += [_run_line(run, group, note) for run in group.repeats]
     return Table(head, body, "settings")
 
@@ -249,8 +249,7 @@ def _run_line(run: Run, group: Group, note: str) -> list[str]:
         state += f", stopped early: {run.stop_reason}"
     if run.best is not None:
         state += f", round {run.best.round} selected by {run.best.criterion}"
-    reached = max(run.numbers.rounds, default=0)
-    rounds = f"{reached} of {run.planned_rounds}"
+    rounds = f"{run.numbers.last_round} of {run.planned_rounds}"
     return [str(run.display_path), group.label, str(run.seed), rounds, f"{state}{note}"]
 
 
@@ -320,7 +319,7 @@ def phase_bars(groups: Sequence[Group], style: Style) -> Figure:
     by_group = [[phases(run) for run in group.started] for group in groups]
 
     def means(phase: str) -> list[float]:
-        return [_mean_phase(of_runs, phase) for of_runs in by_group]
+        return [_mean_phase(run_phases, phase) for run_phases in by_group]
 
     parts = [
         BarPart("training", means("training"), opacity=1.0, is_named=True),
@@ -331,8 +330,8 @@ def phase_bars(groups: Sequence[Group], style: Style) -> Figure:
     return Figure([_bar(part, groups, style, "s") for part in parts], axes)
 
 
-def _mean_phase(of_runs: Sequence[Phases], phase: str) -> float:
-    return fmean(getattr(of_run, phase) for of_run in of_runs)
+def _mean_phase(run_phases: Sequence[Phases], phase: str) -> float:
+    return fmean(getattr(phases_of_run, phase) for phases_of_run in run_phases)
 
 
 def megabyte_bars(groups: Sequence[Group], style: Style) -> Figure:
@@ -357,7 +356,7 @@ def _mean_megabytes(group: Group, key: str) -> float:
 def _bar(part: BarPart, groups: Sequence[Group], style: Style, unit: str) -> Trace:
     texts = None
     if part.is_named:
-        texts = [f"{part.name} {three_digits(value)} {unit}" for value in part.values]
+        texts = [f"{part.name} {_three_digits(value)} {unit}" for value in part.values]
     return new_trace(
         "bar",
         orientation="h",
@@ -371,6 +370,11 @@ def _bar(part: BarPart, groups: Sequence[Group], style: Style, unit: str) -> Tra
         marker={"color": [faint(style.colour(group), part.opacity) for group in groups]},
         hovertemplate=f"%{{y}}: {part.name} %{{x:,.4~r}} {unit}<extra></extra>",
     )
+
+
+def _three_digits(value: float) -> str:
+    """A number with at least three significant digits."""
+    return f"{value:,.{decimals_of(value)}f}"
 
 
 def _bar_layout(groups: int, title: str, mode: str) -> Layout:
@@ -421,7 +425,7 @@ def measure_bars(groups: Sequence[Group], style: Style) -> Figure:
 
 STEP = 0.05
 """Targets are multiples of this accuracy."""
-MOST_TARGETS = 5
+MAX_TARGETS = 5
 
 ABOUT_TARGETS = (
     "Seconds of training, summed over clients, whether these train one after another or in "
@@ -471,7 +475,7 @@ def _goals(groups: Sequence[Group]) -> list[float]:
             best = max([best, *_accuracies(run)])
     # a best accuracy of 0.15 is three steps, although the quotient is slightly below 3
     highest = int(best / STEP + 1e-9)
-    lowest = max(1, highest - MOST_TARGETS + 1)
+    lowest = max(1, highest - MAX_TARGETS + 1)
     return [STEP * step for step in range(lowest, highest + 1)]
 
 
@@ -505,9 +509,9 @@ def _times_to(group: Group, goal: float) -> str:
     value = spread(reached)
     if value is None:
         return NONE
-    text = three_digits(value.mean)
+    text = _three_digits(value.mean)
     if value.runs > 1:
-        text = three_digits(value.mean, value.std)
+        text += f" ± {value.std:,.{decimals_of(value.mean)}f}"
     if len(reached) < len(by_run):
         text += f" ({len(reached)} of {len(by_run)})"
     return text

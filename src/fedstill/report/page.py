@@ -28,10 +28,10 @@ from fedstill.core.files import PAGE, check_may_overwrite, disk_error, neutral, 
 from fedstill.manifest import Part
 from fedstill.report.blocks import Block, Facts, Notice, Section, templates
 from fedstill.report.figures import Style
-from fedstill.report.summary import refused
+from fedstill.report.summary import refusal_sentences
 from fedstill.report.table_files import group_named
 from fedstill.running.journal import VERSIONS
-from fedstill.running.runs import Group, groups, method_of, split_text, value_text
+from fedstill.running.runs import UNSET, Group, groups, method_of, split_text, value_text
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -40,9 +40,9 @@ POLICY = (
 
 TEMPLATES = resources.files("fedstill.report") / "templates"
 
-MOST_LABELS = 4
+MAX_LABELS = 4
 """The largest number of groups in a title; for more groups, it contains their methods."""
-MOST_METHODS = 6
+MAX_METHODS = 6
 """The largest number of methods in a title."""
 FIRST_METHODS = 5
 """The number of methods in a title if there are too many."""
@@ -59,11 +59,11 @@ def write_page(directories: Sequence[Path], out: Path, against: str = "") -> Pat
     file that fedstill did not make; CorruptFile for a run that cannot be read.
     """
     check_may_overwrite(out, PAGE)
-    text = page(groups(directories), against)
     if out.is_dir():
         raise ConfigError(
             f"{out} is a directory; name a file for the report, e.g. {out / 'report.html'}"
         )
+    text = page(groups(directories), against)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(out, text.encode(), PAGE)
@@ -147,9 +147,9 @@ def _version_of(code: str) -> str:
 
 def _title(compared: Sequence[Group]) -> str:
     names = [group.label for group in compared]
-    if len(names) > MOST_LABELS:
+    if len(names) > MAX_LABELS:
         names = list(dict.fromkeys(method_of(group.settings) for group in compared))
-    if len(names) > MOST_METHODS:
+    if len(names) > MAX_METHODS:
         names = [*names[:FIRST_METHODS], f"{len(names) - FIRST_METHODS} more"]
     listed = names[0]
     if len(names) > 1:
@@ -169,8 +169,8 @@ def _introduction(compared: Sequence[Group]) -> list[Block]:
                 "round."
             )
         )
-    sentences = refused({group.label: group.started for group in compared})
-    blocks += [Notice(f"{text}. All reasons are below, under Failures.") for text in sentences]
+    sentences = refusal_sentences({group.label: group.started for group in compared})
+    blocks += [Notice(f"{text}. All reasons are listed under Failures.") for text in sentences]
     return blocks
 
 
@@ -200,7 +200,7 @@ def _data_names(compared: Sequence[Group]) -> str:
     """The names of the data sets. If the server has no data ("none"), the sites have them."""
     names = _values(compared, "data.name")
     if names == NO_DATA:
-        return "sites' own data"
+        return "local data of the sites"
     return names
 
 
@@ -209,7 +209,7 @@ def _values(compared: Sequence[Group], key: str) -> str:
     values = [value_text(group.settings[key]) for group in compared if key in group.settings]
     if key.endswith(".name"):
         values = [value.rpartition("/")[2] for value in values]
-    return ", ".join(dict.fromkeys(values)) or "–"
+    return ", ".join(dict.fromkeys(values)) or UNSET
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ SECTIONS = (
     ),
     Part(
         "boundaries",
-        "Decision boundaries of clients that asked their peers.",
+        "Decision boundaries of clients that queried their peers.",
         "fedstill.report.class_regions:boundaries",
     ),
     Part(
@@ -251,7 +251,7 @@ SECTIONS = (
     ),
     Part(
         "metrics",
-        "Metrics beside accuracy by round.",
+        "Metrics other than accuracy, by round.",
         "fedstill.report.rounds:metrics_by_round",
     ),
     Part(
@@ -356,7 +356,7 @@ SECTIONS = (
     ),
     Part(
         "targets",
-        "Seconds of training to target accuracies.",
+        "Training time to reach target accuracies.",
         "fedstill.report.overview:targets",
     ),
     Part(

@@ -15,6 +15,10 @@ from fedstill.running.runs import Group, Run, Spread
 # ---- columns -------------------------------------------------------------------------------------
 
 
+NONE = "–"
+"""The cell of a number that was not measured."""
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of the table.
@@ -29,6 +33,14 @@ class Column:
     digits: int
     description: str
     larger_is_better: bool = True
+
+    def text(self, value: Spread | None, digits: int | None = None) -> str:
+        """The text of a cell. ``digits``: the decimals; by default, those of the column."""
+        if value is None:
+            return NONE
+        if digits is None:
+            digits = self.digits
+        return value.text(self.scale, digits)
 
 
 def _metric_column(metric: Metric, prefix: str, title: str, description: str) -> Column:
@@ -207,22 +219,15 @@ BELOW_ZERO = (
 """The note below a table with negative forgetting."""
 
 
-def three_digits(value: float, *others: float) -> str:
-    """A number with three significant digits, and further numbers with the same decimals.
+def decimals_of(value: float) -> int:
+    """The decimals that show three significant digits of a number.
 
-    >>> (
-    ...     three_digits(1693.2),
-    ...     three_digits(12.34),
-    ...     three_digits(0.034567),
-    ...     three_digits(0),
-    ...     three_digits(1693.2, 1103.7),
-    ... )
-    ('1,693', '12.3', '0.0346', '0', '1,693 ± 1,104')
+    >>> [decimals_of(value) for value in (1693.2, 12.34, 0.034567, 0)]
+    [0, 1, 4, 0]
     """
-    decimals = 0
-    if value:
-        decimals = max(0, 2 - math.floor(math.log10(abs(value))))
-    return " ± ".join(f"{number:,.{decimals}f}" for number in (value, *others))
+    if value == 0:
+        return 0
+    return max(0, 2 - math.floor(math.log10(abs(value))))
 
 
 OVER_TIME = (
@@ -254,16 +259,22 @@ on test examples in each client's class proportions.
 """
 
 
-def best_first(compared: Sequence[Group]) -> tuple[list[Group], Column | None]:
-    """The groups in the order of their lines, and the column that ranks them; None without a
-    ranking.
+def ranking_column(compared: Sequence[Group]) -> Column | None:
+    """The column that ranks the groups; None without a ranking.
 
-    The metric is ``rank_by``, if all configs have the same. Groups without the number come last.
-    Ties keep their order.
+    Its metric is ``rank_by``, if all configs have the same.
     """
-    column = _ranking_column(compared) or _own_models_column(compared)
+    return _rank_by_column(compared) or _own_models_column(compared)
+
+
+def ranked(compared: Sequence[Group]) -> list[Group]:
+    """The groups in the order of their lines, the best first.
+
+    Groups without a number in the ``ranking_column`` come last. Ties keep their order.
+    """
+    column = ranking_column(compared)
     if column is None:
-        return list(compared), None
+        return list(compared)
     sign = 1
     if not column.larger_is_better:
         sign = -1
@@ -274,10 +285,10 @@ def best_first(compared: Sequence[Group]) -> tuple[list[Group], Column | None]:
             return float("-inf")
         return sign * value.mean
 
-    return sorted(compared, key=score, reverse=True), column
+    return sorted(compared, key=score, reverse=True)
 
 
-def _ranking_column(compared: Sequence[Group]) -> Column | None:
+def _rank_by_column(compared: Sequence[Group]) -> Column | None:
     """The column of the metric ``rank_by``, on clients' own test sets if clients have personal
     models.
 
@@ -304,7 +315,7 @@ def _first_measured(keys: Sequence[str], compared: Sequence[Group]) -> Column | 
     """The column of the first key that some group has."""
     by_key = {column.key: column for column in COLUMNS}
     for key in keys:
-        if key in by_key and any(group.values(key) for group in compared):
+        if key in by_key and is_measured(by_key[key], compared):
             return by_key[key]
     return None
 
@@ -322,48 +333,27 @@ def order_note(column: Column | None) -> str:
     return f'Lines are ranked by "{column.title}", {direction}.'
 
 
-# ---- lines ---------------------------------------------------------------------------------------
+# ---- the columns of a comparison -----------------------------------------------------------------
 
 
-NONE = "–"
-"""The cell of a number that was not measured."""
+def measured_columns(groups: Sequence[Group]) -> list[Column]:
+    """The columns with a number of at least one group.
 
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table: the numbers of a group over seeds; None if they were not measured.
-
-    seeds: the number of runs, as text. note: which runs are incomplete. columns: all possible
-    columns.
+    If clients have personal models, the columns on clients come first. Otherwise the columns
+    ``PERSONAL`` are left out.
     """
-
-    label: str
-    seeds: str
-    note: str
-    values: dict[str, Spread | None]
-    columns: Sequence[Column] = COLUMNS
-
-    def text(self, column: Column) -> str:
-        """The text of a cell."""
-        value = self.values[column.key]
-        if value is None:
-            return NONE
-        return value.text(column.scale, column.digits)
-
-
-def rows(groups: Sequence[Group]) -> list[Row]:
-    """The lines of the table, one per group."""
     possible = [*COLUMNS, *own_columns(groups)]
-    return [
-        Row(
-            label=group.label,
-            seeds=group.run_count_text,
-            note=rounds_note(group),
-            values={column.key: group.mean_spread(column.key) for column in possible},
-            columns=possible,
-        )
-        for group in groups
-    ]
+    measured = [column for column in possible if is_measured(column, groups)]
+    if not any(group.values("personal_forgetting") for group in groups):
+        return [column for column in measured if column not in PERSONAL]
+    own_tests = [column for column in measured if column.key.startswith("own_test_")]
+    first = [*own_tests, *PERSONAL]
+    return [*first, *(column for column in measured if column not in first)]
+
+
+def is_measured(column: Column, groups: Sequence[Group]) -> bool:
+    """Whether any group has a number in a column."""
+    return any(group.values(column.key) for group in groups)
 
 
 def own_metrics(groups: Sequence[Group]) -> list[str]:
@@ -383,6 +373,10 @@ def own_columns(groups: Sequence[Group]) -> list[Column]:
     return columns
 
 
+MAX_DECIMALS = 6
+"""The largest number of decimals of a user-defined measure."""
+
+
 def own_column(metric: str, numbers: Sequence[float]) -> Column:
     """The column of a metric of a user-defined measure, with three digits of the largest number."""
     return Column(
@@ -390,37 +384,12 @@ def own_column(metric: str, numbers: Sequence[float]) -> Column:
         title=metric,
         unit="latest",
         scale=1,
-        digits=_three_digits_of(max(map(abs, numbers))),
+        digits=min(MAX_DECIMALS, decimals_of(max(map(abs, numbers)))),
         description="the latest number of your measure",
     )
 
 
-def _three_digits_of(value: float) -> int:
-    """The decimals that show three significant digits of a number, at most 6."""
-    if value == 0:
-        return 0
-    return min(6, max(0, 2 - math.floor(math.log10(value))))
-
-
-def _is_measured(column: Column, rows: Sequence[Row]) -> bool:
-    return any(row.values[column.key] is not None for row in rows)
-
-
-def columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns with a number in at least one line.
-
-    If clients have personal models, the columns on clients come first. Otherwise the columns
-    ``PERSONAL`` are left out.
-    """
-    possible = COLUMNS
-    if rows:
-        possible = tuple(rows[0].columns)
-    measured = [column for column in possible if _is_measured(column, rows)]
-    if not any(row.values["personal_forgetting"] is not None for row in rows):
-        return [column for column in measured if column not in PERSONAL]
-    own_tests = [column for column in measured if column.key.startswith("own_test_")]
-    first = [*own_tests, *PERSONAL]
-    return [*first, *(column for column in measured if column not in first)]
+# ---- incomplete runs -----------------------------------------------------------------------------
 
 
 def rounds_note(group: Group) -> str:
@@ -444,15 +413,11 @@ def _share_of(group: Group, runs: Sequence[Run]) -> str:
 
 def _reached(runs: Sequence[Run]) -> str:
     """The rounds that runs have reached, and the number of rounds in their configs."""
-    reached = sorted({_last_round(run) for run in runs})
+    reached = sorted({run.numbers.last_round for run in runs})
     rounds = f"{reached[0]}"
     if len(reached) > 1:
         rounds = f"{reached[0]}–{reached[-1]}"
     return f"round {rounds} of {runs[0].planned_rounds}"
-
-
-def _last_round(run: Run) -> int:
-    return max(run.numbers.rounds, default=0)
 
 
 # ---- notes below the table -----------------------------------------------------------------------
@@ -467,7 +432,7 @@ def package_notes(runs: Mapping[str, Sequence[Run]]) -> list[str]:
     return [note for note in notes if note]
 
 
-def refused(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+def refusal_sentences(runs: Mapping[str, Sequence[Run]]) -> list[str]:
     """A sentence for each group with refused replies, because these change its numbers.
 
     runs: the runs by the name of their group.

@@ -23,7 +23,7 @@ from fedstill.core.files import (
     write_whole,
 )
 from fedstill.metrics.ranks import Difference, paired_difference
-from fedstill.report.summary import NONE, Column, best_first, columns, rows
+from fedstill.report.summary import NONE, Column, measured_columns, ranked, rounds_note
 from fedstill.running.journal import VERSIONS, read_journal
 from fedstill.running.runs import (
     JOURNAL,
@@ -78,18 +78,17 @@ def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> 
 
 
 def results_table(compared: Sequence[Group]) -> TextTable:
-    """Mean ± sample standard deviation over seeds, in the order of ``best_first``."""
-    ordered, _ = best_first(compared)
+    """Mean ± sample standard deviation over seeds, the best group first."""
     schedule = differing_schedule(compared)
-    summaries = rows(ordered)
-    measured = columns(summaries)
+    measured = measured_columns(compared)
     lines = []
-    for group, row in zip(ordered, summaries, strict=True):
-        label = row.label
-        if row.note:
-            label = f"{row.label} ({row.note})"
-        numbers = [row.text(column) for column in measured]
-        lines.append([label, *schedule_cells(group, schedule), row.seeds, *numbers])
+    for group in ranked(compared):
+        label = group.label
+        note = rounds_note(group)
+        if note:
+            label = f"{label} ({note})"
+        numbers = [column.text(group.mean_spread(column.key)) for column in measured]
+        lines.append([label, *schedule_cells(group, schedule), group.run_count_text, *numbers])
     titles = [f"{column.title} [{column.unit}]" for column in measured]
     return TextTable(["", *schedule.values(), "seeds", *titles], lines)
 
@@ -100,15 +99,13 @@ def results_in_all_digits(compared: Sequence[Group]) -> TextTable:
 
     The standard deviation of a single seed is an empty cell.
     """
-    ordered, _ = best_first(compared)
     schedule = differing_schedule(compared)
-    summaries = rows(ordered)
-    measured = columns(summaries)
+    measured = measured_columns(compared)
     lines = []
-    for group, row in zip(ordered, summaries, strict=True):
-        cells = [row.label, row.note, *schedule_cells(group, schedule)]
+    for group in ranked(compared):
+        cells = [group.label, rounds_note(group), *schedule_cells(group, schedule)]
         for column in measured:
-            cells += _digits_of_spread(row.values[column.key], column.scale)
+            cells += _digits_of_spread(group.mean_spread(column.key), column.scale)
         lines.append(cells)
     head = ["label", "note", *schedule.values()]
     for column in measured:
@@ -154,7 +151,7 @@ def group_named(label: str, compared: Sequence[Group]) -> Group:
 
 def differences(compared: Sequence[Group], base: Group) -> list[GroupDifference]:
     """The differences of all other groups to the base, in all numbers with a common seed."""
-    measured = columns(rows(compared))
+    measured = measured_columns(compared)
     group_differences = []
     for group in compared:
         if group is base:

@@ -24,8 +24,9 @@ from fedstill.report.summary import (
     NONE,
     PERSONAL,
     Column,
-    best_first,
+    is_measured,
     own_columns,
+    ranked,
     rounds_note,
 )
 from fedstill.running.observers import task_label_counts
@@ -36,8 +37,8 @@ from fedstill.running.split_file import StoredSplit
 SHADES = " ░▒▓█"
 """The marks of a drawn split, from no examples to many."""
 
-MOST_OF_NAME = 30
-"""The largest number of letters of a client's name next to its row of a split."""
+MAX_NAME_LENGTH = 30
+"""The largest number of characters of a client's name next to its row of a split."""
 
 GAP = 2
 """The width between two columns of a table."""
@@ -216,15 +217,14 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1)
 
 
 def comparison_table(compared: Sequence[Group]) -> PlainTable:
-    """The table of a comparison: mean ± standard deviation over seeds, in the order of
-    ``best_first``.
-    """
+    """The table of a comparison: mean ± standard deviation over seeds, the best group first."""
     columns = _shown_columns(compared)
     schedule = differing_schedule(compared)
-    ordered, _ = best_first(compared)
     rows = []
-    for group in ordered:
-        numbers = [_spread_text(group, column) for column in columns]
+    for group in ranked(compared):
+        numbers = [
+            column.text(group.mean_spread(column.key), _digits(column)) for column in columns
+        ]
         rows.append(
             [_row_label(group), *schedule_cells(group, schedule), *numbers, group.run_count_text]
         )
@@ -246,7 +246,7 @@ def _shown_columns(compared: Sequence[Group]) -> list[Column]:
     columns = [
         column
         for column in COLUMNS
-        if column.key.startswith("query_") and any(g.mean_spread(column.key) for g in compared)
+        if column.key.startswith("query_") and is_measured(column, compared)
     ]
     if not columns:
         columns = _accuracy_columns(compared)
@@ -273,17 +273,14 @@ def _accuracy_columns(compared: Sequence[Group]) -> list[Column]:
 def _measured_columns(compared: Sequence[Group], keys: Collection[str]) -> list[Column]:
     """The columns of these keys that any group has, in the order of ``COLUMNS``."""
     columns = [column for column in COLUMNS if column.key in keys]
-    return [column for column in columns if any(group.values(column.key) for group in compared)]
+    return [column for column in columns if is_measured(column, compared)]
 
 
-def _spread_text(group: Group, column: Column) -> str:
-    spread = group.mean_spread(column.key)
-    if spread is None:
-        return NONE
-    digits = column.digits
+def _digits(column: Column) -> int:
+    """The decimals of a column in the terminal: one for percentages."""
     if column.unit == "%":
-        digits = 1
-    return spread.text(column.scale, digits)
+        return 1
+    return column.digits
 
 
 def _row_label(group: Group) -> str:
@@ -344,7 +341,7 @@ def drawn_split(
     mark = "a class"
     if classes_per_mark > 1:
         mark = f"{classes_per_mark} classes"
-    text.append(f"each mark is {mark}; a full mark is {largest:,} examples\n")
+    text.append(f"each mark is {mark}; the darkest mark is {largest:,} examples\n")
     for client, row in enumerate(rows):
         marks = "".join(mark_width * SHADES[min(4, -(-4 * count // largest))] for count in row)
         size = _size_text(client, counts[client], tests)
@@ -358,7 +355,7 @@ def drawn_split(
 def _client_labels(names: Sequence[str], clients: int) -> list[str]:
     """The names of clients, cut if they are long; or their numbers if they have no names."""
     if names:
-        return [str(name)[:MOST_OF_NAME] for name in names]
+        return [str(name)[:MAX_NAME_LENGTH] for name in names]
     return [str(client) for client in range(clients)]
 
 
@@ -384,10 +381,10 @@ def _size_text(client: int, counts: Sequence[int], tests: Mapping[int, int]) -> 
     return text
 
 
-MOST_CLASSES = 12
+MAX_CLASSES = 12
 """For a task with more classes than this, their number is printed instead of their names."""
 
-MOST_DRAWN = 10
+MAX_DRAWN = 10
 """The largest number of tasks whose splits are drawn."""
 
 
@@ -407,12 +404,12 @@ def drawn_data(prepared: Prepared, width: int) -> Iterator[Text]:
     task_counts = task_label_counts(prepared)
     for task, line in enumerate(task_lines(prepared)):
         yield Text(line)
-        if task < MOST_DRAWN:
-            of_task = task_counts[:, task].tolist()
-            yield drawn_split(of_task, classes, width=width, names=names, tests=tests)
+        if task < MAX_DRAWN:
+            counts = task_counts[:, task].tolist()
+            yield drawn_split(counts, classes, width=width, names=names, tests=tests)
     if prepared.sites.public is not None:
         yield Text(
-            "The public set is the same in all tasks: it may hold classes of tasks to come.\n"
+            "The public set is the same in all tasks: it may contain classes of future tasks.\n"
         )
 
 
@@ -436,13 +433,13 @@ def task_lines(prepared: Prepared) -> Iterator[str]:
             for client in clients
         )
         if taking_part < stream.clients:
-            line += f", {taking_part} of {stream.clients} clients in it by its end"
+            line += f", {taking_part} of {stream.clients} clients have reached it by its end"
         yield line
 
 
 def _task_classes(task_classes: Sequence[int], names: Sequence[str]) -> str:
     if len(task_classes) == len(names):
         return "all classes"
-    if len(task_classes) > MOST_CLASSES:
+    if len(task_classes) > MAX_CLASSES:
         return f"{len(task_classes)} classes"
     return f"classes {', '.join(names[number] for number in task_classes)}"

@@ -57,10 +57,9 @@ OF_CLIENT_IN_ROUND = frozenset({"round", "client"})
 """The axes of a number that is about a client after a whole round."""
 
 OF_CLIENT = frozenset({"round", "stage", "client"})
-"""The axes of a number that is about a client in a stage."""
-
-OF_LOOK = frozenset({"round", "stage", "client"})
-"""The axes of a number that a measure recorded after a stage."""
+"""The axes of a number that is about a client in a stage, and those of what a measure recorded
+after a stage.
+"""
 
 SECONDS = "seconds"
 """The last part of a metric with a duration."""
@@ -214,9 +213,14 @@ class RunNumbers:
             curve.update(zip(rounds, column.values.tolist(), strict=True))
         return dict(sorted(curve.items()))
 
+    @property
+    def last_round(self) -> int:
+        """The last finished round; 0 if there is none."""
+        return max(self.rounds, default=0)
+
     def in_last_round(self, metric: str) -> float | None:
         """A metric of the whole federation in the last round; None if this round has none."""
-        return self.by_round(metric).get(max(self.rounds, default=0))
+        return self.by_round(metric).get(self.last_round)
 
     def by_client(self, metric: str) -> dict[int, dict[int, float]]:
         """A metric that rounds have by client: by round, the number of each client that has one."""
@@ -454,7 +458,7 @@ class Look:
         self.classes: Sequence[int] = event.get("classes", ())
         self.texts: Mapping[str, Any] = {k: v for k, v in event.items() if _is_text(v)}
         self._class_count = classes
-        self._place = {axis for axis in OF_LOOK if axis in event}
+        self._place = {axis for axis in OF_CLIENT if axis in event}
         self._by_metric = _by_metric(_of_events(_look_fields([event]), classes))
 
     def number(self, metric: str) -> float | None:
@@ -698,7 +702,7 @@ def _is_averaged(column: Numbers, place: Set[str]) -> bool:
     client. ``place``: the axes of the looks.
     """
     if column.metric.endswith("_by_client"):
-        return column.about.keys() <= OF_LOOK
+        return column.about.keys() <= OF_CLIENT
     return column.about.keys() == place
 
 

@@ -160,6 +160,11 @@ class Run:
         return [str(name) for name in self.start.get("classes", [])]
 
     @property
+    def client_names(self) -> list[str]:
+        """The names of the clients in the data; empty if they have no names."""
+        return [str(name) for name in self.start.get("client_names", ())]
+
+    @property
     def stop_reason(self) -> str:
         """The reason why the run stopped before its last planned round; empty if it did not."""
         if not self.rounds:
@@ -394,16 +399,27 @@ class Spread:
     std: float
     runs: int
 
+    def mean_text(self, scale: float = 1.0, digits: int = 2) -> str:
+        """Format the mean."""
+        return f"{scale * self.mean:.{digits}f}"
+
+    def deviation_text(self, scale: float = 1.0, digits: int = 2) -> str:
+        """Format the standard deviation; empty for a single run."""
+        if self.runs == 1:
+            return ""
+        return f"{scale * self.std:.{digits}f}"
+
     def text(self, scale: float = 1.0, digits: int = 2) -> str:
         """Format as mean ± spread, or as the mean alone if there is only one run.
 
         >>> spread([0.1, 0.3]).text(100), spread([0.5]).text()
         ('20.00 ± 14.14', '0.50')
         """
-        mean = f"{scale * self.mean:.{digits}f}"
-        if self.runs == 1:
+        mean = self.mean_text(scale, digits)
+        deviation = self.deviation_text(scale, digits)
+        if not deviation:
             return mean
-        return f"{mean} ± {scale * self.std:.{digits}f}"
+        return f"{mean} ± {deviation}"
 
 
 def spread(values: Sequence[float]) -> Spread | None:
@@ -625,7 +641,7 @@ def _progress(run: Run) -> tuple[bool, int]:
 def split_text(settings: Mapping[str, Any]) -> str:
     """Describe how the data were split: the partition and its parameters, or the sites' data."""
     if settings.get("engine") == "flower" and settings.get("flower.data") == "sites":
-        return "sites' own data"
+        return "local data of the sites"
     parts = [value_text(settings.get("partition.kind", UNSET))]
     for name in ("alpha", "shards", "classes_per_client"):
         key = f"partition.{name}"
