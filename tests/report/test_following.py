@@ -164,8 +164,8 @@ def test_a_comparison_says_which_run_ended_and_how_far_all_are(
         lines.show(outcomes)
         lines.show(outcomes)
     assert capsys.readouterr().err.splitlines() == [
-        "4 of 20 rounds in 2 runs, 1 at work, 0 s",
-        "6 of 20 rounds in 2 runs, 1 at work, 10 s, about 1 min 10 s left",
+        "4 of 20 rounds in 2 runs, 1 running, 0 s",
+        "6 of 20 rounds in 2 runs, 1 running, 10 s, about 1 min 10 s left",
         "fedavg, seed 1: finished, accuracy 75.00 %, 1 of 2 runs",
         "fedavg, seed 2: failed at round 3 of 10, 2 of 2 runs",
     ]
@@ -181,8 +181,8 @@ def test_runs_that_are_not_known_yet_are_counted(
         first.state, first.done, first.accuracy, clock.now = "finished", 10, 0.5, 10
         lines.show([first, second])
     assert capsys.readouterr().err.splitlines() == [
-        "0 of 30 rounds in 3 runs, 1 at work, 0 s",
-        "10 of 30 rounds in 3 runs, 0 at work, 10 s, about 20 s left",
+        "0 of 30 rounds in 3 runs, 1 running, 0 s",
+        "10 of 30 rounds in 3 runs, 0 running, 10 s, about 20 s left",
         "fedavg, seed 1: finished, accuracy 50.00 %, 1 of 3 runs",
     ]
 

@@ -166,7 +166,7 @@ def test_after_ctrl_c_the_same_call_goes_on(small: fedstill.Experiment, tmp_path
 
     timer = threading.Thread(target=press)
     timer.start()
-    with pytest.raises(Interrupted, match=r"goes on with \d of 2 runs"):
+    with pytest.raises(Interrupted, match=r"stopped with \d of 2 runs unfinished"):
         fedstill.compare(long, seeds=[1, 2], out=tmp_path / "out", quiet=True)
     timer.join()
     assert (

@@ -148,7 +148,7 @@ class Comparison:
         ]
         notes = [
             note_on_classes(chosen, classes),
-            "accuracy in the best earlier round less that in the last, mean over seeds",
+            "best earlier accuracy minus last accuracy, mean over seeds",
         ]
         head = ["forgotten, by class", *(classes[c] for c in chosen)]
         return [notebook_table(head, rows, "; ".join(filter(None, notes)))]
@@ -322,22 +322,22 @@ def _raise_unless_finished(outcomes: Sequence[Outcome], folder: Path) -> None:
     unfinished = sum(outcome.state != "finished" for outcome in outcomes)
     if unfinished:
         raise Interrupted(
-            f"stopped; the same call with out={str(folder)!r} goes on with {unfinished} of "
-            f"{len(outcomes)} runs"
+            f"stopped with {unfinished} of {len(outcomes)} runs unfinished; repeat the call with "
+            f"out={str(folder)!r} to continue"
         )
 
 
 def _check_importable(runs: Sequence[Variant]) -> None:
     """Raise ConfigError for classes and functions that exist in this process only.
 
-    Runs are processes of their own, which import what they need.
+    Runs are separate processes, which import what they need.
     """
     live_names = {name for run in runs for name in run.settings.live_names}
     if live_names:
         names = ", ".join(sorted(name.removeprefix("python:") for name in live_names))
         raise ConfigError(
-            f"the runs of a comparison are processes of their own and cannot import {names}: put "
-            "it in a file"
+            f"the runs of a comparison are separate processes, which cannot import {names}; move "
+            "it to a file"
         )
 
 

@@ -33,7 +33,7 @@ EVERY = 10.0
 each run of a comparison.
 """
 
-STOPPING = "ending after this stage (Ctrl-C again: at once)"
+STOPPING = "stopping after this stage (press Ctrl-C again to stop immediately)"
 
 Clock = Callable[[], float]
 """Returns the time in seconds."""
@@ -64,45 +64,64 @@ class Display(Protocol):
         """Show that the run will stop, after Ctrl-C."""
 
 
+class NoDisplay:
+    """Shows nothing."""
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+    def started(self, folder: Path, round: int) -> None:
+        """Nothing."""
+
+    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
+        """Nothing."""
+
+    def round(self, event: Mapping[str, Any], rounds: int) -> None:
+        """Nothing."""
+
+    def stopping(self) -> None:
+        """Nothing."""
+
+
 class Followed:
     """The progress of one run (``running.recording.Progress``), and its reaction to Ctrl-C.
 
     Ctrl-C ends the run after the stage; pressed twice, it ends the run at once.
 
-    ``display``: shows the progress; None shows nothing.
+    ``display``: shows the progress.
     """
 
-    def __init__(self, display: Display | None) -> None:
+    def __init__(self, display: Display) -> None:
         self.display = display
         self._is_stopping = False
+        self._former_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Followed:
-        signals = (signal.SIGINT, signal.SIGTERM)
-        self._former_handlers = {number: signal.signal(number, self._stop) for number in signals}
-        if self.display:
-            self.display.begin()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._former_handlers[number] = signal.signal(number, self._stop)
+        self.display.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.display:
-            self.display.end()
+        self.display.end()
         for number, handler in self._former_handlers.items():
             signal.signal(number, handler)
 
     def started(self, folder: Path, round: int) -> None:
         """Show that the run starts or continues."""
-        if self.display:
-            self.display.started(folder, round)
+        self.display.started(folder, round)
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
         """Show that a stage is finished; stages before round 1 are not shown."""
-        if self.display and round > 0 and stages:
+        if round > 0 and stages:
             self.display.stage(round, rounds, index, stages)
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
         """Show that a round is finished."""
-        if self.display:
-            self.display.round(event, rounds)
+        self.display.round(event, rounds)
 
     def stop(self) -> bool:
         """Whether Ctrl-C was pressed."""
@@ -112,14 +131,13 @@ class Followed:
         if self._is_stopping:
             raise KeyboardInterrupt
         self._is_stopping = True
-        if self.display:
-            self.display.stopping()
+        self.display.stopping()
 
 
 def followed(rounds: int, label: str, quiet: bool = False) -> Followed:
     """The progress of a run: a bar in a terminal, lines elsewhere, nothing if ``quiet``."""
     if quiet:
-        return Followed(None)
+        return Followed(NoDisplay())
     if in_terminal():
         return Followed(Bar(rounds, label))
     return Followed(Lines(rounds, label))
@@ -151,7 +169,8 @@ class Bar:
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
         """Move by the stage's share of the round; measuring counts as one more stage."""
-        self._bar.update(self._task, completed=round - 1 + (index + 1) / (stages + 1))
+        share = (index + 1) / (stages + 1)
+        self._bar.update(self._task, completed=round - 1 + share)
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
         """Move to the end of the round and show its numbers."""
@@ -178,6 +197,8 @@ class Lines:
         self.rounds = rounds
         self.label = label
         self.clock = clock
+        self._began = 0.0
+        self._last_line = 0.0
         # Of a resumed run, the first round of this process.
         self._first: Mark | None = None
 
@@ -190,7 +211,7 @@ class Lines:
         """Write the number of rounds and the run's directory."""
         rounds = f"{self.rounds} rounds"
         if round > 1:
-            rounds = f"goes on with round {round} of {self.rounds}"
+            rounds = f"resuming at round {round} of {self.rounds}"
         self._write(f"{rounds}, in {folder}")
 
     def end(self) -> None:
@@ -198,9 +219,10 @@ class Lines:
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
         """Write a line in the middle of a long round."""
-        if self._is_due() and index + 1 < stages:
+        number = index + 1
+        if self._is_due() and number < stages:
             self._write(
-                f"round {round} of {rounds}, stage {index + 1} of {stages}, "
+                f"round {round} of {rounds}, stage {number} of {stages}, "
                 f"{duration(self._elapsed())}"
             )
 
@@ -374,6 +396,8 @@ class RunLines:
     def __init__(self, clock: Clock = time.monotonic, runs: int = 0) -> None:
         self.clock = clock
         self.runs = runs
+        self._began = 0.0
+        self._last_line = 0.0
         # The rounds that each run had when it was started or continued.
         self._initial_rounds: dict[Path, int] = {}
         self._ended: set[Path] = set()
@@ -408,7 +432,7 @@ class RunLines:
         running = sum(outcome.state == "running" for outcome in outcomes)
         elapsed = self.clock() - self._began
         text = (
-            f"{finished} of {rounds} rounds in {self.runs} runs, {running} at work, "
+            f"{finished} of {rounds} rounds in {self.runs} runs, {running} running, "
             f"{duration(elapsed)}"
         )
         finished_here = finished - sum(self._initial_rounds.values())
