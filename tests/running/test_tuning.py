@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -121,10 +122,17 @@ def test_values_are_reported_on_seeds_that_did_not_choose_them(tmp_path: Path) -
     best = tuning.ranked()[0]
     said = advice(tuning, "my.toml", ("rounds=5",))
     assert (
-        f"fedstill compare my.toml -s 'rounds=5' -s 'method.beta={best.values['method.beta']}'"
-        in said
+        f"fedstill compare my.toml -s rounds=5 -s method.beta={best.values['method.beta']}" in said
     )
     assert said.endswith("--seeds 3,4,5,6,7")
+
+
+def test_the_advised_command_quotes_values_for_a_shell(tmp_path: Path) -> None:
+    tuning = Tuning(COMMON, parse_space(SPACE[:1]), (1, 2), tmp_path, pretend)
+    next(iter(tuning.run(1)))
+    said = advice(tuning, "my runs.toml", ("data='my data'",))
+    words = shlex.split(said.splitlines()[-1])
+    assert words[:5] == ["fedstill", "compare", "my runs.toml", "-s", "data='my data'"]
 
 
 def test_the_command(

@@ -5,6 +5,7 @@ method, and the page of a search by ``fedstill tune``.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -84,11 +85,16 @@ def advice(tuning: Tuning, config: str, overrides: Sequence[str]) -> str:
     unused_seeds = (seed for seed in range(1, 10**6) if seed not in tuning.seeds)
     seeds = ",".join(map(str, islice(unused_seeds, REPORT_SEEDS)))
     values = [f"{key}={_toml_text(value)}" for key, value in best.values.items()]
-    words = " ".join([config, *(f"-s '{v}'" for v in (*overrides, *values))]).strip()
+    words = ["fedstill", "compare"]
+    if config:
+        words.append(config)
+    for setting in (*overrides, *values):
+        words += ["-s", setting]
+    command = shlex.join([*words, "--seeds", seeds])
     return (
         f"trial {best.number} is the best of {len(tuning.trials)}. Its score is too optimistic, "
-        "because these seeds selected it; evaluate its values on other seeds:\n"
-        f"  fedstill compare {words} --seeds {seeds}"
+        "because the same seeds selected it. Evaluate its values on other seeds:\n"
+        f"  {command}"
     )
 
 
@@ -106,8 +112,7 @@ def write_tuning_page(tuning: Tuning, out: Path) -> Path:
     if len(tuning.seeds) == 1:
         point = f"a run with seed {seeds}"
     about = (
-        f"Each point is {point}. Do not report these numbers, because the values were chosen by "
-        "them."
+        f"Each point is {point}. Do not report these numbers: they were used to choose the values."
     )
     blocks: list[Block] = [Paragraph(about)]
     if any(trial.scores for trial in tuning.trials):
