@@ -16,11 +16,11 @@ from fedstill.report.figures import Style
 from fedstill.report.page import Report, write_page
 from fedstill.report.tasks import (
     ABOUT_CURVES,
-    changes,
     learned_and_kept,
     matrix_map,
     over_tasks,
     run_rows,
+    task_boundaries,
     task_curves,
 )
 from fedstill.running.runner import run
@@ -69,7 +69,7 @@ def test_curves_and_changes(runs: Path) -> None:
     drawn = as_plotly(task_curves(group))
     assert [trace.name for trace in drawn.data] == ["task 1", "task 2", "task 3"]
     assert drawn.data[0].x == (0, 1, 2, 3, 4)
-    assert [line["x0"] for line in changes(group)] == [1.5, 3.5]
+    assert [line["x0"] for line in task_boundaries(group)] == [1.5, 3.5]
 
 
 def test_curves_are_of_each_seeds_own_classes(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_the_lines_between_classes_are_drawn_stage_by_stage(one: Path, finished:
     found = groups([one])
     text = as_html(boundaries(Report(found)))
     assert text.count("<figcaption>") == 3
-    for words in ("alone", "phase 1", "phase 2", "asked for"):
+    for words in ("alone", "phase 1", "phase 2", "queried"):
         assert words in text
     others = groups([finished])
     assert boundaries(Report(others)) is None

@@ -17,7 +17,7 @@ from fedstill import manifest
 from fedstill.core.errors import ConfigError
 from fedstill.data.sources import from_tensors
 from fedstill.report.blocks import Label
-from fedstill.report.figures import PERCENT, Line, Style, curves, flat_range
+from fedstill.report.figures import NUMBER, PERCENT, Line, Style, curves
 from fedstill.report.page import section_parts, write_page
 from fedstill.report.series import Series
 from fedstill.running import runner
@@ -83,10 +83,10 @@ def test_an_axis_of_one_value_stays_near_it() -> None:
         (0, 0, 0.05),
         (-0.2, -0.25, -0.15),
     ):
-        around = flat_range([value, None, value], PERCENT)
+        around = PERCENT.flat_range([value, None, value])
         assert around["range"] == pytest.approx([low, high])
-    assert flat_range([20.0], {})["range"] == pytest.approx([18, 22])
-    assert flat_range([0.1, 0.2], PERCENT) == {}
+    assert NUMBER.flat_range([20.0])["range"] == pytest.approx([18, 22])
+    assert PERCENT.flat_range([0.1, 0.2]) == {}
 
 
 def test_one_measured_round_has_such_an_axis(finished: Path) -> None:

@@ -251,7 +251,7 @@ def test_of_many_clients_the_page_draws_the_first_and_counts_all(tmp_path: Path)
     section = as_html(split_maps(Report([group])))
     assert len(section) < 100_000
     for words in (
-        f"The map shows the first {FIRST}; these pictures count all 60,000",
+        f"The map shows the first {FIRST}; the histograms count all 60,000",
         "A client has 2 examples, of 1 to 2 (mean 1.8) classes",
     ):
         assert words in section

@@ -45,7 +45,7 @@ from fedstill.report.figures import (
     rounded,
 )
 from fedstill.report.page import Report
-from fedstill.report.series import looks
+from fedstill.report.series import measurements
 from fedstill.running.numbers import Look
 from fedstill.running.runs import Group, Run
 
@@ -89,7 +89,7 @@ CHANGE_EXPLANATION = (
 
 def contributors(report: Report) -> Section | None:
     """Return the section; None if no run measured contributions."""
-    groups = [group for group in report.groups if looks(group, MEASURE)]
+    groups = [group for group in report.groups if measurements(group, MEASURE)]
     if not groups:
         return None
     measured: set[int] = set()
@@ -338,7 +338,7 @@ def _loss_figure(run: Run, loss: ClassChange) -> Figure:
         showlegend=False,
         hovermode="closest",
         xaxis={"type": "category", "showgrid": False},
-        yaxis={**PERCENT, "range": [-0.12, 1.12], "tickvals": [0, 0.25, 0.5, 0.75, 1]},
+        yaxis={**PERCENT.ticks, "range": [-0.12, 1.12], "tickvals": [0, 0.25, 0.5, 0.75, 1]},
     )
     return Figure([trace], axes)
 

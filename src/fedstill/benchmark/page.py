@@ -38,7 +38,7 @@ from fedstill.report.blocks import (
     Table,
 )
 from fedstill.report.figures import (
-    ACCURACY,
+    ACCURACY_COLOURS,
     COLOURS,
     PERCENT,
     Figure,
@@ -89,8 +89,8 @@ def scatter(standings: Standings) -> Figure:
         traces.append(_row_trace(row, side, COLOURS[index % len(COLOURS)]))
     axes = layout(
         hovermode="closest",
-        xaxis={**PERCENT, "title": {"text": "learned"}, "range": [min_learned, MAX_LEARNED]},
-        yaxis={**PERCENT, "title": {"text": "kept"}, "range": [axis_start, MAX_KEPT]},
+        xaxis={**PERCENT.ticks, "title": {"text": "learned"}, "range": [min_learned, MAX_LEARNED]},
+        yaxis={**PERCENT.ticks, "title": {"text": "kept"}, "range": [axis_start, MAX_KEPT]},
         showlegend=False,
         height=440,
     )
@@ -335,7 +335,7 @@ def task_matrix(row: RankedRow, column: str) -> Figure | None:
         z=[_percentages(accuracies) for accuracies in mean.T],
         zmin=0,
         zmax=100,
-        colorscale=ACCURACY,
+        colorscale=ACCURACY_COLOURS,
         showscale=False,
         hovertemplate="%{y}, %{x}: %{z:.1f} %<extra></extra>",
     )

@@ -23,7 +23,7 @@ from fedstill.report.blocks import (
 )
 from fedstill.report.figures import (
     COLOURS,
-    COUNTS,
+    COUNT_COLOURS,
     DASHES,
     PERCENT,
     Figure,
@@ -370,8 +370,8 @@ def _trade(groups: Sequence[Group], style: Style) -> Figure:
         if trades:
             traces += _trade_points(trades, group, style)
     axes = layout(
-        xaxis={"title": {"text": "gain on queried classes"}, **PERCENT},
-        yaxis={"title": {"text": "forgetting of own classes (lower is better)"}, **PERCENT},
+        xaxis={"title": {"text": "gain on queried classes"}, **PERCENT.ticks},
+        yaxis={"title": {"text": "forgetting of own classes (lower is better)"}, **PERCENT.ticks},
         height=QUERY_HEIGHT,
         hovermode="closest",
     )
@@ -482,7 +482,7 @@ def _client(run: Run, client: int) -> Figure:
         traces.append(trace)
     axes = layout(
         xaxis={"type": "category"},
-        yaxis={**PERCENT, "range": [0, 1]},
+        yaxis={**PERCENT.ticks, "range": [0, 1]},
         height=QUERY_HEIGHT,
         barmode="group",
     )
@@ -514,7 +514,7 @@ def _epochs(run: Run) -> Figure:
     for index, client in enumerate(clients):
         traces += _epoch_lines(run, client, alone.get(client), index)
     axes = layout(
-        xaxis={"title": {"text": "epoch of both phases"}}, yaxis=PERCENT, height=QUERY_HEIGHT
+        xaxis={"title": {"text": "epoch of both phases"}}, yaxis=PERCENT.ticks, height=QUERY_HEIGHT
     )
     return Figure(traces, axes)
 
@@ -529,7 +529,7 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
     for report in _phases(run, "scores"):
         if report.client == client:
             scores += report.values
-    accuracy_alone = _rounded(alone)
+    accuracy_alone = rounded(alone)
     colour = COLOURS[index % len(COLOURS)]
     # Clients with the same colour have different dashes.
     dash = NOT_DOTTED[index // len(COLOURS) % len(NOT_DOTTED)]
@@ -541,7 +541,7 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
         hovertemplate="%{y:.1%}",
         name=name,
         x=list(range(1, len(scores) + 1)),
-        y=[_rounded(score) for score in scores],
+        y=[rounded(score) for score in scores],
         line={"color": colour, "dash": dash},
     )
     trained_alone = new_trace(
@@ -558,12 +558,6 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
     return [trained, trained_alone]
 
 
-def _rounded(value: float | None) -> float | None:
-    if value is None:
-        return None
-    return rounded(value)
-
-
 def _map(
     rows: Sequence[Sequence[float | None]], names: Sequence[str], classes: Sequence[str]
 ) -> Figure:
@@ -572,10 +566,10 @@ def _map(
         "heatmap",
         x=[escaped(name) for name in classes],
         y=list(names),
-        z=[[_rounded(value) for value in row] for row in rows],
+        z=[[rounded(value) for value in row] for row in rows],
         zmin=0,
         zmax=1,
-        colorscale=COUNTS,
+        colorscale=COUNT_COLOURS,
         showscale=False,
         hovertemplate="%{y}, class %{x}: %{z:.3f}<extra></extra>",
     )

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fedstill.report.figures import MOST_IN_LEGEND, Figure, Style, figures_json
+from fedstill.report.figures import MAX_IN_LEGEND, Figure, Style, figures_json
 from fedstill.running.runs import Group
 
 SVG_DASHES = {"solid": "none", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3"}
@@ -276,10 +276,30 @@ class ColourKey(Block):
 
 def line_key(groups: Sequence[Group], style: Style) -> Key | None:
     """A legend for all groups if there are too many for the legend of a chart; otherwise None."""
-    if len(groups) <= MOST_IN_LEGEND:
+    if len(groups) <= MAX_IN_LEGEND:
         return None
     started = [group for group in groups if group.started]
     return Key([KeyEntry(style.colour(g), style.dash(g), g.display) for g in started])
+
+
+def group_chart(
+    group: Group,
+    variants: Sequence[Figure],
+    description: str,
+    style: Style,
+    name: str = "",
+) -> Chart:
+    """A chart of a group under its label, in a section that explains all its charts.
+
+    name: as of a chart.
+    """
+    return Chart(
+        variants,
+        f"{group.label}: {description}",
+        group_label(group, style),
+        name,
+        is_explained=True,
+    )
 
 
 def group_label(group: Group, style: Style, note: str = "") -> Label:

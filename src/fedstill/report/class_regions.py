@@ -1,4 +1,4 @@
-"""The sections on where a network has its classes: on a circle of features, in units of its last
+"""The sections on the classes within a network: on a circle of features, in the units of the last
 hidden layer, and between decision boundaries.
 """
 
@@ -20,7 +20,7 @@ from fedstill.report.blocks import (
     group_label,
 )
 from fedstill.report.figures import (
-    COUNTS,
+    COUNT_COLOURS,
     Figure,
     Style,
     Trace,
@@ -30,7 +30,12 @@ from fedstill.report.figures import (
     rounded,
 )
 from fedstill.report.page import Report
-from fedstill.report.series import RunLook, last_looks, looks
+from fedstill.report.series import (
+    Measurement,
+    first_run_measurements,
+    last_measurements,
+    measurements,
+)
 from fedstill.running.runs import Group
 
 CLASS_COLOURS = (
@@ -93,32 +98,35 @@ ABOUT_CIRCLES = (
 
 def sphere(report: Report) -> Section | None:
     """The classes on the circle of features, model by model; None if they were not measured."""
-    group_looks = [
-        of_run for of_run in last_looks(report.groups, "sphere") if of_run.look.names("counts")
+    measured = [
+        measurement
+        for measurement in last_measurements(report.groups, "sphere")
+        if measurement.look.names("counts")
     ]
-    if not group_looks:
+    if not measured:
         return None
     charts = [
-        _chart(of_run, _circles(of_run), ABOUT_CIRCLES, report.style) for of_run in group_looks
+        _chart(measurement, _circles(measurement), ABOUT_CIRCLES, report.style)
+        for measurement in measured
     ]
-    blocks = [Paragraph(ABOUT_CIRCLES), class_key(group_looks[0].group), *charts]
+    blocks = [Paragraph(ABOUT_CIRCLES), class_key(measured[0].group), *charts]
     return Section("sphere", "Classes on the circle", blocks)
 
 
-def _chart(of_run: RunLook, figure: Figure, about: str, style: Style) -> Chart:
-    """The chart of a group's look, under the group's label."""
-    label = group_label(of_run.group, style, of_run.place)
-    return Chart([figure], f"{of_run.place}: {about}", label, is_explained=True)
+def _chart(measurement: Measurement, figure: Figure, about: str, style: Style) -> Chart:
+    """The chart of a measurement, under the label of its group."""
+    label = group_label(measurement.group, style, measurement.place)
+    return Chart([figure], f"{measurement.place}: {about}", label, is_explained=True)
 
 
-def _circles(of_run: RunLook) -> Figure:
+def _circles(measurement: Measurement) -> Figure:
     """A circle for each model, side by side."""
     traces: list[Trace] = []
     notes = []
-    models = of_run.look.names("counts")
+    models = measurement.look.names("counts")
     for index, model in enumerate(models):
         centre = CIRCLE_DISTANCE * index
-        traces += _circle(of_run, model, centre)
+        traces += _circle(measurement, model, centre)
         notes.append({"text": escaped(model), "x": centre, "y": 0, "showarrow": False})
     last_centre = CIRCLE_DISTANCE * (len(models) - 1)
     axes = layout(
@@ -132,16 +140,16 @@ def _circles(of_run: RunLook) -> Figure:
     return Figure(traces, axes)
 
 
-def _circle(of_run: RunLook, model: str, centre: float) -> list[Trace]:
+def _circle(measurement: Measurement, model: str, centre: float) -> list[Trace]:
     """The bare circle of a model, and the bumps of its classes."""
-    counts = of_run.look.by_class_and_point(f"counts/{model}")
+    counts = measurement.look.by_class_and_point(f"counts/{model}")
     densities = [smoothed(row) for row in counts]
     highest = max(map(max, densities), default=0.0)
     bins = len(densities[0])
     traces = [_ring(centre, [1.0] * bins, "#9aa4b0", "")]
     for number, density in enumerate(densities):
         radii = [_radius(value, highest) for value in density]
-        name = escaped(class_name(of_run.group, number))
+        name = escaped(class_name(measurement.group, number))
         traces.append(_ring(centre, radii, class_colour(number), name))
     return traces
 
@@ -216,31 +224,36 @@ def units(report: Report) -> Section | None:
     """The class of each unit of the last hidden layer, model by model; None if it was not
     measured.
     """
-    group_looks = [
-        of_run for of_run in last_looks(report.groups, "units") if of_run.look.names("classes")
+    measured = [
+        measurement
+        for measurement in last_measurements(report.groups, "units")
+        if measurement.look.names("classes")
     ]
-    if not group_looks:
+    if not measured:
         return None
-    charts = [_chart(of_run, _units(of_run), ABOUT_UNITS, report.style) for of_run in group_looks]
-    blocks = [Paragraph(ABOUT_UNITS), class_key(group_looks[0].group), Gallery(charts)]
+    charts = [
+        _chart(measurement, _units(measurement), ABOUT_UNITS, report.style)
+        for measurement in measured
+    ]
+    blocks = [Paragraph(ABOUT_UNITS), class_key(measured[0].group), Gallery(charts)]
     return Section("units", "Class of each unit", blocks)
 
 
-def _units(of_run: RunLook) -> Figure:
+def _units(measurement: Measurement) -> Figure:
     """A row of units for each model, coloured by class."""
-    models = of_run.look.names("classes")
-    classes = [_whole(of_run.look.points(f"classes/{model}")) for model in models]
+    models = measurement.look.names("classes")
+    classes = [_whole(measurement.look.points(f"classes/{model}")) for model in models]
     # Units are sorted by their classes in the first row, the model that clients received.
     received = classes[0]
     order = sorted(range(len(received)), key=lambda unit: received[unit])
     rows = [[row[unit] for unit in order] for row in classes]
-    names = [[escaped(class_name(of_run.group, number)) for number in row] for row in rows]
+    names = [[escaped(class_name(measurement.group, number)) for number in row] for row in rows]
     trace = _class_map(
         rows,
         names,
         y=[escaped(model) for model in models],
         ygap=2,
-        hovertemplate="%{y}: unit stands for %{customdata}<extra></extra>",
+        hovertemplate="%{y}: unit represents %{customdata}<extra></extra>",
     )
     axes = layout(
         height=90 + 26 * len(models),
@@ -273,14 +286,14 @@ def _class_map(
     )
 
 
-# ---- decision boundaries of a client that asked, stage by stage ----------------------------------
+# ---- decision boundaries of a querying client, stage by stage ------------------------------------
 
 
 STAGE_TITLES = {FIT: "alone", "transfer": "phase 1", "refine": "phase 2"}
 PLANE_HEIGHT = 400
 
 ABOUT_BOUNDARIES = (
-    "Each point is a test example of a class that the client asked for (ringed) or has. The axes "
+    "Each point is a test example of a class that the client queried (ringed) or has. The axes "
     "are the first two principal components of the model's features. The background is the class "
     "that the model's head predicts there. Below: accuracy by class on the whole test set."
 )
@@ -290,44 +303,46 @@ def boundaries(report: Report) -> Section | None:
     """For each group, the planes of its first run with any; None if they were not measured."""
     blocks: list[Block] = [Paragraph(ABOUT_BOUNDARIES)]
     for group in report.groups:
-        stage_looks = _stage_looks(group)
-        if stage_looks:
+        stages = _stages(group)
+        if stages:
             blocks.append(group_label(group, report.style))
-            blocks.append(Gallery([_stage(of_run) for of_run in stage_looks], "small"))
+            blocks.append(Gallery([_plane_chart(measurement) for measurement in stages], "small"))
     if len(blocks) == 1:
         return None
     return Section("boundaries", "Decision boundaries", blocks)
 
 
-def _stage_looks(group: Group) -> list[RunLook]:
-    """The looks of the first run with any: in the last round in which the client trained alone, and
-    in the last round.
+def _stages(group: Group) -> list[Measurement]:
+    """The measurements of the first run with any: in the last round in which the client trained
+    alone, and in the last round.
     """
-    all_looks = looks(group, "boundaries")
-    if not all_looks:
+    run_measurements = first_run_measurements(measurements(group, "boundaries"))
+    if not run_measurements:
         return []
-    first_run = all_looks[0].run
-    run_looks = [of_run for of_run in all_looks if of_run.run is first_run]
-    alone = [of_run for of_run in run_looks if _stage_name(of_run) == FIT]
-    with_peers = [of_run for of_run in run_looks if _stage_name(of_run) != FIT]
-
-    last_round = run_looks[-1].look.round
-    stage_looks = []
+    alone = [measurement for measurement in run_measurements if _stage_name(measurement) == FIT]
+    with_peers = [
+        measurement for measurement in run_measurements if _stage_name(measurement) != FIT
+    ]
+    stages = []
     if alone:
-        # A client that asks only once trains alone in an earlier round.
-        last_round_alone = max(of_run.look.round for of_run in alone)
-        stage_looks += [of_run for of_run in alone if of_run.look.round == last_round_alone]
-    stage_looks += [of_run for of_run in with_peers if of_run.look.round == last_round]
-    return stage_looks
+        # A client that queries only once trains alone in an earlier round.
+        last_round_alone = max(measurement.look.round for measurement in alone)
+        stages += _in_round(alone, last_round_alone)
+    stages += _in_round(with_peers, run_measurements[-1].look.round)
+    return stages
 
 
-def _stage_name(of_run: RunLook) -> str:
-    return str(of_run.look.texts.get("name", ""))
+def _in_round(run_measurements: Sequence[Measurement], number: int) -> list[Measurement]:
+    return [measurement for measurement in run_measurements if measurement.look.round == number]
 
 
-def _stage(of_run: RunLook) -> Chart:
+def _stage_name(measurement: Measurement) -> str:
+    return str(measurement.look.texts.get("name", ""))
+
+
+def _plane_chart(measurement: Measurement) -> Chart:
     """The plane of features after a stage, with test examples; below it, accuracy by class."""
-    name = _stage_name(of_run)
+    name = _stage_name(measurement)
     axes = layout(
         height=PLANE_HEIGHT,
         hovermode="closest",
@@ -336,46 +351,47 @@ def _stage(of_run: RunLook) -> Chart:
         xaxis2={"type": "category", "anchor": "y2", "automargin": True},
         yaxis2={**BARE_AXIS, "type": "category", "domain": [0, 0.1]},
     )
-    traces = [_background(of_run), *_points(of_run), _accuracies(of_run)]
+    traces = [_background(measurement), *_points(measurement), _accuracies(measurement)]
     title = STAGE_TITLES.get(name, name)
-    return Chart([Figure(traces, axes)], f"{of_run.place}, client {of_run.look.client}", title)
+    description = f"{measurement.place}, client {measurement.look.client}"
+    return Chart([Figure(traces, axes)], description, title)
 
 
-def _background(of_run: RunLook) -> Trace:
+def _background(measurement: Measurement) -> Trace:
     """The class that the head predicts at each point of a grid over the plane."""
-    class_names = [escaped(name) for name in of_run.group.classes]
-    plane = [_whole(row) for row in of_run.look.rows("plane")]
+    class_names = [escaped(name) for name in measurement.group.classes]
+    plane = [_whole(row) for row in measurement.look.rows("plane")]
     return _class_map(
         plane,
         [[class_names[number] for number in row] for row in plane],
-        x=_steps(of_run.look.points("x_range"), len(plane)),
-        y=_steps(of_run.look.points("y_range"), len(plane)),
+        x=_steps(measurement.look.points("x_range"), len(plane)),
+        y=_steps(measurement.look.points("y_range"), len(plane)),
         opacity=0.35,
-        hovertemplate="the head says %{customdata}<extra></extra>",
+        hovertemplate="the head predicts %{customdata}<extra></extra>",
     )
 
 
-def _steps(ends: Sequence[float | None], count: int) -> list[float]:
+def _steps(ends: Sequence[float | None], count: int) -> list[float | None]:
     """The positions of the grid's points along an axis with these ends."""
     low, high = (end for end in ends if end is not None)
     return [rounded(low + (high - low) * step / (count - 1)) for step in range(count)]
 
 
-def _shown_classes(of_run: RunLook) -> list[int]:
-    """The classes that the client asked for, and then those that it has."""
-    look = of_run.look
+def _shown_classes(measurement: Measurement) -> list[int]:
+    """The classes that the client queried, and then those that it has."""
+    look = measurement.look
     return _whole([*look.points("query"), *look.points("own")])
 
 
-def _points(of_run: RunLook) -> list[Trace]:
-    """The test examples of each class that the client asked for, or has."""
-    look = of_run.look
+def _points(measurement: Measurement) -> list[Trace]:
+    """The test examples of each class that the client queried, or has."""
+    look = measurement.look
     labels = look.points("labels")
     x = look.points("x")
     y = look.points("y")
     traces = []
-    for number in _shown_classes(of_run):
-        name = escaped(of_run.group.classes[number])
+    for number in _shown_classes(measurement):
+        name = escaped(measurement.group.classes[number])
         ring: dict[str, Any] = {"width": 0}
         if number in look.points("query"):
             ring = {"width": 1.5, "color": "black"}
@@ -393,21 +409,19 @@ def _points(of_run: RunLook) -> list[Trace]:
     return traces
 
 
-def _accuracies(of_run: RunLook) -> Trace:
+def _accuracies(measurement: Measurement) -> Trace:
     """The accuracy of each class as a row of cells, on axes of its own below the plane."""
-    accuracies = of_run.look.by_class("accuracy")
+    accuracies = measurement.look.by_class("accuracy")
     names = []
     values = []
     texts = []
-    for number in _shown_classes(of_run):
-        name = escaped(of_run.group.classes[number])
-        if number in of_run.look.points("query"):
-            name = f"{name} (asked for)"
-        accuracy = accuracies[number]
-        value = None
+    for number in _shown_classes(measurement):
+        name = escaped(measurement.group.classes[number])
+        if number in measurement.look.points("query"):
+            name = f"{name} (queried)"
+        value = rounded(accuracies[number])
         text = ""
-        if accuracy is not None:
-            value = rounded(accuracy)
+        if value is not None:
             text = f"{value:.0%}"
         names.append(name)
         values.append(value)
@@ -423,7 +437,7 @@ def _accuracies(of_run: RunLook) -> Trace:
         texttemplate="%{text}",
         zmin=0,
         zmax=1,
-        colorscale=COUNTS,
+        colorscale=COUNT_COLOURS,
         showscale=False,
         hovertemplate="%{x}: %{z:.1%}<extra></extra>",
     )

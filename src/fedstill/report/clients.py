@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
@@ -18,7 +19,7 @@ from fedstill.report.blocks import (
     Section,
     Table,
 )
-from fedstill.report.data_split import MOST_NAMES
+from fedstill.report.data_split import MAX_NAMES
 from fedstill.report.figures import (
     COLOURS,
     DASHES,
@@ -26,13 +27,11 @@ from fedstill.report.figures import (
     Figure,
     Style,
     escaped,
-    flat_range,
     group_name,
     layout,
     new_trace,
     rounded,
     short_name,
-    y_values,
 )
 from fedstill.report.page import Report
 from fedstill.report.summary import NONE
@@ -72,7 +71,7 @@ MEASURES = (
     ClientMeasure(
         name="private",
         title="private data",
-        examples="its own held-out examples",
+        examples="the client's own held-out examples",
         about="accuracy on held-out examples of the client's own data",
     ),
     ClientMeasure(
@@ -90,7 +89,7 @@ MEASURES = (
     ),
 )
 
-MOST_DRAWN = 40
+MAX_DRAWN = 40
 """The largest number of clients that are drawn individually."""
 
 ABOUT_COURSES = (
@@ -101,18 +100,18 @@ ABOUT_COURSES = (
 
 def clients(report: Report) -> Section | None:
     """Accuracy by client and architecture; None if no run measured it."""
-    groups = [group for group in report.groups if _measures([group])]
-    if not groups or len(_ids(groups)) > MOST_DRAWN:
+    compared = ComparedClients(report.groups)
+    if not 0 < len(compared.names) <= MAX_DRAWN:
         return None
     blocks: list[Block] = [
-        Paragraph(_about(groups)),
-        _table(groups),
-        Gallery(_bar_charts(groups, report.style), "small"),
+        Paragraph(_about(compared)),
+        _table(compared),
+        Gallery(_bar_charts(compared, report.style), "small"),
     ]
-    traffic = _traffic(groups)
+    traffic = _traffic(compared.groups)
     if traffic:
         blocks.append(Paragraph(traffic))
-    courses = _course_charts(groups)
+    courses = _course_charts(compared)
     if courses:
         blocks.append(Folded("Round by round", [Gallery(courses)]))
     return Section("clients", "Client by client", blocks)
@@ -125,31 +124,58 @@ ABOUT_SERVER_MODELS = (
 )
 
 
-def _about(groups: Sequence[Group]) -> str:
+def _about(compared: ComparedClients) -> str:
     """A description of the tested models and examples."""
     sentences = []
-    measures = _measures(groups)
-    with_server_models = [group for group in groups if _has_server_models(group)]
+    with_server_models = [group for group in compared.groups if _has_server_models(group)]
     if with_server_models:
         sentences.append(ABOUT_SERVER_MODELS)
-    only_answers = [measure.name for measure in measures] == ["own_test"]
-    if not only_answers and len(with_server_models) < len(groups):
+    only_answers = [measure.name for measure in compared.measures] == ["own_test"]
+    if not only_answers and len(with_server_models) < len(compared.groups):
         sentences.append(ABOUT_OWN_MODELS)
-    sentences += [f"{measure.title.capitalize()}: {measure.about}." for measure in measures]
+    sentences += [
+        f"{measure.title.capitalize()}: {measure.about}." for measure in compared.measures
+    ]
     return " ".join([*sentences, "Values are means over seeds."])
 
 
 # Accuracies and names of clients
 
 
-def _measures(groups: Iterable[Group]) -> list[ClientMeasure]:
-    """The measures that any of the groups has in its last round."""
-    compared = list(groups)
-    return [
-        measure
-        for measure in MEASURES
-        if any(_in_last_round(group, measure.key) for group in compared)
-    ]
+@dataclass(frozen=True)
+class LearningRound:
+    """The accuracies of clients in a round, before and after they learned from other clients."""
+
+    number: int
+    accuracy_before: Mapping[int, float]
+    accuracy: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class ClientAccuracies:
+    """The accuracies of a group's clients in the last round, by measure; means over the runs."""
+
+    group: Group
+    by_measure: Mapping[ClientMeasure, LearningRound]
+
+    @cached_property
+    def clients(self) -> list[int]:
+        """The clients with any accuracy, in the order of their numbers."""
+        by_client = [last_round.accuracy for last_round in self.by_measure.values()]
+        return sorted(set().union(*by_client))
+
+
+def last_accuracies(group: Group) -> ClientAccuracies:
+    """The accuracies of a group's clients in the last round."""
+    return ClientAccuracies(group, {measure: _last_round(group, measure) for measure in MEASURES})
+
+
+def _last_round(group: Group, measure: ClientMeasure) -> LearningRound:
+    return LearningRound(
+        number=max(run.numbers.last_round for run in group.started),
+        accuracy_before=_in_last_round(group, measure.key_before),
+        accuracy=_in_last_round(group, measure.key),
+    )
 
 
 def _in_last_round(group: Group, key: str) -> dict[int, float]:
@@ -157,7 +183,7 @@ def _in_last_round(group: Group, key: str) -> dict[int, float]:
     last_rounds = []
     for run in group.started:
         rounds = run.numbers.by_client(key)
-        last_rounds.append(rounds.get(run.numbers.rounds[-1], {}))
+        last_rounds.append(rounds.get(run.numbers.last_round, {}))
     return _means(last_rounds)
 
 
@@ -170,30 +196,40 @@ def _means(values_of_runs: Sequence[Mapping[int, float]]) -> dict[int, float]:
     return {client: fmean(numbers) for client, numbers in numbers_of_client.items()}
 
 
-def _ids(groups: Iterable[Group]) -> list[int]:
-    """The clients with any accuracy, in the order of their numbers."""
-    ids: set[int] = set()
-    for group in groups:
-        for measure in MEASURES:
-            ids |= _in_last_round(group, measure.key).keys()
-    return sorted(ids)
+class ComparedClients:
+    """The clients of all groups that measured any of their accuracies.
 
+    measures: those that any group has in its last round. names: by client, its name in the data, or
+    its number if it has no name.
+    """
 
-def _name(groups: Iterable[Group], client: int) -> str:
-    """A client's name in the data, or its number if it has no name."""
-    names = _client_names(groups)
-    if client < len(names):
-        return str(names[client])
-    return str(client)
+    def __init__(self, groups: Sequence[Group]) -> None:
+        by_group = [last_accuracies(group) for group in groups if group.started]
+        self.accuracies = [accuracies for accuracies in by_group if accuracies.clients]
+        self.groups = [accuracies.group for accuracies in self.accuracies]
+        self.measures = [measure for measure in MEASURES if self._has(measure)]
+        self.names = self._names()
+
+    def _has(self, measure: ClientMeasure) -> bool:
+        return any(accuracies.by_measure[measure].accuracy for accuracies in self.accuracies)
+
+    def _names(self) -> dict[int, str]:
+        clients = sorted(set().union(*(accuracies.clients for accuracies in self.accuracies)))
+        names_in_data = _client_names(self.groups)
+        names = {}
+        for client in clients:
+            names[client] = str(client)
+            if client < len(names_in_data):
+                names[client] = names_in_data[client]
+        return names
 
 
 def _client_names(groups: Iterable[Group]) -> Sequence[str]:
     """The names of the clients in the first run that has names; empty if no run has."""
     for group in groups:
         for run in group.started:
-            names: Sequence[str] = run.start.get("client_names", ())
-            if names:
-                return names
+            if run.client_names:
+                return run.client_names
     return ()
 
 
@@ -230,34 +266,22 @@ def _server_model(group: Group, client: int) -> str:
 # The table
 
 
-def _table(groups: Sequence[Group]) -> Table:
-    measures = _measures(groups)
+def _table(compared: ComparedClients) -> Table:
     head: list[Cell] = ["client", "network"]
-    for group in groups:
+    for group in compared.groups:
         if _has_server_models(group):
             head.append(f"{group.label}: model")
-        head += [f"{group.label}: {measure.title} [%]" for measure in measures]
+        head += [f"{group.label}: {measure.title} [%]" for measure in compared.measures]
 
-    # Once for each group, because a row for each client needs them.
-    last_rounds = [[_last_round(group, measure) for measure in measures] for group in groups]
     rows: list[list[Cell]] = []
-    for client in _ids(groups):
-        row: list[Cell] = [_name(groups, client), _network(groups, client)]
-        for group, by_measure in zip(groups, last_rounds, strict=True):
-            if _has_server_models(group):
-                row.append(_server_model(group, client))
-            row += [_cell(accuracies, client) for accuracies in by_measure]
+    for client, name in compared.names.items():
+        row: list[Cell] = [name, _network(compared.groups, client)]
+        for accuracies in compared.accuracies:
+            if _has_server_models(accuracies.group):
+                row.append(_server_model(accuracies.group, client))
+            row += [_cell(accuracies.by_measure[measure], client) for measure in compared.measures]
         rows.append(row)
     return Table(head, rows, "numbers wide")
-
-
-def _last_round(group: Group, measure: ClientMeasure) -> LearningRound:
-    """The accuracies of clients in the last round, as means over the runs."""
-    return LearningRound(
-        number=max(run.numbers.rounds[-1] for run in group.started),
-        accuracy_before=_in_last_round(group, measure.key_before),
-        accuracy=_in_last_round(group, measure.key),
-    )
 
 
 def _cell(last_round: LearningRound, client: int) -> Cell:
@@ -277,47 +301,46 @@ def _cell(last_round: LearningRound, client: int) -> Cell:
 # Bars
 
 
-def _bar_charts(groups: Sequence[Group], style: Style) -> list[Chart]:
+def _bar_charts(compared: ComparedClients, style: Style) -> list[Chart]:
     charts = []
-    for measure in _measures(groups):
+    for measure in compared.measures:
         about = f"After the last round, on {measure.examples}."
         title = f"Accuracy on {measure.title} by client"
-        charts.append(Chart([_bars(groups, style, measure)], about, title))
-    if any(group.values("accuracy") for group in groups):
+        charts.append(Chart([_bars(compared, style, measure)], about, title))
+    if any(group.values("accuracy") for group in compared.groups):
         about = "After the last round, on the test set."
-        charts.append(Chart([_server_bars(groups, style)], about, "Accuracy of the server"))
+        figure = _server_bars(compared.groups, style)
+        charts.append(Chart([figure], about, "Accuracy of the server"))
     return charts
 
 
-def _bars(groups: Sequence[Group], style: Style, measure: ClientMeasure) -> Figure:
+def _bars(compared: ComparedClients, style: Style, measure: ClientMeasure) -> Figure:
     """A bar for each client and group."""
-    ids = _ids(groups)
-    names = [_bar_name(groups, client) for client in ids]
+    names = [_bar_name(client, name) for client, name in compared.names.items()]
     categories = [escaped(name) for name in names]
     traces = []
-    for group in groups:
-        accuracies = _in_last_round(group, measure.key)
-        if not accuracies:
+    for accuracies in compared.accuracies:
+        by_client = accuracies.by_measure[measure].accuracy
+        if not by_client:
             continue
         trace = new_trace(
             "bar",
-            name=group_name(group),
+            name=group_name(accuracies.group),
             x=categories,
-            y=[_rounded(accuracies.get(client)) for client in ids],
-            marker={"color": style.colour(group)},
+            y=[rounded(by_client.get(client)) for client in compared.names],
+            marker={"color": style.colour(accuracies.group)},
             hovertemplate="%{x}: %{y:.2%}",
         )
         traces.append(trace)
     client_axis: dict[str, Any] = {"type": "category"}
-    if len(ids) <= MOST_NAMES:
+    if len(names) <= MAX_NAMES:
         client_axis["tickmode"] = "array"
         client_axis["tickvals"] = categories
         client_axis["ticktext"] = [short_name(name) for name in names]
-    return Figure(traces, layout(barmode="group", yaxis=PERCENT, xaxis=client_axis))
+    return Figure(traces, layout(barmode="group", yaxis=PERCENT.ticks, xaxis=client_axis))
 
 
-def _bar_name(groups: Sequence[Group], client: int) -> str:
-    name = _name(groups, client)
+def _bar_name(client: int, name: str) -> str:
     if name == str(client):
         return f"client {client}"
     return name
@@ -332,36 +355,22 @@ def _server_bars(groups: Sequence[Group], style: Style) -> Figure:
         marker={"color": [style.colour(group) for group in tested_groups]},
         hovertemplate="%{x}: %{y:.2%}<extra></extra>",
     )
-    return Figure([trace], layout(yaxis=PERCENT, xaxis={"type": "category"}, showlegend=False))
-
-
-def _rounded(value: float | None) -> float | None:
-    if value is None:
-        return None
-    return rounded(value)
+    axes = layout(yaxis=PERCENT.ticks, xaxis={"type": "category"}, showlegend=False)
+    return Figure([trace], axes)
 
 
 # Round by round
 
 
-@dataclass(frozen=True)
-class LearningRound:
-    """The accuracies of clients in a round, before and after they learned from other clients."""
-
-    number: int
-    accuracy_before: Mapping[int, float]
-    accuracy: Mapping[int, float]
-
-
-def _course_charts(groups: Iterable[Group]) -> list[Chart]:
+def _course_charts(compared: ComparedClients) -> list[Chart]:
     """A chart for each group and measure that was taken before and after learning."""
     charts = []
-    for group in groups:
+    for accuracies in compared.accuracies:
         for measure in MEASURES:
-            rounds = _rounds(group, measure)
+            rounds = _rounds(accuracies.group, measure)
             if rounds:
-                title = f"{group.label}: accuracy on {measure.title} by round"
-                charts.append(Chart([_course(group, rounds)], ABOUT_COURSES, title))
+                title = f"{accuracies.group.label}: accuracy on {measure.title} by round"
+                charts.append(Chart([_course(accuracies, rounds)], ABOUT_COURSES, title))
     return charts
 
 
@@ -377,7 +386,7 @@ def _rounds(group: Group, measure: ClientMeasure) -> list[LearningRound]:
     return rounds
 
 
-def _course(group: Group, rounds: Sequence[LearningRound]) -> Figure:
+def _course(accuracies: ClientAccuracies, rounds: Sequence[LearningRound]) -> Figure:
     """A line for each client, with two points for each round: the accuracy before learning is half
     a round to the left of the accuracy after it.
     """
@@ -385,27 +394,26 @@ def _course(group: Group, rounds: Sequence[LearningRound]) -> Figure:
     for learning_round in rounds:
         x += [learning_round.number - 0.5, learning_round.number]
     traces = []
-    for index, client in enumerate(_ids([group])):
+    for index, client in enumerate(accuracies.clients):
         y = []
         for learning_round in rounds:
-            y.append(_rounded(learning_round.accuracy_before.get(client)))
-            y.append(_rounded(learning_round.accuracy.get(client)))
+            y.append(rounded(learning_round.accuracy_before.get(client)))
+            y.append(rounded(learning_round.accuracy.get(client)))
         dash = DASHES[index // len(COLOURS) % len(DASHES)]
         trace = new_trace(
             "scatter",
             mode="lines+markers",
-            name=escaped(f"client {client}, {_network([group], client)}"),
+            name=escaped(f"client {client}, {_network([accuracies.group], client)}"),
             x=x,
             y=y,
             line={"color": COLOURS[index % len(COLOURS)], "width": 2, "dash": dash},
         )
         traces.append(trace)
     round_axis = {
-        "title": {"text": "round (half-way: before learning from other clients)"},
+        "title": {"text": "round (half a round earlier: before learning from other clients)"},
         "rangemode": "tozero",
     }
-    accuracy_axis = {**PERCENT, **flat_range(y_values(traces), PERCENT)}
-    return Figure(traces, layout(xaxis=round_axis, yaxis=accuracy_axis))
+    return Figure(traces, layout(xaxis=round_axis, yaxis=PERCENT.fitted(traces)))
 
 
 # Communication
@@ -426,8 +434,8 @@ def _traffic(groups: Iterable[Group]) -> str:
     if not parts:
         return ""
     return (
-        "Sent bytes in the complete run; in brackets, the size of the same clients' weights, sent "
-        f"down and up once a round: {'; '.join(parts)}."
+        "Bytes sent in the whole run; in brackets, the size of the weights of the same clients, "
+        f"sent down and up once per round: {'; '.join(parts)}."
     )
 
 

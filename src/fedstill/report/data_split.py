@@ -15,8 +15,8 @@ from fedstill.data.dataset import examples_text
 from fedstill.report.blocks import Block, Chart, Choice, Facts, Gallery, Paragraph, Section
 from fedstill.report.figures import (
     COLOURS,
-    COUNTS,
-    MOST_CELLS,
+    COUNT_COLOURS,
+    MAX_CELLS,
     Figure,
     class_axis,
     class_names,
@@ -41,9 +41,9 @@ KINDS = (EXAMPLES, IN_LOCAL, OUT_LOCAL)
 
 FIRST = 200
 """The number of clients in a heat map if it cannot show all clients."""
-MOST_NAMES = 60
+MAX_NAMES = 60
 """The largest number of clients whose names are shown on an axis."""
-MOST_NUMBERS = 40
+MAX_NUMBERS = 40
 """A heat map with more clients or classes than this has no numbers. For distributions, the limit is
 half as many clients.
 """
@@ -76,9 +76,8 @@ class Split:
     def client_names(self) -> list[str]:
         """The names of the clients in a heat map; empty if they have no names."""
         for run in self.runs:
-            names = run.start.get("client_names")
-            if names:
-                return [str(name) for name in names[: len(self.drawn)]]
+            if run.client_names:
+                return run.client_names[: len(self.drawn)]
         return []
 
     @property
@@ -86,12 +85,12 @@ class Split:
         """The label counts of the clients in a heat map: all, or the first ones."""
         if self.is_too_large:
             return self.counts[:FIRST]
-        return self.counts[: len(self.counts)]
+        return self.counts
 
     @property
     def is_too_large(self) -> bool:
         """Whether a heat map of all clients would be too large for a page."""
-        return len(self.counts) * len(self.classes) > MOST_CELLS
+        return len(self.counts) * len(self.classes) > MAX_CELLS
 
 
 def split_maps(report: Report) -> Section | None:
@@ -131,7 +130,7 @@ def splits(groups: Iterable[Group]) -> list[Split]:
 def are_small(distinct: Iterable[Split]) -> bool:
     """Whether the heat maps of all kinds of these splits fit on a page."""
     cells = sum(len(split.drawn) * len(split.classes) for split in distinct)
-    return cells * len(KINDS) <= MOST_CELLS
+    return cells * len(KINDS) <= MAX_CELLS
 
 
 def class_by_client(split: Split, kind: str = EXAMPLES) -> Figure:
@@ -153,7 +152,7 @@ def class_by_client(split: Split, kind: str = EXAMPLES) -> Figure:
         z=[[value or None for value in row] for row in zip(*columns, strict=True)],
         zmin=0,
         customdata=names,
-        colorscale=COUNTS,
+        colorscale=COUNT_COLOURS,
         colorbar={"title": {"text": kind}, "thickness": 12, "outlinewidth": 0},
         xgap=1,
         ygap=1,
@@ -186,10 +185,10 @@ def _column(counts: Sequence[int], kind: str) -> Sequence[float]:
 
 def _number_template(split: Split, kind: str) -> str:
     """The template for the number in each cell, if there is enough space."""
-    most_clients = MOST_NUMBERS
+    most_clients = MAX_NUMBERS
     if kind != EXAMPLES:
-        most_clients = MOST_NUMBERS // 2
-    if len(split.drawn) > most_clients or len(split.classes) > MOST_NUMBERS:
+        most_clients = MAX_NUMBERS // 2
+    if len(split.drawn) > most_clients or len(split.classes) > MAX_NUMBERS:
         return ""
     return "%{z}"
 
@@ -197,7 +196,7 @@ def _number_template(split: Split, kind: str) -> str:
 def _ticks(split: Split) -> dict[str, Any]:
     """The ticks of an axis of clients: shortened names if there are few clients, else numbers."""
     names = split.client_names
-    if not names or len(names) > MOST_NAMES:
+    if not names or len(names) > MAX_NAMES:
         return whole_numbers(len(split.drawn))
     return {
         "tickmode": "array",
@@ -215,7 +214,7 @@ def _in_numbers(split: Split) -> list[Block]:
     classes = split.counts.classes_held()
     about = (
         f"{split.name}: there are too many clients to show each. The map shows the first {FIRST}; "
-        f"these pictures count all {len(sizes):,}. A client has {_range(sizes)} examples, of "
+        f"the histograms count all {len(sizes):,}. A client has {_range(sizes)} examples, of "
         f"{_range(classes)} classes."
     )
     by_size = Chart(

@@ -22,13 +22,13 @@ from fedstill.report.blocks import Chart, Choice, Gallery, Paragraph, Section, g
 from fedstill.report.class_regions import HIDDEN_AXIS, class_colour, class_name
 from fedstill.report.figures import Figure, Style, Trace, escaped, group_name, layout, new_trace
 from fedstill.report.page import Report
-from fedstill.report.series import RunLook, last_looks
+from fedstill.report.series import Measurement, last_measurements
 from fedstill.running.runs import Group
 
 RECEIVED = "received"
 AGGREGATED = "aggregated"
 
-GLOBALS = {RECEIVED: "#6B7280", AGGREGATED: "#D7263D"}
+GLOBAL_COLOURS = {RECEIVED: "#6B7280", AGGREGATED: "#D7263D"}
 """The colours of global models."""
 
 LOCAL_SIZE = 4
@@ -63,13 +63,13 @@ class Embedding:
 def tsne(report: Report) -> Section | None:
     """Test features under the global and local models on one plane; None if it was not measured."""
     charts = []
-    for of_run in last_looks(report.groups, "tsne"):
-        embedding = _embedding(of_run)
+    for measurement in last_measurements(report.groups, "tsne"):
+        embedding = _embedding(measurement)
         charts.append(
             Chart(
                 [_by_class(embedding), _by_model(embedding)],
-                f"{of_run.place}: {ABOUT}",
-                group_label(of_run.group, report.style, of_run.place),
+                f"{measurement.place}: {ABOUT}",
+                group_label(measurement.group, report.style, measurement.place),
                 "tsne",
                 is_explained=True,
             )
@@ -81,18 +81,18 @@ def tsne(report: Report) -> Section | None:
     return Section("tsne", "Features of the test examples", blocks)
 
 
-def _embedding(of_run: RunLook) -> Embedding:
+def _embedding(measurement: Measurement) -> Embedding:
     places = {}
-    for model in of_run.look.names("x"):
-        x = of_run.look.points(f"x/{model}")
-        y = of_run.look.points(f"y/{model}")
+    for model in measurement.look.names("x"):
+        x = measurement.look.points(f"x/{model}")
+        y = measurement.look.points(f"y/{model}")
         places[model] = [Point(*pair) for pair in zip(x, y, strict=True)]
-    return Embedding(of_run.group, _labels(of_run), places)
+    return Embedding(measurement.group, _labels(measurement), places)
 
 
-def _labels(of_run: RunLook) -> list[int]:
+def _labels(measurement: Measurement) -> list[int]:
     """The labels (n,) of the embedded examples."""
-    return [int(label) for label in of_run.look.points("labels") if label is not None]
+    return [int(label) for label in measurement.look.points("labels") if label is not None]
 
 
 def _by_class(embedding: Embedding) -> Figure:
@@ -109,14 +109,14 @@ def _by_class(embedding: Embedding) -> Figure:
 
 def _by_model(embedding: Embedding) -> Figure:
     """Points by model. Local models come first, so that the points of global models are on top."""
-    local_models = [model for model in embedding.places if model not in GLOBALS]
+    local_models = [model for model in embedding.places if model not in GLOBAL_COLOURS]
     traces = []
     for index, model in enumerate(local_models):
         points = embedding.places[model]
         traces.append(dots(escaped(model), points, class_colour(index), LOCAL_SIZE))
     for model, points in embedding.places.items():
-        if model in GLOBALS:
-            traces.append(dots(escaped(model), points, GLOBALS[model], GLOBAL_SIZE))
+        if model in GLOBAL_COLOURS:
+            traces.append(dots(escaped(model), points, GLOBAL_COLOURS[model], GLOBAL_SIZE))
     return on_plane(traces)
 
 
@@ -149,7 +149,7 @@ def dots(name: str, points: Sequence[Point], colour: str, size: int) -> Trace:
 # on the same features
 
 
-MOST_POINTS = 3000
+MAX_POINTS = 3000
 """The largest number of points to embed; the time grows faster than linearly."""
 
 ABOUT_JOINT = (
@@ -164,14 +164,14 @@ ABOUT_JOINT = (
 class StoredFeatures:
     """The features of a measurement: (n, D) for each model, and the labels (n,) of the images."""
 
-    of_run: RunLook
+    measurement: Measurement
     features: Mapping[str, Tensor]
     labels: Tensor
 
     @property
     def group(self) -> Group:
         """The group of the run."""
-        return self.of_run.group
+        return self.measurement.group
 
     @property
     def received(self) -> Tensor:
@@ -188,7 +188,9 @@ class StoredFeatures:
 
 def joint(report: Report) -> Section | None:
     """A chart for each initial model that several groups share; None if there is no such model."""
-    stored = [_stored_features(of_run) for of_run in last_looks(report.groups, "tsne")]
+    stored = [
+        _stored_features(measurement) for measurement in last_measurements(report.groups, "tsne")
+    ]
     families = _families([features for features in stored if features is not None])
     if not families:
         return None
@@ -210,14 +212,14 @@ def joint(report: Report) -> Section | None:
 def _title(family: Sequence[StoredFeatures]) -> str:
     """The labels and the seed of the runs."""
     labels = ", ".join(stored.group.label for stored in family)
-    return f"{labels} (seed {family[0].of_run.run.seed})"
+    return f"{labels} (seed {family[0].measurement.run.seed})"
 
 
-def _stored_features(of_run: RunLook) -> StoredFeatures | None:
+def _stored_features(measurement: Measurement) -> StoredFeatures | None:
     """The features that the measure stored next to the journal; None if there is no such file."""
-    name = Path(str(of_run.look.texts.get("features", ""))).name
-    labels = _labels(of_run)
-    path = of_run.run.folder / MEASURES_FOLDER / name
+    name = Path(str(measurement.look.texts.get("features", ""))).name
+    labels = _labels(measurement)
+    path = measurement.run.folder / MEASURES_FOLDER / name
     if not name or not path.is_file():
         return None
     try:
@@ -228,7 +230,7 @@ def _stored_features(of_run: RunLook) -> StoredFeatures | None:
         raise CorruptFile(
             f"{path} is damaged: it must hold features of {len(labels)} images for each model"
         )
-    return StoredFeatures(of_run, features, torch.tensor(labels))
+    return StoredFeatures(measurement, features, torch.tensor(labels))
 
 
 def _are_features(features: Mapping[str, Tensor], images: int) -> bool:
@@ -273,7 +275,7 @@ def _joint_figures(family: Sequence[StoredFeatures], style: Style) -> list[Figur
     # runs with few points are drawn on top
     run_traces.sort(key=lambda trace: -len(trace["x"]))
     run_traces.append(
-        dots("the received model", _points(places[0]), GLOBALS[RECEIVED], GLOBAL_SIZE)
+        dots("the received model", _points(places[0]), GLOBAL_COLOURS[RECEIVED], GLOBAL_SIZE)
     )
 
     labels = family[0].labels[images]
@@ -287,7 +289,7 @@ def _joint_figures(family: Sequence[StoredFeatures], style: Style) -> list[Figur
 
 def _chosen_images(labels: Tensor, models: int) -> Tensor:
     """The images to embed: all, or a stratified part if there are too many."""
-    count = min(len(labels), max(1, MOST_POINTS // models))
+    count = min(len(labels), max(1, MAX_POINTS // models))
     if count == len(labels):
         return torch.arange(len(labels))
     return stratified_positions(labels, count, seed=0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fedstill.core.files import neutral
@@ -15,11 +15,7 @@ from fedstill.running.runs import Group, Spread
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
 DASHES = ("solid", "dash", "dot", "dashdot")
 
-PERCENT = {"tickformat": ".3~%"}
-SHARE = {"tickformat": ".3~f"}
-"""The tick format of an axis of shares: enough digits to distinguish ticks, no trailing zeros."""
-
-ACCURACY = (
+ACCURACY_COLOURS = (
     (0.0, "#440154"),
     (0.25, "#3b528b"),
     (0.5, "#21918c"),
@@ -28,21 +24,21 @@ ACCURACY = (
 )
 """The colours of accuracies from 0 to 100 %: viridis, which is ordered by brightness."""
 
-COUNTS = ((0.0, "#c6dbef"), (0.5, "#4292c6"), (1.0, "#08306b"))
+COUNT_COLOURS = ((0.0, "#c6dbef"), (0.5, "#4292c6"), (1.0, "#08306b"))
 """The colours of non-negative numbers: shades of blue."""
 
 DECIMALS = 5
 HEIGHT = 340
-MOST_IN_LEGEND = 4
+MAX_IN_LEGEND = 4
 """The largest number of groups in a figure's own legend; for more, the page has a separate key."""
-MOST_WITH_MARKERS = 60
+MAX_WITH_MARKERS = 60
 """A line with more points than this is drawn without markers."""
-MOST_TICKS = 12
+MAX_TICKS = 12
 """An axis with at most this many whole numbers has a tick at each."""
-MOST_CELLS = 250_000
+MAX_CELLS = 250_000
 """The largest number of cells in all heat maps of one kind on a page."""
-LETTERS = 18
-"""The largest number of letters of a name on an axis."""
+MAX_NAME_LENGTH = 18
+"""The largest number of characters of a name on an axis."""
 
 
 Trace = dict[str, Any]
@@ -141,35 +137,58 @@ def layout(**settings: Any) -> Layout:
     return {**shared, **settings}
 
 
-def flat_range(values: Iterable[float | None], axis: Mapping[str, Any]) -> dict[str, Any]:
-    """The range of an axis on which all values are equal, which Plotly would extend by 1 in both
-    directions; empty for any other axis.
+@dataclass(frozen=True)
+class ValueAxis:
+    """An axis of values. ``ticks``: the settings of its ticks.
+
+    is_share: whether values are shares, usually in [0, 1]. is_percent: whether texts show them in
+    percent.
     """
-    distinct = {value for value in values if value is not None}
-    if len(distinct) != 1 or axis.get("type") == "log":
-        return {}
-    (value,) = distinct
-    is_share = axis.get("tickformat") in (PERCENT["tickformat"], SHARE["tickformat"])
-    if is_share:
-        low, high = value - 0.05, value + 0.05
-        if 0 <= value <= 1:
-            low, high = max(0, low), min(1, high)
-        return {"range": [low, high]}
-    if value == 0:
-        return {}
-    margin = 0.1 * abs(value)
-    return {"range": [value - margin, value + margin]}
+
+    ticks: Mapping[str, Any] = field(default_factory=dict)
+    is_share: bool = False
+    is_percent: bool = False
+
+    def fitted(self, traces: Iterable[Trace]) -> dict[str, Any]:
+        """The settings of a y axis for some traces."""
+        values = [value for trace in traces for value in trace.get("y", ())]
+        return {**self.ticks, **self.flat_range(values)}
+
+    def flat_range(self, values: Iterable[float | None]) -> dict[str, Any]:
+        """The range of an axis on which all values are equal, which Plotly would extend by 1 in
+        both directions; empty if values differ.
+        """
+        distinct = {value for value in values if value is not None}
+        if len(distinct) != 1:
+            return {}
+        (value,) = distinct
+        if self.is_share:
+            return {"range": _share_range(value)}
+        if value == 0:
+            return {}
+        margin = 0.1 * abs(value)
+        return {"range": [value - margin, value + margin]}
 
 
-def y_values(traces: Iterable[Any]) -> Iterator[float | None]:
-    """The y values of all traces."""
-    for trace in traces:
-        yield from trace.get("y", ())
+def _share_range(share: float) -> list[float]:
+    """A range around a share, within [0, 1] if the share is."""
+    low = share - 0.05
+    high = share + 0.05
+    if 0 <= share <= 1:
+        return [max(0, low), min(1, high)]
+    return [low, high]
+
+
+NUMBER = ValueAxis()
+
+# Enough digits to distinguish ticks, and no trailing zeros.
+SHARE = ValueAxis({"tickformat": ".3~f"}, is_share=True)
+PERCENT = ValueAxis({"tickformat": ".3~%"}, is_share=True, is_percent=True)
 
 
 def whole_numbers(count: int) -> dict[str, Any]:
     """The ticks of an axis with ``count`` whole numbers from 0: at whole numbers only."""
-    if count > MOST_TICKS:
+    if count > MAX_TICKS:
         return {}
     return {"tickmode": "linear", "dtick": 1}
 
@@ -197,9 +216,18 @@ def absent_note(text: str) -> dict[str, Any]:
 # Names, numbers and colours
 
 
-def rounded(value: float) -> float:
-    """A number rounded to the digits that a figure shows."""
-    return round(value, DECIMALS)
+def rounded(value: float | None, decimals: int = DECIMALS) -> float | None:
+    """A number rounded to the digits that a figure shows; None for None and NaN."""
+    if value is None or math.isnan(value):
+        return None
+    return round(value, decimals)
+
+
+def percentage(share: float | None) -> float | None:
+    """A share in percent, rounded to the digits that a heat map shows; None for None and NaN."""
+    if share is None:
+        return None
+    return rounded(100 * share, 1)
 
 
 def escaped(name: str) -> str:
@@ -209,8 +237,8 @@ def escaped(name: str) -> str:
 
 def short_name(name: str) -> str:
     """A name for an axis; a long name is cut."""
-    if len(name) > LETTERS:
-        name = f"{name[: LETTERS - 1].rstrip()}…"
+    if len(name) > MAX_NAME_LENGTH:
+        name = f"{name[: MAX_NAME_LENGTH - 1].rstrip()}…"
     return escaped(name)
 
 
@@ -230,7 +258,33 @@ def class_names(classes: Sequence[str]) -> list[str]:
 def faint(colour: str, alpha: float) -> str:
     """A transparent colour; ``alpha``: its opacity in [0, 1]."""
     red, green, blue = bytes.fromhex(colour.removeprefix("#"))
-    return f"rgba({red},{green},{blue},{alpha})"
+    return f"rgba({red},{green},{blue},{round(alpha, DECIMALS)})"
+
+
+# Heat maps
+
+
+def heat_map(
+    x: Sequence[Any],
+    y: Sequence[Any],
+    z: Sequence[Sequence[float | None]],
+    *,
+    largest: float = 100,
+    **settings: Any,
+) -> Trace:
+    """A heat map in the colours of accuracies, from 0 to ``largest``; empty cells are blank."""
+    return new_trace(
+        "heatmap",
+        x=x,
+        y=y,
+        z=z,
+        zmin=0,
+        zmax=largest,
+        colorscale=ACCURACY_COLOURS,
+        showscale=False,
+        hoverongaps=False,
+        **settings,
+    )
 
 
 # Lines over rounds, hops or seconds, with bands over seeds
@@ -247,31 +301,38 @@ class Line:
 
     group: Group
     series: Series
-    reference: Series = Series([], [])  # noqa: RUF009 - a Series is frozen
+    reference: Series | None = None
 
 
 def lines(
     groups: Sequence[Group],
     style: Style,
     key: str,
-    axis: Mapping[str, Any] | None = None,
+    axis: ValueAxis = NUMBER,
+    *,
     reference: str = "",
+    shapes: Sequence[Mapping[str, Any]] = (),
 ) -> Figure:
     """A measure by round: a line for each group, with a band of one standard deviation over seeds.
 
-    axis: settings of the y axis. reference: a second measure, drawn dotted in the same colour.
+    axis: the y axis. reference: a second measure, drawn dotted in the same colour. shapes: lines
+    across the figure.
     """
     drawn = []
     for group in groups:
-        line = Line(group, over_seeds(group, key))
+        reference_series = None
         if reference:
-            line = Line(group, line.series, over_seeds(group, reference))
-        drawn.append(line)
-    return curves(drawn, style, "round", axis)
+            reference_series = over_seeds(group, reference)
+        drawn.append(Line(group, over_seeds(group, key), reference_series))
+    return curves(drawn, style, "round", axis, shapes)
 
 
 def curves(
-    drawn: Sequence[Line], style: Style, unit: str, axis: Mapping[str, Any] | None = None
+    drawn: Sequence[Line],
+    style: Style,
+    unit: str,
+    axis: ValueAxis = NUMBER,
+    shapes: Sequence[Mapping[str, Any]] = (),
 ) -> Figure:
     """Lines by round or hop. ``unit``: "round" or "hop".
 
@@ -280,15 +341,16 @@ def curves(
     traces: list[Trace] = []
     last = 0
     for line in drawn:
-        pen = _Pen(line.group, style, axis or {})
+        pen = _Pen(line.group, style, axis)
         parts = _parts(line.series, unit)
         if line.series.has_band:
             traces.append(pen.band(parts))
         if line.series.rounds:
             traces.append(pen.mean(parts))
-        if line.reference.rounds:
+        last = max([last, *line.series.rounds])
+        if line.reference is not None and line.reference.rounds:
             traces.append(pen.reference(_parts(line.reference, unit)))
-        last = max([last, *line.series.rounds, *line.reference.rounds])
+            last = max([last, *line.reference.rounds])
 
     across = {
         "title": {"text": unit},
@@ -296,9 +358,10 @@ def curves(
         "rangemode": "tozero",
         **whole_numbers(last + 1),
     }
-    up = {**(axis or {}), **flat_range(y_values(traces), axis or {})}
-    has_legend = len(drawn) <= MOST_IN_LEGEND
-    return Figure(traces, layout(xaxis=across, yaxis=up, showlegend=has_legend))
+    axes = layout(xaxis=across, yaxis=axis.fitted(traces), showlegend=len(drawn) <= MAX_IN_LEGEND)
+    if shapes:
+        axes["shapes"] = shapes
+    return Figure(traces, axes)
 
 
 def over_seconds(
@@ -329,9 +392,9 @@ def over_seconds(
                 )
             )
     across = {"title": {"text": title}, "rangemode": "tozero", "hoverformat": ".1f"}
-    up = {**PERCENT, **flat_range(y_values(traces), PERCENT)}
-    has_legend = len(groups) <= MOST_IN_LEGEND
-    return Figure(traces, layout(xaxis=across, yaxis=up, showlegend=has_legend))
+    has_legend = len(groups) <= MAX_IN_LEGEND
+    axes = layout(xaxis=across, yaxis=PERCENT.fitted(traces), showlegend=has_legend)
+    return Figure(traces, axes)
 
 
 @dataclass(frozen=True)
@@ -340,7 +403,7 @@ class _Pen:
 
     group: Group
     style: Style
-    axis: Mapping[str, Any]
+    axis: ValueAxis
 
     def band(self, parts: Sequence[Series]) -> Trace:
         """One standard deviation above and below the mean."""
@@ -385,10 +448,9 @@ class _Pen:
         )
 
     def _line(self, parts: Sequence[Series], **settings: Any) -> Trace:
-        is_percent = self.axis.get("tickformat") == PERCENT["tickformat"]
         number = ".2f"
         scale = 1
-        if is_percent:
+        if self.axis.is_percent:
             number = ".2%"
             scale = 100
         return new_trace(
@@ -420,7 +482,7 @@ def _joined(parts: Iterable[Sequence[Any]]) -> list[Any]:
     return values
 
 
-def _outline(series: Series) -> list[float]:
+def _outline(series: Series) -> list[float | None]:
     """The outline of a band: its upper edge forwards, then its lower edge backwards."""
     above = [rounded(value.mean + value.std) for value in series.values]
     below = [rounded(value.mean - value.std) for value in series.values]
@@ -431,7 +493,7 @@ def _mode(points: int) -> str:
     """The mode of a trace: a single point needs a marker, but many markers would hide the line."""
     if points == 1:
         return "markers"
-    if points > MOST_WITH_MARKERS:
+    if points > MAX_WITH_MARKERS:
         return "lines"
     return "lines+markers"
 

@@ -20,22 +20,22 @@ from fedstill.report.blocks import (
     Gallery,
     Paragraph,
     Section,
-    group_label,
+    group_chart,
     line_key,
 )
 from fedstill.report.figures import (
-    ACCURACY,
+    ACCURACY_COLOURS,
     HEIGHT,
-    MOST_IN_LEGEND,
+    MAX_IN_LEGEND,
     PERCENT,
     SHARE,
     Figure,
     Line,
     Style,
     Trace,
+    ValueAxis,
     curves,
     faint,
-    flat_range,
     group_name,
     layout,
     lines,
@@ -43,7 +43,6 @@ from fedstill.report.figures import (
     new_trace,
     rounded,
     whole_numbers,
-    y_values,
 )
 from fedstill.report.page import Report
 from fedstill.report.rounds import class_map
@@ -101,7 +100,8 @@ def knowledge(report: Report) -> Section | None:
     """In-local and out-local accuracy, and prediction consistency; None if none of them was
     measured.
     """
-    groups, style = report.groups, report.style
+    groups = report.groups
+    style = report.style
     sides = [side for side in SIDES if measured(groups, side.key)]
     charts = [_side_chart(side, groups, style) for side in sides]
     if measured(groups, "consistency"):
@@ -131,7 +131,7 @@ FORMS = {"in proportion to a client's labels": "", "mean over seen or unseen cla
 
 
 @dataclass(frozen=True)
-class Bar:
+class AccuracyBar:
     """A bar of a group: its key in the journal, its name and its opacity."""
 
     key: str
@@ -140,9 +140,9 @@ class Bar:
 
 
 BARS = (
-    Bar("in_local_accuracy", "in-local", 1.0),
-    Bar("out_local_accuracy", "out-local", 0.55),
-    Bar("accuracy", "global", 0.25),
+    AccuracyBar("in_local_accuracy", "in-local", 1.0),
+    AccuracyBar("out_local_accuracy", "out-local", 0.55),
+    AccuracyBar("accuracy", "global", 0.25),
 )
 
 ABOUT_BARS = (
@@ -179,7 +179,7 @@ def _bars(groups: Sequence[Group], style: Style, suffix: str) -> Figure:
         showlegend=False,
         hovermode="closest",
         xaxis={"type": "category"},
-        yaxis={**PERCENT, "range": [0, 1]},
+        yaxis={**PERCENT.ticks, "range": [0, 1]},
         uniformtext={"mode": "hide", "minsize": 9},
     )
     return Figure(traces, axes)
@@ -190,7 +190,7 @@ ROOM_FOR_NAME = 0.1
 """
 
 
-def _bar_trace(bar: Bar, key: str, groups: Sequence[Group], style: Style) -> Trace:
+def _bar_trace(bar: AccuracyBar, key: str, groups: Sequence[Group], style: Style) -> Trace:
     names = []
     means = []
     deviations = []
@@ -205,8 +205,10 @@ def _bar_trace(bar: Bar, key: str, groups: Sequence[Group], style: Style) -> Tra
         means.append(rounded(mean))
         deviations.append(rounded(deviation))
         colours.append(faint(style.colour(group), bar.opacity))
-        has_room = mean - deviation > ROOM_FOR_NAME
-        texts.append(bar.name if has_room else "")
+        text = ""
+        if mean - deviation > ROOM_FOR_NAME:
+            text = bar.name
+        texts.append(text)
     # text on faint bars has the colour of text on the page
     shade = "full"
     if bar.opacity < 1:
@@ -314,9 +316,9 @@ def _epoch_figure(visits: Sequence[Visit], style: Style, stage: str, key: str) -
     across = {"title": {"text": "local epoch"}, "zeroline": False, **whole_numbers(most)}
     axes = layout(
         hovermode="closest",
-        showlegend=len(traces) <= MOST_IN_LEGEND,
+        showlegend=len(traces) <= MAX_IN_LEGEND,
         xaxis=across,
-        yaxis={**PERCENT, **flat_range(y_values(traces), PERCENT)},
+        yaxis=PERCENT.fitted(traces),
     )
     return Figure(traces, axes)
 
@@ -348,8 +350,8 @@ def _epoch_line(
 def _over_seeds(seeds: Sequence[Epochs], key: str) -> list[float | None]:
     """The mean over seeds after each epoch; seeds that stopped earlier are left out."""
     means: list[float | None] = []
-    for of_epoch in zip_longest(*(by_epoch.get(key, ()) for by_epoch in seeds)):
-        values = [value for value in of_epoch if value is not None]
+    for epoch_values in zip_longest(*(by_epoch.get(key, ()) for by_epoch in seeds)):
+        values = [value for value in epoch_values if value is not None]
         mean = None
         if values:
             mean = rounded(fmean(values))
@@ -461,7 +463,7 @@ def chain(report: Report) -> Section | None:
             line_key([measured_chain.group for measured_chain in chains], style),
             Gallery(charts, "small"),
             Paragraph(ABOUT_MAPS),
-            ColourScale(ACCURACY),
+            ColourScale(ACCURACY_COLOURS),
             Gallery([_map_chart(measured_chain, style) for measured_chain in chains], "small"),
         ],
     )
@@ -470,7 +472,7 @@ def chain(report: Report) -> Section | None:
 def _hop_figure(
     chains: Sequence[MeasuredChain],
     style: Style,
-    axis: Mapping[str, str],
+    axis: ValueAxis,
     numbers: Callable[[Hops], ByHop],
     reference: Callable[[Hops], ByHop] | None = None,
 ) -> Figure:
@@ -478,23 +480,18 @@ def _hop_figure(
     drawn = []
     for measured_chain in chains:
         series = of_runs([numbers(hops) for hops in measured_chain.runs])
-        line = Line(measured_chain.group, series)
+        reference_series = None
         if reference is not None:
-            compared_with = of_runs([reference(hops) for hops in measured_chain.runs])
-            line = Line(measured_chain.group, series, compared_with)
-        drawn.append(line)
+            reference_series = of_runs([reference(hops) for hops in measured_chain.runs])
+        drawn.append(Line(measured_chain.group, series, reference_series))
     return curves(drawn, style, "hop", axis)
 
 
 def _map_chart(measured_chain: MeasuredChain, style: Style) -> Chart:
     group = measured_chain.group
     first_run = measured_chain.runs[0]
-    return Chart(
-        [class_map(first_run.columns, group.classes, "hop")],
-        f"{group.label}: {ABOUT_MAPS}",
-        group_label(group, style),
-        is_explained=True,
-    )
+    figure = class_map(first_run.columns, group.classes, "hop")
+    return group_chart(group, [figure], ABOUT_MAPS, style)
 
 
 def read_hops(group: Group) -> list[Hops]:

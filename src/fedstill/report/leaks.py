@@ -22,7 +22,7 @@ from fedstill.report.blocks import (
     line_key,
 )
 from fedstill.report.figures import (
-    MOST_IN_LEGEND,
+    MAX_IN_LEGEND,
     SHARE,
     Figure,
     Style,
@@ -35,13 +35,13 @@ from fedstill.report.figures import (
     rounded,
 )
 from fedstill.report.page import Report
-from fedstill.report.series import RunLook, looks, over_seeds
+from fedstill.report.series import Measurement, first_run_measurements, measurements, over_seeds
 from fedstill.running.runs import Group
 
 ATTACKS = {"the loss": "loss", "the likelihood ratio": "likelihood_ratio"}
 """The statistic that an attack thresholds, and its key in the journal."""
 
-SIDES = {"what the server sees": "seen", "before privacy": "raw", "the global model": "global"}
+TARGETS = {"what the server sees": "seen", "before privacy": "raw", "the global model": "global"}
 """The target of an attack, and its key in the journal."""
 
 NUMBERS = ("auc", *(f"tpr_at_{rate}" for rate in RATES))
@@ -69,8 +69,8 @@ ABOUT_ROUNDS = "Attack on what the server sees. One threshold applies to all cli
 ABOUT_CURVES = (
     "True-positive rate against false-positive rate of the attack, for the last measured round of "
     "the first seed. Both axes are logarithmic. Dashed grey: random guessing. Dotted: before "
-    "privacy. The left end matters most: there, nearly every example that the attack names is a "
-    "training example."
+    "privacy. The left end matters most: there, nearly all examples that the attack selects are "
+    "training examples."
 )
 ABOUT_TABLE = (
     "Last measured round: mean ± one standard deviation over seeds, with the 95 % interval of the "
@@ -107,8 +107,9 @@ class AttackRow:
 
 def leaks(report: Report) -> Section | None:
     """The attacks on uploads and on the global model; None if they were not measured."""
-    groups, style = report.groups, report.style
-    if not any(measured(groups, f"leakage/{side}/loss/auc") for side in SIDES.values()):
+    groups = report.groups
+    style = report.style
+    if not any(measured(groups, f"leakage/{target}/loss/auc") for target in TARGETS.values()):
         return None
     attacks = {
         name: attack
@@ -148,40 +149,49 @@ def leak_rows(groups: Sequence[Group]) -> list[AttackRow]:
     """Each attack on each group in the last measured round."""
     rows = []
     for group in groups:
-        for target, side in SIDES.items():
+        for title, target in TARGETS.items():
+            measurement = _last_measurement(group, target)
             for method, attack in ATTACKS.items():
-                if measured([group], f"leakage/{side}/{attack}/auc"):
-                    numbers = [_number(group, side, attack, number) for number in NUMBERS]
-                    intervals = [_interval(group, side, attack, number) for number in NUMBERS]
-                    rows.append(AttackRow(group, target, method, numbers, intervals))
+                if not measured([group], f"leakage/{target}/{attack}/auc"):
+                    continue
+                key = f"{target}/{attack}"
+                row = AttackRow(
+                    group=group,
+                    target=title,
+                    method=method,
+                    numbers=[_number(group, f"{key}/{number}") for number in NUMBERS],
+                    intervals=[_interval(measurement, f"{key}/{number}") for number in NUMBERS],
+                )
+                rows.append(row)
     return rows
 
 
-def _number(group: Group, side: str, attack: str, number: str) -> str:
-    series = over_seeds(group, f"leakage/{side}/{attack}/{number}")
+def _number(group: Group, key: str) -> str:
+    series = over_seeds(group, f"leakage/{key}")
     return series.values[-1].text(100)
 
 
-def _interval(group: Group, side: str, attack: str, number: str) -> str:
-    """The ends of the 95 % interval of the first seed in brackets; empty if it is unknown."""
-    last_look = _last_look(group, side)
-    if last_look is None:
+def _interval(measurement: Measurement | None, key: str) -> str:
+    """The ends of the 95 % interval in brackets; empty if it is unknown."""
+    if measurement is None:
         return ""
-    ends = last_look.look.points(f"{side}/{attack}/{number}_interval")
+    ends = measurement.look.points(f"{key}_interval")
     if not ends:
         return ""
     low, high = (f"{100 * end:.2f}" for end in ends if end is not None)
     return f" ({low}–{high})"
 
 
-def _last_look(group: Group, side: str) -> RunLook | None:
-    """The first seed's last measurement of the uploads or of the global model."""
-    of_side = [of_run for of_run in looks(group, "leakage") if side in of_run.look.names()]
-    if not of_side:
+def _last_measurement(group: Group, target: str) -> Measurement | None:
+    """The first seed's last measurement of a target."""
+    of_target = [
+        measurement
+        for measurement in measurements(group, "leakage")
+        if target in measurement.look.names()
+    ]
+    if not of_target:
         return None
-    first_run = of_side[0].run
-    of_first = [of_run for of_run in of_side if of_run.run is first_run]
-    return max(of_first, key=lambda of_run: of_run.look.round)
+    return max(first_run_measurements(of_target), key=lambda measurement: measurement.look.round)
 
 
 # Curves of members found
@@ -194,16 +204,16 @@ def _curves(groups: Sequence[Group], style: Style, attack: str) -> Figure:
         x=[LOWEST, 1],
         y=[LOWEST, 1],
         line={"color": "#999999", "width": 1, "dash": "dash"},
-        name="a coin",
+        name="random guessing",
         showlegend=False,
         hoverinfo="skip",
     )
     traces = [coin]
     for group in groups:
-        for side in ("seen", "raw"):
-            last_look = _last_look(group, side)
-            if last_look is not None and attack in last_look.look.names(side):
-                traces.append(_curve(last_look, style, side, attack))
+        for target in ("seen", "raw"):
+            measurement = _last_measurement(group, target)
+            if measurement is not None and attack in measurement.look.names(target):
+                traces.append(_curve(measurement, style, target, attack))
     axis = {
         "type": "log",
         "range": [math.log10(LOWEST), 0],
@@ -211,27 +221,27 @@ def _curves(groups: Sequence[Group], style: Style, attack: str) -> Figure:
         "ticktext": ["0.1%", "1%", "10%", "100%"],
     }
     axes = layout(
-        showlegend=len(groups) <= MOST_IN_LEGEND,
+        showlegend=len(groups) <= MAX_IN_LEGEND,
         xaxis={**axis, "title": {"text": "false positives"}},
         yaxis={**axis, "title": {"text": "training examples found"}},
     )
     return Figure(traces, axes)
 
 
-def _curve(of_run: RunLook, style: Style, side: str, attack: str) -> Trace:
+def _curve(measurement: Measurement, style: Style, target: str, attack: str) -> Trace:
     """The share of members found at each false-positive rate; dotted before privacy."""
-    rates = of_run.look.points(f"{side}/{attack}/roc")
-    name = group_name(of_run.group)
-    colour = style.colour(of_run.group)
-    line = {"color": colour, "width": 2, "dash": style.dash(of_run.group)}
-    if side == "raw":
+    rates = measurement.look.points(f"{target}/{attack}/roc")
+    name = group_name(measurement.group)
+    colour = style.colour(measurement.group)
+    line = {"color": colour, "width": 2, "dash": style.dash(measurement.group)}
+    if target == "raw":
         name = f"{name}, before privacy"
         line = {**line, "width": 1.5, "dash": "dot"}
     return new_trace(
         "scatter",
         mode="lines",
         name=name,
-        showlegend=side == "seen",
+        showlegend=target == "seen",
         x=list(GRID),
         y=[rounded(max(rate, LOWEST)) for rate in rates if rate is not None],
         line=line,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,45 +19,52 @@ from fedstill.report.blocks import (
     Gallery,
     Paragraph,
     Section,
-    group_label,
+    group_chart,
     line_key,
 )
 from fedstill.report.figures import (
-    ACCURACY,
-    MOST_CELLS,
+    ACCURACY_COLOURS,
+    MAX_CELLS,
+    NUMBER,
     PERCENT,
     Figure,
     Layout,
     absent_note,
     class_axis,
     class_names,
+    heat_map,
     height_of,
     layout,
     lines,
     measured,
-    new_trace,
+    percentage,
+    rounded,
     whole_numbers,
 )
 from fedstill.report.page import Report
 from fedstill.report.series import class_means
 from fedstill.report.summary import own_metrics
-from fedstill.running.runs import Group
+from fedstill.running.runs import Group, Run
 
 # Lines of accuracy and forgetting
 
 
 @dataclass(frozen=True)
 class RoundChart:
-    """A chart of one measure by round: the key of the measure, a title and a description."""
+    """A chart of one share by round: the key of the measure, a title and a description.
+
+    needs_two_rounds: whether the measure is undefined after one round, as forgetting is.
+    """
 
     key: str
     title: str
     description: str
+    needs_two_rounds: bool = False
 
-    @property
-    def needs_two_rounds(self) -> bool:
-        """Whether the chart needs two rounds: forgetting is undefined after one."""
-        return "accuracy" not in self.key
+    def drawn(self, report: Report) -> Chart:
+        """The chart with a line for each group."""
+        figure = lines(report.groups, report.style, self.key, PERCENT)
+        return Chart([figure], self.description, self.title)
 
 
 OWN_TESTS = RoundChart(
@@ -80,6 +86,7 @@ OF_CLIENTS = (
         "Forgetting at clients by round",
         "For clients with their own models: the mean drop in accuracy on the client's classes "
         "since their best earlier round. Lower is better.",
+        needs_two_rounds=True,
     ),
     OWN_TESTS,
 )
@@ -96,6 +103,7 @@ OF_THE_SERVER = (
         "Forgetting F by round",
         "The mean drop in accuracy over classes since the best earlier round of each class. Lower "
         "is better; negative values mean that classes are better than in any earlier round.",
+        needs_two_rounds=True,
     ),
 )
 
@@ -112,15 +120,7 @@ def learning_and_forgetting(report: Report) -> Section | None:
         charts = [*OF_CLIENTS, *OF_THE_SERVER]
     elif not measured(report.groups, "accuracy"):
         charts = [OWN_TESTS]  # a server without data
-    drawn = [
-        Chart(
-            [lines(report.groups, report.style, chart.key, PERCENT)],
-            chart.description,
-            chart.title,
-        )
-        for chart in charts
-        if _is_drawn(chart, report.groups)
-    ]
+    drawn = [chart.drawn(report) for chart in charts if _is_drawn(chart, report.groups)]
     if not drawn:
         return None
     key = line_key(report.groups, report.style)
@@ -165,8 +165,6 @@ def own_measures(report: Report) -> Section | None:
 # Heat maps of accuracy by class and round, in which forgetting is visible
 
 
-MEAN = "mean over seeds"
-
 ABOUT_MAPS = (
     "Each row is a class, and each column is a round. Colours show the accuracy on the class. A "
     "row that turns bright and then dark is a class that was learned and then forgotten. Round 0 "
@@ -186,23 +184,18 @@ def remembered_classes(report: Report) -> Section | None:
     if len(shown_views) > 1:
         about = f"{ABOUT_MAPS} {ABOUT_SEEDS}"
     charts = [
-        Chart(
-            _variants(group, shown_views),
-            f"{group.label}: {about}",
-            group_label(group, report.style),
-            "classes",
-            is_explained=True,
-        )
+        group_chart(group, _variants(group, shown_views), about, report.style, "classes")
         for group in groups
     ]
-    options = [*shown_views, f"{shown_views[0]}, as shares of each round's sum"]
+    options = [view.title for view in shown_views]
+    options.append(f"{options[0]}, as shares of each round's sum")
     return Section(
         "classes",
         "Accuracy by class and round",
         [
             Paragraph(about),
             Choice("classes", "Show", options),
-            ColourScale(ACCURACY),
+            ColourScale(ACCURACY_COLOURS),
             Gallery(charts, "small"),
         ],
     )
@@ -214,100 +207,110 @@ def _has_class_accuracy(group: Group) -> bool:
     return any(value is not None for row in rows for value in row)
 
 
-def views(groups: Sequence[Group]) -> list[str]:
+@dataclass(frozen=True)
+class View:
+    """The runs in a heat map: those of a seed, or all runs if the seed is None."""
+
+    title: str
+    seed: int | None = None
+
+    def runs(self, group: Group) -> list[Run]:
+        """The runs of a group that the view shows."""
+        if self.seed is None:
+            return group.started
+        return [run for run in group.started if run.seed == self.seed]
+
+
+MEAN = View("mean over seeds")
+
+
+def views(groups: Sequence[Group]) -> list[View]:
     """The views that a reader can select: the mean over seeds, and each seed.
 
     With a single seed, that seed is the only view. If the maps of all seeds would make the page too
     large, the mean is the only view.
     """
     seeds = sorted({seed for group in groups for seed in group.seeds})
-    of_seeds = [f"seed {seed}" for seed in seeds]
+    seed_views = [View(f"seed {seed}", seed) for seed in seeds]
     if len(seeds) == 1:
-        return of_seeds
+        return seed_views
     runs = [run for group in groups for run in group.runs]
     cells = sum(len(run.rounds) * len(run.classes) for run in runs)
-    if cells > MOST_CELLS:
+    if cells > MAX_CELLS:
         return [MEAN]
-    return [MEAN, *of_seeds]
+    return [MEAN, *seed_views]
 
 
-def _variants(group: Group, shown_views: Sequence[str]) -> list[Figure]:
+def _variants(group: Group, shown_views: Sequence[View]) -> list[Figure]:
     """The heat map of each view, and the heat map of the first view as shares."""
     maps = [class_by_round(group, view) for view in shown_views]
     return [*maps, shares_by_round(group, shown_views[0])]
 
 
-def class_by_round(group: Group, view: str) -> Figure:
+def class_by_round(group: Group, view: View) -> Figure:
     """Accuracy by class and round, as the mean over seeds or for one seed."""
-    return class_map(_of_view(group, view), group.classes, "round", f"no run with {view}")
+    columns = class_means(view.runs(group))
+    return class_map(columns, group.classes, "round", absent=f"no run with {view.title}")
 
 
-def shares_by_round(group: Group, view: str) -> Figure:
+def shares_by_round(group: Group, view: View) -> Figure:
     """Accuracy of each class as a share of the round's sum over classes.
 
     Source: FedNTD, appendix E, figure 10.
     """
-    columns = {number: _of_sum(row) for number, row in _of_view(group, view).items()}
-    figure = class_map(columns, group.classes, "round", f"no run with {view}")
-    for trace in figure.traces:
-        shares = [value for row in trace["z"] for value in row if value is not None]
-        # If all values are 0, the scale remains in percent.
-        trace["zmax"] = max(shares, default=0) or 100
-    return figure
+    columns = {number: _sum_shares(row) for number, row in class_means(view.runs(group)).items()}
+    shares = [share for row in columns.values() for share in row if share is not None]
+    return class_map(
+        columns,
+        group.classes,
+        "round",
+        absent=f"no run with {view.title}",
+        # If all shares are 0, the scale is that of accuracies.
+        largest=percentage(max(shares, default=0)) or 100,
+    )
 
 
-def _of_view(group: Group, view: str) -> dict[int, list[float | None]]:
-    """The accuracies (C,) by round, for the runs of a view."""
-    runs = [run for run in group.started if view in (MEAN, f"seed {run.seed}")]
-    return class_means(runs)
-
-
-def _of_sum(row: Sequence[float | None]) -> list[float | None]:
+def _sum_shares(row: Sequence[float | None]) -> list[float | None]:
     """The accuracies of a round as shares of their sum."""
     total = sum(value for value in row if value is not None)
-    if total == 0:
-        return [None] * len(row)
-    return [_ratio(value, total) for value in row]
-
-
-def _ratio(value: float | None, total: float) -> float | None:
-    if value is None:
-        return None
-    return value / total
+    shares: list[float | None] = []
+    for value in row:
+        share = None
+        if value is not None and total > 0:
+            share = value / total
+        shares.append(share)
+    return shares
 
 
 def class_map(
     columns: Mapping[int, Sequence[float | None]],
     classes: Sequence[str],
     unit: str,
+    *,
     absent: str = "",
+    largest: float = 100,
 ) -> Figure:
     """Accuracy by class (C,) and round or hop.
 
-    unit: "round" or "hop". absent: the text of a heat map without columns.
+    unit: "round" or "hop". absent: the text of a heat map without columns. largest: the percentage
+    that has the last colour.
     """
     names = class_names(classes)
     if not columns or not classes:
         return Figure([], _map_layout(len(names), unit, max(columns, default=0), absent))
     accuracies_by_class = zip(*columns.values(), strict=True)
-    trace = new_trace(
-        "heatmap",
-        x=list(columns),
-        y=names,
-        z=[[_percent(value) for value in accuracies] for accuracies in accuracies_by_class],
-        zmin=0,
-        zmax=100,
-        colorscale=ACCURACY,
-        showscale=False,
-        hoverongaps=False,
+    trace = heat_map(
+        list(columns),
+        names,
+        [[percentage(accuracy) for accuracy in row] for row in accuracies_by_class],
+        largest=largest,
         hovertemplate=f"class %{{y}}, {unit} %{{x}}: %{{z:.1f}} %<extra></extra>",
     )
     return Figure([trace], _map_layout(len(names), unit, max(columns), absent=""))
 
 
-@lru_cache
 def _map_layout(classes: int, unit: str, last: int, absent: str) -> Layout:
-    """The layout of a heat map of ``classes`` rows. It is cached because many maps share it.
+    """The layout of a heat map of ``classes`` rows.
 
     last: the last round or hop. absent: the text of a heat map without columns.
     """
@@ -329,12 +332,6 @@ def _map_layout(classes: int, unit: str, last: int, absent: str) -> Layout:
     )
 
 
-def _percent(value: float | None) -> float | None:
-    if value is None:
-        return None
-    return round(100 * value, 1)
-
-
 MODELS = {
     "": "The server's model on the common test set.",
     "own_test_": (
@@ -347,8 +344,8 @@ ABOUT_METRICS = "Lines are means over seeds; bands are one standard deviation ab
 
 ABOUT_CONFUSION = (
     "Each row is a class, each column the class that the model predicts in the last round. The "
-    "colour is the share of the row's test examples, over all seeds. The diagonal shows right "
-    "answers."
+    "colour is the share of the row's test examples, over all seeds. The diagonal shows "
+    "correct predictions."
 )
 
 
@@ -373,7 +370,7 @@ def _metric_chart(report: Report, metric: Metric, prefix: str) -> Chart:
     title = metric.title[0].upper() + metric.title[1:]
     if prefix:
         title = f"{title} on own tests"
-    axis: Mapping[str, object] = {}
+    axis = NUMBER
     if metric.unit == "%":
         axis = PERCENT
     figure = lines(report.groups, report.style, f"{prefix}{metric.name}", axis)
@@ -387,16 +384,11 @@ def confusion(report: Report) -> Section | None:
     for group in report.groups:
         counts = _confusion_counts(group)
         if counts is not None:
-            chart = Chart(
-                [_confusion_map(counts, group.classes)],
-                f"{group.label}: {ABOUT_CONFUSION}",
-                group_label(group, report.style),
-                is_explained=True,
-            )
-            charts.append(chart)
+            figure = _confusion_map(counts, group.classes)
+            charts.append(group_chart(group, [figure], ABOUT_CONFUSION, report.style))
     if not charts:
         return None
-    scale = ColourScale(ACCURACY, "of the class")
+    scale = ColourScale(ACCURACY_COLOURS, "of the class")
     blocks = [Paragraph(ABOUT_CONFUSION), scale, Gallery(charts, "small")]
     return Section("confusion", "Confusion matrix", blocks)
 
@@ -417,17 +409,12 @@ def _confusion_map(counts: Values, classes: Sequence[str]) -> Figure:
     totals = counts.sum(1, keepdims=True)
     empty = np.full_like(counts, np.nan)
     percent = np.divide(100 * counts, totals, out=empty, where=totals > 0)
-    trace = new_trace(
-        "heatmap",
-        x=names,
-        y=names,
-        z=[[_cell(value) for value in row] for row in percent],
+    trace = heat_map(
+        names,
+        names,
+        # None for a class without test examples.
+        [[rounded(value, 1) for value in row] for row in percent],
         customdata=counts.astype(int).tolist(),
-        zmin=0,
-        zmax=100,
-        colorscale=ACCURACY,
-        showscale=False,
-        hoverongaps=False,
         hovertemplate="class %{y}, predicted %{x}: %{z:.1f} %, %{customdata} examples"
         "<extra></extra>",
     )
@@ -439,10 +426,3 @@ def _confusion_map(counts: Values, classes: Sequence[str]) -> Figure:
         yaxis=class_axis("class"),
     )
     return Figure([trace], axes)
-
-
-def _cell(percent: float) -> float | None:
-    """The value of a cell of the confusion matrix; None for a class without test examples."""
-    if np.isnan(percent):
-        return None
-    return round(percent, 1)

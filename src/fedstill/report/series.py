@@ -185,11 +185,11 @@ def seconds_by_measure(group: Group) -> dict[str, float]:
     return {name: total / len(group.started) for name, total in totals.items()}
 
 
-# ---- looks of measures ---------------------------------------------------------------------------
+# ---- measurements after stages -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class RunLook:
+class Measurement:
     """What a measure of a run recorded after a stage."""
 
     group: Group
@@ -202,19 +202,29 @@ class RunLook:
         return f"seed {self.run.seed}, round {self.look.round}"
 
 
-def looks(group: Group, measure: str) -> list[RunLook]:
-    """All looks of a measure in the runs of a group."""
+def measurements(group: Group, measure: str) -> list[Measurement]:
+    """All measurements of a measure in the runs of a group."""
     return [
-        RunLook(group, run, look) for run in group.started for look in run.numbers.looks(measure)
+        Measurement(group, run, look)
+        for run in group.started
+        for look in run.numbers.looks(measure)
     ]
 
 
-def last_looks(groups: Sequence[Group], measure: str) -> list[RunLook]:
-    """The last look of a measure in each group, from its first run with the measure."""
+def first_run_measurements(group_measurements: Sequence[Measurement]) -> list[Measurement]:
+    """The measurements of the first run that has any."""
+    return [
+        measurement
+        for measurement in group_measurements
+        if measurement.run is group_measurements[0].run
+    ]
+
+
+def last_measurements(groups: Sequence[Group], measure: str) -> list[Measurement]:
+    """The last measurement of each group, from its first run with the measure."""
     last = []
     for group in groups:
-        group_looks = looks(group, measure)
-        if group_looks:
-            first_run = group_looks[0].run
-            last.append([look for look in group_looks if look.run is first_run][-1])
+        run_measurements = first_run_measurements(measurements(group, measure))
+        if run_measurements:
+            last.append(run_measurements[-1])
     return last

@@ -21,11 +21,9 @@ from fedstill.report.figures import (
     Figure,
     Trace,
     escaped,
-    flat_range,
     layout,
     new_trace,
     rounded,
-    y_values,
 )
 from fedstill.report.page import Report, document
 from fedstill.report.summary import NONE
@@ -150,15 +148,18 @@ def _with_our_layout(optuna_figure: go.Figure) -> Figure:
 NOT_VARIED = ("partition.seed", "partition.min_size", "partition.clients")
 """Parameters of a partition that do not determine how uneven it is."""
 
-MORE_UNEVEN = {"alpha": "smaller is more uneven", "shards": "fewer classes a client is more uneven"}
+MORE_UNEVEN = {
+    "alpha": "smaller is more uneven",
+    "shards": "fewer classes per client are more uneven",
+}
 
 ABOUT_SPLITS = (
     "Each line is one method on splits that differ in one number only. A flat line means that the "
     "method is robust to uneven data."
 )
 ABOUT_METHODS = (
-    "Each line is one method on one split; its runs differ in one number only. Dotted: other "
-    "methods on that split. A flat line means that the number needs no tuning."
+    "Each line is one method on one split; only one setting varies. Dotted lines: other methods on "
+    "the same split. A flat line means that the setting needs no tuning."
 )
 
 
@@ -329,8 +330,7 @@ def _figure(
     }
     if values[0] > 0:
         across["type"] = "log"
-    up = {**PERCENT, **flat_range(y_values(traces), PERCENT)}
-    return Figure(traces, layout(xaxis=across, yaxis=up))
+    return Figure(traces, layout(xaxis=across, yaxis=PERCENT.fitted(traces)))
 
 
 def _line(setting: VariedSetting, measure: str, index: int) -> Trace:

@@ -12,22 +12,21 @@ import numpy as np
 
 from fedstill.metrics import tasks as task_metrics
 from fedstill.metrics.accuracy import Values
-from fedstill.report.blocks import Block, Chart, Gallery, Paragraph, Section, group_label, line_key
+from fedstill.report.blocks import Block, Chart, Gallery, Paragraph, Section, group_chart, line_key
 from fedstill.report.figures import (
-    ACCURACY,
     COLOURS,
     PERCENT,
     Figure,
     Style,
     Trace,
-    flat_range,
     group_name,
+    heat_map,
     layout,
     lines,
     measured,
     new_trace,
+    percentage,
     rounded,
-    y_values,
 )
 from fedstill.report.page import Report
 from fedstill.running.runs import Group, Run
@@ -54,8 +53,8 @@ ABOUT_PLANE = (
     "axis: the share of it that was kept to the end. Their product, the final accuracy, is "
     "constant along a dotted curve. Each point is one seed."
 )
-MOST_NUMBERS = 12
-"""A matrix with more tasks than these is drawn without numbers."""
+MAX_NUMBERED_TASKS = 12
+"""A matrix with more tasks than this is drawn without numbers."""
 
 BRIGHT = 0.6
 """From this accuracy on, the colour of a cell is so bright that its number is black."""
@@ -72,43 +71,29 @@ def over_tasks(report: Report) -> Section | None:
     charts = [Chart([learned_and_kept(groups, style)], ABOUT_PLANE, "Learned and kept")]
     if measured(groups, "accuracy_seen"):
         charts.insert(0, _seen_classes(groups, style))
+    maps = [
+        group_chart(group, [matrix_map(group)], ABOUT_MAPS, style, "matrix") for group in groups
+    ]
     blocks: list[Block | None] = [
         Paragraph(ABOUT),
         line_key(groups, style),
         Gallery(charts),
         Paragraph(ABOUT_MAPS),
-        Gallery([_map_chart(group, style) for group in groups], "small"),
+        Gallery(maps, "small"),
     ]
-    curves = [_curve_chart(group, style) for group in groups if _has_class_tasks(group)]
+    curves = [
+        group_chart(group, [task_curves(group)], ABOUT_CURVES, style, "by task")
+        for group in groups
+        if _has_class_tasks(group)
+    ]
     if curves:
         blocks += [Paragraph(ABOUT_CURVES), Gallery(curves, "small")]
     return Section("tasks", "Tasks over time", blocks)
 
 
 def _seen_classes(groups: Sequence[Group], style: Style) -> Chart:
-    figure = lines(groups, style, "accuracy_seen", PERCENT)
-    figure.layout["shapes"] = changes(groups[0])
+    figure = lines(groups, style, "accuracy_seen", PERCENT, shapes=task_boundaries(groups[0]))
     return Chart([figure], ABOUT_SEEN, "Accuracy on the classes seen so far")
-
-
-def _map_chart(group: Group, style: Style) -> Chart:
-    return Chart(
-        [matrix_map(group)],
-        f"{group.label}: {ABOUT_MAPS}",
-        group_label(group, style),
-        "matrix",
-        is_explained=True,
-    )
-
-
-def _curve_chart(group: Group, style: Style) -> Chart:
-    return Chart(
-        [task_curves(group)],
-        f"{group.label}: {ABOUT_CURVES}",
-        group_label(group, style),
-        "by task",
-        is_explained=True,
-    )
 
 
 # The accuracy matrix
@@ -137,20 +122,14 @@ def matrix_map(group: Group) -> Figure:
     forgetting = np.mean(forgetting_of_runs, axis=0)
     tasks = mean.shape[1]
 
-    trace = new_trace(
-        "heatmap",
-        x=[*(f"after {end + 1}" for end in range(ends)), "lost"],
-        y=[f"task {task + 1}" for task in range(tasks)],
-        z=[_map_row(accuracies) for accuracies in mean.T],
-        zmin=0,
-        zmax=100,
-        colorscale=ACCURACY,
-        showscale=False,
-        hoverongaps=False,
+    trace = heat_map(
+        [*(f"after {end + 1}" for end in range(ends)), "lost"],
+        [f"task {task + 1}" for task in range(tasks)],
+        [_map_row(accuracies) for accuracies in mean.T],
         hovertemplate="%{y}, %{x}: %{z:.1f} %<extra></extra>",
     )
     notes = _forgetting_notes(forgetting, column=ends)
-    if tasks <= MOST_NUMBERS:
+    if tasks <= MAX_NUMBERED_TASKS:
         notes += _cell_notes(mean)
     axes = layout(
         height=90 + max(160, min(720, 34 * tasks)),
@@ -166,7 +145,7 @@ def matrix_map(group: Group) -> Figure:
 
 def _map_row(accuracies: Values) -> list[float | None]:
     """A task's accuracies in percent, followed by an uncoloured cell for its forgetting."""
-    return [*map(_percent, accuracies), None]
+    return [*map(percentage, accuracies), None]
 
 
 def _forgetting_notes(forgetting: Values, column: int) -> list[dict[str, Any]]:
@@ -214,12 +193,6 @@ def _frame(task: int) -> dict[str, Any]:
     }
 
 
-def _percent(value: float) -> float | None:
-    if math.isnan(value):
-        return None
-    return round(100 * value, 1)
-
-
 # Accuracy by task over rounds
 
 
@@ -240,9 +213,12 @@ def task_curves(group: Group) -> Figure:
                 hovertemplate="%{y:.1%}",
             )
         )
-    up = {**PERCENT, **flat_range(y_values(traces), PERCENT)}
-    across = {"title": {"text": "round"}, "rangemode": "tozero"}
-    return Figure(traces, layout(xaxis=across, yaxis=up, shapes=changes(group)))
+    axes = layout(
+        xaxis={"title": {"text": "round"}, "rangemode": "tozero"},
+        yaxis=PERCENT.fitted(traces),
+        shapes=task_boundaries(group),
+    )
+    return Figure(traces, axes)
 
 
 def _task_curve(runs: Sequence[Run], task: int) -> dict[int, float]:
@@ -253,7 +229,7 @@ def _task_curve(runs: Sequence[Run], task: int) -> dict[int, float]:
     return {number: float(np.mean([curve[number] for curve in curves])) for number in rounds}
 
 
-def changes(group: Group) -> list[dict[str, Any]]:
+def task_boundaries(group: Group) -> list[dict[str, Any]]:
     """Dotted lines before the first round of each later task."""
     first_rounds = _ended(group)[0].start["stream"].get("first_rounds", [])
     across = [first - 0.5 for first in first_rounds[1:]]
@@ -309,7 +285,7 @@ def learned_and_kept(groups: Sequence[Group], style: Style) -> Figure:
             hovertemplate="learned %{x:.1%}, kept %{y:.1%}",
         )
         traces.append(trace)
-    axis = {**PERCENT, "range": [0, 1.03]}
+    axis = {**PERCENT.ticks, "range": [0, 1.03]}
     axes = layout(
         hovermode="closest",
         xaxis={**axis, "title": {"text": "learned"}},

@@ -18,7 +18,7 @@ from fedstill.report.blocks import (
     line_key,
 )
 from fedstill.report.figures import (
-    MOST_IN_LEGEND,
+    MAX_IN_LEGEND,
     PERCENT,
     Figure,
     Style,
@@ -33,7 +33,8 @@ from fedstill.report.figures import (
     rounded,
 )
 from fedstill.report.page import Report
-from fedstill.report.series import RunLook, last_looks, looks
+from fedstill.report.rounds import RoundChart
+from fedstill.report.series import Measurement, last_measurements, measurements
 from fedstill.running.runs import Group
 
 LAYERS = {"last hidden layer": "features", "classifier": "classifier"}
@@ -66,7 +67,8 @@ ABOUT_DIVERSITY = {
 
 def weight_changes(report: Report) -> Section | None:
     """Alignment, divergence and diversity by round; None if none of them was measured."""
-    groups, style = report.groups, report.style
+    groups = report.groups
+    style = report.style
     blocks: list[Block | None] = [line_key(groups, style)]
     charts = []
     if measured(groups, "alignment/layers/features/local"):
@@ -122,12 +124,15 @@ class Divergence:
     distance: float
     moved: float
     client: int
-    number: int
-    """The round."""
+    round: int
 
 
 def _scatter(groups: Sequence[Group], style: Style) -> Figure:
-    last = max(of_run.look.round for group in groups for of_run in looks(group, "divergence"))
+    last = max(
+        measurement.look.round
+        for group in groups
+        for measurement in measurements(group, "divergence")
+    )
     traces = []
     for group in groups:
         points = _divergences(group)
@@ -135,7 +140,7 @@ def _scatter(groups: Sequence[Group], style: Style) -> Figure:
             traces.append(_point_trace(points, last, group, style))
     axes = layout(
         hovermode="closest",
-        showlegend=len(groups) <= MOST_IN_LEGEND,
+        showlegend=len(groups) <= MAX_IN_LEGEND,
         xaxis={"title": {"text": "distribution distance"}},
         yaxis={"title": {"text": "change of weights (L2)"}},
     )
@@ -145,30 +150,30 @@ def _scatter(groups: Sequence[Group], style: Style) -> Figure:
 def _divergences(group: Group) -> list[Divergence]:
     """The points of a group, starting with the last round, whose colour is shown in the legend."""
     points = []
-    for of_run in looks(group, "divergence"):
-        distances = of_run.look.by_client("distance")
-        for client, moved in of_run.look.by_client("l2").items():
+    for measurement in measurements(group, "divergence"):
+        distances = measurement.look.by_client("distance")
+        for client, moved in measurement.look.by_client("l2").items():
             if client in distances:
                 point = Divergence(
                     distance=distances[client],
                     moved=moved,
                     client=client,
-                    number=of_run.look.round,
+                    round=measurement.look.round,
                 )
                 points.append(point)
-    return sorted(points, key=lambda point: -point.number)
+    return sorted(points, key=lambda point: -point.round)
 
 
 def _point_trace(points: Sequence[Divergence], last: int, group: Group, style: Style) -> Trace:
-    opacities = [FAINTEST + (1 - FAINTEST) * (point.number / last) ** 2 for point in points]
-    colours = [faint(style.colour(group), rounded(opacity)) for opacity in opacities]
+    opacities = [FAINTEST + (1 - FAINTEST) * (point.round / last) ** 2 for point in points]
+    colours = [faint(style.colour(group), opacity) for opacity in opacities]
     return new_trace(
         "scatter",
         mode="markers",
         name=group_name(group),
         x=[rounded(point.distance) for point in points],
         y=[rounded(point.moved) for point in points],
-        customdata=[[point.client, point.number] for point in points],
+        customdata=[[point.client, point.round] for point in points],
         marker={"size": 8, "color": colours, "line": {"width": 0}},
         hovertemplate="client %{customdata[0]}, round %{customdata[1]}: %{x:.2f}, %{y:.3g}",
     )
@@ -177,27 +182,18 @@ def _point_trace(points: Sequence[Divergence], last: int, group: Group, style: S
 # Accuracy of local and global models on different data
 
 
-@dataclass(frozen=True)
-class PersonalChart:
-    """A chart of one accuracy by round: its key, title and description."""
-
-    key: str
-    title: str
-    description: str
-
-
 PERSONAL_CHARTS = (
-    PersonalChart(
+    RoundChart(
         "personal/local_train_accuracy",
         "Local train",
         "Local models on the data they were trained on.",
     ),
-    PersonalChart(
+    RoundChart(
         "personal/personalised_accuracy",
         "Personalised",
         "Local models on test examples in their client's class proportions.",
     ),
-    PersonalChart("accuracy", "Server", "The global model on the whole test set."),
+    RoundChart("accuracy", "Server", "The global model on the whole test set."),
 )
 
 ABOUT_PERSONAL = (
@@ -209,13 +205,11 @@ ABOUT_PERSONAL = (
 
 def personal(report: Report) -> Section | None:
     """Local train, personalised and server accuracy by round; None if they were not measured."""
-    groups, style = report.groups, report.style
+    groups = report.groups
+    style = report.style
     if not measured(groups, "personal/local_train_accuracy"):
         return None
-    charts = [
-        Chart([lines(groups, style, chart.key, PERCENT)], chart.description, chart.title)
-        for chart in PERSONAL_CHARTS
-    ]
+    charts = [chart.drawn(report) for chart in PERSONAL_CHARTS]
     return Section(
         "personal",
         "Local, personalised and server accuracy",
@@ -256,20 +250,24 @@ class LossRange:
 
 def landscape(report: Report) -> Section | None:
     """The loss landscape of the global model and of a local one; None if it was not measured."""
-    found = [of_run for of_run in last_looks(report.groups, "landscape") if _models(of_run)]
+    found = [
+        measurement
+        for measurement in last_measurements(report.groups, "landscape")
+        if _models(measurement)
+    ]
     if not found:
         return None
     ranges = {plane: _range(found, plane) for plane in PLANES.values()}
     charts = []
-    for of_run in found:
-        for model in _models(of_run):
-            contours = [_contour(of_run, model, plane, ranges[plane]) for plane in ranges]
-            place = f"{model}, {of_run.place}"
+    for measurement in found:
+        for model in _models(measurement):
+            contours = [_contour(measurement, model, plane, ranges[plane]) for plane in ranges]
+            place = f"{model}, {measurement.place}"
             charts.append(
                 Chart(
                     contours,
-                    f"{of_run.place}, {model}: {ABOUT_LANDSCAPE}",
-                    group_label(of_run.group, report.style, place),
+                    f"{measurement.place}, {model}: {ABOUT_LANDSCAPE}",
+                    group_label(measurement.group, report.style, place),
                     "plane",
                     is_explained=True,
                 )
@@ -288,17 +286,17 @@ def landscape(report: Report) -> Section | None:
     )
 
 
-def _models(of_run: RunLook) -> list[str]:
+def _models(measurement: Measurement) -> list[str]:
     """The names of the models whose landscape was measured."""
-    return of_run.look.names("models")
+    return measurement.look.names("models")
 
 
-def _range(found: Sequence[RunLook], plane: str) -> LossRange:
+def _range(found: Sequence[Measurement], plane: str) -> LossRange:
     """The range of the losses of all models in a plane, without the highest ones."""
     losses: list[float] = []
-    for of_run in found:
-        for model in _models(of_run):
-            for row in _surface(of_run, model, plane):
+    for measurement in found:
+        for model in _models(measurement):
+            for row in _surface(measurement, model, plane):
                 losses += row
     losses.sort()
     if not losses:
@@ -306,11 +304,11 @@ def _range(found: Sequence[RunLook], plane: str) -> LossRange:
     return LossRange(losses[0], losses[int(CLIPPED * (len(losses) - 1))])
 
 
-def _surface(of_run: RunLook, model: str, plane: str) -> list[list[float]]:
+def _surface(measurement: Measurement, model: str, plane: str) -> list[list[float]]:
     """The losses of a model in a plane, as rows and columns."""
-    columns = len(of_run.look.points("axis"))
+    columns = len(measurement.look.points("axis"))
     rows = [
-        of_run.look.points(f"models/{model}/{plane}/{row}", length=columns)
+        measurement.look.points(f"models/{model}/{plane}/{row}", length=columns)
         for row in range(columns)
     ]
     return _finite(rows)
@@ -328,16 +326,17 @@ def _or_largest(loss: float | None, largest: float) -> float:
     return loss
 
 
-def _contour(of_run: RunLook, model: str, plane: str, losses_shown: LossRange) -> Figure:
-    axis = of_run.look.points("axis")
-    curvature = of_run.look.points(f"models/{model}/eigenvalues", length=2)
-    low, high = losses_shown.low, losses_shown.high
+def _contour(measurement: Measurement, model: str, plane: str, losses_shown: LossRange) -> Figure:
+    axis = measurement.look.points("axis")
+    curvature = measurement.look.points(f"models/{model}/eigenvalues", length=2)
+    low = losses_shown.low
+    high = losses_shown.high
     titles = [_direction(index, value, plane) for index, value in enumerate(curvature)]
     surface = new_trace(
         "contour",
         x=axis,
         y=axis,
-        z=_surface(of_run, model, plane),
+        z=_surface(measurement, model, plane),
         zmin=low,
         zmax=high,
         contours={"start": low, "end": high, "size": (high - low) / LEVELS or 1.0},
@@ -373,15 +372,15 @@ def _direction(index: int, curvature: float | None, plane: str) -> str:
     return title
 
 
-def _noise(found: Sequence[RunLook], style: Style) -> Figure:
+def _noise(found: Sequence[Measurement], style: Style) -> Figure:
     traces = []
-    for of_run in found:
-        scales = of_run.look.points("scales")
-        for model in _models(of_run):
-            losses = of_run.look.points(f"models/{model}/noise", length=len(scales))
-            traces.append(_noise_line(of_run, style, model, scales, _finite([losses])[0]))
+    for measurement in found:
+        scales = measurement.look.points("scales")
+        for model in _models(measurement):
+            losses = measurement.look.points(f"models/{model}/noise", length=len(scales))
+            traces.append(_noise_line(measurement, style, model, scales, _finite([losses])[0]))
     axes = layout(
-        showlegend=len(found) <= MOST_IN_LEGEND,
+        showlegend=len(found) <= MAX_IN_LEGEND,
         xaxis={"title": {"text": "standard deviation of the noise"}},
         yaxis={"title": {"text": "loss"}},
     )
@@ -389,7 +388,7 @@ def _noise(found: Sequence[RunLook], style: Style) -> Figure:
 
 
 def _noise_line(
-    of_run: RunLook,
+    measurement: Measurement,
     style: Style,
     model: str,
     scales: Sequence[float | None],
@@ -397,8 +396,8 @@ def _noise_line(
 ) -> Trace:
     """The loss of a model against the noise; dotted for a local model."""
     is_global = model == "aggregated"
-    name = group_name(of_run.group)
-    dash = style.dash(of_run.group)
+    name = group_name(measurement.group)
+    dash = style.dash(measurement.group)
     if not is_global:
         name = f"{name}, {escaped(model)}"
         dash = "dot"
@@ -409,6 +408,6 @@ def _noise_line(
         showlegend=is_global,
         x=scales,
         y=losses,
-        line={"color": style.colour(of_run.group), "width": 2, "dash": dash},
+        line={"color": style.colour(measurement.group), "width": 2, "dash": dash},
         hovertemplate="%{y:.3f}",
     )
