@@ -17,6 +17,7 @@ from fedstill.core.fields import Count, Positive, Seed, Share
 from fedstill.core.keys import generator, numpy_generator
 from fedstill.data.client_split import ClientSplit
 from fedstill.data.partition.rules import (
+    ClassAllocation,
     Draw,
     Labels,
     Parts,
@@ -24,7 +25,6 @@ from fedstill.data.partition.rules import (
     class_indices,
     legacy_stream,
     partition,
-    random_classes,
 )
 
 Stream = Literal["official", "fast"]
@@ -169,12 +169,18 @@ def dirichlet_draw(
     accepted.
     """
     check_enough_examples("dirichlet", len(labels), clients, min_size)
-    settings = _DrawSettings(class_indices(labels), clients, alpha, min_size)
+    settings = _DrawSettings(
+        examples_of_class=class_indices(labels),
+        clients=clients,
+        alpha=alpha,
+        min_size=min_size,
+        max_tries=max_tries,
+    )
     accepted: Draw | None
     if stream == "official":
-        accepted = _official_draw(settings, legacy_stream(seed), max_tries)
+        accepted = _official_draw(settings, legacy_stream(seed))
     else:
-        accepted = _fast_draw(settings, numpy_generator(seed), max_tries)
+        accepted = _fast_draw(settings, numpy_generator(seed))
     if accepted is None:
         classes = len(settings.examples_of_class)
         raise InfeasiblePartition(
@@ -193,15 +199,14 @@ class _DrawSettings:
     clients: int
     alpha: float
     min_size: int
+    max_tries: int
 
 
-def _official_draw(
-    settings: _DrawSettings, stream: np.random.RandomState, max_tries: int
-) -> Draw | None:
+def _official_draw(settings: _DrawSettings, stream: np.random.RandomState) -> Draw | None:
     """The first accepted draw in the order of FedNTD's code, which alternates shuffles and
     shares.
     """
-    for tries in range(1, max_tries + 1):
+    for tries in range(1, settings.max_tries + 1):
         pieces = _draw_pieces(settings.examples_of_class, settings.clients, settings.alpha, stream)
         smallest = _client_sizes(pieces, settings.clients).min()
         if pieces is not None and smallest >= settings.min_size:
@@ -209,10 +214,10 @@ def _official_draw(
     return None
 
 
-def _fast_draw(settings: _DrawSettings, stream: np.random.Generator, max_tries: int) -> Draw | None:
+def _fast_draw(settings: _DrawSettings, stream: np.random.Generator) -> Draw | None:
     """The first accepted draw of sizes. Examples are shuffled only for this draw."""
-    for start in range(0, max_tries, DRAWS_AT_ONCE):
-        counts = _class_counts(settings, stream, min(DRAWS_AT_ONCE, max_tries - start))
+    for start in range(0, settings.max_tries, DRAWS_AT_ONCE):
+        counts = _class_counts(settings, stream, min(DRAWS_AT_ONCE, settings.max_tries - start))
         accepted = np.flatnonzero(counts.sum(1).min(1) >= settings.min_size)
         if not len(accepted):
             continue
@@ -317,7 +322,13 @@ def extended_dirichlet_draw(  # noqa: PLR0913 - the fields of the partition's co
     Raises InfeasiblePartition if no draw is accepted.
     """
     check_enough_examples("extended_dirichlet", len(labels), clients, min_size)
-    settings = _DrawSettings(class_indices(labels), clients, alpha, min_size)
+    settings = _DrawSettings(
+        examples_of_class=class_indices(labels),
+        clients=clients,
+        alpha=alpha,
+        min_size=min_size,
+        max_tries=max_tries,
+    )
     stream = legacy_stream(seed)
     accepted_sizes = [min_size]
     if lower_min_size:
@@ -327,7 +338,7 @@ def extended_dirichlet_draw(  # noqa: PLR0913 - the fields of the partition's co
     best: _Attempt | None = None
     for accepted_size in accepted_sizes:
         for _ in range(allocations):
-            for attempt in _attempts(settings, classes_per_client, stream, max_tries):
+            for attempt in _attempts(settings, classes_per_client, stream):
                 tries += 1
                 if attempt.pieces is not None and attempt.smallest >= accepted_size:
                     return Draw(_shuffled_split(attempt.pieces, stream), tries, accepted_size)
@@ -373,12 +384,12 @@ class _Attempt:
 
 
 def _attempts(
-    settings: _DrawSettings, classes_per_client: int, stream: np.random.RandomState, max_tries: int
+    settings: _DrawSettings, classes_per_client: int, stream: np.random.RandomState
 ) -> Iterator[_Attempt]:
     """Draws of shares for one assignment of classes."""
     classes = len(settings.examples_of_class)
     holders = allocate_classes(settings.clients, classes, classes_per_client, stream)
-    for _ in range(max_tries):
+    for _ in range(settings.max_tries):
         pieces = _draw_pieces(
             settings.examples_of_class, settings.clients, settings.alpha, stream, holders
         )
@@ -386,38 +397,23 @@ def _attempts(
 
 
 def allocate_classes(
-    clients: int,
-    classes: int,
-    classes_per_client: int,
-    stream: np.random.RandomState,
-    max_tries: int = 10_000,
+    clients: int, classes: int, classes_per_client: int, stream: np.random.RandomState
 ) -> list[Labels]:
     """The clients of every class, in ascending order.
 
     Each client draws its classes uniformly. The draw is repeated until each class has at least one
     client, and at least a fifth of the clients of an even assignment. Raises InfeasiblePartition if
-    this is impossible, or does not happen in ``max_tries`` draws.
+    this is impossible, or does not happen in 10,000 draws.
     """
-    if classes_per_client > classes:
-        raise InfeasiblePartition(
-            f"extended_dirichlet: classes_per_client = {classes_per_client}, but the data have "
-            f"{classes} classes; lower classes_per_client"
-        )
-    if clients * classes_per_client < classes:
-        raise InfeasiblePartition(
-            f"extended_dirichlet: {clients} clients × {classes_per_client} classes cannot hold "
-            f"{classes} classes; raise clients or classes_per_client"
-        )
-    least_holders = max(classes_per_client * clients // classes // 5, 1)
-    for _ in range(max_tries):
-        holders = random_classes(clients, classes_per_client, classes, stream)
-        if min(map(len, holders)) >= least_holders:
-            return holders
-    raise InfeasiblePartition(
-        f"extended_dirichlet: none of {max_tries:,} draws gave every class {least_holders} "
-        f"client(s) ({clients} clients × {classes_per_client} of {classes} classes); raise "
-        "classes_per_client or clients"
+    allocation = ClassAllocation(
+        partition="extended_dirichlet",
+        clients=clients,
+        per_client=classes_per_client,
+        classes=classes,
     )
+    allocation.check_possible()
+    least_holders = max(classes_per_client * clients // classes // 5, 1)
+    return allocation.drawn(stream, min_clients=least_holders)
 
 
 # hybrid: some clients get IID data, the others a skewed split of the remaining data.

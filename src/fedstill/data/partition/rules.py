@@ -136,6 +136,54 @@ def legacy_stream(seed: int) -> np.random.RandomState:
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))
 
 
+@dataclass(frozen=True)
+class ClassAllocation:
+    """The assignment of ``per_client`` of all classes to each client, drawn at random."""
+
+    partition: str
+    """The name of the partition, for messages."""
+    clients: int
+    per_client: int
+    classes: int
+
+    def check_possible(self) -> None:
+        """Raise InfeasiblePartition if clients cannot have so many classes, or too few have one."""
+        if self.per_client > self.classes:
+            raise InfeasiblePartition(
+                f"{self.partition}: classes_per_client = {self.per_client}, but the data have "
+                f"{self.classes} classes; lower classes_per_client"
+            )
+        if self.clients * self.per_client < self.classes:
+            raise InfeasiblePartition(
+                f"{self.partition}: {self.clients} clients × {self.per_client} classes cannot hold "
+                f"{self.classes} classes; raise clients or classes_per_client"
+            )
+
+    def drawn(
+        self,
+        stream: np.random.RandomState,
+        *,
+        min_clients: int = 1,
+        max_tries: int = 10_000,
+        other_remedy: str = "",
+    ) -> list[Labels]:
+        """The clients of every class, in ascending order. Each client draws its classes uniformly.
+
+        The draw is repeated until each class has ``min_clients`` clients. Raises
+        InfeasiblePartition if this does not happen in ``max_tries`` draws. other_remedy: an
+        additional advice for its message.
+        """
+        for _ in range(max_tries):
+            clients_of_class = random_classes(self.clients, self.per_client, self.classes, stream)
+            if min(map(len, clients_of_class)) >= min_clients:
+                return clients_of_class
+        raise InfeasiblePartition(
+            f"{self.partition}: none of {max_tries:,} draws gave every class {min_clients} "
+            f"client(s) ({self.clients} clients × {self.per_client} of {self.classes} classes); "
+            f"raise classes_per_client or clients{other_remedy}"
+        )
+
+
 def random_classes(
     clients: int, per_client: int, classes: int, stream: np.random.RandomState
 ) -> list[Labels]:

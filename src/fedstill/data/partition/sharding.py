@@ -21,13 +21,13 @@ from fedstill.core.registry import register
 from fedstill.data.client_split import ClientSplit, ends_of
 from fedstill.data.partition.dirichlet import piece_sizes
 from fedstill.data.partition.rules import (
+    ClassAllocation,
     Labels,
     Parts,
     check_enough_examples,
     class_indices,
     legacy_stream,
     partition,
-    random_classes,
 )
 
 
@@ -157,10 +157,18 @@ def pathological(
     """
     examples_of_class = class_indices(labels)
     classes = len(examples_of_class)
-    _check_all_can_be_owned(clients, classes_per_client, classes)
+    allocation = ClassAllocation(
+        partition="pathological",
+        clients=clients,
+        per_client=classes_per_client,
+        classes=classes,
+    )
+    allocation.check_possible()
     stream = legacy_stream(seed)
     if path_rule == "random":
-        owners_of_class = _random_owners(clients, classes_per_client, classes, stream, max_tries)
+        owners_of_class = allocation.drawn(
+            stream, max_tries=max_tries, other_remedy=", or set path_rule = 'pfllib'"
+        )
     else:
         owners_of_class = _even_owners(clients, classes_per_client, classes, stream)
 
@@ -180,33 +188,6 @@ def pathological(
         owner_of_position.append(np.repeat(owners, sizes))
     return ClientSplit.of_owners(
         np.concatenate(positions), np.concatenate(owner_of_position), clients
-    )
-
-
-def _check_all_can_be_owned(clients: int, per_client: int, classes: int) -> None:
-    if per_client > classes:
-        raise InfeasiblePartition(
-            f"pathological: classes_per_client = {per_client}, but the data have {classes} "
-            "classes; lower classes_per_client"
-        )
-    if clients * per_client < classes:
-        raise InfeasiblePartition(
-            f"pathological: {clients} clients × {per_client} classes cannot hold {classes} "
-            "classes; raise clients or classes_per_client"
-        )
-
-
-def _random_owners(
-    clients: int, per_client: int, classes: int, stream: np.random.RandomState, max_tries: int
-) -> list[Labels]:
-    for _ in range(max_tries):
-        owners_of_class = random_classes(clients, per_client, classes, stream)
-        if all(map(len, owners_of_class)):
-            return owners_of_class
-    raise InfeasiblePartition(
-        f"pathological: none of {max_tries:,} draws gave each of {classes} classes a client "
-        f"({clients} clients × {per_client} classes); raise clients or classes_per_client, or set "
-        "path_rule = 'pfllib'"
     )
 
 
