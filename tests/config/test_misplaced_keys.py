@@ -164,7 +164,8 @@ def test_a_field_without_a_type_is_told_so(tmp_path: Path) -> None:
     method(tmp_path, above="@dataclass(frozen=True)", kind="")
     said = problem("[method]\nname = 'mine.py:Mine'\nbeta = 0.3", tmp_path)
     assert said.endswith(
-        "unknown key 'method.beta'; in class Mine it has no type, write: beta: float = 0.5"
+        "unknown key 'method.beta'; class Mine sets it without a type annotation; write "
+        "beta: float = 0.5"
     )
 
 

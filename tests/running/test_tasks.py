@@ -363,7 +363,7 @@ def test_peers_have_one_exchange_a_task(name: str, tmp_path: Path) -> None:
         ({"kind": "clases"}, r"did you mean 'classes'"),
         ({"kind": "classes", "taks": 3}, r"unknown key 'stream.taks'; did you mean 'stream.tasks'"),
         ({"kind": "classes", "tasks": 3, "path": "line"}, r"unknown key 'stream.path'"),
-        ({"tasks": 3}, r"stream.tasks says nothing without tasks; set stream.kind"),
+        ({"tasks": 3}, r"stream.tasks has no effect without tasks; set stream.kind"),
         ({"kind": "classes", "tasks": 6}, r"5 classes"),
         (
             {"kind": "classes", "tasks": 2, "order": [[0, 1], [2, 3]]},

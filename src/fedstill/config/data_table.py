@@ -52,9 +52,7 @@ def resolved_data_name(name: str, base: Path | None, key: str, folder: str = "")
     ConfigError for the key if the name is empty or cannot be a path.
     """
     if not name:
-        raise contradiction(
-            key, "= '' names no data", "leave it out, or name a data set, a file or a folder"
-        )
+        raise contradiction(key, "is empty", "leave it out, or name a data set, a file or a folder")
     if name in registry.names("dataset"):
         return name
     check_windows_path(name, key)
@@ -203,7 +201,7 @@ def unseen_kind(data: DataTable, flower: FlowerTable) -> Kind:
     if len(flower.shape) == 1:
         raise contradiction(
             "data.kind",
-            "is open, with data.name = 'none' and one number in flower.shape",
+            "is ambiguous when data.name = 'none' and flower.shape has one number",
             "set it to 'table', 'vector' or 'text'",
         )
     return "series" if len(flower.shape) == 2 else "image"

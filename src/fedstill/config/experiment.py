@@ -96,7 +96,7 @@ class Experiment(TopKeys):
 
     def table(self, name: str) -> dict[str, Any]:
         """A table, with names for names alone and for objects. Raises ConfigError for a value that
-        is no table.
+        is not a table.
         """
         value = getattr(self, name)
         if has_object(name, value):
@@ -154,7 +154,7 @@ def load(file: Path | str | None, overrides: tuple[str, ...] = ()) -> Experiment
     ``file``: None for the defaults. Paths in it are relative to its folder. ``overrides``: texts
     ``key=value``; a value is TOML, or else a text, and may also name a file in the working
     directory. Raises ConfigError for a file that cannot be read or is not TOML, and for texts that
-    are no overrides.
+    are not overrides.
     """
     if file is None:
         return Experiment().with_values(parse_overrides(overrides), COMMAND_LINE)
@@ -185,7 +185,7 @@ def from_tree(tree: Mapping[str, Any], origins: Origins, base: Path | None) -> E
 
 
 def check_is_experiment(value: object) -> None:
-    """Raise ConfigError for a value that is no experiment, such as a config's path or its tree."""
+    """Raise ConfigError for a value that is not an experiment, such as the path of a config."""
     if isinstance(value, Experiment):
         return
     advice = "fedstill.load('my.toml')"
@@ -359,7 +359,7 @@ def _unwrapped(thing: Any) -> Any:
 def _bind(kind: str, name: str, thing: Any) -> None:
     """Register an object under a live name. A network is registered by a constructor of copies."""
     if not callable(thing):
-        raise ConfigError(f"{kind} = {thing!r:.60} is no name, class or function")
+        raise ConfigError(f"{kind} = {thing!r:.60} is not a name, class or function")
     target = thing
     if isinstance(thing, nn.Module):
         target = Copies(thing)

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from fedstill.config.validation import (
-    UNKNOWN_NAME,
     Fields,
-    Problem,
     Schema,
-    WrongConfig,
     contradiction,
     defaults_of,
     is_legal,
     keys_of,
     schema_of,
+    unknown_name,
     validated,
 )
 from fedstill.core import descriptions, registry
@@ -141,13 +139,7 @@ def known_name(key: str, kind: str, name: str, base: Path | None) -> str:
     try:
         return resolved_name(kind, name, base)
     except UnknownName as error:
-        problem = Problem(
-            code=UNKNOWN_NAME,
-            key=key,
-            reason=f"unknown {kind} {value_text(error.name)}",
-            hint=error.advice,
-        )
-        raise WrongConfig([problem]) from error
+        raise unknown_name(key, kind, error.name, error.advice) from error
 
 
 def resolved_name(kind: str, name: str, base: Path | None) -> str:
@@ -445,7 +437,7 @@ def _client_range(ids: str, clients: int) -> range:
     if match is None:
         raise contradiction(
             f"{KEY}.{ids}",
-            "names no client",
+            "does not name a client",
             "write ids, '3' or '0-2', or give all networks shares",
         )
     first = int(match[1])

@@ -191,7 +191,7 @@ PATHS = ("start_from", "data.folder", "data.tokenizer", "flower.federation")
 """Keys whose texts are always paths."""
 
 LONGEST_PATH = 1000
-"""Texts of more characters are no paths."""
+"""Texts of more characters are not paths."""
 
 
 def with_working_directory_paths(value: Any, base: Path | None, is_path: bool = False) -> Any:

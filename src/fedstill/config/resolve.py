@@ -6,7 +6,7 @@ that one message has everything that is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -53,7 +53,6 @@ from fedstill.config.validation import (
     NO_EFFECT,
     NOT_A_TABLE,
     UNKNOWN_KEY,
-    UNKNOWN_NAME,
     PackageTable,
     Problem,
     WrongConfig,
@@ -61,12 +60,12 @@ from fedstill.config.validation import (
     keys_of,
     schema_of,
     schema_of_record,
+    unknown_name,
     validated,
-    with_tuples,
 )
 from fedstill.continual.task_test import RoundInterval
 from fedstill.core.errors import ConfigError
-from fedstill.core.fields import Count, as_table, value_text
+from fedstill.core.fields import Count, as_table, with_tuples
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.rounds import Schedule
@@ -426,7 +425,7 @@ def read_stream(experiment: Experiment, rounds: int) -> ReadStream:
         if without_effect:
             raise contradiction(
                 f"stream.{without_effect[0]}",
-                "says nothing without tasks",
+                "has no effect without tasks",
                 "set stream.kind: 'classes', 'domains' or 'drift'",
             )
         return ReadStream(named, StreamTable(tasks=1))
@@ -444,7 +443,7 @@ def _with_tasks_of_cuts(table: StreamTable, cuts: Sequence[str], *, is_set: bool
     """The table with the number of tasks that dates make. ``is_set``: whether the config sets the
     number, too.
 
-    Raises ConfigError for texts that are no dates, and for another number in the config.
+    Raises ConfigError for texts that are not dates, and for another number in the config.
     """
     cut_times(cuts)
     tasks = len(cuts) + 1
@@ -512,23 +511,24 @@ def _metrics(top: TopKeys) -> tuple[str, ...]:
     """The metrics of the run besides accuracy, with the one that ranks. Raises WrongConfig for
     unknown names.
     """
-    problems = [_unknown_metric("metrics", name, RECORDED) for name in top.metrics]
-    problems.append(_unknown_metric("rank_by", top.rank_by, RANKING))
-    wrong = [problem for problem in problems if problem.hint]
-    if wrong:
-        raise WrongConfig(wrong)
+    problems = [
+        *_unknown_metrics("metrics", top.metrics, RECORDED),
+        *_unknown_metrics("rank_by", [top.rank_by], RANKING),
+    ]
+    if problems:
+        raise WrongConfig(problems)
     names = [*top.metrics, top.rank_by]
     return tuple(dict.fromkeys(name for name in names if name != ACCURACY))
 
 
-def _unknown_metric(key: str, name: str, known: Sequence[str]) -> Problem:
-    """The problem of a name that is no metric; without a hint if it is one."""
-    return Problem(
-        code=UNKNOWN_NAME,
-        key=key,
-        reason=f"unknown metric {value_text(name)}",
-        hint=unknown_metric(name, known),
-    )
+def _unknown_metrics(key: str, names: Iterable[str], known: Sequence[str]) -> list[Problem]:
+    """The problems of names that are not those of metrics."""
+    problems: list[Problem] = []
+    for name in names:
+        hint = unknown_metric(name, known)
+        if hint:
+            problems += unknown_name(key, "metric", name, hint).problems
+    return problems
 
 
 def _device(top: TopKeys) -> str:
@@ -537,13 +537,9 @@ def _device(top: TopKeys) -> str:
     """
     if top.device != "auto":
         if not is_device(top.device):
-            problem = Problem(
-                code=UNKNOWN_NAME,
-                key="device",
-                reason=f"unknown device {value_text(top.device)}",
-                hint="use 'cpu', 'cuda', 'cuda:1', 'mps' or 'auto'",
+            raise unknown_name(
+                "device", "device", top.device, "use 'cpu', 'cuda', 'cuda:1', 'mps' or 'auto'"
             )
-            raise WrongConfig([problem])
         return top.device
     if torch.cuda.is_available() and not top.train_only:
         return "cuda"

@@ -4,7 +4,7 @@ contradictions, and the keys of a run's config.toml.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, TypeVar
@@ -159,7 +159,7 @@ class Settings(TopKeys):
         """Every value, by table, in the order of a run's config.toml.
 
         The file's bytes are hashed, so neither the order nor the keys may change;
-        ``config/settings.py`` says which keys are left out.
+        ``OPTIONAL_KEYS`` are left out if they have their defaults.
         """
         named = self.named
         tables = {
@@ -376,54 +376,40 @@ def _check_selection(settings: Settings) -> None:
 # if its value differs from the default. Keys with the value None are never written.
 
 
-# Optional keys.
-
-
-OPTIONAL_KEYS = (
-    "start_from",
-    "start_from_partial",
-    "train_only",
-    "keep_updates",
-    "metrics",
-    "rank_by",
-    "positive_class",
-    "engine_reason",
-    "select_on",
-)
-"""Keys outside all tables, which follow the others."""
-
-OPTIONAL_PLAN_KEYS = (
-    "lr_schedule",
-    "lr_step",
-    "lr_end",
-    "lr_warmup",
-    "lr_rounds",
-    "class_weights",
-)
-"""Keys of ``[plan]``. ``fedstill explain`` shows them; a config.toml only contains them if they are
-used.
+OPTIONAL_KEYS: Mapping[str, Sequence[str]] = {
+    "": (
+        "start_from",
+        "start_from_partial",
+        "train_only",
+        "keep_updates",
+        "metrics",
+        "rank_by",
+        "positive_class",
+        "engine_reason",
+        "select_on",
+    ),
+    "plan": ("lr_schedule", "lr_step", "lr_end", "lr_warmup", "lr_rounds", "class_weights"),
+    "clients": ("max_examples",),
+    "flower": ("test_every",),
+}
+"""Optional keys by table. Those outside all tables (``""``) follow the others. ``fedstill explain``
+shows those of ``[plan]``, whether they are used or not.
 """
-
-OPTIONAL_CLIENT_KEYS = ("max_examples",)
-"""Keys of ``[clients]``."""
-
-OPTIONAL_FLOWER_KEYS = ("test_every",)
-"""Keys of ``[flower]``."""
 
 
 def written_top_keys(top: TopKeys) -> dict[str, Any]:
     """The keys outside all tables in a run's config, in order."""
     values = {field.name: getattr(top, field.name) for field in fields(TopKeys)}
     defaults = {field.name: field.default for field in fields(TopKeys)}
-    optional = {key: values.pop(key) for key in OPTIONAL_KEYS}
-    return {**values, **_without_defaults(optional, defaults, OPTIONAL_KEYS)}
+    optional = {key: values.pop(key) for key in OPTIONAL_KEYS[""]}
+    return {**values, **_without_defaults("", optional, defaults)}
 
 
 def written_clients(table: ClientsTable, is_deployed: bool) -> dict[str, Any]:
     """The keys of ``[clients]`` in a run's config. ``is_deployed``: whether its clients are
     machines of a federation.
     """
-    values = _without_defaults(table.table, ClientsTable().table, OPTIONAL_CLIENT_KEYS)
+    values = _without_defaults("clients", table.table, ClientsTable().table)
     if is_deployed and values["failures"] == "tolerate":
         # Federations have always tolerated failures, so sites have accepted configs without the
         # key.
@@ -433,18 +419,19 @@ def written_clients(table: ClientsTable, is_deployed: bool) -> dict[str, Any]:
 
 def written_flower(table: FlowerTable) -> dict[str, Any]:
     """The keys of ``[flower]`` in a run's config."""
-    return _without_defaults(table.table, FlowerTable().table, OPTIONAL_FLOWER_KEYS)
+    return _without_defaults("flower", table.table, FlowerTable().table)
 
 
 def written_plan(plan: Plan) -> dict[str, Any]:
     """The keys of a stage's plan in a run's config.toml."""
-    return _without_defaults(as_table(plan), as_table(Plan()), OPTIONAL_PLAN_KEYS)
+    return _without_defaults("plan", as_table(plan), as_table(Plan()))
 
 
 def _without_defaults(
-    values: Mapping[str, Any], defaults: Mapping[str, Any], optional: Collection[str]
+    table: str, values: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The values of a table in order, without optional keys that have their defaults."""
+    optional = OPTIONAL_KEYS[table]
     return {
         key: value for key, value in values.items() if key not in optional or value != defaults[key]
     }

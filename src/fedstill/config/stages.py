@@ -16,12 +16,12 @@ from fedstill.config.tables import SITES
 from fedstill.config.validation import (
     NO_EFFECT,
     NOT_A_TABLE,
-    UNKNOWN_NAME,
     Problem,
     WrongConfig,
     contradiction,
     keys_of,
     schema_of_record,
+    unknown_name,
     validated,
 )
 from fedstill.continual.task_test import (
@@ -47,7 +47,7 @@ from fedstill.methods.fit import FIT, FITTING, FitStage
 from fedstill.methods.ridge import NO_TRAINING, RIDGE, RidgeStage
 
 SHARED_STAGES = frozenset({FIT, RIDGE, CENSUS}) | TEST_STAGES
-"""Stages that a method need not know itself."""
+"""Stages that a method does not have to declare."""
 
 
 def takes_census(method: Method, plans: Mapping[str, Plan]) -> bool:
@@ -158,7 +158,7 @@ def _check_schedule(label: str, method: Method, base: Path | None) -> None:
 
 
 def _check_plans(label: str, method: Method) -> None:
-    """Raise ConfigError for a plan that is none, and for a method without any plan."""
+    """Raise ConfigError for a value that is not a Plan, and for a method without any plan."""
     for stage, plan in method.plans.items():
         if not isinstance(plan, Plan):
             raise ConfigError(
@@ -190,7 +190,7 @@ def topology_defaults(method: Method) -> dict[str, Mapping[str, Any]]:
     """The defaults of topologies' options in a run of a method, by topology.
 
     The options in the method's ``schedule`` are those of its own topology. The stage at a task's
-    end belongs to the method, and so is the default of every other topology, too.
+    end belongs to the method, so it is also the default of all other topologies.
     """
     for_all = {key: value for key, value in method.schedule.items() if key == TASK_END}
     defaults: dict[str, Mapping[str, Any]] = dict.fromkeys(registry.names("topology"), for_all)
@@ -221,13 +221,8 @@ class PlanTable:
         """
         unknown = [stage for stage in self.stages if stage not in defaults]
         if unknown:
-            problem = Problem(
-                code=UNKNOWN_NAME,
-                key=f"plan.{unknown[0]}",
-                reason=f"unknown stage {unknown[0]!r}",
-                hint=suggestion(unknown[0], defaults),
-            )
-            raise WrongConfig([problem])
+            stage = unknown[0]
+            raise unknown_name(f"plan.{stage}", "stage", stage, suggestion(stage, defaults))
         return {stage: self._plan(default, stage, rounds) for stage, default in defaults.items()}
 
     def _plan(self, default: Plan, stage: str, rounds: int) -> Plan:
@@ -316,7 +311,7 @@ def _check_have_effect(plans: PlanTable, method: Method, experiment: Experiment)
         problem = Problem(
             code=NO_EFFECT,
             key=f"plan.{key}",
-            reason="changes nothing, for each stage has its own",
+            reason="has no effect, because every stage sets its own",
             hint=f"set {keys}",
         )
         raise WrongConfig([problem])

@@ -229,8 +229,8 @@ class UnknownKey:
             value = vars(cls)[self.path.key]
             if not callable(value):
                 return (
-                    f"in class {cls.__name__} it has no type, write: {self.path.key}: "
-                    f"{type(value).__name__} = {value!r}"
+                    f"class {cls.__name__} sets it without a type annotation; write "
+                    f"{self.path.key}: {type(value).__name__} = {value!r}"
                 )
         return ""
 
@@ -259,7 +259,7 @@ class UnknownKey:
         if self.path.table in NAMED and not self._named_thing:
             return ""
         if not self._keys_in_table:
-            return f"{self._fields_in_words}: leave it out"
+            return f"{self._fields_in_words}; leave this key out"
         if self._named_thing:
             return f"{self._fields_in_words}: write one of these, or leave it out"
         return f"choose one of {', '.join(sorted(self._keys_in_table))}"

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from fedstill.core.errors import ConfigError, cut_reason, on_one_line, suggestion
-from fedstill.core.fields import value_text
+from fedstill.core.fields import value_text, with_tuples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,6 +98,14 @@ def contradiction(key: str, reason: str, hint: str = "") -> WrongConfig:
     ``reason``: the part of the message that follows the key; ``hint``: the advice at its end.
     """
     return WrongConfig([Problem(code=CONTRADICTION, key=key, reason=reason, hint=hint)])
+
+
+def unknown_name(key: str, kind: str, name: object, hint: str) -> WrongConfig:
+    """The error about a key with the name of a thing, such as a metric, that does not exist."""
+    problem = Problem(
+        code=UNKNOWN_NAME, key=key, reason=f"unknown {kind} {value_text(name)}", hint=hint
+    )
+    return WrongConfig([problem])
 
 
 # Texts of a command line.
@@ -212,7 +220,6 @@ class PackageTable(Table):
 
     def check_new_run(self) -> None:
         """Raise WrongConfig for a table with which no run can begin at its first round."""
-        return None
 
     @property
     def stage_plans(self) -> Mapping[str, Plan]:
@@ -231,15 +238,6 @@ class PackageTable(Table):
     def changed_split(self, split: ClientSplit, labels: Tensor) -> ClientSplit:
         """Which client has which training examples. ``labels``: (n,), of all training examples."""
         return split
-
-
-def with_tuples(value: Any) -> Any:
-    """A value with tuples for lists, also in lists and tables."""
-    if isinstance(value, Mapping):
-        return {str(key): with_tuples(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return tuple(map(with_tuples, value))
-    return value
 
 
 def schema_of(name: str, keys: Fields) -> Schema:
