@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import subprocess
 import sys
@@ -291,6 +292,31 @@ def test_pictures_are_upright_and_their_sixteen_bits_are_a_warning(tmp_path: Pat
     assert "16-bit" in warning
 
 
+def test_a_data_set_may_draw_all_pictures_into_the_same_one() -> None:
+    """Threads decode large images later than they are read."""
+    side = 100
+    values = pixels(3, side, side)
+
+    class Reused(Pairs):
+        canvas = Image.new("RGB", (side, side))
+
+        def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+            self.canvas.paste(Image.fromarray(values[index].transpose(1, 2, 0)))
+            return self.canvas, int(LABELS[index])
+
+    assert same(from_python("mine", Reused(values, LABELS)), from_tensors("mine", (values, LABELS)))
+
+
+def test_a_truncated_picture_is_named() -> None:
+    file = io.BytesIO()
+    Image.fromarray(pixels(8, 8, 3)[0]).save(file, "png")
+    good = file.getvalue()
+    files = [good, good[:-60]] + [good] * 38
+    broken = Pairs([Image.open(io.BytesIO(content)) for content in files], [0, 1] * 20)
+    with pytest.raises(DataError, match=r"mine, train: example 1 cannot be decoded"):
+        from_python("mine", broken)
+
+
 def test_the_classes_of_a_data_set_are_those_of_its_subsets() -> None:
     source = Pairs(pixels(3, 8, 8), LABELS)
     source.classes = ["a", "b", "c"]  # type: ignore[attr-defined]
@@ -520,7 +546,7 @@ def test_class_names_that_differ_between_clients_are_refused() -> None:
         columns = {"a": [float(i) for i in range(10)], "label": [i % 2 for i in range(10)]}
         return datasets.Dataset.from_dict(columns, features=features)
 
-    with pytest.raises(DataError, match=r"mine, client b, train: .*'label'.*client a"):
+    with pytest.raises(DataError, match=r"'label' has different .*mine, client b.*client a"):
         from_python("mine", {"a": hub(["no", "yes"]), "b": hub(["yes", "no"])})
     assert from_python("mine", {"a": hub(["no", "yes"]), "b": hub(["no", "yes"])}).classes == (
         "no",

@@ -91,7 +91,7 @@ def test_images_that_would_be_too_many_when_they_are_resized_are_refused(
     monkeypatch.setattr("fedstill.data.sources.images.EXAMPLE_BYTES", 0)
     assert len(public(public_from=str(folder), public_resize=True)) == 40
     monkeypatch.setattr(checks, "memory_bytes", lambda: 3 * 39 * 4 * 4)
-    with pytest.raises(DataError, match=r"640 bytes, .* 624 bytes"):
+    with pytest.raises(DataError, match=r"640 bytes of memory, .* 624 bytes"):
         public(public_from=str(folder), public_resize=True)
 
 
@@ -153,7 +153,7 @@ def test_another_data_set_must_have_the_classes_or_give_no_labels() -> None:
         ),
         ({"public": 300}, "leaves nothing"),
         ({"public_from": "nowhere"}, "^data.public_from: unknown dataset 'nowhere'"),
-        ({"public_from": "/"}, "/ is the root of a file system, not the folder of a data set; "),
+        ({"public_from": "/"}, "/ is the root of a file system, not a data set; "),
     ],
 )
 def test_too_many_or_none_are_refused(data: dict[str, object], says: str) -> None:

@@ -368,7 +368,7 @@ def test_skipped_images_leave_labels_and_owners_in_step(place: Path) -> None:
     good = [number for number in range(40) if number not in (0, 11, 25, 32)]
     assert sorted(every_example(data)[:, 0, 0, 0].tolist()) == good
     (warning,) = [text for text in data.about.warnings if "broken" in text]
-    assert "4 of 40 images" in warning
+    assert "4 broken images of 40" in warning
 
     without = table(
         place / "without",
@@ -430,7 +430,7 @@ def test_images_of_the_hub_are_turned_and_skipped(monkeypatch: pytest.MonkeyPatc
     train = data.splits["train"]
     assert train.values.shape == (31, 3, 16, 10)
     assert train.labels.tolist() == [0, *[number % 2 for number in range(2, 32)]]
-    assert "1 of 32 images" in data.about.warnings[0]
+    assert "1 broken image of 32" in data.about.warnings[0]
 
 
 def test_a_file_of_the_hub_that_cannot_be_fetched_breaks_no_image(
@@ -491,11 +491,11 @@ def test_the_journal_and_explain_count_skipped_images(
         encoding="utf-8",
     )
     assert call(["explain", "run.toml", "--no-split"]) == 0
-    assert "2 of 42 images" in " ".join(capsys.readouterr().out.split())
+    assert "2 broken images of 42" in " ".join(capsys.readouterr().out.split())
     fedstill.run(fedstill.load("run.toml"), out="out")
     journal = Path("out/journal.jsonl").read_text(encoding="utf-8")
     start = json.loads(journal.splitlines()[0])
-    assert any("2 of 42 images" in note for note in start["notes"])
+    assert any("2 broken images of 42" in note for note in start["notes"])
     config = Path("out/config.toml").read_text(encoding="utf-8")
     assert 'broken = "skip"' in config
     assert 'mode = "grey"' in config

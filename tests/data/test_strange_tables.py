@@ -199,7 +199,7 @@ def test_a_file_of_names_alone_has_no_rows() -> None:
 
 def test_one_parquet_file_is_named_not_its_folder() -> None:
     pq.write_table(pa.table({"x": [1.0], "y": [1]}), "mine.parquet")
-    with pytest.raises(DataError, match=r"mine\.parquet .*'x', 'y'"):
+    with pytest.raises(DataError, match=r"mine\.parquet: .*'x', 'y'"):
         load_dataset("mine.parquet")
 
 

@@ -181,7 +181,7 @@ def test_all_columns_of_numbers_are_a_table_where_nothing_is_said(place: Path) -
             r"'pain' holds whole numbers beyond 2\^53.*data\.columns",
         ),
         ({"label": [None] * 10}, {**WANTED, "missing": "drop"}, "example 0 has no label"),
-        ({"label": None}, WANTED, "not one clear label column among"),
+        ({"label": None}, WANTED, "cannot tell which column holds the labels"),
         (
             {},
             {"input": "sex", "kind": "series"},
@@ -201,7 +201,7 @@ def test_what_is_wrong_is_named_with_what_to_do(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"a,a,label\n1,2,0\n3,4,1\n", "has the column 'a' twice; rename one"),
+        (b"a,a,label\n1,2,0\n3,4,1\n", "has two columns named 'a'; rename one"),
         (
             "a,stadt,label\n1,K\xf6ln,0\n2,Bonn,1\n".encode("latin-1"),
             "column 'stadt', is not in UTF-8",
@@ -379,7 +379,7 @@ def test_what_is_no_example_of_a_kind_is_refused_from_python() -> None:
         made(torch.full((4, 7), float("nan")))
     with pytest.raises(DataError, match="vocabulary="):
         made(torch.ones(4, 7).int())
-    with pytest.raises(DataError, match="are no series"):
+    with pytest.raises(DataError, match="are not series"):
         made(torch.zeros(4, 7), kind="series")
     with pytest.raises(ConfigError, match="mean and std"):
         made(torch.zeros(4, 7), mean=[0.0], std=[1.0])

@@ -15,7 +15,7 @@ from PIL import Image
 
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.core.stream import cut_times, tasks_of_times
-from fedstill.data.sources import load_dataset
+from fedstill.data.sources import load, load_dataset
 
 CUTS = ("2022-01-01", "2023-01-01")
 
@@ -96,6 +96,28 @@ def test_images_in_a_parquet_file_have_times_too(tmp_path: Path) -> None:
         match=r"'taken' .*time_column in site",
     ):
         load_dataset(str(tmp_path / "scans.parquet"), owner="taken", cuts=CUTS)
+
+
+def test_a_fifth_of_each_task_is_held_out_of_data_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in hub: the library is given the file that the hub would give it."""
+    import datasets
+
+    path = tmp_path / "mine.parquet"
+    frame = rows()
+    frame.assign(taken=frame["taken"].dt.strftime("%Y-%m-%d")).to_parquet(path)
+    read = datasets.load_dataset
+    monkeypatch.setattr(load, "_check_hub_has", lambda name, remedy: None)
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda name, streaming: read("parquet", data_files=str(path), streaming=streaming),
+    )
+    on_hub = load_dataset("somebody/data", owner="taken", cuts=CUTS)
+    in_file = load_dataset(str(path), owner="taken", cuts=CUTS)
+    assert np.array_equal(on_hub.test.values, in_file.test.values)
+    assert np.array_equal(on_hub.train.values, in_file.train.values)
 
 
 def test_a_moment_belongs_to_the_task_that_begins_with_it() -> None:

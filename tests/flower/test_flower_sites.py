@@ -434,7 +434,7 @@ def test_a_site_reads_its_images_as_the_run_does_and_reports_what_it_left_out(
     facts = Facts(("cat", "dog"), (1, 4, 4))
     own = read_alike(settings, facts, str(tmp_path / "own"), {})
     assert own.input_shape == (1, 4, 4)
-    assert "2 of 12 images" in caplog.text
+    assert "2 broken images of 12" in caplog.text
 
 
 def test_class_names_are_the_same_in_every_unicode_form(tmp_path: Path) -> None:

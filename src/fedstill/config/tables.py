@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal
 
@@ -29,7 +29,16 @@ from fedstill.core.fields import (
 )
 from fedstill.core.screen import MAX_EXAMPLES, Failures, MostExamples, Rules
 from fedstill.core.stream import Head
-from fedstill.data.dataset import Broken, Kind, Missing, Mode, Value
+from fedstill.data.dataset import (
+    CONFIG_KEYS,
+    Broken,
+    Kind,
+    Missing,
+    Mode,
+    ReadingOptions,
+    Side,
+    Value,
+)
 from fedstill.engines.hardware import Precision
 from fedstill.metrics.classification import ACCURACY, SelectionData
 
@@ -126,7 +135,6 @@ class StreamTable(Table):
         return max(end - start for start, end in pairwise(starts))
 
 
-Side = Annotated[int, Interval(ge=1, le=4096)]
 Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
 Attack = Literal["sign_flip", "scaled", "label_flip"]
 Change = Literal["crop", "crop_reflect", "flip", "cutout", "rotation"]
@@ -392,28 +400,12 @@ class DataTable(Table):
     @property
     def form(self) -> dict[str, Any]:
         """The set keys about the form of examples, as fields of ``ReadingOptions``."""
-        values = {field: getattr(self, key) for field, key in _FORM_KEYS.items()}
+        values = {}
+        for field in fields(ReadingOptions):
+            key = CONFIG_KEYS.get(field.name, field.name)
+            values[field.name] = self.table.get(key)
         values["categorical"] = tuple(self.categories.items()) or None
         return {field: value for field, value in values.items() if value is not None}
-
-
-_FORM_KEYS = {
-    "kind": "kind",
-    "columns": "columns",
-    "input": "input_column",
-    "missing": "missing",
-    "marks": "missing_marks",
-    "missing_values": "missing_values",
-    "unlabelled": "unlabelled",
-    "split_column": "split_column",
-    "decimal": "decimal",
-    "tokenizer": "tokenizer",
-    "vocabulary": "vocabulary",
-    "length": "length",
-}
-"""The key of ``[data]`` for each field of ``ReadingOptions``; ``categorical`` has another type
-there.
-"""
 
 
 class ClientsTable(Table):

@@ -7,14 +7,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from numpy.typing import NDArray
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.fields import nfc
+from fedstill.core.fields import nfc, problem, with_tuples
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples
 
@@ -28,6 +29,9 @@ ids.
 
 Missing = Literal["refuse", "drop", "mean"]
 """The treatment of missing numbers: an error, leaving the row out, or the mean of the column."""
+
+Side = Annotated[int, Interval(ge=1, le=4096)]
+"""The height and width in pixels to which images are resized."""
 
 Mode = Literal["grey", "rgb"]
 """The mode to which images are converted."""
@@ -119,10 +123,17 @@ class ReadingOptions:
 
 DEFAULT_OPTIONS = ReadingOptions()
 
+CONFIG_KEYS = {"input": "input_column", "marks": "missing_marks"}
+"""The fields of ``ReadingOptions`` that have another name in ``[data]``."""
+
+
+IMAGE_FIELDS: Mapping[str, Any] = {"size": Side | None, "mode": Mode | None, "broken": Broken}
+"""The fields of ``ReadRequest`` on the decoding of images, and their types."""
+
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """A request to read a data set. Raises ConfigError for an unknown ``mode`` or ``broken``."""
+    """A request to read a data set. Raises ConfigError for a wrong size, mode or ``broken``."""
 
     image: str | None = None
     """The column of images; None to infer it."""
@@ -140,14 +151,10 @@ class ReadRequest:
     """The treatment of images that cannot be decoded."""
 
     def __post_init__(self) -> None:
-        _check_choice("mode", self.mode, (None, *get_args(Mode)))
-        _check_choice("broken", self.broken, get_args(Broken))
-
-
-def _check_choice(field: str, value: object, choices: Sequence[str | None]) -> None:
-    if value not in choices:
-        names = " or ".join(repr(choice) for choice in choices if choice is not None)
-        raise ConfigError(f"data.{field} = {value!r} is unknown; set {names}, or remove it")
+        for name, hint in IMAGE_FIELDS.items():
+            fault = problem(hint, getattr(self, name))
+            if fault:
+                raise ConfigError(f"data.{name} = {fault}; correct or remove it")
 
 
 @dataclass(frozen=True)
@@ -197,7 +204,7 @@ class DatasetInfo:
         """
         fields_of = {name: field for field, name in JSON_NAMES.items()}
         return DatasetInfo(
-            **{fields_of.get(name, name): _with_tuples(value) for name, value in values.items()}
+            **{fields_of.get(name, name): with_tuples(value) for name, value in values.items()}
         )
 
     @property
@@ -227,18 +234,7 @@ IMAGE_INFO = DatasetInfo()
 """The description of images."""
 
 
-def _with_tuples(value: Any) -> Any:
-    """A value with tuples instead of lists, at any depth."""
-    if isinstance(value, list):
-        return tuple(map(_with_tuples, value))
-    return value
-
-
-MOST_FEATURES = 12
-"""The maximum number of features in a message."""
-
-
-def shortened_list(names: Sequence[str], most: int) -> str:
+def shortened_list(names: Sequence[str], most: int = 12) -> str:
     """Names for a message: the first ones, and the number of the others.
 
     >>> shortened_list(["a", "b"], 2), shortened_list(["a", "b", "c"], 2)
@@ -264,7 +260,7 @@ def examples_text(inputs: Mapping[str, Any]) -> str:
         names = [str(name) for name in inputs.get("features", ())]
         sentence = f"examples are {PLURALS['table']}, {shape[0]} features"
         if names:
-            sentence += f": {shortened_list(names, MOST_FEATURES)}"
+            sentence += f": {shortened_list(names)}"
         return sentence
     if kind == "series":
         return f"examples are {PLURALS['series']}: {shape[0]} channels of {shape[1]} steps"

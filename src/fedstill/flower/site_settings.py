@@ -13,9 +13,9 @@ from fedstill.config.validation import fields_of_record, schema_of, validated
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import CountOrZero
-from fedstill.core.files import read_toml
+from fedstill.core.files import named_path, read_toml
 from fedstill.data.sources.catalog import KNOWN_FOLDERS
-from fedstill.data.sources.folders import at_home, local_folder
+from fedstill.data.sources.folders import local_folder
 
 # The settings of a site: the file ``site.toml`` on a client's machine.
 
@@ -128,7 +128,7 @@ def files_in(tree: Mapping[str, Any]) -> list[str]:
         tree.get("clients"),
         _table(tree, "data").get("features_of"),
     )
-    names += [text for text in texts_in(values) if "/" in text and Path(at_home(text)).exists()]
+    names += [text for text in texts_in(values) if "/" in text and named_path(text).exists()]
     return sorted({name for name in names if name})
 
 

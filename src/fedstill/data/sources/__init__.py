@@ -1,6 +1,4 @@
-"""Data sets by name through one loader: local folders, what the system has, the Hugging Face hub,
-tensors.
-"""
+"""Reads data sets from local files, system packages, the Hugging Face hub and Python objects."""
 
 from fedstill.data.sources.in_memory import from_python
 from fedstill.data.sources.load import load_dataset

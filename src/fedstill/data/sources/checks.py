@@ -22,9 +22,16 @@ from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError, on_one_line
 from fedstill.core.fields import nfc
-from fedstill.data.dataset import PLURALS, Decoded, Digests, Split
+from fedstill.data.dataset import (
+    DEFAULT_OPTIONS,
+    PLURALS,
+    Decoded,
+    Digests,
+    ReadingOptions,
+    Split,
+)
 from fedstill.data.sources.catalog import KnownData
-from fedstill.data.sources.splits import SPLITS
+from fedstill.data.sources.splits import SPLITS, hold_out
 
 # Limits on the size of data.
 
@@ -35,7 +42,7 @@ PIXELS = 1 << 26
 IMAGE_BYTES = 4 * PIXELS
 """The largest size of an image file in bytes: the size of an uncompressed image of ``PIXELS``."""
 
-SHARE = 3
+MEMORY_DIVISOR = 3
 """A data set may take 1/3 of the memory. Reading makes a copy, and the run needs the rest."""
 
 UNKNOWN_MEMORY = 12 << 30
@@ -77,7 +84,7 @@ def memory_bytes() -> int:
 
 def most_bytes() -> int:
     """The largest size of a data set in bytes."""
-    return memory_bytes() // SHARE
+    return memory_bytes() // MEMORY_DIVISOR
 
 
 def check_size(source: str | Path, claimed: int, stored: int | None = None) -> None:
@@ -88,9 +95,8 @@ def check_size(source: str | Path, claimed: int, stored: int | None = None) -> N
     most = most_bytes()
     if claimed > most:
         raise DataError(
-            f"{source} claims to hold {size_text(claimed)}, but this machine reads at most "
-            f"{size_text(most)}, 1/{SHARE} of its memory; use a part of the data, or a machine "
-            "with more memory"
+            f"{source} needs {size_text(claimed)} of memory, but data may use at most "
+            f"{size_text(most)} here (1/{MEMORY_DIVISOR} of the machine's memory); use a subset"
         )
     if stored is not None:
         check_ratio(source, claimed, stored)
@@ -100,8 +106,8 @@ def check_ratio(source: str | Path, claimed: int, stored: int) -> None:
     """Raise DataError for a file with an implausible compression ratio."""
     if claimed > max(FREE, RATIO * stored):
         raise DataError(
-            f"{source} has {size_text(stored)} and claims to hold {size_text(claimed)}, over "
-            f"{RATIO} times as much; if this is correct, write it uncompressed"
+            f"{source} is {size_text(stored)}, but would unpack to {size_text(claimed)}, more than "
+            f"{RATIO} times its size; if that is intended, store it uncompressed"
         )
 
 
@@ -176,8 +182,8 @@ def files_below(place: Path, data_suffixes: Collection[str]) -> list[Path]:
     real = Path(os.path.realpath(place))
     if real == Path(real.anchor):
         raise DataError(
-            f"{place} is the root of a file system, not the folder of a data set; choose that "
-            "folder"
+            f"{place} is the root of a file system, not a data set; name the folder that contains "
+            "the data"
         )
     with file_errors(place):
         return sorted(_Walk(place, data_suffixes).files(place, ()))
@@ -231,7 +237,8 @@ class _Walk:
 
     def _refuse(self, reason: str) -> None:
         raise DataError(
-            f"{self.place} {reason}: it is not the folder of a data set; choose that folder"
+            f"{self.place} {reason}: this does not look like a data set; name the folder that "
+            "contains the data"
         )
 
 
@@ -266,18 +273,6 @@ def checked_label(source: str, row: int, value: Any) -> int | str:
     if isinstance(value, float):
         remedy += "; fedstill does not support regression"
     raise DataError(f"{source}: example {row} has the label {text}; {remedy}")
-
-
-def class_ids(source: str, values: Iterable[Any]) -> NDArray[np.int64]:
-    """Integer labels (N,); raises DataError for the first label that is not a whole number."""
-    labels = [checked_label(source, row, value) for row, value in enumerate(values)]
-    for row, label in enumerate(labels):
-        if isinstance(label, str):
-            raise DataError(
-                f"{source}: example {row} has the label {label!r}, but labels must be class ids "
-                "(whole numbers from 0)"
-            )
-    return np.array(labels, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,8 +321,8 @@ def check_labels(part: str, labels: NDArray[Any], count: int) -> None:
         raise DataError(problem + _shape_remedy(labels, count))
     if labels.dtype.kind in "OSU":
         raise DataError(
-            f"{problem}: names, ids = np.unique(labels, return_inverse=True), then pass ids, and "
-            "classes=names"
+            f"{problem}; convert them with names, ids = np.unique(labels, return_inverse=True), "
+            "then pass ids and classes=names"
         )
     if labels.dtype.kind == "f":
         check_whole(part, labels)
@@ -365,6 +360,23 @@ def check_whole(part: str, labels: NDArray[Any]) -> None:
 
 BLOCK = 4096
 """The number of images that are hashed at once, so that a large data set is not copied."""
+
+
+def completed(
+    name: str,
+    data: Decoded,
+    options: ReadingOptions = DEFAULT_OPTIONS,
+    entry: KnownData | None = None,
+    *,
+    in_place: bool = False,
+) -> Decoded:
+    """The verified data with a test split, for which a fifth is held out if there is none.
+
+    options, in_place: as for ``hold_out``. entry: the facts about a known data set.
+    """
+    if "train" in data.splits:
+        data = hold_out(name, data, options, in_place=in_place)
+    return verified(name, data, entry)
 
 
 def verified(name: str, data: Decoded, entry: KnownData | None = None) -> Decoded:
@@ -442,7 +454,7 @@ def _classes(name: str, data: Decoded, entry: KnownData | None) -> tuple[str, ..
         if data.classes is not None and _letters(data.classes) != _letters(entry.classes):
             raise DataError(
                 f"{name}: the classes are {', '.join(data.classes)}, not "
-                f"{', '.join(entry.classes)}; this is other data: give the folder another name"
+                f"{', '.join(entry.classes)}; this is a different data set; rename the folder"
             )
         return entry.classes
     if data.classes is not None:
@@ -467,8 +479,7 @@ def _check_columns(entry: KnownData, data: Decoded) -> None:
     for split, expected in entry.digests.items():
         if data.source_digests.get(split, expected) != expected:
             raise DataError(
-                f"{entry.name}, {split}: the examples differ from the data set; give the folder "
-                "another name"
+                f"{entry.name}, {split}: the examples differ from the data set; rename the folder"
             )
 
 
@@ -476,8 +487,8 @@ def _check_images(entry: KnownData, data: Decoded) -> None:
     """Compare the sizes, the shape and the checksums of images."""
     sizes = {split: len(data.splits[split]) for split in SPLITS if split in data.splits}
     remedy = (
-        "the files are incomplete or other data: download them again, or give the folder another "
-        "name"
+        "the files are incomplete or a different data set; download them again, or rename the "
+        "folder"
     )
     if any(sizes.get(split) != size for split, size in entry.sizes.items()):
         raise DataError(f"{entry.name} has {sizes} examples, not {dict(entry.sizes)}; {remedy}")

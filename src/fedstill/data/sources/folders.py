@@ -20,31 +20,33 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError, cut_reason, on_one_line
+from fedstill.core.files import named_path
 from fedstill.core.registry import names
 from fedstill.data.cache import cached
 from fedstill.data.dataset import Decoded, Kind, ReadingOptions, ReadRequest, Split
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
 from fedstill.data.sources.checks import (
     EXAMPLE_BYTES,
+    PICTURE_CHANNELS,
     check_size,
-    class_ids,
+    checked_label,
+    completed,
     file_errors,
     files_below,
-    verified,
 )
-from fedstill.data.sources.encode import frames_of, read_frames, schema_of
+from fedstill.data.sources.encode import frames_of
 from fedstill.data.sources.image_sets import (
     check_not_encoded,
     labels_in_table,
     read_columns,
     read_image_folder,
+    read_without_images,
 )
 from fedstill.data.sources.images import IMAGE_SUFFIXES
 from fedstill.data.sources.schema import check_images_only, image_columns, table_schema
 from fedstill.data.sources.splits import (
     FileSplits,
     file_list,
-    hold_out,
     split_tables,
     splits_in,
 )
@@ -63,17 +65,7 @@ def data_root(folder: str | Path | None) -> Path | None:
         root = os.environ.get("FEDSTILL_DATA")
     if not root:
         return None
-    return at_home(root)
-
-
-def at_home(path: str | Path) -> Path:
-    """Replace ``~`` in a path by the home folder. Raises DataError if there is no home folder."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise DataError(
-            f"{path} refers to a home folder that does not exist; use the full path"
-        ) from error
+    return named_path(root)
 
 
 def local_folder(name: str, folder: str | Path | None) -> Path | None:
@@ -92,6 +84,16 @@ def is_data_file(path: Path) -> bool:
     return path.suffix.lower() in DATA_SUFFIXES and path.is_file()
 
 
+def is_table(path: Path) -> bool:
+    """Whether a path has the suffix of a parquet or CSV file."""
+    return path.suffix.lower() in TABLE_SUFFIXES
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a path has the suffix of a parquet file."""
+    return path.suffix.lower() == ".parquet"
+
+
 def read_file(name: str, path: Path, request: ReadRequest) -> Decoded:
     """The verified data in a parquet, CSV or NPZ file; without a test split, a fifth is held out.
 
@@ -105,17 +107,15 @@ def read_file(name: str, path: Path, request: ReadRequest) -> Decoded:
     }
 
     def decode() -> Decoded:
-        return _with_test_split(name, _decoded_file(path, request), request)
+        data = _decoded_file(path, request)
+        return completed(name, data, request.options, in_place=True)
 
     return cached(path.stem, key_fields, decode)
 
 
 def _decoded_file(path: Path, request: ReadRequest) -> Decoded:
-    suffix = path.suffix.lower()
-    if suffix == ".parquet":
-        return read_parquet(path.parent, {"train": [path]}, request)
-    if suffix in CSV_SUFFIXES:
-        return read_csv(path.parent, {"train": [path]}, request)
+    if is_table(path):
+        return read_tables(path.parent, {"train": [path]}, request)
     check_images_only(str(path), request.options)
     check_not_encoded(str(path), request)
     return read_npz(path)
@@ -143,10 +143,12 @@ def read_folder(
                 f"{place} is empty; it needs parquet or CSV files, or images in folders named by "
                 "their class"
             )
-        data = _with_test_split(name, _decoded_folder(place, files, request), request, entry)
+        tables = table_splits(place, files)
+        data = _decoded_folder(place, files, tables, request)
+        data = completed(name, data, request.options, entry, in_place=True)
         if entry is not None:
             return data
-        return _with_file_note(data, place, files)
+        return replace(data, about=data.about.with_notes(_file_note(tables)))
 
     return cached(name, key_fields, decode)
 
@@ -157,18 +159,10 @@ def _stamp(place: Path, path: Path) -> tuple[str, int, int]:
     return str(path.relative_to(place)), status.st_size, status.st_mtime_ns
 
 
-def _with_test_split(
-    name: str, data: Decoded, request: ReadRequest, entry: KnownData | None = None
+def _decoded_folder(
+    place: Path, files: Sequence[Path], tables: FileSplits, request: ReadRequest
 ) -> Decoded:
-    """Verified data with a test split."""
-    if "train" in data.splits:
-        data = hold_out(name, data, request.options, in_place=True)
-    return verified(name, data, entry)
-
-
-def _decoded_folder(place: Path, files: Sequence[Path], request: ReadRequest) -> Decoded:
     """The data in a folder, by its layout: tables, IDX, NPZ, or images by class."""
-    tables = table_splits(place, files)
     if tables.files:
         return _decoded_tables(place, tables, files, request)
     check_images_only(str(place), request.options)
@@ -184,13 +178,8 @@ def _decoded_folder(place: Path, files: Sequence[Path], request: ReadRequest) ->
 def _decoded_tables(
     place: Path, tables: FileSplits, files: Sequence[Path], request: ReadRequest
 ) -> Decoded:
-    first = next(chain.from_iterable(tables.files.values()))
-    warning = ""
-    if first.suffix.lower() == ".parquet":
-        warning = _images_warning(tables.files, files, request)
-        data = read_parquet(place, tables.files, request)
-    else:
-        data = read_csv(place, tables.files, request)
+    warning = _images_warning(tables.files, files, request)
+    data = read_tables(place, tables.files, request)
     return replace(data, about=data.about.with_warnings(*tables.warnings, warning))
 
 
@@ -200,7 +189,7 @@ def table_splits(place: Path, files: Sequence[Path]) -> FileSplits:
     CSV files next to images do not count. Raises DataError if some splits are parquet files and
     others are CSV files.
     """
-    parquet = [path for path in files if path.suffix.lower() == ".parquet"]
+    parquet = [path for path in files if is_parquet(path)]
     csv = [path for path in files if path.suffix.lower() in CSV_SUFFIXES]
     has_images = any(path.suffix.lower() in IMAGE_SUFFIXES for path in files)
     if not parquet and has_images:
@@ -239,6 +228,17 @@ def _images_warning(
     return f"ignored because there are parquet files: {len(images):,} image files"
 
 
+def read_tables(folder: Path, files: Mapping[str, Sequence[Path]], request: ReadRequest) -> Decoded:
+    """Read the table files of a folder by split: either parquet files or CSV files.
+
+    Raises DataError like ``read_parquet`` and ``read_csv``.
+    """
+    first = next(chain.from_iterable(files.values()))
+    if is_parquet(first):
+        return read_parquet(folder, files, request)
+    return read_csv(folder, files, request)
+
+
 def read_csv(folder: Path, files: Mapping[str, Sequence[Path]], request: ReadRequest) -> Decoded:
     """Read the CSV files of a folder by split.
 
@@ -249,14 +249,13 @@ def read_csv(folder: Path, files: Mapping[str, Sequence[Path]], request: ReadReq
     for frame in frames.values():
         if not frame.rows:
             place = single_file(frame.files) or source
-            raise DataError(f"{place} has a line of column names but no rows; add rows")
-    schema = schema_of(source, frames, request)
-    if schema is None:
+            raise DataError(f"{place} has a header but no rows; add rows")
+    data = read_without_images(source, frames, request)
+    if data is None:
         raise DataError(
             f"{source}: a CSV file holds no images; remove data.image_column and data.kind"
         )
-    check_not_encoded(source, request)
-    return read_frames(source, frames, schema)
+    return data
 
 
 def read_parquet(
@@ -295,13 +294,12 @@ def _damaged(files: Mapping[str, Sequence[Path]]) -> Path | None:
     return None
 
 
-def _with_file_note(data: Decoded, place: Path, files: Sequence[Path]) -> Decoded:
-    """The data with a note about the table files of each split, if a split has several."""
-    by_split = table_splits(place, files).files
-    if all(len(paths) == 1 for paths in by_split.values()):
-        return data
-    sources = [f"{split} from {file_list(paths)}" for split, paths in by_split.items()]
-    return replace(data, about=data.about.with_notes(f"read {'; '.join(sources)}"))
+def _file_note(tables: FileSplits) -> str:
+    """A note about the table files of each split, if a split has several, or ""."""
+    if all(len(paths) == 1 for paths in tables.files.values()):
+        return ""
+    sources = [f"{split} from {file_list(paths)}" for split, paths in tables.files.items()]
+    return f"read {'; '.join(sources)}"
 
 
 # The kind of a data set's examples, before the data set is read.
@@ -337,12 +335,12 @@ def likely_kind(name: str, folder: str, label_column: str, options: Mapping[str,
 
 def _first_table(place: Path) -> Path | None:
     """The file itself, or the first table in a folder."""
-    if place.is_file() and place.suffix.lower() in TABLE_SUFFIXES:
+    if place.is_file() and is_table(place):
         return place
     if not place.is_dir():
         return None
     paths = sorted(islice(place.iterdir(), FILES_LOOKED_AT))
-    tables = (path for path in paths if path.suffix.lower() in TABLE_SUFFIXES and path.is_file())
+    tables = (path for path in paths if is_table(path) and path.is_file())
     return next(tables, None)
 
 
@@ -350,7 +348,7 @@ def _first_table(place: Path) -> Path | None:
 def _kind_of_table(file: Path, modified: int, label_column: str, options: ReadingOptions) -> Kind:
     """The kind of a table's examples; ``modified``: its modification time, for the cache key."""
     frame: ParquetFrame | CsvFrame = CsvFrame((file,), options)
-    if file.suffix.lower() == ".parquet":
+    if is_parquet(file):
         frame = ParquetFrame((file,), options)
     request = ReadRequest(label=label_column or None, options=options.normalised)
     try:
@@ -428,9 +426,6 @@ def _unpacked(path: Path, dimensions: int) -> NDArray[np.uint8] | None:
 
 MEDMNIST_NAMES = {"train": "train", "validation": "val", "test": "test"}
 """The prefixes of array names, by split."""
-
-CHANNELS = (1, 3, 4)
-"""The possible numbers of channels of images."""
 
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 PACKED = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
@@ -534,8 +529,8 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
         start = file.tell()
     if dtype.kind in "US" and info.filename.endswith("_labels.npy"):
         raise DataError(
-            f"{info.filename} holds texts or bytes, not class ids; names, ids = "
-            "np.unique(labels, return_inverse=True), and save ids"
+            f"{info.filename} holds texts or bytes, not class ids; convert them with names, ids = "
+            "np.unique(labels, return_inverse=True), then save ids"
         )
     if dtype.hasobject or dtype.subdtype is not None or dtype.kind not in "biuf":
         raise ValueError(f"{info.filename} holds {dtype}, not numbers")
@@ -576,11 +571,16 @@ def _npz_split(path: Path, archive: zipfile.ZipFile, key: str) -> Split:
     labels = _npz_array(archive, f"{key}_labels.npy")
     if images.ndim == 3:
         images = images[..., None]
-    ids = class_ids(f"{path}, {key}_labels", labels.reshape(-1).tolist())
-    has_channels_last = images.shape[3] in CHANNELS or images.shape[1] not in CHANNELS
+    source = f"{path}, {key}_labels"
+    class_ids = [
+        checked_label(source, row, label) for row, label in enumerate(labels.reshape(-1).tolist())
+    ]
+    has_channels_last = (
+        images.shape[3] in PICTURE_CHANNELS or images.shape[1] not in PICTURE_CHANNELS
+    )
     if has_channels_last:
         images = images.transpose(0, 3, 1, 2)
-    return Split(np.ascontiguousarray(images), ids)
+    return Split(np.ascontiguousarray(images), np.array(class_ids, dtype=np.int64))
 
 
 def _npz_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:

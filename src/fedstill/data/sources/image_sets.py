@@ -18,11 +18,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from fedstill.core.errors import DataError
 from fedstill.core.fields import nfc
-from fedstill.data.dataset import FILE, Decoded, ReadingOptions, ReadRequest, shortened_list
+from fedstill.data.dataset import FILE, Decoded, ReadRequest, shortened_list
 from fedstill.data.encoding import is_missing
 from fedstill.data.sources.checks import (
     RawSplit,
@@ -40,20 +41,20 @@ from fedstill.data.sources.images import (
     Pixels,
 )
 from fedstill.data.sources.schema import (
+    check_owner,
     class_names,
     image_columns,
     label_column,
     no_column,
-    no_owner,
 )
 from fedstill.data.sources.splits import (
-    NAMED_FILES,
     FileSplits,
     client_name,
+    file_list,
     split_images,
     split_named,
 )
-from fedstill.data.sources.tables import ImageFrame
+from fedstill.data.sources.tables import Frame, ImageFrame
 
 # The images of a split. Large images are decoded in several threads. Results and errors are used in
 # the order of the rows, so that they do not depend on the number of threads.
@@ -159,10 +160,12 @@ class _Row:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the encoded image, if they are in memory."""
-        if not isinstance(self.cell, Mapping):
-            return 0
-        return len(self.cell.get("bytes") or b"")
+        """The bytes of the encoded image or PIL image, if they are in memory."""
+        if isinstance(self.cell, Image.Image):
+            return self.cell.width * self.cell.height * len(self.cell.getbands())
+        if isinstance(self.cell, Mapping):
+            return len(self.cell.get("bytes") or b"")
+        return 0
 
     def decode(self, pictures: Pictures) -> None:
         """Replace the encoded image by a picture or an error."""
@@ -341,8 +344,11 @@ def with_owners(
 def _broken_warning(source: str, split: str, rows: ImageRows) -> str:
     if not rows.broken:
         return ""
+    noun = "images"
+    if len(rows.broken) == 1:
+        noun = "image"
     return (
-        f"left out {len(rows.broken):,} of {rows.rows:,} images in {split}, which are broken "
+        f"left out {len(rows.broken):,} broken {noun} of {rows.rows:,} in {split} "
         f"({_named(source, rows.broken)})"
     )
 
@@ -401,15 +407,14 @@ def read_columns(
     if a row refers to them. Raises DataError for missing or ambiguous columns, and for values that
     cannot be read.
     """
-    schema = schema_of(source, frames, request)
-    if schema is not None:
-        check_not_encoded(source, request)
-        return read_frames(source, frames, schema)
+    data = read_without_images(source, frames, request)
+    if data is not None:
+        return data
 
     rows = {}
     names: tuple[str, ...] | None = None
     for split, frame in frames.items():
-        _check_owner(source, frame.schema.names, request.options)
+        check_owner(source, frame.schema.names, request.options)
         image = _image_column(source, frame.schema, request)
         label = label_column(source, frame.schema, request)
         names = names or class_names(frame.schema, label)
@@ -424,6 +429,17 @@ def read_columns(
     return with_owners(source, data, rows, owner_tables)
 
 
+def read_without_images(
+    source: str, frames: Mapping[str, Frame], request: ReadRequest
+) -> Decoded | None:
+    """The rows of {split: frame} as arrays of columns other than images; None for images."""
+    schema = schema_of(source, frames, request)
+    if schema is None:
+        return None
+    check_not_encoded(source, request)
+    return read_frames(source, frames, schema)
+
+
 def _image_column(source: str, schema: pa.Schema, request: ReadRequest) -> str:
     """The column of images; DataError if it is missing or ambiguous."""
     candidates = image_columns(schema)
@@ -433,11 +449,6 @@ def _image_column(source: str, schema: pa.Schema, request: ReadRequest) -> str:
     if name is None or name not in schema.names:
         raise DataError(no_column(source, "image", name, schema.names))
     return name
-
-
-def _check_owner(source: str, columns: Sequence[str], options: ReadingOptions) -> None:
-    if options.owner and options.owner not in (FILE, *columns):
-        raise DataError(no_owner(source, options, columns))
 
 
 def check_not_encoded(source: str, request: ReadRequest) -> None:
@@ -513,8 +524,10 @@ def _table_warning(place: Path, files: Sequence[Path], images: Sequence[Path]) -
     is_flat = _without_class([path.relative_to(place) for path in images]) is not None
     if metadata or is_flat or len(classes) == 1:
         raise DataError(labels_in_table(next(iter(metadata or tables))))
-    names = ", ".join(path.name for path in tables[:NAMED_FILES])
-    return f"not read: {names}; the classes of images are taken from the names of their folders"
+    return (
+        f"not read: {file_list(tables)}; the classes of images are taken from the names of their "
+        "folders"
+    )
 
 
 def labels_in_table(table: Path) -> str:

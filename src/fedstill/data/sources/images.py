@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,34 +158,30 @@ class Pictures:
     """
     size_remedy: str = "set data.size = SIDE to resize all"
     """The advice for images of different sizes."""
-    mode_remedy: str = "set data.mode = 'rgb' (or 'grey') to convert all"
-    """The advice if some images are grey and others RGB."""
     _budget: PixelBudget = field(default_factory=lambda: PixelBudget(PIXELS), repr=False)
 
     def decoded(self, cell: Any, index: int) -> Picture:
         """Decode image number ``index`` of the split.
 
-        cell: the path of a file, or a table's {"bytes": …, "path": …}. Raises BrokenImage for an
-        image that is missing or cannot be decoded, and DataError for an image that is too large,
-        has an unsupported mode or several pages, or is outside of the data set.
+        cell: a PIL image, the path of a file, or a table's {"bytes": …, "path": …}. Raises
+        BrokenImage for an image that is missing or cannot be decoded, and DataError for an image
+        that is too large, has an unsupported mode or several pages, or is outside of the data set.
         """
         name = f"{self.source}: example {index}"
         if isinstance(cell, Path):
             name = str(cell)
         try:
-            with self._file(name, cell) as file:
-                return self._decoded(name, file, index)
+            if isinstance(cell, Image.Image):
+                with decoding_errors(name):
+                    return self._checked(name, cell, index)
+            with (
+                self._file(name, cell) as file,
+                decoding_errors(name),
+                Image.open(file, formats=_formats()) as picture,
+            ):
+                return self._checked(name, picture, index)
         except (OSError, MemoryError) as error:
             raise file_error(name, error) from error
-
-    def _decoded(self, name: str, file: IO[bytes], index: int) -> Picture:
-        try:
-            with Image.open(file, formats=_formats()) as picture:
-                return self._checked(name, picture, index)
-        except DataError:
-            raise
-        except Exception as error:
-            _raise_decoding_error(name, error)
 
     def _checked(self, name: str, picture: Image.Image, index: int) -> Picture:
         """Check the header of an image, and decode it."""
@@ -210,7 +206,7 @@ class Pictures:
         if shape[1:] != first[1:]:
             remedies.append(self.size_remedy.replace("SIDE", str(first[1])))
         if shape[0] != first[0]:
-            remedies.append(self.mode_remedy)
+            remedies.append("set data.mode = 'rgb' (or 'grey') to convert all")
         return DataError(
             f"{name} is {_shape_text(shape)}, but the first is {_shape_text(first)}; "
             f"{', and '.join(remedies)}"
@@ -380,21 +376,26 @@ def _checked_largest(name: str, values: NDArray[Any]) -> int:
     return largest
 
 
-def _raise_decoding_error(name: str, error: Exception) -> NoReturn:
-    """Raise BrokenImage for an exception of a decoder, unless memory or a disk failed.
+@contextlib.contextmanager
+def decoding_errors(name: str) -> Iterator[None]:
+    """A context that turns exceptions of a decoder into BrokenImage, unless memory or a disk
+    failed.
 
     Decoders raise many types of exceptions for damaged bytes, depending on format and version.
     """
-    if isinstance(error, MemoryError):
-        raise error
-    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-        raise error  # the disk or the network failed; the image may be intact
-    if isinstance(error, Image.DecompressionBombError):
+    try:
+        yield
+    except (DataError, MemoryError):
+        raise
+    except Image.DecompressionBombError as error:
         raise DataError(f"{name} is too large for an image ({error}); make it smaller") from error
-    reason = on_one_line(error)
-    if isinstance(error, UnidentifiedImageError):
-        reason = f"its format is none of {', '.join(FORMATS)}"
-    raise BrokenImage(name, f"cannot be decoded as an image ({reason})") from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise  # the disk or the network failed; the image may be intact
+        reason = on_one_line(error)
+        if isinstance(error, UnidentifiedImageError):
+            reason = f"its format is none of {', '.join(FORMATS)}"
+        raise BrokenImage(name, f"cannot be decoded as an image ({reason})") from error
 
 
 def _shape_text(shape: Shape) -> str:

@@ -22,23 +22,22 @@ import torch.utils.data as torch_data
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError, DataError, UnknownName, on_one_line
-from fedstill.core.fields import Count, kind_text, nfc, plain_value, problem
+from fedstill.core.fields import kind_text, nfc, plain_value, with_tuples
 from fedstill.core.process_settings import process_settings
 from fedstill.data.dataset import (
     FILE,
-    Broken,
+    IMAGE_FIELDS,
     Dataset,
     Decoded,
-    Mode,
     ReadingOptions,
     ReadRequest,
     as_dataset,
 )
-from fedstill.data.sources.checks import verified
+from fedstill.data.sources.checks import completed
 from fedstill.data.sources.image_sets import read_columns
 from fedstill.data.sources.load import FIELDS, request_of_fields
 from fedstill.data.sources.schema import class_names, index_columns
-from fedstill.data.sources.splits import SPLITS, hold_out, split_named
+from fedstill.data.sources.splits import SPLITS, names_by_split, split_named
 from fedstill.data.sources.tables import normalised, with_missing
 from fedstill.data.sources.tensors import (
     ItemsRead,
@@ -53,9 +52,6 @@ from fedstill.data.sources.tensors import (
 
 PAIR_FIELDS = ("mode", "size", *(field.name for field in dataclasses.fields(TensorFields)))
 """Options for data without columns; mode and size apply to PIL images."""
-
-IMAGE_FIELDS: Mapping[str, Any] = {"size": Count | None, "mode": Mode | None, "broken": Broken}
-"""Options for images, and their types."""
 
 
 @process_settings()
@@ -86,12 +82,6 @@ def from_python(
     ``load_dataset`` and ``from_tensors``.
     """
     fields = plain_value(fields)
-    for key, hint in IMAGE_FIELDS.items():
-        if key not in fields:
-            continue
-        fault = problem(hint, fields[key])
-        if fault:
-            raise ConfigError(f"dataset {name!r}: {key} = {fault}")
     python_data = _python_data(name, data, {"test": test, "validation": validation}, fields)
     with_columns = [source for source in python_data.sources if source.table is not None]
     if not with_columns:
@@ -181,29 +171,30 @@ def _python_data(
     name: str, data: object, common: Mapping[str, object], fields: Mapping[str, Any]
 ) -> _PythonData:
     """Collect all data; a common split replaces the clients' own, with a warning."""
-    sources: list[_Source] = []
-    warnings = []
     clients: tuple[str, ...] = ()
+    data_of_part: dict[str, Any] = {name: data}
     if is_by_client(data):
         assert isinstance(data, Mapping)
         clients = _client_names(name, data)
-        for number, (client, client_data) in enumerate(data.items()):
-            part = f"{name}, client {client}"
-            splits = _splits_of(part, client_data)
-            warnings.append(splits.warning)
-            for split, split_data in splits.data.items():
-                sources.append(_Source(f"{part}, {split}", split, number, split_data))
-    else:
-        splits = _splits_of(name, data)
+        data_of_part = {f"{name}, client {client}": part for client, part in data.items()}
+
+    sources: list[_Source] = []
+    warnings = []
+    for number, (part, part_data) in enumerate(data_of_part.items()):
+        client = number if clients else None
+        splits = _splits_of(part, part_data)
         warnings.append(splits.warning)
         for split, split_data in splits.data.items():
-            sources.append(_Source(f"{name}, {split}", split, None, split_data))
+            sources.append(_Source(f"{part}, {split}", split, client, split_data))
 
     for split, common_data in common.items():
         if common_data is None:
             continue
         if any(source.split == split for source in sources):
-            warnings.append(f"{split}= is set, so the other data of this split are not used")
+            replaced = f"the {split} set in data"
+            if clients:
+                replaced = f"the clients' own {split} sets"
+            warnings.append(f"{split}= replaces {replaced}")
         sources = [source for source in sources if source.split != split]
         sources.append(_Source(f"{name}, {split}", split, None, common_data))
 
@@ -244,22 +235,11 @@ def _is_pair(data: Sequence[Any]) -> bool:
 
 
 def _named_splits(part: str, data: Mapping[Any, Any]) -> _Splits:
-    splits: dict[str, Any] = {}
-    unknown = []
-    for key, source in data.items():
-        split = split_named(str(key))
-        if split in splits:
-            raise DataError(f"{part} has two splits for {split}; merge them, or remove one")
-        if split:
-            splits[split] = source
-        else:
-            unknown.append(str(key))
-    if "train" not in splits:
-        raise DataError(
-            f"{part} has no split 'train' (it has "
-            f"{', '.join(map(repr, map(str, data))) or 'none'}); use the key 'train' for the "
-            "training data"
-        )
+    data_of = {str(key): source for key, source in data.items()}
+    names = names_by_split(
+        part, data_of, remedy="use each of the keys train, validation and test at most once"
+    )
+    unknown = [key for key in data_of if key not in names.values()]
     if unknown and not _is_of(data, "datasets", "DatasetDict"):
         raise DataError(
             f"{part}: {unknown[0]!r} is not a split; keys are either splits (train, validation, "
@@ -268,7 +248,7 @@ def _named_splits(part: str, data: Mapping[Any, Any]) -> _Splits:
     warning = ""
     if unknown:
         warning = f"left out: the splits {', '.join(unknown)}"
-    return _Splits(splits, warning)
+    return _Splits({split: data_of[key] for split, key in names.items()}, warning)
 
 
 # Columns: data frames and Hugging Face data sets. They are read like the columns of files.
@@ -294,16 +274,13 @@ class ArrowFrame:
 
     table: pa.Table
     options: ReadingOptions
+    files: tuple[Path, ...] = ()
+    """Empty, because the data are in memory."""
 
     @property
     def schema(self) -> pa.Schema:
         """The columns and their types."""
         return self.table.schema
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Empty, because the data are in memory."""
-        return ()
 
     @property
     def rows(self) -> int:
@@ -359,7 +336,7 @@ def _without_unnamed_index(table: pa.Table) -> pa.Table:
 
 def _with_plain_columns(part: str, table: pa.Table) -> pa.Table:
     """A table with column names in Unicode normal form, and without extension types."""
-    schema = normalised(Path(part), table.schema)
+    schema = normalised(part, table.schema)
     for index, field in enumerate(schema):
         if isinstance(field.type, pa.BaseExtensionType):
             schema = schema.set(index, field.with_type(field.type.storage_type))
@@ -379,7 +356,7 @@ def _dataset_of_columns(python_data: _PythonData) -> Dataset:
         decoded = _with_clients(python_data, decoded)
     warnings = dict.fromkeys(python_data.warnings)
     decoded = replace(decoded, about=decoded.about.with_warnings(*warnings))
-    decoded = verified(name, hold_out(name, decoded, request.options))
+    decoded = completed(name, decoded, request.options)
     fields = python_data.fields
     return as_dataset(name, decoded, fields.get("mean"), fields.get("std"))
 
@@ -387,7 +364,7 @@ def _dataset_of_columns(python_data: _PythonData) -> Dataset:
 def _read_request(python_data: _PythonData) -> ReadRequest:
     """The read request of the user's fields; a mapping from clients sets the column of owners."""
     name = python_data.name
-    fields = {key: _as_tuple(value) for key, value in python_data.fields.items()}
+    fields = with_tuples(python_data.fields)
     if python_data.clients:
         if "owner" in fields:
             raise ConfigError(f"dataset {name!r}: the keys of data are the clients; remove owner")
@@ -399,17 +376,10 @@ def _read_request(python_data: _PythonData) -> ReadRequest:
         )
     categorical = python_data.fields.get("categorical", ())
     if isinstance(categorical, Mapping):
-        fields["categorical"] = _as_tuple(list(categorical.items()))
+        fields["categorical"] = with_tuples(list(categorical.items()))
     elif all(isinstance(column, str) for column in categorical):
         fields["categorical"] = tuple((column, ()) for column in categorical)
     return request_of_fields(fields)
-
-
-def _as_tuple(value: Any) -> Any:
-    """Convert lists to tuples, at any depth."""
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_as_tuple, value))
-    return value
 
 
 def _tables_by_split(python_data: _PythonData) -> dict[str, pa.Table]:
@@ -431,7 +401,7 @@ def _tables_by_split(python_data: _PythonData) -> dict[str, pa.Table]:
             tables.append(table)
         try:
             if tables:
-                by_split[split] = _below_each_other(tables)
+                by_split[split] = _concatenated_rows(tables)
         except pa.ArrowException as error:
             raise DataError(
                 f"{python_data.name}, {split}: clients have columns of different types "
@@ -440,7 +410,7 @@ def _tables_by_split(python_data: _PythonData) -> dict[str, pa.Table]:
     return by_split
 
 
-def _below_each_other(tables: Sequence[pa.Table]) -> pa.Table:
+def _concatenated_rows(tables: Sequence[pa.Table]) -> pa.Table:
     """The concatenation of tables; its metadata contain the index column of any of them."""
     table = pa.concat_tables(tables, promote_options="permissive")
     index = sorted(set().union(*(index_columns(table.schema) for table in tables)))
@@ -459,7 +429,7 @@ def _check_class_names(sources: Sequence[_Source]) -> None:
             part, first_names = first.setdefault(column, (source.part, names))
             if names != first_names:
                 raise DataError(
-                    f"{source.part}: the class names of column {column!r} are not those of {part}; "
+                    f"column {column!r} has different class names in {source.part} and {part}; "
                     "cast both to the same features"
                 )
 
@@ -519,8 +489,8 @@ def _classes_of(sources: Sequence[_Source]) -> tuple[str, ...] | None:
     for part, names in declared.items():
         if names != declared[first_part]:
             raise DataError(
-                f"{part} has other classes than {first_part}; give classes= if their ids mean the "
-                "same"
+                f"{part} declares different classes from {first_part}; pass classes= if the ids "
+                "mean the same"
             )
     return declared[first_part]
 

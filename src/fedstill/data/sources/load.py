@@ -24,12 +24,14 @@ from fedstill.core.errors import (
     UnknownName,
     on_one_line,
 )
-from fedstill.core.fields import Count, kind_text, nfc, plain_value
+from fedstill.core.fields import Count, kind_text, plain_value
+from fedstill.core.files import named_path
 from fedstill.core.process_settings import process_settings
 from fedstill.core.registry import Entry, lookup, names, register, short_name
 from fedstill.core.user_code import reason
 from fedstill.data.cache import cached
 from fedstill.data.dataset import (
+    CONFIG_KEYS,
     DEFAULT_OPTIONS,
     Dataset,
     Decoded,
@@ -40,10 +42,14 @@ from fedstill.data.dataset import (
 )
 from fedstill.data.sources import catalog
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
-from fedstill.data.sources.checks import check_size, file_error, file_errors, verified
+from fedstill.data.sources.checks import (
+    check_size,
+    completed,
+    file_error,
+    file_errors,
+)
 from fedstill.data.sources.folders import (
     DATA_SUFFIXES,
-    at_home,
     data_root,
     is_data_file,
     local_folder,
@@ -51,17 +57,14 @@ from fedstill.data.sources.folders import (
     read_folder,
 )
 from fedstill.data.sources.image_sets import read_columns
-from fedstill.data.sources.splits import SPLITS, hold_out, split_named
-from fedstill.data.sources.tables import normalised, with_missing
+from fedstill.data.sources.splits import names_by_split
+from fedstill.data.sources.tables import normalised, stored_names, with_missing
 
 OPTION_FIELDS = tuple(field.name for field in fields(ReadingOptions))
 """Fields of ``load_dataset`` on the conversion of columns to examples."""
 
 FIELDS = ("broken", "image_column", "label_column", "mean", "mode", "size", "std", *OPTION_FIELDS)
 """Fields of ``load_dataset`` for data that are not registered."""
-
-CONFIG_KEYS = {"input": "input_column", "marks": "missing_marks"}
-"""The keys of ``[data]`` whose names differ from the field."""
 
 UNPACKERS = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
 """The programs that unpack files, by suffix."""
@@ -202,7 +205,6 @@ def _by_path(name: str, folder: Folder, base: Path | None, fields: Mapping[str, 
     unknown = sorted(set(fields) - set(FIELDS))
     if unknown:
         raise _unknown_field(name, unknown[0], FIELDS)
-    _check_size(name, fields.get("size"))
     entry = KNOWN_FOLDERS.get(name)
     options = DEFAULT_OPTIONS
     has_checksums = False
@@ -213,7 +215,7 @@ def _by_path(name: str, folder: Folder, base: Path | None, fields: Mapping[str, 
     mean = fields.get("mean")
     std = fields.get("std")
 
-    path = (base or Path.cwd()) / at_home(name)
+    path = (base or Path.cwd()) / named_path(name)
     place = local_folder(name, folder)
     if place is None and path.is_dir():
         place = path
@@ -228,14 +230,6 @@ def _by_path(name: str, folder: Folder, base: Path | None, fields: Mapping[str, 
         mean = mean or entry.mean
         std = std or entry.std
     return as_dataset(name, data, mean, std)
-
-
-def _check_size(name: str, size: Any) -> None:
-    if size is not None and not (isinstance(size, int) and 1 <= size <= 4096):
-        raise ConfigError(
-            f"dataset {name!r}: size = {size!r} is not a whole number from 1 to 4096; correct or "
-            "remove it"
-        )
 
 
 def request_of_fields(
@@ -285,7 +279,8 @@ def _file_or_hub(name: str, path: Path, folder: Folder, request: ReadRequest) ->
 
 def _from_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
     def decode() -> Decoded:
-        return verified(name, hold_out(name, read_hub(name, request, remedy), in_place=True))
+        data = read_hub(name, request, remedy)
+        return completed(name, data, request.options, in_place=True)
 
     return cached(name, {"hub": name, "request": asdict(request)}, decode)
 
@@ -322,7 +317,8 @@ def _known_from_hub(entry: KnownData, folder: Folder, request: ReadRequest) -> D
     key_fields = {"hub": hub, "request": asdict(request), "known": asdict(entry)}
 
     def decode() -> Decoded:
-        return verified(hub, read_hub(hub, request, f"{absence}; {entry.remedy}"), entry)
+        data = read_hub(hub, request, f"{absence}; {entry.remedy}")
+        return completed(hub, data, request.options, entry, in_place=True)
 
     return cached(entry.name, key_fields, decode)
 
@@ -331,7 +327,7 @@ def _known_from_hub(entry: KnownData, folder: Folder, request: ReadRequest) -> D
 
 
 def read_digits() -> Decoded:
-    """The digits as (1, 8, 8) images, with a fifth of every class held out for testing.
+    """The digits as (1, 8, 8) images, without a test split.
 
     Reading: scikit-learn's digits have no test split, and values from 0 to 16; we scale them to 0
     to 255 and round them.
@@ -341,18 +337,18 @@ def read_digits() -> Decoded:
     bunch = load_digits()
     images = np.round(bunch.images * (255 / 16)).astype(np.uint8)[:, None]
     train = Split(images, bunch.target.astype(np.int64))
-    return hold_out("digits", Decoded({"train": train}, tuple(map(str, range(10)))))
+    return Decoded({"train": train}, tuple(map(str, range(10))))
 
 
 @register("dataset", "digits")
-def digits(folder: Folder = None) -> Dataset:
-    """1,797 handwritten digits, 8×8 grey, included in scikit-learn; a fifth is held out for the
-    test.
+def digits() -> Dataset:
+    """1,797 handwritten digits, 8×8 grey, included in scikit-learn; a fifth is held out for
+    testing.
     """
     entry = catalog.DIGITS
 
     def decode() -> Decoded:
-        return verified("digits", read_digits(), entry)
+        return completed("digits", read_digits(), entry=entry)
 
     data = cached("digits", {"known": asdict(entry)}, decode)
     return as_dataset("digits", data, entry.mean, entry.std)
@@ -393,7 +389,7 @@ def cinic10(folder: Folder = None) -> Dataset:
 @register("dataset", "ham10000")
 def ham10000(folder: Folder = None, size: Count = 32) -> Dataset:
     """HAM10000: 10,015 skin lesions, resized to size×size RGB, 7 classes of very different sizes; a
-    fifth is held out for the test.
+    fifth is held out for testing.
 
     size: Height and width of an image.
 
@@ -434,7 +430,12 @@ def read_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
         import datasets
 
         streams = datasets.load_dataset(name, streaming=True)
-        splits = _hub_splits(name, list(streams))
+        splits = names_by_split(
+            f"hub dataset {name!r}",
+            streams,
+            remedy="read it with datasets.load_dataset, and pass the splits to use to "
+            "fedstill.from_python",
+        )
         frames = {
             split: HubFrame(name, streams[hub_name], request.options)
             for split, hub_name in splits.items()
@@ -447,27 +448,6 @@ def read_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
     return replace(data, about=data.about.with_warnings(warning))
 
 
-def _hub_splits(name: str, hub_names: Sequence[str]) -> dict[str, str]:
-    """The hub's name of each split that is read."""
-    splits: dict[str, str] = {}
-    for hub_name in hub_names:
-        split = split_named(hub_name)
-        if split in splits:
-            raise DataError(
-                f"hub dataset {name!r} has two splits for {split}, {splits[split]!r} and "
-                f"{hub_name!r}; read it with datasets.load_dataset, and pass the splits to use to "
-                "fedstill.from_python"
-            )
-        if split:
-            splits[split] = hub_name
-    if "train" not in splits:
-        raise DataError(
-            f"hub dataset {name!r} has no split 'train' (it has {', '.join(hub_names) or 'none'}); "
-            "read it with datasets.load_dataset, and pass its parts to fedstill.from_python"
-        )
-    return {split: splits[split] for split in SPLITS if split in splits}
-
-
 @dataclass(frozen=True)
 class HubFrame:
     """A streamed data set as columns, or as rows of images."""
@@ -477,18 +457,15 @@ class HubFrame:
     options: ReadingOptions
     rows: int = 0
     """0, because the hub does not report the number of rows."""
+    files: tuple[Path, ...] = ()
+    """Empty, because the data are on the hub."""
 
     @property
     def schema(self) -> pa.Schema:
         """The columns and their types; empty if the hub does not report them."""
         if not self.stream.features:
             return pa.schema([])
-        return normalised(Path(self.name), self.stream.features.arrow_schema)
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Empty, because the data are on the hub."""
-        return ()
+        return normalised(self.name, self.stream.features.arrow_schema)
 
     def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
         """All rows of some columns; raises DataError if they exceed the limits.
@@ -496,25 +473,25 @@ class HubFrame:
         optional: ignored, because all rows of a stream have the same columns.
         """
         features = self.stream.features.arrow_schema
-        stored_names = [name for name in features.names if nfc(name) in names]
-        schema = pa.schema([features.field(name) for name in stored_names])
+        on_hub = stored_names(features)
+        names_to_read = [on_hub[name] for name in names]
+        schema = pa.schema([features.field(name) for name in names_to_read])
         tables = [schema.empty_table()]
         size = 0
-        for batch in self.stream.select_columns(stored_names).iter(batch_size=ROWS_A_BATCH):
+        for batch in self.stream.select_columns(names_to_read).iter(batch_size=ROWS_A_BATCH):
             tables.append(pa.Table.from_pydict(batch, schema=schema))
             size += tables[-1].nbytes
             check_size(f"hub dataset {self.name!r}", size)
-        table = pa.concat_tables(tables).combine_chunks()
-        table = table.rename_columns([nfc(name) for name in stored_names])
-        return with_missing(table.select(list(names)), self.options.missing_values)
+        table = pa.concat_tables(tables).combine_chunks().rename_columns(list(names))
+        return with_missing(table, self.options.missing_values)
 
     def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
         """Each row's encoded image and label."""
         import datasets
 
-        stored_names = {nfc(name): name for name in self.stream.features.arrow_schema.names}
-        image = stored_names[image]
-        label = stored_names[label]
+        on_hub = stored_names(self.stream.features.arrow_schema)
+        image = on_hub[image]
+        label = on_hub[label]
         stream = self.stream.select_columns([image, label]).cast_column(
             image, datasets.Image(decode=False)
         )

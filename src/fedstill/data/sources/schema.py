@@ -18,13 +18,18 @@ from fedstill.data.dataset import FILE, Kind, ReadingOptions, ReadRequest, short
 # Types of columns.
 
 
+def holds_bytes(arrow_type: pa.DataType) -> bool:
+    """Whether a column holds sequences of bytes."""
+    return bool(pa.types.is_binary(arrow_type) or pa.types.is_large_binary(arrow_type))
+
+
 OTHER_TYPES = {
     "timestamp": pa.types.is_timestamp,
     "date": pa.types.is_date,
     "time": pa.types.is_time,
     "duration": pa.types.is_duration,
     "no values": pa.types.is_null,
-    "bytes": lambda type_: pa.types.is_binary(type_) or pa.types.is_large_binary(type_),
+    "bytes": holds_bytes,
     "lists": lambda type_: pa.types.is_nested(type_) and not pa.types.is_struct(type_),
 }
 """Types that are neither numbers nor text, by their names in messages."""
@@ -162,19 +167,23 @@ def label_column(source: str, schema: pa.Schema, request: ReadRequest) -> str:
 
 def no_column(source: str, role: str, name: str | None, columns: Iterable[str]) -> str:
     """The message about a missing or ambiguous column of images or labels."""
-    problem = f"not one clear {role} column"
-    if name:
-        problem = f"no column {name!r}"
     names = ", ".join(map(repr, columns)) or "none"
-    return f"{source} has {problem} among {names}; set data.{role}_column"
+    problem = f": cannot tell which column holds the {role}s ({names})"
+    if name:
+        problem = f" has no column {name!r} among {names}"
+    return f"{source}{problem}; set data.{role}_column"
 
 
-def no_owner(source: str, options: ReadingOptions, columns: Collection[str]) -> str:
-    """The message about a missing column of owners or times."""
+def check_owner(source: str, columns: Collection[str], options: ReadingOptions) -> None:
+    """Raise DataError if the column of owners or times is missing."""
+    if options.owner in ("", FILE) or options.owner in columns:
+        return
     remedy = "set partition.column"
     if options.cuts:
         remedy = "correct time_column in site.toml"
-    return f"{source} has no column {options.owner!r} among {', '.join(columns)}; {remedy}"
+    raise DataError(
+        f"{source} has no column {options.owner!r} among {', '.join(columns)}; {remedy}"
+    )
 
 
 # Strays: values that are not numbers, because of which a column of a CSV file is read as text.
@@ -244,9 +253,6 @@ def _first_stray(path: str, column: pa.ChunkedArray) -> Stray | None:
 # The schema: the role of each column.
 
 
-MOST_NAMED = 12
-"""The maximum number of columns in a warning."""
-
 SUGGESTED_CATEGORIES = 20
 """The maximum number of values of a text column that is suggested as categorical."""
 
@@ -301,7 +307,7 @@ class TableSchema:
         if not columns or self.chosen:
             return ""
         names = [f"{role.name or 'a column without a name'} ({role.reason})" for role in columns]
-        return f"left out: {shortened_list(names, MOST_NAMED)}"
+        return f"left out: {shortened_list(names)}"
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.roles))
@@ -366,8 +372,7 @@ def check_images_only(source: str, options: ReadingOptions) -> None:
 
 def _check_extra_columns(source: str, schema: pa.Schema, options: ReadingOptions) -> None:
     """Raise DataError if the column of owners or splits is missing."""
-    if options.owner not in ("", FILE) and options.owner not in schema.names:
-        raise DataError(no_owner(source, options, schema.names))
+    check_owner(source, schema.names, options)
     if options.split_column and options.split_column not in schema.names:
         raise DataError(
             f"{source} has no column {options.split_column!r} among {', '.join(schema.names)}; "

@@ -62,6 +62,28 @@ def split_named(name: str) -> str:
     return SPLIT_WORDS.get(name.strip().casefold(), "")
 
 
+def names_by_split(source: str, names: Iterable[str], remedy: str) -> dict[str, str]:
+    """The name of each split, among names of which some denote a split.
+
+    source, remedy: the data and the advice, for messages. Raises DataError if two names denote the
+    same split, or if none denotes the training data.
+    """
+    all_names = list(names)
+    by_split: dict[str, str] = {}
+    for name in all_names:
+        split = split_named(name)
+        if split in by_split:
+            raise DataError(
+                f"{source} has two splits for {split}, {by_split[split]!r} and {name!r}; {remedy}"
+            )
+        if split:
+            by_split[split] = name
+    if "train" not in by_split:
+        listed = ", ".join(map(repr, all_names)) or "none"
+        raise DataError(f"{source} has no split 'train' (it has {listed}); {remedy}")
+    return {split: by_split[split] for split in SPLITS if split in by_split}
+
+
 def splits_in(name: str) -> list[str]:
     """The splits that the words of a name denote. Words consist of letters.
 
@@ -130,7 +152,8 @@ def split_images(place: Path, images: Sequence[Path]) -> FileSplits:
         folders = Counter(path.relative_to(place).parts[0] for path in unknown)
         warnings.append(
             f"ignored because they are not in the folder of a split: {len(unknown):,} images in "
-            f"{', '.join(list(folders)[:NAMED_FILES])}; move them into train, validation or test"
+            f"{shortened_list(list(folders), NAMED_FILES)}; move them into train, validation or "
+            "test"
         )
         images = [path for path in images if splits[path]]
     return FileSplits(_by_split(images, splits), tuple(warnings))

@@ -19,7 +19,13 @@ from fedstill.core.errors import DataError, on_one_line
 from fedstill.core.fields import nfc
 from fedstill.data.dataset import DEFAULT_OPTIONS, FILE, ReadingOptions
 from fedstill.data.sources.checks import EXAMPLE_BYTES, check_ratio, check_size, file_errors
-from fedstill.data.sources.schema import holds_numbers, holds_text, type_conflict, with_strays
+from fedstill.data.sources.schema import (
+    holds_bytes,
+    holds_numbers,
+    holds_text,
+    type_conflict,
+    with_strays,
+)
 
 
 class Frame(Protocol):
@@ -95,38 +101,41 @@ class ParquetFrame:
     def _read_one(self, path: Path, names: Sequence[str]) -> pa.Table:
         with file_errors(path):
             claims = file_claims(path)
-            stored = pq.read_schema(path)
-            schema = normalised(path, stored)
-            all_names = stored.names
-            known = set(schema.names)
+            schema = pq.read_schema(path)
+            _check_unique(path, list(map(nfc, schema.names)))
+            in_file = stored_names(schema)
             for name in names:
-                if name not in known:
+                if name not in in_file:
                     raise DataError(
                         f"{path} has no column {name!r}, unlike {self.files[0].name}; add the "
                         "column, or list the columns to read in data.columns"
                     )
-            stored_names = {name: all_names[schema.get_field_index(name)] for name in names}
-            check_claims(path, claims, list(stored_names.values()))
-            columns = _read_columns(path, claims, stored, list(stored_names.values()))
-        arrays = [columns[stored_names[name]] for name in names]
-        return pa.table(dict(zip(names, arrays, strict=True)))
+            names_to_read = [in_file[name] for name in names]
+            check_claims(path, claims, names_to_read)
+            columns = _read_columns(path, claims, schema, names_to_read)
+        return pa.table({name: columns[in_file[name]] for name in names})
 
 
-def normalised(path: Path, schema: pa.Schema) -> pa.Schema:
+def normalised(source: Path | str, schema: pa.Schema) -> pa.Schema:
     """A schema whose column names are in Unicode normal form.
 
     Raises DataError if two columns then have the same name.
     """
     names = [nfc(name) for name in schema.names]
-    _check_unique(path, names)
+    _check_unique(source, names)
     fields = [field.with_name(name) for field, name in zip(schema, names, strict=True)]
     return pa.schema(fields, schema.metadata)
 
 
-def _check_unique(path: Path, names: Sequence[str]) -> None:
+def stored_names(schema: pa.Schema) -> dict[str, str]:
+    """The names of columns in a file or on the hub, by their Unicode normal form."""
+    return {nfc(name): name for name in schema.names}
+
+
+def _check_unique(source: Path | str, names: Sequence[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise DataError(f"{path} has the column {twice[0]!r} twice; rename one of them")
+        raise DataError(f"{source} has two columns named {twice[0]!r}; rename one of them")
 
 
 # Columns of parquet files, in batches of a bounded size.
@@ -214,11 +223,7 @@ class _ColumnReader:
     ) -> dict[str, pa.ChunkedArray]:
         """The columns of all batches; DataError if the number of rows contradicts the metadata."""
         count = sum(map(len, batches))
-        if count != self.claims.num_rows:
-            raise DataError(
-                f"{self.path} claims to hold {self.claims.num_rows:,} rows, but holds "
-                f"{count:,}; write it again"
-            )
+        _check_row_count(self.path, self.claims, count)
         columns = {}
         for name in names:
             chunks = [batch.column(name) for batch in batches]
@@ -291,6 +296,14 @@ def file_claims(path: Path) -> pq.FileMetaData:
     return claims
 
 
+def _check_row_count(path: Path, claims: pq.FileMetaData, count: int) -> None:
+    """Raise DataError if a file holds another number of rows than its metadata say."""
+    if count != claims.num_rows:
+        raise DataError(
+            f"{path} claims to hold {claims.num_rows:,} rows, but holds {count:,}; write it again"
+        )
+
+
 def check_claims(path: Path, claims: pq.FileMetaData, names: Sequence[str]) -> None:
     """Raise DataError for columns whose claimed size is implausible for the size of the file.
 
@@ -321,9 +334,9 @@ def _image_cells(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]
     """Each row's encoded image and label, from one file."""
     claims = file_claims(path)
     schema = pq.read_schema(path)
-    stored_names = {nfc(name): name for name in schema.names}
-    image = stored_names.get(image, image)
-    label = stored_names.get(label, label)
+    in_file = stored_names(schema)
+    image = in_file.get(image, image)
+    label = in_file.get(label, label)
     _check_label_column(path, schema, label)
     names = [*_image_parts(path, schema, image), label]
     check_claims(path, claims, names)
@@ -344,10 +357,7 @@ def _image_cells(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]
             unpacked += sum(len((cell or {}).get("bytes") or b"") for cell in cells)
             check_ratio(path, unpacked, stored_bytes)
             yield from zip(cells, labels, strict=True)
-    if count != claims.num_rows:
-        raise DataError(
-            f"{path} claims to hold {claims.num_rows:,} rows, but holds {count:,}; write it again"
-        )
+    _check_row_count(path, claims, count)
 
 
 def _has_dictionary(claims: pq.FileMetaData, columns: Sequence[str]) -> bool:
@@ -361,7 +371,7 @@ def _as_cell(value: Any, arrow_type: pa.DataType) -> dict[str, Any] | None:
     """An image as {"bytes": …} or {"path": …}, from a column of records, bytes or paths."""
     if value is None or pa.types.is_struct(arrow_type):
         return value  # type: ignore[no-any-return]
-    if _is_binary(arrow_type):
+    if holds_bytes(arrow_type):
         return {"bytes": value}
     return {"path": value}
 
@@ -378,11 +388,11 @@ def _image_parts(path: Path, schema: pa.Schema, name: str) -> list[str]:
             field.name
             for field in fields
             if field.name in ("bytes", "path")
-            and (_is_binary(field.type) or holds_text(field.type))
+            and (holds_bytes(field.type) or holds_text(field.type))
         ]
         if parts:
             return [f"{name}.{part}" for part in parts]
-    elif _is_binary(arrow_type) or holds_text(arrow_type):
+    elif holds_bytes(arrow_type) or holds_text(arrow_type):
         return [name]
     raise DataError(
         f"{path}: column {name!r} holds {str(arrow_type)[:100]}, not encoded images; write the "
@@ -412,10 +422,6 @@ def _column_type(path: Path, schema: pa.Schema, name: str) -> pa.DataType:
     return schema.field(name).type
 
 
-def _is_binary(arrow_type: pa.DataType) -> bool:
-    return bool(pa.types.is_binary(arrow_type) or pa.types.is_large_binary(arrow_type))
-
-
 # CSV files: separators, missing values, and values that are not numbers.
 
 
@@ -436,7 +442,7 @@ HEADER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CsvFrame:
-    """The concatenated rows of CSV files in UTF-8 with a line of column names.
+    """The concatenated rows of CSV files in UTF-8 with a header line.
 
     clients: the client of each file, if each file or folder belongs to one client.
     """
@@ -507,12 +513,12 @@ def read_csv(path: Path, options: ReadingOptions = DEFAULT_OPTIONS) -> pa.Table:
             names = [nfc(name.strip()) for name in table.column_names]
         except (pa.ArrowInvalid, UnicodeDecodeError) as error:
             raise DataError(
-                f"{path} cannot be read as CSV ({on_one_line(error)}); it needs a first line of "
-                "column names, commas (or semicolons, or tabs) between values, and UTF-8"
+                f"{path} cannot be read as CSV ({on_one_line(error)}); it needs a header "
+                "line, commas (or semicolons, or tabs) between values, and UTF-8"
             ) from error
         _check_unique(path, names)
         for field in table.schema:
-            if pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type):
+            if holds_bytes(field.type):
                 raise DataError(
                     f"{path}, column {field.name!r}, is not in UTF-8; save the file as CSV in UTF-8"
                 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,10 +12,10 @@ import numpy as np
 import torch
 import torch.utils.data as torch_data
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
-from fedstill.core.errors import ConfigError, DataError, on_one_line
+from fedstill.core.errors import ConfigError, DataError
 from fedstill.core.fields import kind_text
 from fedstill.core.keys import drawing_from
 from fedstill.core.process_settings import process_settings
@@ -35,12 +34,12 @@ from fedstill.data.sources.checks import (
     check_channels,
     check_labels,
     check_whole,
+    completed,
     unusual_scale,
-    verified,
 )
 from fedstill.data.sources.image_sets import check_broken, image_warnings, read_rows
-from fedstill.data.sources.images import Pictures, check_single_page
-from fedstill.data.sources.splits import SPLITS, hold_out
+from fedstill.data.sources.images import Pictures, check_single_page, decoding_errors
+from fedstill.data.sources.splits import SPLITS
 
 Array = Tensor | NDArray[Any]
 """A torch tensor or a NumPy array."""
@@ -196,10 +195,7 @@ def join_clients(
         if not by_client:
             continue
         if split in common:
-            warnings.append(
-                f"the {split} sets of {len(by_client)} clients are not used, because {split}= is "
-                "given"
-            )
+            warnings.append(f"{split}= replaces the clients' own {split} sets")
             continue
         arrays = []
         for index, pair in by_client.items():
@@ -263,8 +259,8 @@ def dataset_of_pairs(name: str, data: ClientPairs, fields: TensorFields) -> Data
     classes = None
     if fields.classes is not None and len(fields.classes):
         classes = tuple(map(str, fields.classes))
-    decoded = hold_out(name, Decoded(splits, classes, about=about))
-    return as_dataset(name, verified(name, decoded), fields.mean, fields.std)
+    decoded = completed(name, Decoded(splits, classes, about=about))
+    return as_dataset(name, decoded, fields.mean, fields.std)
 
 
 def _info(name: str, train: NDArray[Any], data: ClientPairs, fields: TensorFields) -> DatasetInfo:
@@ -364,7 +360,7 @@ def _kind(name: str, values: NDArray[Any], fields: TensorFields) -> Kind:
     if fields.kind == "table" and by_shape == "vector":
         return "table"
     raise DataError(
-        f"{name}: values of shape {values.shape} and type {values.dtype} are no "
+        f"{name}: values of shape {values.shape} and type {values.dtype} are not "
         f"{PLURALS[fields.kind]}"
     )
 
@@ -390,8 +386,9 @@ class LoaderData:
         is_random = isinstance(sampler, torch_data.RandomSampler) and not sampler.replacement
         if not is_random and not isinstance(sampler, torch_data.SequentialSampler):
             raise DataError(
-                f"{part}: a {type(sampler).__name__} selects examples, which is not supported; "
-                "pass the data set of the DataLoader, or torch.utils.data.Subset(dataset, indices)"
+                f"{part}: {type(sampler).__name__} is not supported, because it selects or repeats "
+                "examples; pass the data set of the DataLoader, or "
+                "torch.utils.data.Subset(dataset, indices)"
             )
         warning = "the batches of a DataLoader are not used: plan.batch sets their size"
         if loader.collate_fn is not torch_data.default_collate:
@@ -488,39 +485,27 @@ class TorchItems:
         """PIL images as (N, C, H, W), decoded like image files."""
         labels = []
 
-        def cells() -> Iterator[tuple[dict[str, Any], int]]:
+        def cells() -> Iterator[tuple[Image.Image, int]]:
             for index in range(count):
                 picture, label = self._item(index)
                 labels.append(self._label(index, label))
-                yield self._encoded(index, picture), 0
+                yield self._loaded(index, picture), 0
 
         rows = read_rows(Pictures(self.part, self.request, count), cells())
         check_broken(self.part, rows.broken, can_skip=False)
         warnings = image_warnings(self.part, {"train": rows})
         return ItemsRead(rows.images, np.array(labels), tuple(filter(None, warnings)))
 
-    def _encoded(self, index: int, picture: object) -> dict[str, Any]:
-        """An image as the bytes of a file, rotated according to its EXIF orientation."""
+    def _loaded(self, index: int, picture: object) -> Image.Image:
+        """A copy of an image with its pixels, because a data set may change an image later."""
+        name = f"{self.part}: example {index}"
         if not isinstance(picture, Image.Image):
             raise DataError(
-                f"{self.part}: example {index} is {kind_text(picture)}, but the first is a PIL "
-                "image; use one type"
+                f"{name} is {kind_text(picture)}, but the first is a PIL image; use one type"
             )
-        check_single_page(f"{self.part}: example {index}", picture)
-        upright = picture
-        with contextlib.suppress(
-            Exception
-        ):  # damaged tags: viewers ignore the orientation of such images
-            upright = ImageOps.exif_transpose(picture)
-        file = io.BytesIO()
-        try:
-            upright.save(file, "TIFF")  # TIFF supports all modes of pixels
-        except OSError as error:
-            raise DataError(
-                f"{self.part}: example {index} is an image of mode {picture.mode} "
-                f"({on_one_line(error)}); convert it to RGB"
-            ) from error
-        return {"bytes": file.getvalue(), "path": None}
+        check_single_page(name, picture)
+        with decoding_errors(name):
+            return picture.copy()
 
     def _arrays(self, count: int) -> ItemsRead:
         """Tensors or arrays (N, …) of one shape and type."""
