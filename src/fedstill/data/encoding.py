@@ -1,5 +1,5 @@
 """Encoding of values as inputs of a network: rows of tables become numbers, categories and
-indicators of missing values; texts become token ids.
+marks of missing values; texts become token ids.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 import unicodedata
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,12 @@ from fedstill.core.files import digest, read_file
 from fedstill.data.dataset import DatasetInfo, Value
 
 # The names of the inputs. A numeric column is one input, and a categorical column is one input for
-# each category. At the end, there is an indicator for each marked column, which is 1 if the value
-# is missing.
+# each category. At the end, there is a mark for each marked column, which is 1 if the value is
+# missing.
 
 
 MISSING = " is missing"
-"""The suffix of an indicator's name, after the name of its column."""
+"""The suffix of a mark's name, after the name of its column."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class TableInputs:
         ('age', 'sex=f', 'sex=m', 'age is missing')
         """
         features: list[str] = []
-        marks: list[int] = []
+        binary: list[int] = []
         for column in self.columns:
             if column in self.categories:
                 names = [f"{column}={name}" for name in self.categories[column]]
-                marks += range(len(features), len(features) + len(names))
+                binary += range(len(features), len(features) + len(names))
                 features += names
             else:
                 features.append(column)
-        marks += range(len(features), len(features) + len(self.marked))
+        binary += range(len(features), len(features) + len(self.marked))
         features += [f"{column}{MISSING}" for column in self.marked]
 
         categories = tuple(
@@ -74,16 +74,16 @@ class TableInputs:
             columns=self.columns,
             categories=categories,
             features=tuple(features),
-            binary_features=tuple(marks),
+            binary_features=tuple(binary),
         )
 
     @staticmethod
     def named_by(
-        columns: Sequence[str], features: Sequence[str], marks: Collection[int]
+        columns: Sequence[str], features: Sequence[str], binary: Collection[int]
     ) -> TableInputs:
         """Derive the columns and categories from the names of inputs.
 
-        features: the names of all inputs; marks: the positions of the binary ones.
+        features: the names of all inputs; binary: the positions of the binary ones.
 
         >>> TableInputs.named_by(
         ...     ["age", "sex"], ["age", "sex=f", "sex=m", "age is missing"], [1, 2, 3]
@@ -95,7 +95,7 @@ class TableInputs:
         for column in columns:
             prefix = f"{column}="
             names: list[str] = []
-            while position < len(features) and position in marks:
+            while position < len(features) and position in binary:
                 if not features[position].startswith(prefix):
                     break
                 names.append(features[position].removeprefix(prefix))
@@ -197,10 +197,7 @@ def distinct_values(column: pa.ChunkedArray) -> DistinctValues:
         return DistinctValues([], np.full(len(column), -1, dtype=np.int64))
     if pa.types.is_nested(column.type):  # types that Arrow cannot compare
         return DistinctValues(column.to_pylist(), np.arange(len(column)))
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = array.chunk(0)
-    encoded = array.dictionary_encode()
+    encoded = column.combine_chunks().dictionary_encode()
     codes = _buffer(encoded.indices, np.int32).astype(np.int64)
     codes[null_mask(encoded.indices)] = -1
     values = encoded.dictionary.to_pylist()
@@ -237,8 +234,8 @@ def null_mask(array: pa.Array) -> NDArray[np.bool_]:
 
 def _buffer(array: pa.Array, dtype: type[np.generic]) -> NDArray[Any]:
     """The stored values of an array, with arbitrary values at nulls."""
-    values = np.frombuffer(array.buffers()[1] or b"", dtype=dtype)
-    return values[array.offset : array.offset + len(array)]
+    end = array.offset + len(array)
+    return np.frombuffer(array.buffers()[1] or b"", dtype=dtype, count=end)[array.offset :]
 
 
 def is_missing(value: Any) -> bool:
@@ -272,7 +269,7 @@ Floats = NDArray[np.float32]
 def table_rows(
     source: str, table: pa.Table | Mapping[str, pa.ChunkedArray], about: DatasetInfo
 ) -> Floats:
-    """Encode columns as the inputs (n, features) of ``about``, without indicators; missing values
+    """Encode columns as the inputs (n, features) of ``about``, without marks; missing values
     become NaN.
 
     Raises DataError for a value that is neither a number nor a category of its column.
@@ -303,7 +300,7 @@ def first_features(about: DatasetInfo) -> dict[str, int]:
 
 
 def column_of_feature(about: DatasetInfo, feature: int) -> str:
-    """The column of an input, given the input's position; not for indicators.
+    """The column of an input, given the input's position; not for marks.
 
     >>> about = TableInputs(("age", "sex"), {"sex": ("f", "m")}).about
     >>> column_of_feature(about, 0), column_of_feature(about, 2)
@@ -323,17 +320,8 @@ def _width(column: str, categories: Mapping[str, Sequence[str]]) -> int:
     return 1
 
 
-def with_features(about: DatasetInfo, marked: Collection[str] = ()) -> DatasetInfo:
-    """A data set's description with the names of a table's inputs.
-
-    marked: the columns with an indicator, which is 1 if the value is missing.
-    """
-    inputs = TableInputs(about.columns, dict(about.categories), tuple(marked)).about
-    return replace(about, features=inputs.features, binary_features=inputs.binary_features)
-
-
 def with_marks(rows: Floats, about: DatasetInfo, marked: Collection[str]) -> Floats:
-    """Append an indicator to rows for each marked column: 1 if the value is missing, else 0."""
+    """Append a mark to rows for each marked column: 1 if the value is missing, else 0."""
     positions = first_features(about)
     marks = np.isnan(rows[:, [positions[name] for name in marked]])
     return np.concatenate([rows, marks.astype(np.float32)], axis=1)
@@ -571,7 +559,8 @@ def _padded(rows: Iterator[Any], count: int, vocabulary: int, length: int) -> To
 
 def _by_file(texts: Sequence[str], path: Path, length: int) -> TokenIds:
     """Encode texts with a file of Hugging Face's ``tokenizers``, including special tokens."""
-    tokenizer, sha = _read_tokenizer(path)
+    file = _read_tokenizer(path)
+    tokenizer = file.tokenizer
     size = 1 + _largest_id(tokenizer)
     shift = 1
     if _zero_is_padding(tokenizer):
@@ -580,16 +569,15 @@ def _by_file(texts: Sequence[str], path: Path, length: int) -> TokenIds:
     ids = np.zeros((len(texts), length), dtype=np.int64)
     cut_count = 0
     with _library_errors(f"data.tokenizer = {str(path)!r} cannot read these texts"):
-        tokenizer.enable_truncation(
-            length
-        )  # truncation keeps the special tokens at the end of a text
+        # Truncation keeps the special tokens at the end of a text.
+        tokenizer.enable_truncation(length)
         encoder = _TimedEncoder(tokenizer)
         # One text at a time, because the library's threads for batches would survive a fork.
         for index, text in enumerate(texts):
             tokens = encoder.encode(text)
             ids[index, : len(tokens.ids)] = np.asarray(tokens.ids, dtype=np.int64) + shift
             cut_count += bool(tokens.overflowing)
-    return TokenIds(ids, size + shift, cut_count / max(len(texts), 1), sha)
+    return TokenIds(ids, size + shift, cut_count / max(len(texts), 1), file.sha)
 
 
 @contextlib.contextmanager
@@ -682,9 +670,8 @@ def _growth_by(part: Mapping[str, Any]) -> float:
     if isinstance(pattern, Mapping) and isinstance(pattern.get("String"), str):
         return longest / max(1, len(pattern["String"]))
     if pattern is not None:
-        return (
-            1.0 + longest
-        )  # a regular expression may match the empty text between any two characters
+        # A regular expression may match the empty text between any two characters.
+        return 1.0 + longest
     return float(longest)
 
 
@@ -700,10 +687,16 @@ def _zero_is_padding(tokenizer: Any) -> bool:
     return bool(tokenizer.padding["pad_id"] == 0)
 
 
-def _read_tokenizer(path: Path) -> tuple[Any, str]:
-    """Read a tokenizer, and return it with the SHA-256 of its file; raises ConfigError if the file
-    is invalid.
-    """
+@dataclass(frozen=True, eq=False)
+class _TokenizerFile:
+    """A tokenizer of Hugging Face's library, and the SHA-256 of its file."""
+
+    tokenizer: Any
+    sha: str
+
+
+def _read_tokenizer(path: Path) -> _TokenizerFile:
+    """Read a tokenizer; raises ConfigError if the file is invalid."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -733,4 +726,4 @@ def _read_tokenizer(path: Path) -> tuple[Any, str]:
         raise ConfigError(
             f"data.tokenizer = {str(path)!r} has dropout, which draws random tokens; set it to null"
         )
-    return tokenizer, digest(content)
+    return _TokenizerFile(tokenizer, digest(content))

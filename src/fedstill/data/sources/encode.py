@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
@@ -28,6 +29,7 @@ from fedstill.data.dataset import (
 )
 from fedstill.data.encoding import (
     Categories,
+    TableInputs,
     category_name,
     column_of_feature,
     distinct_values,
@@ -40,7 +42,6 @@ from fedstill.data.encoding import (
     numbers,
     row_numbers,
     table_rows,
-    with_features,
     with_marks,
 )
 from fedstill.data.sources.checks import RawSplit, checked_label, decoded_with_class_ids
@@ -48,6 +49,7 @@ from fedstill.data.sources.schema import (
     NUMBER,
     TableSchema,
     check_same_types,
+    holds_numbers,
     table_schema,
 )
 from fedstill.data.sources.splits import SPLITS, client_name, split_named
@@ -231,7 +233,9 @@ def _divided(source: str, tables: Tables, column: str) -> _SplitTables:
         return _SplitTables(by_split)
     unknown = [value for value in distinct.values if not split_named(str(value))]
     values = ", ".join(map(repr, unknown[:3])) or "no value"
-    warning = f"left out: {unsplit_count:,} of {len(table):,} rows, whose {column!r} is {values}"
+    warning = (
+        f"left out {unsplit_count:,} of {len(table):,} rows because their {column!r} is {values}"
+    )
     return _SplitTables(by_split, warning)
 
 
@@ -250,13 +254,13 @@ def _table_values(source: str, tables: Tables, options: ReadingOptions) -> _Enco
     """Rows (n, features). The last features mark missing numbers."""
     categorical = dict(options.categorical)
     train = tables.get("train", next(iter(tables.values())))
-    categories = []
-    for name in options.columns:
-        if name in categorical:
-            of_column = Categories.of(source, name, categorical[name], train[name])
-            categories.append((name, of_column.values))
-    columns_info = DatasetInfo("table", columns=options.columns, categories=tuple(categories))
-    info = with_features(columns_info)
+    categories = {
+        name: Categories.of(source, name, categorical[name], train[name]).values
+        for name in options.columns
+        if name in categorical
+    }
+    inputs = TableInputs(options.columns, categories)
+    info = inputs.about
     values = {
         split: table_rows(f"{source}, {split}", table, info) for split, table in tables.items()
     }
@@ -267,7 +271,7 @@ def _table_values(source: str, tables: Tables, options: ReadingOptions) -> _Enco
     if not isinstance(marked, tuple):
         marked = _columns_with_gaps(values, info)
     marked_values = {split: with_marks(rows, info, marked) for split, rows in values.items()}
-    return _Encoded(marked_values, with_features(info, marked))
+    return _Encoded(marked_values, replace(inputs, marked=marked).about)
 
 
 def _columns_with_gaps(values: Mapping[str, NDArray[Any]], info: DatasetInfo) -> tuple[str, ...]:
@@ -405,7 +409,7 @@ class _Rows:
             return []
         return [
             f"{self.split}: missing values become the mean, or zeros for a category: "
-            f"{shortened_list(counts, NAMED_COLUMNS)}"
+            f"{shortened_list(counts)}"
         ]
 
     def _check_finite(self, info: DatasetInfo) -> None:
@@ -459,16 +463,9 @@ def missing_text_hint(frame: Frame | None, column: str, row: int) -> str:
         return ""
     examples = [candidate for candidate in MISSING_TEXTS if candidate != text][:1]
     return (
-        f"{text} means a missing value in a CSV file; if it is a name, quote it, or list this "
-        f"file's missing values, as in data.missing_values = {examples}; if a value is missing, "
+        f"{text} was read as a missing value; if it is a real value, quote it or set "
+        f"data.missing_values = {examples}; otherwise, "
     )
-
-
-NAMED_OWNERS = 12
-"""The largest number of owners in a note."""
-
-NAMED_COLUMNS = 12
-"""The largest number of columns in a note."""
 
 
 def _left_out(
@@ -483,7 +480,7 @@ def _left_out(
     for name, count in zip(names, by_owner.tolist(), strict=True):
         if count:
             counts.append(f"{name} {count:,}")
-    return f"{note} ({shortened_list(counts, NAMED_OWNERS)})"
+    return f"{note} ({shortened_list(counts)})"
 
 
 # Labels and owners.
@@ -600,7 +597,7 @@ def _digests(table: pa.Table, schema: TableSchema) -> Digests:
     if options.kind == "text":
         inputs = _texts_as_bytes(table[options.input].to_pylist())
     elif options.kind == "table":
-        columns = [name for name in options.columns if _is_numeric(table[name].type)]
+        columns = [name for name in options.columns if holds_numbers(table[name].type)]
         stacked = np.empty(0)
         if columns:
             stacked = np.stack([numbers(table[name]) for name in columns], 1)
@@ -617,11 +614,6 @@ def _digests(table: pa.Table, schema: TableSchema) -> Digests:
 
 def _texts_as_bytes(texts: Sequence[Any]) -> bytes:
     return b"".join(str(text).encode() + b"\0" for text in texts)
-
-
-def _is_numeric(arrow_type: pa.DataType) -> bool:
-    is_integer_or_bool = pa.types.is_integer(arrow_type) or pa.types.is_boolean(arrow_type)
-    return bool(is_integer_or_bool or pa.types.is_floating(arrow_type))
 
 
 # A column of lists as an array: vectors, or the channels of series.
@@ -646,10 +638,7 @@ class ListColumn:
     @staticmethod
     def of(source: str, column: pa.ChunkedArray, depth: int, length: int) -> ListColumn:
         """The column of a table."""
-        array = column.combine_chunks()
-        if isinstance(array, pa.ChunkedArray):  # extension types, and older versions of pyarrow
-            array = array.chunk(0)
-        return ListColumn(source, array, depth, length)
+        return ListColumn(source, column.combine_chunks(), depth, length)
 
     def values(self) -> Floats:
         """(n, D) or (n, channels, L), float32. Long lists are cut; short lists are padded with NaN.
@@ -674,16 +663,14 @@ class ListColumn:
         """A mask (n,) of the examples that lack a list or a number to keep."""
         has_gap = self._has_null_list()
         rows = np.arange(len(self.array))
-        numbers = self.array
-        sizes = rows[:0]
-        for _ in range(self.depth):
-            sizes = _sizes(numbers)
-            rows = np.repeat(rows, sizes)
-            numbers = numbers.flatten()
-        is_missing = np.isnan(_floats(numbers))
-        if self.length:
-            is_missing &= _places(sizes) < self.length
-        has_gap[rows[is_missing]] = True
+        array = self.array
+        for level in range(self.depth):
+            is_innermost = level == self.depth - 1
+            if is_innermost and self.length:
+                array = pc.list_slice(array, 0, self.length, return_fixed_size_list=False)
+            rows = np.repeat(rows, _sizes(array))
+            array = array.flatten()
+        has_gap[rows[np.isnan(_floats(array))]] = True
         return has_gap
 
     def _has_null_list(self) -> NDArray[np.bool_]:
@@ -702,13 +689,14 @@ class ListColumn:
         """The values of examples without null lists. ``rows``: their row numbers, for messages."""
         shape = [len(array)]
         for level in range(self.depth):
-            sizes = _sizes(array)
-            array = array.flatten()
             is_innermost = level == self.depth - 1
             if is_innermost and self.length:
-                return _cut_or_filled(_floats(array), sizes, self.length).reshape(*shape, -1)
+                # Short lists are filled with nulls.
+                array = pc.list_slice(array, 0, self.length, return_fixed_size_list=True)
+            sizes = _sizes(array)
             self._check_sizes(sizes, rows, shape, is_innermost=is_innermost)
             shape.append(int(sizes[0]))
+            array = array.flatten()
         return _floats(array).reshape(shape)
 
     def _check_sizes(
@@ -752,20 +740,3 @@ def _sizes(array: Any) -> NDArray[np.int64]:
         sizes = np.diff(np.from_dlpack(array.offsets)).astype(np.int64)
     sizes[null_mask(array)] = 0
     return sizes
-
-
-def _places(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The position of each number in its list."""
-    starts = np.cumsum(sizes) - sizes
-    places: NDArray[np.int64] = np.arange(sizes.sum()) - np.repeat(starts, sizes)
-    return places
-
-
-def _cut_or_filled(numbers: Floats, sizes: NDArray[np.int64], length: int) -> Floats:
-    """Lists as rows of one length, cut or padded with NaN."""
-    rows = np.full((len(sizes), length), np.nan, dtype=np.float32)
-    places = _places(sizes)
-    fits = places < length
-    row_of_number = np.repeat(np.arange(len(sizes)), sizes)
-    rows[row_of_number[fits], places[fits]] = numbers[fits]
-    return rows
