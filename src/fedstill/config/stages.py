@@ -40,11 +40,11 @@ from fedstill.core.extensions import StageProvider
 from fedstill.core.fields import as_table, value_text
 from fedstill.core.label_counts import CENSUS, CensusStages, needs_label_totals
 from fedstill.core.method import Method
-from fedstill.core.records import Plan
+from fedstill.core.records import NO_TRAINING, Plan
 from fedstill.core.rounds import Schedule
 from fedstill.core.topology import Topology
 from fedstill.methods.fit import FIT, FITTING, FitStage
-from fedstill.methods.ridge import NO_TRAINING, RIDGE, RidgeStage
+from fedstill.methods.ridge import RIDGE, RidgeStage
 
 SHARED_STAGES = frozenset({FIT, RIDGE, CENSUS}) | TEST_STAGES
 """Stages that a method does not have to declare."""

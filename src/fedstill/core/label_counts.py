@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -210,20 +210,27 @@ DISTANCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 """The distances by name; the last argument is the smoothing of "kl"."""
 
 
-# ---- the census ----------------------------------------------------------------------------------
+# ---- stages in which clients only send statistics, such as the census ----------------------------
 
 
-CENSUS = "census"
-"""The name of the stage."""
+Received = Mapping[str, Any]
+"""The groups of a received payload, by name, on the client's device."""
 
 
-class Census(ClientWork):
-    """Send the label counts; nothing is trained, and client states stay as they are."""
+class StatisticsWork(ClientWork):
+    """Work of a client that only sends statistics of its data: nothing is trained, and the client's
+    state does not change. A stage with this work has the plan ``NO_TRAINING``.
+    """
+
+    def statistics(self, received: Received, view: View, world: World) -> Payload:
+        """The statistics of the client's data; override this method."""
+        raise NotImplementedError
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        return TrainingStart(params={})
+        """Start without parameters to train."""
+        return TrainingStart(params={}, constants=dict(payload))
 
     def end(
         self,
@@ -233,7 +240,19 @@ class Census(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload | Keep]:
-        return Payload(labels=view.counts), KEEP
+        """The reply with the statistics."""
+        return self.statistics(start.constants, view, world), KEEP
+
+
+CENSUS = "census"
+"""The name of the stage."""
+
+
+class Census(StatisticsWork):
+    """Send the label counts."""
+
+    def statistics(self, received: Received, view: View, world: World) -> Payload:
+        return Payload(labels=view.counts)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fedstill.core.errors import BadPayload
 from fedstill.core.payload import KEEP, NOTHING, Group, Keep, Payload, Tensors, many
 from fedstill.core.registry import short_name
-from fedstill.core.stages import SERVER, Plan, Stage
+from fedstill.core.stages import NO_TRAINING, SERVER, Plan, Stage
 
 if TYPE_CHECKING:
     from fedstill.core.stream import Stream
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KEEP",
     "NOTHING",
+    "NO_TRAINING",
     "OFF",
     "RULED_OUT",
     "SERVER",

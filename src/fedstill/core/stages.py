@@ -151,3 +151,7 @@ class Plan:
         if self.lr_schedule == "step":
             decays = since // self.lr_step
         return float(self.lr * self.lr_decay**decays)
+
+
+NO_TRAINING = Plan(epochs=0)
+"""The plan of a stage in which nothing is trained."""

@@ -35,6 +35,7 @@ from fedstill.core.capabilities import Need
 from fedstill.core.fields import NonNegative
 from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
+    NO_TRAINING,
     SERVER,
     ModelSpec,
     Payload,
@@ -51,7 +52,7 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.stream import Stream
 from fedstill.core.trees import dtype_of
-from fedstill.methods.ridge import NO_TRAINING, empty_sums, feature_sums, no_linear_head, solved
+from fedstill.methods.ridge import empty_sums, feature_sums, no_linear_head, solved
 
 SUMS = ("gram", "cross")
 

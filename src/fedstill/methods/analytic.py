@@ -41,6 +41,7 @@ from fedstill.core.keys import generator, seed_for
 from fedstill.core.label_counts import count_problem
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
+    NO_TRAINING,
     SERVER,
     ModelSpec,
     Payload,
@@ -59,7 +60,6 @@ from fedstill.core.trees import dtype_of
 from fedstill.methods.afl import SendChange, added_sums
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ridge import (
-    NO_TRAINING,
     empty_group_sums,
     empty_sums,
     estimated_gram,

@@ -32,14 +32,13 @@ from fedstill.core.capabilities import Need, Permit
 from fedstill.core.errors import BadPayload
 from fedstill.core.fields import CountOrZero
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.label_counts import count_problem
+from fedstill.core.label_counts import Received, StatisticsWork, count_problem
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
-    KEEP,
+    NO_TRAINING,
     NOTHING,
     SERVER,
     Examples,
-    Keep,
     ModelSpec,
     Payload,
     Plan,
@@ -56,7 +55,7 @@ from fedstill.core.registry import method
 from fedstill.core.topology import has_chain
 from fedstill.core.trees import dtype_of
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.methods.ridge import NO_TRAINING, no_linear_head
+from fedstill.methods.ridge import no_linear_head
 from fedstill.models.contract import width
 from fedstill.models.predictors import predictor
 
@@ -197,27 +196,15 @@ def gaussians(counts: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, T
 
 
 @dataclass(frozen=True)
-class SendMoments(ClientWork):
-    """The client sends the sums of its features by class; nothing is trained."""
+class SendMoments(StatisticsWork):
+    """The client sends the sums of its features by class."""
 
     covariance: str
 
-    def begin(
-        self, payload: Payload, client_state: Payload, view: View, world: World
-    ) -> TrainingStart:
-        return TrainingStart(params={}, constants={"params": payload.params})
-
-    def end(
-        self,
-        params: Tensors,
-        start: TrainingStart,
-        result: TrainingResult,
-        view: View,
-        world: World,
-    ) -> tuple[Payload, Payload | Keep]:
-        features = view.features(start["params"])
+    def statistics(self, received: Received, view: View, world: World) -> Payload:
+        features = view.features(received["params"])
         labels = view.data.labels.cpu()
-        return class_moments(features, labels, world.classes, self.covariance), KEEP
+        return class_moments(features, labels, world.classes, self.covariance)
 
 
 @dataclass(frozen=True)

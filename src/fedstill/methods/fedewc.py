@@ -35,11 +35,11 @@ from torch import Tensor
 from fedstill.core.aggregation import weighted_mean
 from fedstill.core.capabilities import Permit
 from fedstill.core.fields import Count, NonNegative, Share
+from fedstill.core.label_counts import Received, StatisticsWork
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
-    KEEP,
+    NO_TRAINING,
     OFF,
-    Keep,
     Payload,
     Plan,
     Reply,
@@ -47,7 +47,6 @@ from fedstill.core.records import (
     State,
     Step,
     Tensors,
-    TrainingResult,
     TrainingStart,
     View,
     World,
@@ -56,7 +55,6 @@ from fedstill.core.registry import method
 from fedstill.core.trees import add, only, scale, zeros_like
 from fedstill.losses import quadratic
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.methods.ridge import NO_TRAINING
 from fedstill.models.contract import trainable_entries
 
 IMPORTANCE = "importance"
@@ -139,39 +137,25 @@ class Anchored(ClientWork):
 
 
 @dataclass(frozen=True)
-class Importance(ClientWork):
-    """The client sends the diagonal of its Fisher information at the received model; nothing is
-    trained.
-    """
+class Importance(StatisticsWork):
+    """The client sends the diagonal of its Fisher information at the received model."""
 
     method: FedEWC
     stage: Stage
 
-    def begin(
-        self, payload: Payload, client_state: Payload, view: View, world: World
-    ) -> TrainingStart:
-        return TrainingStart(params={}, constants={"params": payload.params})
-
-    def end(
-        self,
-        params: Tensors,
-        start: TrainingStart,
-        result: TrainingResult,
-        view: View,
-        world: World,
-    ) -> tuple[Payload, Payload | Keep]:
+    def statistics(self, received: Received, view: View, world: World) -> Payload:
         mask = world.stream.mask(self.stage.round, view.client, world.classes)
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             return surprise(logits, labels, mask)
 
-        gradients = view.gradients(start["params"], loss, batch=1)
-        total = zeros_like(trainable_entries(view.model, start["params"]))
+        gradients = view.gradients(received["params"], loss, batch=1)
+        total = zeros_like(trainable_entries(view.model, received["params"]))
         count = 0
         for grads in islice(gradients, min(self.method.samples, len(view.data))):
             total = {k: total[k] + grads[k] ** 2 for k in total}
             count += 1
-        return Payload(fisher=scale(total, 1 / max(count, 1))), KEEP
+        return Payload(fisher=scale(total, 1 / max(count, 1)))
 
 
 def surprise(logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -35,9 +35,10 @@ from fedstill.core import trees
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import BadPayload
 from fedstill.core.fields import Count, NonNegative, Positive
+from fedstill.core.label_counts import Received, StatisticsWork
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
-    NOTHING,
+    NO_TRAINING,
     Payload,
     Plan,
     Reply,
@@ -45,7 +46,6 @@ from fedstill.core.records import (
     State,
     Step,
     Tensors,
-    TrainingResult,
     TrainingStart,
     View,
     World,
@@ -115,7 +115,7 @@ class FedGKDVote(FedGKD):
     stages: ClassVar[frozenset[str]] = frozenset({"train", WEIGH})
     needs: ClassVar[Need] = Need.SAME_SHAPES | Need.PUBLIC_DATA
     labelled: ClassVar[frozenset[str]] = frozenset({WEIGH})
-    plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, WEIGH: Plan(epochs=0)}
+    plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, WEIGH: NO_TRAINING}
 
     vote_temperature: Positive = 1.0
     """Temperature of the votes (T_v); a larger value makes them more equal."""
@@ -216,23 +216,11 @@ class FromVoters(ClientWork):
         return {**super().terms(step, start), "past": m.weight * weighted}
 
 
-class PublicLoss(ClientWork):
-    """The server computes the loss of its new model on labelled public data; nothing is trained."""
+class PublicLoss(StatisticsWork):
+    """The server computes the loss of its new model on labelled public data."""
 
-    def begin(
-        self, payload: Payload, client_state: Payload, view: View, world: World
-    ) -> TrainingStart:
-        return TrainingStart(params={}, constants={"params": payload.params})
-
-    def end(
-        self,
-        params: Tensors,
-        start: TrainingStart,
-        result: TrainingResult,
-        view: View,
-        world: World,
-    ) -> tuple[Payload, Payload]:
+    def statistics(self, received: Received, view: View, world: World) -> Payload:
         if view.public is None:
             raise BadPayload("the server has no public data; set [data] public")
-        loss = cross_entropy(view.logits(start["params"], "public"), view.public.labels.cpu())
-        return Payload(loss=float(loss.double().mean())), NOTHING
+        loss = cross_entropy(view.logits(received["params"], "public"), view.public.labels.cpu())
+        return Payload(loss=float(loss.double().mean()))

@@ -35,11 +35,11 @@ from torch.nn.functional import unfold
 
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.fields import NonNegative, Share
+from fedstill.core.label_counts import Received, StatisticsWork
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
-    KEEP,
+    NO_TRAINING,
     SERVER,
-    Keep,
     ModelSpec,
     Payload,
     Plan,
@@ -47,15 +47,12 @@ from fedstill.core.records import (
     Stage,
     State,
     Tensors,
-    TrainingResult,
-    TrainingStart,
     View,
     World,
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import add
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.methods.ridge import NO_TRAINING
 from fedstill.models.contract import module, trainable_names
 from fedstill.models.functional import features
 
@@ -160,24 +157,11 @@ class FOT(FedAvg):
         return state.next(basis=grown)
 
 
-class SendInputs(ClientWork):
-    """The client sends the sums of the products of each layer's inputs; nothing is trained."""
+class SendInputs(StatisticsWork):
+    """The client sends the sums of the products of each layer's inputs."""
 
-    def begin(
-        self, payload: Payload, client_state: Payload, view: View, world: World
-    ) -> TrainingStart:
-        products = summed_products(view, payload.params)
-        return TrainingStart(params={}, constants={"products": products})
-
-    def end(
-        self,
-        params: Tensors,
-        start: TrainingStart,
-        result: TrainingResult,
-        view: View,
-        world: World,
-    ) -> tuple[Payload, Payload | Keep]:
-        return Payload(products=start["products"]), KEEP
+    def statistics(self, received: Received, view: View, world: World) -> Payload:
+        return Payload(products=summed_products(view, received["params"]))
 
 
 def no_products(model: ModelSpec) -> dict[str, Tensor]:

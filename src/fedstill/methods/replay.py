@@ -45,6 +45,7 @@ from fedstill.core.method import ClientWork
 from fedstill.core.payload import NOTHING, Payload
 from fedstill.core.records import (
     KEEP,
+    NO_TRAINING,
     OFF,
     RULED_OUT,
     SERVER,
@@ -66,7 +67,7 @@ from fedstill.core.trees import dtype_of
 from fedstill.losses import cross_entropy
 from fedstill.methods.class_values import mean_by_class
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.methods.ridge import NO_TRAINING, no_linear_head
+from fedstill.methods.ridge import no_linear_head
 from fedstill.models.contract import width
 from fedstill.models.predictors import predictor
 

@@ -20,21 +20,15 @@ from torch import Tensor
 
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import StageActor, StageProvider
-from fedstill.core.label_counts import counts
+from fedstill.core.label_counts import Received, StatisticsWork, counts
 from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import (
-    KEEP,
     SERVER,
-    Keep,
     ModelSpec,
     Payload,
-    Plan,
     Reply,
     Stage,
     State,
-    Tensors,
-    TrainingResult,
-    TrainingStart,
     View,
     World,
 )
@@ -42,9 +36,6 @@ from fedstill.models.contract import width
 
 RIDGE = "ridge"
 """The name of the stage."""
-
-NO_TRAINING = Plan(epochs=0)
-"""The plan of a stage in which nothing is trained."""
 
 
 def no_linear_head(world: World) -> str:
@@ -173,27 +164,12 @@ def solved(gram: Tensor, cross: Tensor, ridge: float) -> dict[str, Tensor]:
     return {"head.weight": layer[:-1].T.contiguous(), "head.bias": layer[-1].clone()}
 
 
-@dataclass(frozen=True)
-class SendSums(ClientWork):
-    """The client sends the sums of its features under the received model; nothing is trained, and
-    client states do not change.
-    """
+class SendSums(StatisticsWork):
+    """The client sends the sums of its features under the received model."""
 
-    def begin(
-        self, payload: Payload, client_state: Payload, view: View, world: World
-    ) -> TrainingStart:
-        return TrainingStart(params={}, constants={"params": payload.params})
-
-    def end(
-        self,
-        params: Tensors,
-        start: TrainingStart,
-        result: TrainingResult,
-        view: View,
-        world: World,
-    ) -> tuple[Payload, Payload | Keep]:
-        features = view.features(start["params"])
-        return feature_sums(features, view.data.labels.cpu(), world.classes), KEEP
+    def statistics(self, received: Received, view: View, world: World) -> Payload:
+        features = view.features(received["params"])
+        return feature_sums(features, view.data.labels.cpu(), world.classes)
 
 
 @dataclass(frozen=True)

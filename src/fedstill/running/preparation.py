@@ -26,7 +26,17 @@ from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.fields import Share, problem
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork
-from fedstill.core.records import NOTHING, SERVER, Examples, Payload, Plan, Reply, Stage, Tensors
+from fedstill.core.records import (
+    NO_TRAINING,
+    NOTHING,
+    SERVER,
+    Examples,
+    Payload,
+    Plan,
+    Reply,
+    Stage,
+    Tensors,
+)
 from fedstill.core.rounds import run_round
 from fedstill.data.cache import cache_folder, reuse_bytes
 from fedstill.data.dataset import Dataset
@@ -44,7 +54,6 @@ from fedstill.engines.vectorised import VectorisedEngine
 from fedstill.measures.base import EvaluationContext, at_clients
 from fedstill.measures.choice import measures
 from fedstill.methods.fit import FIT, ONLY_FIT, queries_of
-from fedstill.methods.ridge import NO_TRAINING
 from fedstill.metrics.classification import NO_METRICS, RunMetrics
 from fedstill.running.client_data import ClientData, scale_data, split_data
 from fedstill.running.compatibility import check_data, check_run

@@ -22,17 +22,14 @@ from fedstill.core.checks import check_quorum
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import StageActor, StageProvider, StageResult
 from fedstill.core.keys import seed_for
+from fedstill.core.label_counts import Received, StatisticsWork
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
-    NOTHING,
     Examples,
     Payload,
     Reply,
     Stage,
     State,
-    Tensors,
-    TrainingResult,
-    TrainingStart,
     View,
     World,
 )
@@ -161,7 +158,7 @@ TINY = 1e-150
 
 
 @dataclass(frozen=True)
-class SumsWork(ClientWork):
+class SumsWork(StatisticsWork):
     """A client's work: to send the sums of its training examples by column or channel.
 
     ``shape``: the shape of an example. ``fixed``: columns of 0 and 1, which are not scaled.
@@ -170,20 +167,8 @@ class SumsWork(ClientWork):
     shape: tuple[int, ...]
     fixed: Collection[int] = ()
 
-    def begin(
-        self, payload: Payload, client_state: Payload, view: View, world: World
-    ) -> TrainingStart:
-        return TrainingStart(params={})
-
-    def end(
-        self,
-        params: Tensors,
-        start: TrainingStart,
-        result: TrainingResult,
-        view: View,
-        world: World,
-    ) -> tuple[Payload, Payload]:
-        return self.sent(view.data.values.cpu()), NOTHING
+    def statistics(self, received: Received, view: View, world: World) -> Payload:
+        return self.sent(view.data.values.cpu())
 
     @property
     def rows(self) -> int:
