@@ -266,7 +266,10 @@ def test_what_a_series_lacks_is_missing_however_it_is_written(
     gap: Any, made: Any, length: int, place: Path
 ) -> None:
     values = [gap if i == 3 else [[1.0, 2.0, 3.0], [4.0, 5.0, i]] for i in range(10)]
-    pq.write_table(made(values), place / "mine.parquet")
+    try:
+        pq.write_table(made(values), place / "mine.parquet")
+    except pa.ArrowNotImplementedError as error:
+        pytest.skip(f"pyarrow {pa.__version__} cannot write such a file: {error}")
     with pytest.raises(DataError, match=r"example 3 .*data\.missing"):
         load_dataset("mine.parquet", length=length)
     data = load_dataset("mine.parquet", length=length, missing="drop")

@@ -56,6 +56,7 @@ from fedstill.config.validation import (
     PackageTable,
     Problem,
     WrongConfig,
+    collected,
     contradiction,
     keys_of,
     schema_of,
@@ -372,10 +373,8 @@ def read_package_tables(experiment: Experiment) -> dict[str, PackageTable]:
     problems: list[Problem] = []
     tables = {}
     for name, schema in package_tables().items():
-        try:
+        with collected(problems):
             tables[name] = schema.read(experiment.table(name), name)
-        except WrongConfig as error:
-            problems += error.problems
     if problems:
         raise WrongConfig(problems)
     return tables

@@ -18,6 +18,7 @@ from fedstill.config.validation import (
     NOT_A_TABLE,
     Problem,
     WrongConfig,
+    collected,
     contradiction,
     keys_of,
     schema_of_record,
@@ -265,16 +266,12 @@ def read_plans(experiment: Experiment, method: Method) -> PlanTable:
 
     problems: list[Problem] = []
     common: dict[str, Any] = {}
-    try:
+    with collected(problems):
         common = _checked_values(common_values, "plan")
-    except WrongConfig as error:
-        problems += error.problems
     stages = {}
     for stage, values in stage_tables.items():
-        try:
+        with collected(problems):
             stages[stage] = _checked_values(values, f"plan.{stage}")
-        except WrongConfig as error:
-            problems += error.problems
     if problems:
         raise WrongConfig(problems)
 

@@ -7,9 +7,10 @@ config only are subclasses of ``Table``. Records and functions that other code c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
 
@@ -106,6 +107,15 @@ def unknown_name(key: str, kind: str, name: object, hint: str) -> WrongConfig:
         code=UNKNOWN_NAME, key=key, reason=f"unknown {kind} {value_text(name)}", hint=hint
     )
     return WrongConfig([problem])
+
+
+@contextlib.contextmanager
+def collected(problems: list[Problem]) -> Iterator[None]:
+    """A context that adds the problems of a WrongConfig to a list instead of raising it."""
+    try:
+        yield
+    except WrongConfig as error:
+        problems += error.problems
 
 
 # Texts of a command line.

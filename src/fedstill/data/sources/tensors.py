@@ -135,7 +135,10 @@ def from_clients(
             f"{name}: {len(clients)} clients and {len(set(names))} different names; pass one name "
             "a client"
         )
-    by_split = _pairs_by_split(name, clients)
+    by_split: dict[str, dict[int, Pair]] = {"train": {}, "test": {}}
+    for number, client in enumerate(clients):
+        for split, pair in _client_pairs(f"{name}, client {number}", client).items():
+            by_split[split][number] = pair
     common = {"test": test, "validation": validation}
     data = join_clients(
         name, names, by_split, {split: pair for split, pair in common.items() if pair is not None}
@@ -143,38 +146,15 @@ def from_clients(
     return dataset_of_pairs(name, data, TensorFields(classes, **fields))
 
 
-def _pairs_by_split(
-    name: str, clients: Sequence[Pair | tuple[Pair, Pair]]
-) -> dict[str, dict[int, Pair]]:
-    """The training and test data of clients, by number."""
-    train = {}
-    test = {}
-    for index, client in enumerate(clients):
-        part = f"{name}, client {index}"
-        data = _client_data(part, client)
-        train[index] = data.train
-        if data.test is not None:
-            test[index] = data.test
-    return {"train": train, "test": test}
-
-
-@dataclass(frozen=True)
-class _ClientData:
-    """The training data of a client, and its test data, if any."""
-
-    train: Pair
-    test: Pair | None
-
-
-def _client_data(part: str, client: Any) -> _ClientData:
-    """A client's data: a pair of arrays, or two such pairs; raises DataError for others."""
+def _client_pairs(part: str, client: Any) -> dict[str, Pair]:
+    """A client's data by split: a pair of arrays, or two such pairs; DataError for others."""
     pair = checked_pair(part, client)
     if not isinstance(pair[0], (tuple, list)):
-        return _ClientData(pair, None)
-    train = checked_pair(part, pair[0])
-    if pair[1] is None:
-        return _ClientData(train, None)
-    return _ClientData(train, checked_pair(f"{part}, test", pair[1]))
+        return {"train": pair}
+    pairs = {"train": checked_pair(part, pair[0])}
+    if pair[1] is not None:
+        pairs["test"] = checked_pair(f"{part}, test", pair[1])
+    return pairs
 
 
 def join_clients(
