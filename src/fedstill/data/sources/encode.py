@@ -56,15 +56,15 @@ from fedstill.data.sources.splits import SPLITS, client_name, split_named
 from fedstill.data.sources.tables import (
     MISSING_TEXTS,
     CsvFrame,
+    FileFrame,
     Frame,
-    ParquetFrame,
     single_file,
 )
 
 Tables = Mapping[str, pa.Table]
 """The columns to read, by split."""
 
-FileFrame = TypeVar("FileFrame", CsvFrame, ParquetFrame)
+FrameType = TypeVar("FrameType", bound=FileFrame)
 
 
 def read_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema) -> Decoded:
@@ -130,11 +130,11 @@ def _column_warnings(
 
 
 def frames_of(
-    frame_type: type[FileFrame],
+    frame_type: type[FrameType],
     folder: Path,
     files: Mapping[str, Sequence[Path]],
     options: ReadingOptions,
-) -> dict[str, FileFrame]:
+) -> dict[str, FrameType]:
     """The frames of the files in a folder, by split."""
     frames = {}
     for split, paths in files.items():

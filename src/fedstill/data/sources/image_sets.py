@@ -325,7 +325,7 @@ def image_warnings(source: str, splits: Mapping[str, ImageRows]) -> list[str]:
     """Warnings about broken and dark images."""
     warnings = [_broken_warning(source, split, rows) for split, rows in splits.items()]
     warnings.append(_dark_warning([rows.largest for rows in splits.values()]))
-    return warnings
+    return [warning for warning in warnings if warning]
 
 
 def with_owners(
@@ -610,4 +610,4 @@ def read_unlabelled(place: Path, request: ReadRequest | None = None) -> Unlabell
     if request.broken == "refuse":
         check_broken(str(place), rows.broken, can_skip=True)
     warnings = image_warnings(str(place), {"the public set": rows})
-    return UnlabelledImages(torch.from_numpy(rows.images), tuple(filter(None, warnings)))
+    return UnlabelledImages(torch.from_numpy(rows.images), tuple(warnings))

@@ -59,8 +59,8 @@ class ImageFrame(Frame, Protocol):
 
 
 @dataclass(frozen=True)
-class ParquetFrame:
-    """The concatenated rows of parquet files with the same schema.
+class FileFrame:
+    """The concatenated rows of files.
 
     clients: the client of each file, if each file or folder belongs to one client.
     """
@@ -68,6 +68,29 @@ class ParquetFrame:
     files: tuple[Path, ...]
     options: ReadingOptions = DEFAULT_OPTIONS
     clients: tuple[str, ...] = ()
+
+    def joined(self, tables: Sequence[pa.Table], names: Sequence[str]) -> pa.Table:
+        """The concatenated tables of the files, in which the configured values are missing.
+
+        Raises DataError if the type of a column differs between files.
+        """
+        if FILE in names:
+            tables = [
+                table.append_column(FILE, pa.array([client] * len(table), pa.string()))
+                for table, client in zip(tables, self.clients, strict=True)
+            ]
+        try:
+            table = pa.concat_tables(tables, promote_options="permissive")
+        except (pa.ArrowTypeError, pa.ArrowInvalid):
+            conflict = _conflict(tables, self.files)
+            if conflict:
+                raise DataError(conflict) from None
+            raise
+        return with_missing(table.select(list(names)), self.options.missing_values)
+
+
+class ParquetFrame(FileFrame):
+    """The concatenated rows of parquet files with the same schema."""
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -96,7 +119,7 @@ class ParquetFrame:
         """
         in_files = [name for name in names if name != FILE]
         tables = [self._read_one(path, in_files) for path in self.files]
-        return _joined(self, tables, names)
+        return self.joined(tables, names)
 
     def _read_one(self, path: Path, names: Sequence[str]) -> pa.Table:
         with file_errors(path):
@@ -440,16 +463,8 @@ HEADER_BYTES = 1 << 20
 """The number of bytes at the start of a file that must contain its first line."""
 
 
-@dataclass(frozen=True)
-class CsvFrame:
-    """The concatenated rows of CSV files in UTF-8 with a header line.
-
-    clients: the client of each file, if each file or folder belongs to one client.
-    """
-
-    files: tuple[Path, ...]
-    options: ReadingOptions = DEFAULT_OPTIONS
-    clients: tuple[str, ...] = ()
+class CsvFrame(FileFrame):
+    """The concatenated rows of CSV files in UTF-8 with a header line."""
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -473,7 +488,7 @@ class CsvFrame:
                     "column, or list the columns to read in data.columns"
                 )
             tables.append(table.select(present))
-        return _joined(self, tables, names)
+        return self.joined(tables, names)
 
     def missing_text_at(self, name: str, row: int) -> str:
         """The text that denotes the missing value in a row, such as "NA"; empty for an empty field.
@@ -593,28 +608,6 @@ def _common_field(fields: Sequence[pa.Field]) -> pa.Field:
 
 
 # Tables of several files.
-
-
-def _joined(
-    frame: ParquetFrame | CsvFrame, tables: Sequence[pa.Table], names: Sequence[str]
-) -> pa.Table:
-    """The concatenated tables of a frame's files, in which the configured values are missing.
-
-    Raises DataError if the type of a column differs between files.
-    """
-    if FILE in names:
-        tables = [
-            table.append_column(FILE, pa.array([client] * len(table), pa.string()))
-            for table, client in zip(tables, frame.clients, strict=True)
-        ]
-    try:
-        table = pa.concat_tables(tables, promote_options="permissive")
-    except (pa.ArrowTypeError, pa.ArrowInvalid):
-        conflict = _conflict(tables, frame.files)
-        if conflict:
-            raise DataError(conflict) from None
-        raise
-    return with_missing(table.select(list(names)), frame.options.missing_values)
 
 
 def _conflict(tables: Sequence[pa.Table], files: Sequence[Path]) -> str:

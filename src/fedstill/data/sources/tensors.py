@@ -474,7 +474,7 @@ class TorchItems:
         rows = read_rows(Pictures(self.part, self.request, count), cells())
         check_broken(self.part, rows.broken, can_skip=False)
         warnings = image_warnings(self.part, {"train": rows})
-        return ItemsRead(rows.images, np.array(labels), tuple(filter(None, warnings)))
+        return ItemsRead(rows.images, np.array(labels), tuple(warnings))
 
     def _loaded(self, index: int, picture: object) -> Image.Image:
         """A copy of an image with its pixels, because a data set may change an image later."""
