@@ -339,7 +339,7 @@ def test_a_damaged_run_of_a_comparison_is_begun_anew(
 def test_tables_that_were_exported_into_the_run_go_with_it(tmp_path: Path) -> None:
     folder = run(toys.toy(rounds=1), tmp_path / "run", toys.blobs()).directory
     for kind, place in (("csv", folder / "tables/of it"), ("parquet", folder)):
-        list(write_run_tables(folder, kind, place))
+        write_run_tables(folder, kind, place)
     (folder / "tables/rounds.csv").write_text("round,mine\n")
     with pytest.raises(RunExists, match=r"tables/rounds\.csv"):
         run(toys.toy(rounds=1), folder, toys.blobs(), overwrite=True)

@@ -150,5 +150,5 @@ def _comparison(program: str, error: float) -> str:
 def _write_tables(run: Path, file_format: str, folder: Path) -> None:
     from fedstill.running.frame import write_run_tables
 
-    for path, rows, columns in write_run_tables(run, file_format, folder):
-        print(f"{path}: {rows} rows, {columns} columns")
+    for table in write_run_tables(run, file_format, folder):
+        print(f"{table.path}: {table.rows} rows, {table.columns} columns")

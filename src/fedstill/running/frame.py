@@ -342,11 +342,20 @@ def _without_formula(value: Any) -> Any:
     return value
 
 
-def write_run_tables(run: Path, kind: str, folder: Path) -> Iterator[tuple[Path, int, int]]:
+@dataclass(frozen=True)
+class WrittenTable:
+    """A table in a file, with its numbers of rows and columns."""
+
+    path: Path
+    rows: int
+    columns: int
+
+
+def write_run_tables(run: Path, kind: str, folder: Path) -> list[WrittenTable]:
     """Write the tables of ``run_frames`` to a folder, as ``parquet`` or ``csv``, over older tables.
 
-    Yields the path, rows and columns of each. Raises the errors of ``run_frames``, and ConfigError
-    if the folder cannot be created or has other files with these names.
+    Raises the errors of ``run_frames``, and ConfigError if the folder cannot be created or has
+    other files with these names.
     """
     frames = run_frames(run)
     try:
@@ -358,10 +367,12 @@ def write_run_tables(run: Path, kind: str, folder: Path) -> Iterator[tuple[Path,
     paths = {name: folder / f"{name}.{kind}" for name in frames}
     for path in paths.values():
         check_may_overwrite(path, RUN_TABLE)
+    tables = []
     for name, frame in frames.items():
         if kind == "parquet":
             data = frame.to_parquet(index=False)
         else:
             data = _without_formulas(frame).to_csv(index=False).encode()
         replace_file(paths[name], data, RUN_TABLE)
-        yield paths[name], *frame.shape
+        tables.append(WrittenTable(paths[name], len(frame), len(frame.columns)))
+    return tables
