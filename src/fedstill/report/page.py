@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import gzip
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -76,11 +75,8 @@ def write_page(directories: Sequence[Path], out: Path, against: str = "") -> Pat
 
 def page(compared: Sequence[Group], against: str = "") -> str:
     """The page as HTML. against: the label of the baseline of differences, by default the first."""
-    with ThreadPoolExecutor(1) as pool:
-        library = pool.submit(plotly_script)
-        introduction = _introduction(compared)
-        parts = sections(Report(compared, against))
-        return _document(_title(compared), introduction, parts, library.result())
+    parts = sections(Report(compared, against))
+    return document(_title(compared), _introduction(compared), parts)
 
 
 def document(title: str, introduction: Iterable[Block], parts: Iterable[Block]) -> str:
@@ -88,12 +84,6 @@ def document(title: str, introduction: Iterable[Block], parts: Iterable[Block]) 
 
     The page contains the code that draws its figures, and a list of its sections.
     """
-    return _document(title, introduction, parts, plotly_script())
-
-
-def _document(
-    title: str, introduction: Iterable[Block], parts: Iterable[Block], library: PlotlyScript
-) -> str:
     blocks = list(parts)
     template = templates().get_template("page.html")
     text = template.render(
@@ -104,7 +94,7 @@ def _document(
         policy=POLICY,
         style=_asset("page.css"),
         script=_asset("page.js"),
-        plotly=library,
+        plotly=plotly_script(),
         date=f"{datetime.now():%Y-%m-%d}",
     )
     return neutral(text, "html")
@@ -124,10 +114,7 @@ class PlotlyScript:
 
 
 def plotly_script() -> PlotlyScript:
-    """The plotly.js of the installed plotly.
-
-    It takes 0.15 s, mostly without Python's global lock, so a thread can load it in parallel.
-    """
+    """The plotly.js of the installed plotly."""
     code = get_plotlyjs()
     compressed = gzip.compress(code.encode(), COMPRESSION, mtime=0)
     return PlotlyScript(_version_of(code), base64.b64encode(compressed).decode())
