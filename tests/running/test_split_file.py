@@ -25,7 +25,9 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.partition import iid
 from fedstill.report.data_split import (
     BINS,
+    EXAMPLES,
     FIRST,
+    IN_LOCAL,
     Split,
     class_by_client,
     clients_by,
@@ -266,9 +268,9 @@ def test_of_many_clients_the_page_draws_the_first_and_counts_all(tmp_path: Path)
 
 def test_a_map_of_many_classes_has_no_numbers() -> None:
     for classes, kind, text in (
-        (10, "examples", "%{z}"),
-        (100, "examples", ""),
-        (100, "in-local p", ""),
+        (10, EXAMPLES, "%{z}"),
+        (100, EXAMPLES, ""),
+        (100, IN_LOCAL, ""),
     ):
         names = [f"class {c}" for c in range(classes)]
         split = SimpleNamespace(drawn=[[3] * classes] * 5, classes=names, client_names=[])

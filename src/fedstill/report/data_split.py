@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -33,9 +33,45 @@ from fedstill.running.runs import Group, Run, split_text
 # Maps of class × client
 
 
-EXAMPLES = "examples"
-IN_LOCAL = "in-local p"
-OUT_LOCAL = "out-local p"
+MAX_NUMBERS = 40
+"""A heat map with more clients or classes than this has no numbers. For distributions, the limit is
+half as many clients.
+"""
+
+
+@dataclass(frozen=True)
+class MapKind:
+    """A kind of heat map: the values of a client's column, by its label counts (C,).
+
+    max_numbered: the largest number of clients in a map with numbers.
+    """
+
+    title: str
+    column: Callable[[Sequence[int]], Sequence[float]]
+    max_numbered: int = MAX_NUMBERS // 2
+
+
+def _label_counts(counts: Sequence[int]) -> Sequence[float]:
+    return counts
+
+
+def _in_local(counts: Sequence[int]) -> list[float]:
+    return [round(share, 3) for share in _shares(counts)]
+
+
+def _out_local(counts: Sequence[int]) -> list[float]:
+    others = max(1, len(counts) - 1)
+    return [round((1 - share) / others, 3) for share in _shares(counts)]
+
+
+def _shares(counts: Sequence[int]) -> list[float]:
+    total = sum(counts) or 1
+    return [count / total for count in counts]
+
+
+EXAMPLES = MapKind("examples", _label_counts, max_numbered=MAX_NUMBERS)
+IN_LOCAL = MapKind("in-local p", _in_local)
+OUT_LOCAL = MapKind("out-local p", _out_local)
 KINDS = (EXAMPLES, IN_LOCAL, OUT_LOCAL)
 """The kinds of heat maps: numbers of examples, or one of two distributions over classes."""
 
@@ -43,10 +79,6 @@ FIRST = 200
 """The number of clients in a heat map if it cannot show all clients."""
 MAX_NAMES = 60
 """The largest number of clients whose names are shown on an axis."""
-MAX_NUMBERS = 40
-"""A heat map with more clients or classes than this has no numbers. For distributions, the limit is
-half as many clients.
-"""
 BINS = 40
 """The largest number of bars in a histogram of clients."""
 
@@ -98,14 +130,14 @@ def split_maps(report: Report) -> Section | None:
     distinct = splits(report.groups)
     if not distinct:
         return None
-    kinds: Sequence[str] = KINDS
+    kinds: Sequence[MapKind] = KINDS
     if not are_small(distinct):
         kinds = [EXAMPLES]
     options = []
     maps = []
     for split in distinct:
         for kind in kinds:
-            options.append(f"{split.name}, {kind}")
+            options.append(f"{split.name}, {kind.title}")
             maps.append(class_by_client(split, kind))
 
     blocks: list[Block] = [Paragraph(ABOUT_SPLIT), Choice("split", "Split of", options)]
@@ -133,13 +165,13 @@ def are_small(distinct: Iterable[Split]) -> bool:
     return cells * len(KINDS) <= MAX_CELLS
 
 
-def class_by_client(split: Split, kind: str = EXAMPLES) -> Figure:
+def class_by_client(split: Split, kind: MapKind = EXAMPLES) -> Figure:
     """A heat map of classes by client, of one of ``KINDS``; cells without examples are blank.
 
     If there are too many clients for a page, it shows the first ones. Source of the distributions:
     FedNTD, section 2.2 and figure 3.
     """
-    columns = [_column(counts, kind) for counts in split.drawn]
+    columns = [kind.column(counts) for counts in split.drawn]
     client = "client %{x}"
     names = None
     if split.client_names:
@@ -153,12 +185,12 @@ def class_by_client(split: Split, kind: str = EXAMPLES) -> Figure:
         zmin=0,
         customdata=names,
         colorscale=COUNT_COLOURS,
-        colorbar={"title": {"text": kind}, "thickness": 12, "outlinewidth": 0},
+        colorbar={"title": {"text": kind.title}, "thickness": 12, "outlinewidth": 0},
         xgap=1,
         ygap=1,
         hoverongaps=False,
         texttemplate=_number_template(split, kind),
-        hovertemplate=f"{client}, class %{{y}}: %{{z}} ({kind})<extra></extra>",
+        hovertemplate=f"{client}, class %{{y}}: %{{z}} ({kind.title})<extra></extra>",
     )
     across = {"title": {"text": "client"}, "showgrid": False, "zeroline": False}
     axes = layout(
@@ -171,24 +203,9 @@ def class_by_client(split: Split, kind: str = EXAMPLES) -> Figure:
     return Figure([trace], axes)
 
 
-def _column(counts: Sequence[int], kind: str) -> Sequence[float]:
-    """The values of a client's column."""
-    if kind == EXAMPLES:
-        return counts
-    total = sum(counts) or 1
-    inside = [count / total for count in counts]
-    if kind == IN_LOCAL:
-        return [round(share, 3) for share in inside]
-    others = max(1, len(counts) - 1)
-    return [round((1 - share) / others, 3) for share in inside]
-
-
-def _number_template(split: Split, kind: str) -> str:
+def _number_template(split: Split, kind: MapKind) -> str:
     """The template for the number in each cell, if there is enough space."""
-    most_clients = MAX_NUMBERS
-    if kind != EXAMPLES:
-        most_clients = MAX_NUMBERS // 2
-    if len(split.drawn) > most_clients or len(split.classes) > MAX_NUMBERS:
+    if len(split.drawn) > kind.max_numbered or len(split.classes) > MAX_NUMBERS:
         return ""
     return "%{z}"
 
