@@ -32,6 +32,7 @@ from fedstill.measures.base import EvaluationContext, Measure
 from fedstill.methods.fit import FIT, fitted_models, queries_of, student_models
 from fedstill.metrics.shapley import MOST_EXACT, exact, two_ends
 from fedstill.models.predictors import predictor
+from fedstill.report.summary import NONE
 from fedstill.report.table_files import TextTable
 from fedstill.running.evaluation import answering_models, evaluated
 from fedstill.running.journal import Look
@@ -246,7 +247,7 @@ def sample_table(change: ClassChange, rounds: Sequence[SampledRound]) -> TextTab
         if index == 0:
             clients += " (original)"
         accuracy = sampled_round.class_accuracy[change.label]
-        cells = ["–", "–"]
+        cells = [NONE, NONE]
         if accuracy is not None:
             cells = [f"{100 * accuracy:.1f} %", points(accuracy - change.accuracy_before)]
         lines.append([clients, str(sampled_round.class_counts[change.label]), *cells])

@@ -37,33 +37,35 @@ _KINDS = {
 }
 
 
-def legal(hint: Any) -> str:
+def legal_values(hint: Any) -> str:
     """The legal values of an annotation, in words.
 
     >>> from fedstill.core.fields import Candidates, Count, PositiveShare
-    >>> legal(PositiveShare), legal(Count | None), legal(Literal["sum", "mean"])
-    ('number in (0, 1]', 'whole number in [1, 1e6], or unset', '"sum" | "mean"')
-    >>> legal(Candidates)
-    'list, each a number in (0, 1e9], 1 to 100 of them'
+    >>> legal_values(PositiveShare), legal_values(Count | None)
+    ('number in (0, 1]', 'whole number in [1, 1e6], or unset')
+    >>> legal_values(Literal["sum", "mean"])
+    '"sum" | "mean"'
+    >>> legal_values(Candidates)
+    'list, each a number in (0, 1e9], 1 to 100 entries'
     """
     kind = get_origin(hint)
     arguments = get_args(hint)
     if kind in (Union, UnionType):
-        return ", or ".join(map(legal, arguments))
+        return ", or ".join(map(legal_values, arguments))
     if kind is Literal:
         return " | ".join(map(value, arguments))
     if kind is Annotated:
         bounds = [_bound(bound) for bound in arguments[1:]]
-        return "".join([legal(arguments[0]), *bounds])
+        return "".join([legal_values(arguments[0]), *bounds])
     if kind is tuple and arguments[1:] == (...,):
-        return f"list, each a {legal(arguments[0])}"
+        return f"list, each a {legal_values(arguments[0])}"
     return _KINDS.get(kind or hint, str(hint))
 
 
 def _bound(bound: object) -> str:
     """The legal values of a bound of an annotation, in words; empty for an internal bound."""
     if isinstance(bound, Len):
-        return f", {bound.min_length} to {bound.max_length} of them"
+        return f", {bound.min_length} to {bound.max_length} entries"
     if isinstance(bound, Interval):
         return f" in {_lower_end(bound)}, {_upper_end(bound)}"
     return ""
@@ -207,7 +209,7 @@ def _fields(entry: Entry) -> list[Line]:
         if default is not ...:
             left = f"{name} = {value(default)}"
         sentence = sentences.get(name, "")
-        right = Text.assemble(sentence, " ", (f"({legal(hint)})", "dim"))
+        right = Text.assemble(sentence, " ", (f"({legal_values(hint)})", "dim"))
         lines.append(Line(Text(left), right))
     return lines
 

@@ -186,7 +186,8 @@ def _bars(groups: Sequence[Group], style: Style, suffix: str) -> Figure:
 
 
 ROOM_FOR_NAME = 0.1
-"""The height of a bar that its name needs, as an accuracy. A lower error bar would cross the name.
+"""The height of a bar that its name needs, as an accuracy. An error bar that ends lower would cross
+the name.
 """
 
 

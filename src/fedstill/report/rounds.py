@@ -168,8 +168,8 @@ def own_measures(report: Report) -> Section | None:
 ABOUT_MAPS = (
     "Each row is a class, and each column is a round. Colours show the accuracy on the class. A "
     "row that turns bright and then dark is a class that was learned and then forgotten. Round 0 "
-    "is the model before training. In the view as shares, the accuracies of a round are divided by "
-    "their sum, and yellow is the largest share in the figure."
+    "is the model before training. The view of shares divides the accuracies of a round by their "
+    "sum; yellow is the largest share in the figure."
 )
 ABOUT_SEEDS = "Seeds forget at different times, which the mean hides. Select a seed to see this."
 
@@ -242,7 +242,7 @@ def views(groups: Sequence[Group]) -> list[View]:
 
 
 def _variants(group: Group, shown_views: Sequence[View]) -> list[Figure]:
-    """The heat map of each view, and the heat map of the first view as shares."""
+    """The heat map of each view, and the shares in the first view."""
     maps = [class_by_round(group, view) for view in shown_views]
     return [*maps, shares_by_round(group, shown_views[0])]
 

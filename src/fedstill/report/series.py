@@ -174,8 +174,8 @@ def _total(run: Run, metric: str) -> float:
 
 
 def seconds_by_measure(group: Group) -> dict[str, float]:
-    """The time of each measure in a run, in seconds, as the mean over seeds. Clients take some
-    measures.
+    """The time of each measure in a run, at the server and at clients, in seconds, as the mean over
+    seeds.
     """
     totals: dict[str, float] = {}
     for run in group.started:

@@ -145,7 +145,7 @@ def group_named(label: str, compared: Sequence[Group]) -> Group:
     by_label = {group.label: group for group in reversed(compared)}
     if label not in by_label:
         labels = ", ".join(group.label for group in compared)
-        raise ConfigError(f"there is no {label!r} to compare with; choose one of {labels}")
+        raise ConfigError(f"no group has the label {label!r}; choose one of {labels}")
     return by_label[label]
 
 

@@ -1,4 +1,4 @@
-// Draws the figures of this page from what the page itself holds; nothing is fetched.
+// Draws the figures of this page from the data in the page; nothing is loaded from the network.
 "use strict";
 (() => {
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
@@ -48,7 +48,7 @@
     return Plotly.react(plot.box, written(data, theme.font.color), theme, config);
   }
 
-  // As on paper, whatever the theme.
+  // Saves a figure in the colours of the printed page, in any theme.
   async function save(plot) {
     const title = plot.box.parentElement.querySelector("figcaption").textContent || plot.box.dataset.name;
     const filename = title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
@@ -59,7 +59,7 @@
     await draw(plot);
   }
 
-  // A head of a table is a button that sorts by its column: numbers by size, the best first, then the other way.
+  // Makes each column head a button that sorts the rows by this column: descending, then ascending.
   function sortable(table) {
     const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
     const read = (row, i) => {
@@ -86,7 +86,7 @@
     });
   }
 
-  // Marks the section that is read in the list of sections, which a phone shows one part of.
+  // Marks the visible section in the list of sections. On a phone, the list scrolls to this section.
   function follow() {
     const list = document.querySelector("nav ul");
     if (!list) return;
