@@ -13,7 +13,7 @@ from pathlib import Path
 from fedstill.benchmark.standings import RankedRow, Standings, all_standings, read_rows
 from fedstill.benchmark.suites import read_suite
 from fedstill.benchmark.tables import cell_table
-from fedstill.report.table_files import markdown
+from fedstill.report.table_files import TextTable
 
 ROOT = Path(__file__).parents[1]
 SHIPPED, OWN = ROOT / "results" / "rank", ROOT / "results" / "over-time"
@@ -63,6 +63,6 @@ def tables() -> str:
         diverged = any(row.diverged for row in one.rows)
         parts.append(
             f"**{one.suite.title}.** {'†: a run of the method diverged. ' if diverged else ''}\n\n"
-            f"{markdown(head, list(lines(one)))}"
+            f"{TextTable(head, list(lines(one))).markdown()}"
         )
     return "\n".join(parts)

@@ -18,7 +18,7 @@ from fedstill.benchmark.scoring import score_of
 from fedstill.benchmark.standings import Standings, all_standings, read_rows
 from fedstill.benchmark.suites import suite_names
 from fedstill.benchmark.tables import markdown_agreement, markdown_tables, run_table
-from fedstill.report.table_files import csv_text, markdown
+from fedstill.report.table_files import TextTable
 from fedstill.running.directory import readable
 
 ROOT = Path(__file__).parents[1]
@@ -98,8 +98,7 @@ def shipping() -> list[Standings]:
 
 def table_of_runs() -> str:
     """The text of shipped.csv."""
-    table = run_table(shipping())
-    return csv_text(table.head, table.lines)
+    return run_table(shipping()).csv()
 
 
 def overview() -> str:
@@ -203,6 +202,7 @@ def _of_table(table: str, column: str, name: str) -> str:
                 [row, *(f"{100 * v:.1f}" for v in numbers), f"{sent:,.0f}", str(len(scores))]
             )
     head = ["method", "accuracy [%]", "learned [%]", "kept [%]", "forgetting F [%]", "MB", "seeds"]
-    return (
-        f"{recipe.paper}; {column} (`results/{name}`).\n\n{markdown(head, lines)}" if lines else ""
-    )
+    if not lines:
+        return ""
+    text = TextTable(head, lines).markdown()
+    return f"{recipe.paper}; {column} (`results/{name}`).\n\n{text}"

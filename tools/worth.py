@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.metrics.ranks import paired_difference
-from fedstill.report.table_files import markdown
+from fedstill.report.table_files import TextTable
 from fedstill.running.runs import Group, groups, method_of, spread
 
 ROOT = Path(__file__).parents[1]
@@ -114,4 +114,5 @@ def verdict(group: Group, base: Group, said: Mapping[str, Any]) -> list[str]:
 def table() -> str:
     """The table, in Markdown."""
     compared = {method_of(group.settings): group for group in groups([RUNS])}
-    return markdown(HEAD, list(rows(compared, tomllib.loads(CLAIMS.read_text(encoding="utf-8")))))
+    claims = tomllib.loads(CLAIMS.read_text(encoding="utf-8"))
+    return TextTable(HEAD, list(rows(compared, claims))).markdown()

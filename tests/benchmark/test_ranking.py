@@ -30,15 +30,13 @@ from fedstill.benchmark.tables import (
     standing_table,
     write_ranking_files,
 )
-from fedstill.report.table_files import csv_text
 
 NAME = "digits-space"
 
 
 def runs_csv(of: list[Standings]) -> str:
     """The text of table.csv."""
-    table = run_table(of)
-    return csv_text(table.head, table.lines)
+    return run_table(of).csv()
 
 
 def score(accuracy: float, learned: float, cpu: float = 2.0) -> Score:

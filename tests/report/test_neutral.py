@@ -19,7 +19,7 @@ from fedstill.cli.app import say
 from fedstill.core.files import neutral
 from fedstill.report import terminal
 from fedstill.report.page import write_page
-from fedstill.report.table_files import csv_text, latex, markdown
+from fedstill.report.table_files import TextTable
 from fedstill.running import frame
 from fedstill.running.runner import run
 
@@ -93,7 +93,7 @@ def test_a_page_s_text_keeps_its_direction(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_spreadsheet_gets_no_formulas(name: str) -> None:
-    head, line = csv.reader(io.StringIO(csv_text([name, "b"], [[name, "-0.5"]])))
+    head, line = csv.reader(io.StringIO(TextTable([name, "b"], [[name, "-0.5"]]).csv()))
     assert head[0] == line[0] == f"'{name}"
     assert line[1] == "-0.5"
 
@@ -116,7 +116,7 @@ def test_markdown_shows_markup_as_text(name: str) -> None:
     page = (
         MarkdownIt("commonmark", {"html": True})
         .enable("table")
-        .render(markdown([name, "n"], [[name, "1"]]))
+        .render(TextTable([name, "n"], [[name, "1"]]).markdown())
     )
     assert page.count("<table>") == page.count("<tbody>") == 1
     assert page.count("<td") == page.count("<th") - page.count("<thead") == 2
@@ -126,7 +126,7 @@ def test_markdown_shows_markup_as_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_latex_shows_commands_as_text(name: str) -> None:
-    text = latex([name, "n"], [[name, "1"]])
+    text = TextTable([name, "n"], [[name, "1"]]).latex()
     body = text.partition("\\toprule\n")[2]
     assert not any(command in body for command in ("\\input", "\\write", "^^", "\n\n", " $x$"))
     assert [line.count(" & ") for line in body.splitlines() if " & " in line] == [1, 1]

@@ -16,7 +16,7 @@ from scipy import stats
 import toys
 from fedstill.cli import call
 from fedstill.report.page import page
-from fedstill.report.table_files import latex, write_tables
+from fedstill.report.table_files import TextTable, write_tables
 from fedstill.running.runner import run
 from fedstill.running.runs import groups
 
@@ -128,13 +128,14 @@ def test_the_commands_write_them(
 
 
 def test_latex_prints_what_it_would_read_as_a_command() -> None:
-    assert r"50\% of a\_b \& c \#1 & $-1.0 \pm 0.5$ \\" in latex(
-        ["", "x"], [["50% of a_b & c #1", "-1.0 ± 0.5"]]
+    assert r"50\% of a\_b \& c \#1 & $-1.0 \pm 0.5$ \\" in (
+        TextTable(["", "x"], [["50% of a_b & c #1", "-1.0 ± 0.5"]]).latex()
     )
-    signed = latex(
+    table = TextTable(
         ["", "difference", "interval"],
         [["a-b, lr=-1", "-0.50", "-1.25 to +0.25"], ["c", "–", "0.31"]],
     )
+    signed = table.latex()
     assert r"a-b, lr=-1 & $-0.50$ & $-1.25$ to $+0.25$ \\" in signed
     assert r"c & -- & 0.31 \\" in signed
 

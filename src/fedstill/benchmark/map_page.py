@@ -15,7 +15,7 @@ from fedstill.report.blocks import Block, Chart, Folded, Gallery, Paragraph, Sec
 from fedstill.report.figures import Figure, Trace, layout, new_trace
 from fedstill.report.page import document
 from fedstill.report.summary import NONE
-from fedstill.report.table_files import TextTable, markdown
+from fedstill.report.table_files import TextTable
 
 # ---- the page of one map -------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ def write_map(method_map: MethodMap, folder: Path) -> list[Path]:
     texts = {
         "index.html": _page(method_map),
         "map.csv": map_text(method_map),
-        "map.md": f"{method_map.summary}. {CHANCE}.\n\n{markdown(table.head, table.lines)}",
+        "map.md": f"{method_map.summary}. {CHANCE}.\n\n{table.markdown()}",
     }
     check_may_overwrite(folder / "index.html", PAGE)
     for name, text in texts.items():
@@ -229,17 +229,13 @@ def markdown_maps(maps: Mapping[str, MethodMap]) -> str:
         parts.append(GAIN_TABLE_NOTE)
     printed_floor = ""
     for method_map in maps.values():
-        floor = _markdown(floor_table(method_map))
+        floor = floor_table(method_map).markdown().rstrip()
         if floor != printed_floor:
             parts += ["### FedAvg", FLOOR_TABLE_NOTE, floor]
             printed_floor = floor
         parts += [f"### {method_map.row}", f"{method_map.summary}."]
-        parts.append(_markdown(gain_table(method_map)))
+        parts.append(gain_table(method_map).markdown().rstrip())
     return "\n\n".join([*parts, *missing_maps(maps)]) + "\n"
-
-
-def _markdown(table: TextTable) -> str:
-    return markdown(table.head, table.lines).rstrip()
 
 
 def missing_maps(maps: Mapping[str, MethodMap]) -> Iterator[str]:

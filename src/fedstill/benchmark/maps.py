@@ -30,7 +30,7 @@ from fedstill.core.errors import ConfigError, CorruptFile, UnknownName
 from fedstill.core.files import make_folder, write_whole
 from fedstill.core.label_counts import distance, proportions
 from fedstill.core.records import SERVER, Stage
-from fedstill.report.table_files import csv_text
+from fedstill.report.table_files import TextTable
 from fedstill.running.compare import Variant
 from fedstill.running.explain import local_steps
 from fedstill.running.preparation import Prepared, prepare
@@ -482,7 +482,7 @@ def map_text(method_map: MethodMap) -> str:
     for cell in method_map.cells:
         lines += _cell_lines(method_map.row, cell, cell.scores)
         lines += _cell_lines(method_map.floor, cell, cell.floor_scores)
-    return csv_text(head, lines)
+    return TextTable(head, lines).csv()
 
 
 def _cell_lines(row: str, cell: MapCell, scores: Mapping[int, Score]) -> Iterator[list[str]]:

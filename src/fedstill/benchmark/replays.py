@@ -44,7 +44,7 @@ from fedstill.core.errors import ConfigError, CorruptFile, DataAbsent
 from fedstill.core.files import make_folder, write_whole
 from fedstill.core.keys import numpy_generator, seed_for
 from fedstill.core.reports import json_value
-from fedstill.report.table_files import csv_text
+from fedstill.report.table_files import TextTable
 from fedstill.running.compare import Variant, seeded
 from fedstill.running.journal import Event, without_times
 from fedstill.running.preparation import read_data
@@ -419,7 +419,7 @@ def record_level(folder: Path, entry: Entry, level: str) -> None:
     lines = [line for line in _read_replayed_file(folder) if line[:2] != row]
     lines.append([*row, level, processor(), entry.sha])
     make_folder(folder)
-    text = csv_text(REPLAYED_FIELDS, sorted(lines))
+    text = TextTable(REPLAYED_FIELDS, sorted(lines)).csv()
     write_whole(folder / REPLAYED_FILE, text.encode())
 
 

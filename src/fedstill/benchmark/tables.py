@@ -28,7 +28,7 @@ from fedstill.core.files import make_folder, write_whole
 from fedstill.metrics.ranks import Difference, nemenyi_width
 from fedstill.report import terminal
 from fedstill.report.summary import NONE
-from fedstill.report.table_files import TextTable, csv_text, latex, markdown
+from fedstill.report.table_files import TextTable
 from fedstill.running.runs import Spread
 
 # ---- the table of a suite ------------------------------------------------------------------------
@@ -443,10 +443,10 @@ def terminal_tables(standings: Standings) -> Iterator[RenderableType]:
 
 def markdown_tables(standings: Standings) -> str:
     """A suite's tables in Markdown."""
-    parts = [description(standings), _markdown(standing_table(standings))]
+    parts = [description(standings), standing_table(standings).markdown().rstrip()]
     has_difference = any(placed.difference for placed in standings.placed)
     if len(standings.columns) > 1 or has_difference:
-        parts.append(_markdown(cell_table(standings)))
+        parts.append(cell_table(standings).markdown().rstrip())
     if standings.bars:
         bullets = "\n".join(f"- {text}" for text in bar_texts(standings))
         parts.append(f"Groups of methods that do not differ significantly in rank:\n\n{bullets}")
@@ -455,16 +455,12 @@ def markdown_tables(standings: Standings) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown(table: TextTable) -> str:
-    return markdown(table.head, table.lines).rstrip()
-
-
 def markdown_agreement(all_standings: Sequence[Standings]) -> list[str]:
     """A Markdown section on how far the tiers agree; empty if no track has two tiers."""
     lines = agreement_lines(all_standings)
     if not lines:
         return []
-    table = markdown(AGREEMENT_HEAD, lines)
+    table = TextTable(AGREEMENT_HEAD, lines).markdown()
     return [f"## {AGREEMENT_TITLE}\n\n{AGREEMENT_EXPLANATION}\n\n{table}"]
 
 
@@ -480,10 +476,10 @@ def write_ranking_files(all_standings: Sequence[Standings], folder: Path) -> lis
         table = standing_table(standings)
         lines += [[name, *line] for line in table.lines]
         sections.append(f"## {name}\n\n{markdown_tables(standings)}")
-        latex_tables.append(f"% {name}\n{latex(table.head, table.lines)}")
+        latex_tables.append(f"% {name}\n{table.latex()}")
     texts = {
-        "table.csv": csv_text(runs.head, runs.lines),
-        "standings.csv": csv_text(["suite", *HEAD], lines),
+        "table.csv": runs.csv(),
+        "standings.csv": TextTable(["suite", *HEAD], lines).csv(),
         "table.md": "\n".join(sections),
         "table.tex": "\n".join(latex_tables),
     }

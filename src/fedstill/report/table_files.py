@@ -16,6 +16,7 @@ from pathlib import Path
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import (
     TABLE_KINDS,
+    Target,
     check_may_overwrite,
     disk_error,
     make_folder,
@@ -37,13 +38,71 @@ from fedstill.running.runs import (
 )
 from fedstill.running.trackers import AboutRun, RoundNumbers, TensorBoard, Tracker
 
+NUMBER = r"[-+]?[\d.]+"
+"""A number in a cell. LaTeX prints its sign correctly in math mode only."""
+
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table whose cells are text."""
+    """A table whose cells are text. The first column is text, and the others are numbers."""
 
     head: Sequence[str]
     lines: Sequence[Sequence[str]]
+
+    def csv(self) -> str:
+        """The table as CSV.
+
+        >>> print(TextTable(["a", "b"], [["1", "x, y"]]).csv(), end="")
+        a,b
+        1,"x, y"
+        """
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(self._rows("csv"))
+        return out.getvalue()
+
+    def markdown(self) -> str:
+        """The table in Markdown.
+
+        >>> print(TextTable(["", "F [%]"], [["a|b", "1.0 ± 0.2"]]).markdown(), end="")
+        |  | F [%] |
+        |---|---:|
+        | a\\|b | 1.0 ± 0.2 |
+        """
+        titles, *body = [f"| {' | '.join(row)} |" for row in self._rows("markdown")]
+        alignment = "|".join(["---", *["---:"] * (len(self.head) - 1)])
+        return "\n".join([titles, f"|{alignment}|", *body, ""])
+
+    def latex(self) -> str:
+        """The table in LaTeX, for ``\\usepackage{booktabs}``.
+
+        >>> print(TextTable(["", "F [%]"], [["fed_a", "1.0 ± 0.2"]]).latex(), end="")
+        \\begin{tabular}{lr}
+        \\toprule
+         & F [\\%] \\\\
+        \\midrule
+        fed\\_a & $1.0 \\pm 0.2$ \\\\
+        \\bottomrule
+        \\end{tabular}
+        """
+        rows = [" & ".join(map(_in_latex, row)) for row in (self.head, *self.lines)]
+        titles, *body = [rf"{row} \\" for row in rows]
+        alignment = "l" + "r" * (len(self.head) - 1)
+        begin = rf"\begin{{tabular}}{{{alignment}}}"
+        table = [begin, r"\toprule", titles, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
+        return "\n".join([*table, ""])
+
+    def _rows(self, target: Target) -> list[list[str]]:
+        """The head and the lines, without characters that have a meaning in a format."""
+        return [[neutral(cell, target) for cell in row] for row in (self.head, *self.lines)]
+
+
+def _in_latex(cell: str) -> str:
+    if re.fullmatch(rf"{NUMBER} ± {NUMBER}", cell):
+        return cell.replace("±", r"\pm").join("$$")
+    if re.fullmatch(rf"{NUMBER}( to {NUMBER})?", cell):
+        return re.sub(r"[-+][\d.]+", r"$\g<0>$", cell)
+    text = neutral(cell, "latex")
+    return text.replace("±", r"$\pm$").replace("−", "$-$").replace("–", "--")
 
 
 def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> list[Path]:
@@ -59,12 +118,12 @@ def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> 
     rounded_differences = differences_table(paired)
     exact_differences = differences_in_all_digits(paired)
     texts = {
-        "results.csv": csv_text(exact_results.head, exact_results.lines),
-        "results.md": markdown(results.head, results.lines),
-        "results.tex": latex(results.head, results.lines),
-        "differences.csv": csv_text(exact_differences.head, exact_differences.lines),
-        "differences.md": markdown(rounded_differences.head, rounded_differences.lines),
-        "differences.tex": latex(rounded_differences.head, rounded_differences.lines),
+        "results.csv": exact_results.csv(),
+        "results.md": results.markdown(),
+        "results.tex": results.latex(),
+        "differences.csv": exact_differences.csv(),
+        "differences.md": rounded_differences.markdown(),
+        "differences.tex": rounded_differences.latex(),
     }
     make_folder(folder)
     for name in texts:
@@ -219,69 +278,6 @@ def differences_in_all_digits(group_differences: Sequence[GroupDifference]) -> T
         )
     head = ["compared", "with", "number", "unit", "difference", "low", "high", "p", "seeds"]
     return TextTable(head, lines)
-
-
-# ---- formats -------------------------------------------------------------------------------------
-
-
-NUMBER = r"[-+]?[\d.]+"
-"""A number in a cell. LaTeX prints its sign correctly in math mode only."""
-
-
-def csv_text(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table as CSV.
-
-    >>> print(csv_text(["a", "b"], [["1", "x, y"]]), end="")
-    a,b
-    1,"x, y"
-    """
-    out = io.StringIO()
-    rows = [[neutral(cell, "csv") for cell in row] for row in (head, *lines)]
-    csv.writer(out, lineterminator="\n").writerows(rows)
-    return out.getvalue()
-
-
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown. The first column is text, and the others are numbers.
-
-    >>> print(markdown(["", "F [%]"], [["a|b", "1.0 ± 0.2"]]), end="")
-    |  | F [%] |
-    |---|---:|
-    | a\\|b | 1.0 ± 0.2 |
-    """
-    rows = [" | ".join(neutral(cell, "markdown") for cell in row) for row in (head, *lines)]
-    titles, *body = [f"| {row} |" for row in rows]
-    alignment = "|".join(["---", *["---:"] * (len(head) - 1)])
-    return "\n".join([titles, f"|{alignment}|", *body, ""])
-
-
-def latex(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table in LaTeX, for ``\\usepackage{booktabs}``.
-
-    >>> print(latex(["", "F [%]"], [["fed_a", "1.0 ± 0.2"]]), end="")
-    \\begin{tabular}{lr}
-    \\toprule
-     & F [\\%] \\\\
-    \\midrule
-    fed\\_a & $1.0 \\pm 0.2$ \\\\
-    \\bottomrule
-    \\end{tabular}
-    """
-    rows = [" & ".join(map(_in_latex, row)) for row in (head, *lines)]
-    titles, *body = [rf"{row} \\" for row in rows]
-    alignment = "l" + "r" * (len(head) - 1)
-    begin = rf"\begin{{tabular}}{{{alignment}}}"
-    table = [begin, r"\toprule", titles, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
-    return "\n".join([*table, ""])
-
-
-def _in_latex(cell: str) -> str:
-    if re.fullmatch(rf"{NUMBER} ± {NUMBER}", cell):
-        return cell.replace("±", r"\pm").join("$$")
-    if re.fullmatch(rf"{NUMBER}( to {NUMBER})?", cell):
-        return re.sub(r"[-+][\d.]+", r"$\g<0>$", cell)
-    text = neutral(cell, "latex")
-    return text.replace("±", r"$\pm$").replace("−", "$-$").replace("–", "--")
 
 
 # ---- TensorBoard ---------------------------------------------------------------------------------
