@@ -57,4 +57,4 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     rows = [row for name in asked.workloads.split(",") for row in measure(name, asked.pairs)]
     heads = ["freed memory", "seconds a round", "times the speed", "peak memory"]
-    terminal.console().print(terminal.table(heads, rows))
+    terminal.console().print(terminal.PlainTable(heads, rows))

@@ -73,7 +73,7 @@ def main() -> None:
     slowest = max(seconds.values())
     rows = [[name, f"{taken:.1f}", f"{slowest / taken:.1f}"] for name, taken in seconds.items()]
     head = ["a frozen body", f"seconds of {said.rounds} rounds", "times as fast"]
-    terminal.console().print(terminal.table(head, rows))
+    terminal.console().print(terminal.PlainTable(head, rows))
 
 
 if __name__ == "__main__":

@@ -438,7 +438,7 @@ class Card:
         screen = terminal.console()
         rows = [(report.name, report.state, *_figures(report)) for report in self.reports]
         heads = ["", "", "rounds", "s a round", "s of all", "result"]
-        screen.print(terminal.table(heads, rows))
+        screen.print(terminal.PlainTable(heads, rows))
         for name, is_same in same_bits(self.reports).items():
             answer = "the same bits" if is_same else "OTHER BITS"
             screen.print(f"{name}: recorded steps give {answer}")

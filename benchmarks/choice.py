@@ -72,4 +72,4 @@ if __name__ == "__main__":
         )
         table += [(name, f"{k}", *row(shares, k, given.rounds)) for k in (3, 4, 5, 6)]
     heads = ["split", "K", "greedy", "optimal", "random", "as good"]
-    terminal.console().print(terminal.table(heads, table))
+    terminal.console().print(terminal.PlainTable(heads, table))

@@ -93,7 +93,7 @@ def main() -> None:
     measured = [measure(name) for name in MODELS]
     screen.print(f"{cores()} cores, {CLIENTS} clients, {ROUNDS} rounds on Ray")
     rows = [(m.name, f"{m.megabytes:.3g}", f"{m.seconds:.3g}", f"{m.start:.3g}") for m in measured]
-    screen.print(terminal.table(["network", "MB", "s a message", "s to start"], rows))
+    screen.print(terminal.PlainTable(["network", "MB", "s a message", "s to start"], rows))
     screen.print(f"\npredicted: times as fast on {given.machines} such machines as on one")
     rows = [
         (
@@ -102,7 +102,7 @@ def main() -> None:
         )
         for seconds in SECONDS_OF_CLIENT
     ]
-    screen.print(terminal.table(["training", *MODELS], rows))
+    screen.print(terminal.PlainTable(["training", *MODELS], rows))
 
 
 if __name__ == "__main__":

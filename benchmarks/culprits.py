@@ -108,7 +108,7 @@ def main() -> None:
                 )
                 print(*rows[-1], flush=True)
     terminal.console().print(
-        terminal.table(
+        terminal.PlainTable(
             ["planted", "alpha", "method", "rounds", "fall [points]", "harmful", *RULES], rows
         )
     )

@@ -54,5 +54,5 @@ if __name__ == "__main__":
     keep_freed_memory()
     rows = [row for name in asked.models.split(",") for row in measure(name, asked.pairs)]
     terminal.console().print(
-        terminal.table(["2,000 test images", "seconds", "times the speed"], rows)
+        terminal.PlainTable(["2,000 test images", "seconds", "times the speed"], rows)
     )

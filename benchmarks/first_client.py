@@ -149,5 +149,5 @@ if __name__ == "__main__":
             )
             table.append((name, who, *said, ", ".join(map(str, known))))
     terminal.console().print(
-        terminal.table(["pixels", "", "loss", "held out [%]", "classes it gets right"], table)
+        terminal.PlainTable(["pixels", "", "loss", "held out [%]", "classes it gets right"], table)
     )

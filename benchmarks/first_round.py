@@ -198,7 +198,7 @@ if __name__ == "__main__":
         "server's loss",
         "server, public [%]",
     ]
-    terminal.console().print(terminal.table(head, table))
+    terminal.console().print(terminal.PlainTable(head, table))
     for who, servers in (("misplaced", as_written), ("its own", right)):
         after = [share for one in servers for share in one.after]
         spread = (

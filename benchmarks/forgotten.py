@@ -206,7 +206,7 @@ def print_tables(study: Study, folder: Path) -> None:
                 rows.setdefault(model, texts)
         cells = [[model, *texts] for model, texts in rows.items()]
         titles = [column.title for column in SHOWN]
-        screen.print(terminal.table([scenario.name, *titles], cells))
+        screen.print(terminal.PlainTable([scenario.name, *titles], cells))
 
 
 def main() -> None:

@@ -100,12 +100,12 @@ def main() -> None:
         make_runs(Path(name))
         runs = Path(name) / "runs"
         head = [f"load_runs, {RUNS} runs", "rows", "s", "peak, MB", "imports, MB"]
-        screen.print(terminal.table(head, [loading(runs, metrics) for metrics in METRICS]))
+        screen.print(terminal.PlainTable(head, [loading(runs, metrics) for metrics in METRICS]))
         lines = [reporting(runs, working_tree())]
         if options.against:
             with checked_out(options.against) as earlier:
                 lines.append(reporting(runs, earlier))
-        screen.print(terminal.table([f"report, {RUNS} runs", "s"], lines))
+        screen.print(terminal.PlainTable([f"report, {RUNS} runs", "s"], lines))
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def main() -> None:
     screen = terminal.console()
     screen.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; milliseconds a step")
     screen.print(
-        terminal.table(
+        terminal.PlainTable(
             ["network, batch", *(f"{kind}, {order}" for kind in KINDS for order in ORDERS)], rows
         )
     )

@@ -131,17 +131,17 @@ if __name__ == "__main__":
     )
     screen = terminal.console()
     screen.print(
-        terminal.table(
+        terminal.PlainTable(
             head, [[name.removeprefix("results/"), *by_phase(a)] for name, a in given.items()]
         )
     )
     screen.print("\nclients: gain / loss [%], by the number of teachers")
     lines = [[name.removeprefix("results/"), *by_teachers(a)] for name, a in given.items()]
-    screen.print(terminal.table(("", "one", "two", "three", "four or more"), lines))
+    screen.print(terminal.PlainTable(("", "one", "two", "three", "four or more"), lines))
     screen.print("\nwhat phase 2 adds, in points, paired by seed")
     lines = [[name.removeprefix("results/"), *added(asked)] for name, asked in given.items()]
     screen.print(
-        terminal.table(("", "gain", "95 % interval", "loss", "95 % interval", "seeds"), lines)
+        terminal.PlainTable(("", "gain", "95 % interval", "loss", "95 % interval", "seeds"), lines)
     )
     parts = {name: [a for a in asked if "frozen" in a] for name, asked in given.items()}
     if any(parts.values()):
@@ -155,7 +155,7 @@ if __name__ == "__main__":
             if part
         ]
         screen.print(
-            terminal.table(
+            terminal.PlainTable(
                 ("", "asked for", "own", "others", "under 25", "25 to 75", "75 and more"), lines
             )
         )

@@ -121,4 +121,4 @@ if __name__ == "__main__":
         for row in measure(m, asked.images, asked.batch, asked.turns)
     ]
     heads = ["private training", "seconds an epoch", "times fedstill's"]
-    terminal.console().print(terminal.table(heads, rows))
+    terminal.console().print(terminal.PlainTable(heads, rows))

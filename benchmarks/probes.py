@@ -48,4 +48,4 @@ if __name__ == "__main__":
             shares = [passing(values, threshold) for threshold in thresholds]
             lines.append([str(folder).removeprefix("results/"), who, str(len(values)), *shares])
     head = ("peers that pass [%]", "", "pairs", *map(str, thresholds))
-    terminal.console().print(terminal.table(head, lines, words=2))
+    terminal.console().print(terminal.PlainTable(head, lines, words=2))

@@ -348,7 +348,7 @@ def show(rows: Sequence[Row]) -> None:
     """Print the table, and the median start-up of each program."""
     screen = terminal.console()
     screen.width = max(screen.width, 120)  # also where the output goes to a file
-    screen.print(terminal.table(HEAD, [cells(row) for row in rows]))
+    screen.print(terminal.PlainTable(HEAD, [cells(row) for row in rows]))
     costs: dict[str, list[Cost]] = {"fedstill": [row.fedstill for row in rows]}
     for row in rows:
         costs.setdefault(row.yardstick, []).append(row.yardstick_cost)

@@ -85,7 +85,7 @@ def main() -> None:
         "pairs of rounds"
     )
     screen.print(
-        terminal.table(
+        terminal.PlainTable(
             ["", "kernel by kernel, s", "replayed, s", "times as fast", "same bits"], rows
         )
     )

@@ -177,7 +177,7 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
         "of the limit",
         "peak memory",
     ]
-    screen.print(terminal.table(heads, table))
+    screen.print(terminal.PlainTable(heads, table))
     ours = contestants[-1]
     screen.print(
         f"evaluating 10,000 images: {ours.ask('evaluate'):.3g} s; a checkpoint: "
@@ -224,7 +224,7 @@ def main() -> None:
         "rounds"
     )
     screen.print(
-        terminal.table(
+        terminal.PlainTable(
             ["kernel, all cores", "GFLOP/s"], [(k, f"{v / 1e9:,.0f}") for k, v in limits.items()]
         )
     )

@@ -70,7 +70,9 @@ def main() -> None:
             rows.append(
                 (what, f"{statistics.median(runs):.2f}", f"{min(runs):.2f}–{max(runs):.2f}")
             )
-    terminal.console().print(terminal.table(["whole process", "seconds, median", "min–max"], rows))
+    terminal.console().print(
+        terminal.PlainTable(["whole process", "seconds, median", "min–max"], rows)
+    )
 
 
 if __name__ == "__main__":

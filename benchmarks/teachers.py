@@ -123,7 +123,7 @@ def main() -> None:
         if options.table in (None, table):
             titles = [table, "seconds a round", "times FedSeq's", "processor, times FedSeq's"]
             cells = rows(contestants(chain, ks, augment), options.repeats)
-            screen.print(terminal.table(titles, cells))
+            screen.print(terminal.PlainTable(titles, cells))
 
 
 if __name__ == "__main__":

@@ -41,4 +41,4 @@ if __name__ == "__main__":
             cells = temperatures(run.label_counts, count_absent)
             rows.append((f"{run.folder.parent.name}", absent, label, *cells))
     heads = ["clients' temperatures", "absent classes", "these are", "linear", "exponential"]
-    terminal.console().print(terminal.table(heads, rows))
+    terminal.console().print(terminal.PlainTable(heads, rows))

@@ -146,7 +146,7 @@ def main() -> None:
     many = f"{cores()} threads"
     screen.print(f"{cores()} cores; median (min–max) over {options.pairs} pairs, seconds a round")
     head = ["", "runs", "1 thread", many, f"{many} / 1, wall", f"{many} / 1, CPU"]
-    screen.print(terminal.table(head, rows))
+    screen.print(terminal.PlainTable(head, rows))
 
 
 def _columns(timings: Sequence[Timing]) -> list[str]:

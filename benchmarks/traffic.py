@@ -72,4 +72,4 @@ if __name__ == "__main__":
     rows = [
         (method, *models_by_stage(client_events(method, arguments.clients))) for method in METHODS
     ]
-    terminal.console().print(terminal.table(heads, rows))
+    terminal.console().print(terminal.PlainTable(heads, rows))

@@ -85,7 +85,7 @@ def main() -> None:
             rows.append((workload, str(busy), *map(spread, taken.values()), spread(ratios)))
     screen = terminal.console()
     screen.print(f"{cores()} cores; seconds a round, median (min–max) over {asked.pairs} turns")
-    screen.print(terminal.table(["", "busy beside it", *HOWS, "times as fast"], rows))
+    screen.print(terminal.PlainTable(["", "busy beside it", *HOWS, "times as fast"], rows))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def show(results: Sequence[Timed], limit: float) -> None:
                     verdict,
                 ]
             )
-    screen.print(terminal.table(HEAD, rows))
+    screen.print(terminal.PlainTable(HEAD, rows))
     if slower := names[Verdict.SLOWER]:
         screen.print(f"slower than {limit} times REV's: {'; '.join(slower)}")
     if undecided := names[Verdict.UNDECIDED]:

@@ -108,7 +108,7 @@ def show(task: Task, entries: Sequence[Entry]) -> bool:
         "accuracy",
         "distance",
     ]
-    screen.print(terminal.table(heads, rows))
+    screen.print(terminal.PlainTable(heads, rows))
     for one in entries:
         how = (
             one.failure

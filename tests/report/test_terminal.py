@@ -10,7 +10,7 @@ import pytest
 
 import toys
 from fedstill.cli import call
-from fedstill.report.terminal import comparison_table, console, table
+from fedstill.report.terminal import PlainTable, comparison_table, console
 from fedstill.running.runs import Group, spread
 
 HEAD = [
@@ -41,7 +41,7 @@ def test_a_narrow_terminal_has_every_cell(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    console().print(table(HEAD, ROWS))
+    console().print(PlainTable(HEAD, ROWS))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     first, other = ([line for line in lines if line.startswith(row[0])] for row in ROWS)

@@ -34,7 +34,7 @@ def main(words: Sequence[str] | None = None) -> int:
     page = write_scorecard(scorecard, arguments.out or new_folder("scorecard"))
 
     screen = terminal.console()
-    screen.print(terminal.table(HEAD, score_lines(scorecard)))
+    screen.print(terminal.PlainTable(HEAD, score_lines(scorecard)))
     for row in scorecard["rows"]:
         for line in row["says"]:
             screen.print(f"{row['id']}: {line}", soft_wrap=True)

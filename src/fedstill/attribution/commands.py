@@ -206,7 +206,7 @@ def _print_attribution(
     terminal.tell(screen, class_changes.sentence_of(run, attribution))
     if attribution.clients:
         table = class_changes.contribution_table(run, attribution)
-        screen.print(terminal.table(table.head, table.lines))
+        screen.print(terminal.PlainTable(table.head, table.lines))
         terminal.tell(screen, class_changes.method_note(attribution))
     advice = class_changes.advice(run, attribution)
     if advice:
@@ -320,7 +320,9 @@ def _print_without(
         f"Class {run.classes[change.label]!r} without {class_changes.client_name(run, client)} "
         f"{period}; everything else is unchanged, including the samples of clients.",
     )
-    screen.print(terminal.table(["round", "original", "without", "difference [points]"], lines))
+    screen.print(
+        terminal.PlainTable(["round", "original", "without", "difference [points]"], lines)
+    )
     terminal.tell(
         screen,
         "This is the effect of leaving the client out, which differs from its contribution to a "
@@ -352,7 +354,7 @@ def _print_samples(directory: Path, change: ClassChange, count: int, quiet: bool
     screen = terminal.console(sentences=True)
     terminal.tell(screen, sample_sentence(read_run(directory), change, rounds))
     table = sample_table(change, rounds)
-    screen.print(terminal.table(table.head, table.lines))
+    screen.print(terminal.PlainTable(table.head, table.lines))
     return 0
 
 
@@ -384,7 +386,7 @@ def _print_exchange(directory: Path, client: int, round: int, quiet: bool) -> in
     screen = terminal.console(sentences=True)
     terminal.tell(screen, replays.exchange_sentence(run, effect))
     table = replays.teacher_table(run, effect)
-    screen.print(terminal.table(table.head, table.lines))
+    screen.print(terminal.PlainTable(table.head, table.lines))
     terminal.tell(screen, replays.exchange_note(effect))
     return 0
 

@@ -172,7 +172,7 @@ def _list_recipes() -> int:
     from fedstill.report import terminal
 
     rows = [(name, load_recipe(name).paper) for name in recipe_names()]
-    terminal.console(sentences=True).print(terminal.table(["recipe", "paper"], rows, words=2))
+    terminal.console(sentences=True).print(terminal.PlainTable(["recipe", "paper"], rows, words=2))
     return 0
 
 
@@ -214,7 +214,7 @@ def list_suites(*, tier: Text = "") -> int:
 
     lines = [_suite_line(load_suite(name)) for name in suite_names(tier)]
     screen = terminal.console()
-    screen.print(terminal.table(SUITE_HEAD, lines, words=2))
+    screen.print(terminal.PlainTable(SUITE_HEAD, lines, words=2))
     screen.print(
         "\nCore-minutes are estimates for this machine, from rounds of FedAvg; –: the data are not "
         "on this machine."
@@ -339,7 +339,7 @@ def rank_choose(
             with_choices = competing.choose_fields(suite, rows, out, execute)
         print(suite.recipe.paper)
         choices = choice_table(with_choices, rows)
-        terminal.console().print(terminal.table(choices.head, choices.lines, words=2))
+        terminal.console().print(terminal.PlainTable(choices.head, choices.lines, words=2))
         if into_suite:
             folder = Path(str(resources.files("fedstill") / "recipes")) / "rank" / "chosen"
             competing.store_choices(with_choices, folder / f"{suite.name}.toml")
@@ -554,7 +554,7 @@ def rank_map(
     with executing(folder, jobs, quiet, devices) as execute:
         method_map = make_map(mapped.suite, mapped.name, axes, folder / "runs", execute)
     cells = cell_table(method_map)
-    terminal.console().print(terminal.table(cells.head, cells.lines, words=1))
+    terminal.console().print(terminal.PlainTable(cells.head, cells.lines, words=1))
     print(f"\n{method_map.summary}")
     for path in write_map(method_map, folder / slug(mapped.name)):
         print(path)

@@ -169,7 +169,7 @@ def _column_tables(runs: RecipeRuns, column: str) -> Iterator[RenderableType]:
     measured = list(_measured_lines(runs, cells))
     if measured:
         head = ("", "measure, last round", "ours", "paper", "seeds")
-        yield terminal.table(head, measured, words=2)
+        yield terminal.PlainTable(head, measured, words=2)
     yield from _client_table(runs, cells)
 
 
@@ -206,7 +206,7 @@ def _level_table(runs: RecipeRuns, cells: Sequence[Cell]) -> RenderableType:
         for measure in others:
             line += [_level(summaries, measure), _published_level(runs.recipe, cell, measure)]
         lines.append([*line, str(len(summaries))])
-    return terminal.table(head, lines)
+    return terminal.PlainTable(head, lines)
 
 
 def _level(summaries: Sequence[Summary], measure: str) -> str:
@@ -279,7 +279,7 @@ def _client_table(runs: RecipeRuns, cells: Sequence[Cell]) -> Iterator[Renderabl
     padded = [line + [NONE] * (width - len(line)) for line in lines]
     head = ["", "", *(f"client {client}" for client in range(width - 2))]
     yield Text("\nby client, ours (paper's) [%]")
-    yield terminal.table(head, padded, words=2)
+    yield terminal.PlainTable(head, padded, words=2)
 
 
 def _client_lines(runs: RecipeRuns, cells: Sequence[Cell]) -> Iterator[list[str]]:
@@ -335,7 +335,7 @@ def differences_to_row(runs: RecipeRuns, against: str) -> Iterator[RenderableTyp
             comparison = Comparison((row, column), (against, column), runs, runs)
             lines += [comparison.line(measure) for measure in _compared_measures(runs)]
     head = ("", "", "ours", "95 % interval", "seeds", "", "paper")
-    yield terminal.table(head, lines, words=2)
+    yield terminal.PlainTable(head, lines, words=2)
 
 
 def differences_to_other_runs(
@@ -363,7 +363,7 @@ def differences_to_other_runs(
     for comparison in comparisons:
         # The last cell is the paper's, which has no such difference.
         lines += [comparison.line(measure)[:-1] for measure in _compared_measures(runs)]
-    yield terminal.table(("", "", "ours", "95 % interval", "seeds", ""), lines, words=2)
+    yield terminal.PlainTable(("", "", "ours", "95 % interval", "seeds", ""), lines, words=2)
 
 
 def _difference_title(baseline: str) -> str:
@@ -414,7 +414,7 @@ def accuracies_at_rounds(
                     line += _round_difference(curves[cell], baseline, number)
                 lines.append(line)
     yield Text("\nMeans of the ten rounds up to a round")
-    yield terminal.table(head, lines, words=2)
+    yield terminal.PlainTable(head, lines, words=2)
 
 
 Curves = Mapping[int, Mapping[int, float]]

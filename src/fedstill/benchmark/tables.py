@@ -434,7 +434,7 @@ def terminal_tables(standings: Standings) -> Iterator[RenderableType]:
     yield Text(f"\n{standings.suite.recipe.paper}", style="bold")
     yield Text(description(standings))
     for table in (standing_table_by_name(standings), cell_table(standings)):
-        yield terminal.table(table.head, table.lines)
+        yield terminal.PlainTable(table.head, table.lines)
     if standings.bars:
         yield Text(f"no significant difference in rank: {'; '.join(bar_texts(standings))}")
     if standings.missing:

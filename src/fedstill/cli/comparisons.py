@@ -324,10 +324,10 @@ def forgetting_command(
         for note in matrix.notes:
             terminal.tell(screen, f"{matrix.name}: {note}")
         if rows := accuracy_matrix.matrix_rows(matrix):
-            screen.print(terminal.table([matrix.name, *matrix.columns], rows))
+            screen.print(terminal.PlainTable([matrix.name, *matrix.columns], rows))
         screen.print()
     table = accuracy_matrix.definitions_table(read)
-    screen.print(terminal.table(table.head, table.lines, words=3))
+    screen.print(terminal.PlainTable(table.head, table.lines, words=3))
     for matrix in read:
         place = ""
         if len(read) > 1:
@@ -414,7 +414,7 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
     screen = terminal.console()
     if tuning.trials:
         table = setting_effects.trial_table(tuning)
-        screen.print(terminal.table(table.head, table.lines))
+        screen.print(terminal.PlainTable(table.head, table.lines))
         screen.print(setting_effects.advice(tuning, str(config or ""), set_), soft_wrap=True)
         screen.print(f"page: {folder / 'tuning.html'}", soft_wrap=True)
     if len(tuning.trials) < trials:

@@ -159,7 +159,7 @@ def list_(
     for home in registry.HOMES:
         entries = [registry.lookup(home, entry) for entry in registry.names(home)]
         rows = [(entry.name, descriptions.summary(entry)) for entry in entries]
-        screen.print(terminal.table([home, "description"], rows, words=3))
+        screen.print(terminal.PlainTable([home, "description"], rows, words=3))
         screen.print()
     return 0
 
@@ -217,7 +217,7 @@ def _confusion_table(classes: Sequence[str], matrix: Sequence[Sequence[int]]) ->
 
     head = ["class", *(f"predicted {name}" for name in classes)]
     rows = [[name, *map(str, row)] for name, row in zip(classes, matrix, strict=True)]
-    return terminal.table(head, rows)
+    return terminal.PlainTable(head, rows)
 
 
 def _show(result: Result, has_queries_each_round: bool) -> int:
@@ -228,7 +228,7 @@ def _show(result: Result, has_queries_each_round: bool) -> int:
     summary = result.summary
     screen = terminal.console()
     head = [summary["method"], f"{summary['dataset']}, seed {summary['seed']}"]
-    screen.print(terminal.table(head, list(_rows(result, has_queries_each_round))))
+    screen.print(terminal.PlainTable(head, list(_rows(result, has_queries_each_round))))
     if "confusion" in summary and len(result.classes) <= MOST_CLASSES:
         screen.print(_confusion_table(result.classes, summary["confusion"]))
     if (summary["forgetting"] or 0) < 0:
@@ -351,7 +351,7 @@ def explain(
     prepared = prepare(settings)
     screen.print()
     estimate = explained.run_estimate(prepared)
-    screen.print(terminal.table(["quantity", "value"], estimate.lines()))
+    screen.print(terminal.PlainTable(["quantity", "value"], estimate.lines()))
     for line in explained.data_sentences(prepared):
         terminal.tell(screen, f"data: {line}")
     for warning in setting_warnings(prepared):
@@ -362,7 +362,7 @@ def explain(
         (network.label, f"{network.parameters:,}", network.capabilities)
         for network in explained.network_summaries(prepared)
     ]
-    screen.print(terminal.table(["network", "parameters", "has"], networks))
+    screen.print(terminal.PlainTable(["network", "parameters", "has"], networks))
     if split and prepared.sites.split is not None:
         screen.print()
         for part in manifest.split_explanations():
@@ -385,7 +385,7 @@ def _explain_values(screen: Console, rows: Sequence[tuple[str, str, str, str]]) 
     from fedstill.report import terminal
 
     if screen.width >= terminal.SENTENCES_WIDTH:
-        screen.print(terminal.table(["key", "value", "origin", "description"], rows, words=4))
+        screen.print(terminal.PlainTable(["key", "value", "origin", "description"], rows, words=4))
         return
     screen.print("key = value (origin)", style="bold")
     for key, value, origin, description in rows:
@@ -401,7 +401,7 @@ def _explain_measures(costs: Sequence[MeasureCost], unit: str) -> None:
     if costs:
         head = ["measure", "description", "rounds", f"{unit} per round", "of training cost"]
         screen.print()
-        screen.print(terminal.table(head, [cost.row for cost in costs], words=2))
+        screen.print(terminal.PlainTable(head, [cost.row for cost in costs], words=2))
     for cost in costs:
         if cost.share is not None and cost.share > DEAR:
             terminal.tell(screen, _cost_warning(cost, cost.share))

@@ -27,7 +27,7 @@ from fedstill.querying.answers import Answer
 from fedstill.querying.queries import QueryRule, QueryTable, because
 from fedstill.querying.rules import reasons_before
 from fedstill.report.summary import NONE
-from fedstill.report.terminal import SHADES, table, tell
+from fedstill.report.terminal import SHADES, PlainTable, tell
 from fedstill.running.preparation import Prepared
 
 # ---- fedstill explain ----------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def explain_queries(screen: Console, prepared: Prepared) -> None:
     queries = queries_of(prepared.world)
     if not queries:
         return
-    screen.print(table(["client", "asks for", "why"], _query_rows(prepared, queries), words=3))
+    screen.print(PlainTable(["client", "asks for", "why"], _query_rows(prepared, queries), words=3))
     omitted = len(queries) - MOST_QUERIES
     if omitted > 0:
         tell(screen, f"and {omitted} more clients")
@@ -118,16 +118,18 @@ def answer_tables(answer: Answer) -> Iterator[RenderableType]:
         "a queried class. Each mark is a class; it is darker if the teacher predicts the class "
         "more often."
     )
-    yield table(_head(answer), [_teacher(answer, c) for c in answer.probe], words=2)
+    yield PlainTable(_head(answer), [_teacher(answer, c) for c in answer.probe], words=2)
     if not answer.teachers:
         yield Text(
             "\nNo teacher reaches the threshold: the local model is returned unchanged.",
             style="bold",
         )
     yield Text("\nClass accuracy on the common test set", style="bold")
-    yield table(("class", "role", "before", "after", "change"), list(_classes(answer)), words=2)
+    yield PlainTable(
+        ("class", "role", "before", "after", "change"), list(_classes(answer)), words=2
+    )
     yield Text()
-    yield table(("measure", "before", "after"), _measures(answer))
+    yield PlainTable(("measure", "before", "after"), _measures(answer))
 
 
 def _head(answer: Answer) -> Sequence[str]:

@@ -118,13 +118,13 @@ class PlainTable:
     """A table in the terminal. A wide table is split into parts, which all begin with the first
     column.
 
-    words: the number of leading columns with text, which is broken between words. The other columns
-    contain numbers, which are not broken.
+    words: the number of leading columns with text, which is aligned on the left and broken between
+    words. The other columns contain numbers, which are not broken.
     """
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: int
+    words: int = 1
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         full_widths = [
@@ -208,14 +208,6 @@ def _total_width(widths: Sequence[int], columns: Sequence[int]) -> int:
     return sum(widths[column] for column in columns) + gaps
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> PlainTable:
-    """A plain table.
-
-    words: the number of columns of text, aligned on the left; the others hold numbers.
-    """
-    return PlainTable(columns, rows, words)
-
-
 def comparison_table(compared: Sequence[Group]) -> PlainTable:
     """The table of a comparison: mean ± standard deviation over seeds, the best group first."""
     columns = _shown_columns(compared)
@@ -229,7 +221,7 @@ def comparison_table(compared: Sequence[Group]) -> PlainTable:
             [_row_label(group), *schedule_cells(group, schedule), *numbers, group.run_count_text]
         )
     titles = [f"{column.title} [{column.unit}]" for column in columns]
-    return table(["", *schedule.values(), *titles, "seeds"], rows)
+    return PlainTable(["", *schedule.values(), *titles, "seeds"], rows)
 
 
 SERVER_KEYS = (
@@ -301,7 +293,7 @@ def leak_table(compared: Sequence[Group]) -> PlainTable | None:
     rows = [[row.group.label, *row.plain_cells] for row in leak_rows(compared)]
     if not rows:
         return None
-    return table(HEAD, rows, words=3)
+    return PlainTable(HEAD, rows, words=3)
 
 
 # The split of data over clients

@@ -197,7 +197,7 @@ def _print(directory: Path, certificate: Mapping[str, Any]) -> None:
     if not table.rows:
         return
     rows = [[title, *texts] for title, *texts in zip(table.head, *table.rows.values(), strict=True)]
-    screen.print(terminal.table(["", *table.rows], rows))
+    screen.print(terminal.PlainTable(["", *table.rows], rows))
 
 
 def explain_kept(screen: Console, prepared: Prepared) -> None:
