@@ -120,7 +120,7 @@ COLUMNS = (
     *map(_best_metric, METRICS.values()),
     _share(
         "query_average_accuracy",
-        "asked: average",
+        "query average",
         "mean over the client's classes, weighted by their shares, and the queried classes, "
         "weighted by 1",
     ),
@@ -174,7 +174,7 @@ COLUMNS = (
     ),
     _share(
         "leakage/seen/loss/tpr_at_0.01",
-        "found at 1 % false",
+        "TPR at 1 % FPR",
         "training examples that the attack finds at a false positive rate of 1 %",
     ),
     Column(
@@ -195,7 +195,7 @@ COLUMNS = (
     ),
     Column(
         key="bytes_up",
-        title="sent up",
+        title="uploaded",
         unit="MB",
         scale=1e-06,
         digits=2,
@@ -203,7 +203,7 @@ COLUMNS = (
     ),
     Column(
         key="bytes_down",
-        title="sent down",
+        title="downloaded",
         unit="MB",
         scale=1e-06,
         digits=2,
@@ -231,12 +231,12 @@ def decimals_of(value: float) -> int:
 
 
 OVER_TIME = (
-    ("final_accuracy", "over tasks: accuracy at the end"),
+    ("final_accuracy", "final accuracy over tasks"),
     ("incremental_accuracy", "accuracy on the tasks so far, mean"),
-    ("average_forgetting", "forgotten of earlier tasks"),
+    ("average_forgetting", "forgetting of earlier tasks"),
     ("backward_transfer", "backward transfer"),
-    ("learned", "learned: best of each task"),
-    ("kept", "kept of what was learned"),
+    ("learned", "learned accuracy (best per task)"),
+    ("kept", "share of learned accuracy retained"),
 )
 """Keys in the summary of a run with tasks, and their titles. All are shares by task."""
 
