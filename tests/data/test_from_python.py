@@ -460,8 +460,9 @@ def test_fields_that_the_data_do_not_have_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="mine, train: size"):
             from_python("mine", source, size=4)
-    with pytest.raises(ConfigError, match="size = 0"):
-        from_python("mine", Pairs(pictures(), LABELS), size=0)
+    for size in (0, 4097):
+        with pytest.raises(ConfigError, match=f"data.size = {size}"):
+            from_python("mine", Pairs(pictures(), LABELS), size=size)
     with pytest.raises(ConfigError, match="mode = 'blue'"):
         from_python("mine", Pairs(pictures(), LABELS), mode="blue")
 

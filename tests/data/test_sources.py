@@ -524,7 +524,8 @@ def test_wrong_names(root):
     )
     refused("^data.input_column does not apply to dataset 'digits'", "digits", input="text")
     refused("^data.missing_marks does not apply to dataset 'digits'", "digits", marks=True)
-    refused("size = 0", "my-own", size=0)
+    for size in (0, 4097, True):
+        refused(f"data.size = {size}: ", "my-own", size=size)
     refused("is empty", "my-own")
 
 
