@@ -66,11 +66,12 @@ from fedstill.config.validation import (
 )
 from fedstill.continual.task_test import RoundInterval
 from fedstill.core.errors import ConfigError
-from fedstill.core.fields import Count, as_table, with_tuples
+from fedstill.core.fields import Count, as_table
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.rounds import Schedule
 from fedstill.core.stream import cut_times
+from fedstill.data.dataset import with_tuples
 from fedstill.engines.devices import check_machine, check_precision, is_device
 from fedstill.measures.choice import measures
 from fedstill.metrics.classification import ACCURACY, RANKING, RECORDED, unknown_metric

@@ -27,7 +27,8 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from fedstill.core.errors import ConfigError, cut_reason, on_one_line, suggestion
-from fedstill.core.fields import value_text, with_tuples
+from fedstill.core.fields import value_text
+from fedstill.data.dataset import with_tuples
 
 if TYPE_CHECKING:
     from torch import Tensor

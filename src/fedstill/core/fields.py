@@ -169,19 +169,6 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-def with_tuples(value: Any) -> Any:
-    """A value with tuples for lists, also in lists and tables.
-
-    >>> with_tuples({"columns": [["a"], "b"]})
-    {'columns': (('a',), 'b')}
-    """
-    if isinstance(value, Mapping):
-        return {str(key): with_tuples(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return tuple(map(with_tuples, value))
-    return value
-
-
 def nfc(name: Name) -> Name:
     """A name in Unicode's composed form (NFC), in which equal names have equal characters.
 

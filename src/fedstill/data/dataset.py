@@ -15,7 +15,7 @@ from annotated_types import Interval
 from numpy.typing import NDArray
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.fields import nfc, problem, with_tuples
+from fedstill.core.fields import nfc, problem
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples
 
@@ -457,3 +457,16 @@ def stratified_positions(labels: torch.Tensor, size: int, seed: int) -> torch.Te
         members = (labels == label).nonzero().flatten()
         drawn.append(members[torch.randperm(len(members), generator=stream)[:class_size]])
     return torch.cat(drawn).sort().values
+
+
+def with_tuples(value: Any) -> Any:
+    """A value with tuples for lists, also in lists and tables.
+
+    >>> with_tuples({"columns": [["a"], "b"]})
+    {'columns': (('a',), 'b')}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): with_tuples(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return tuple(map(with_tuples, value))
+    return value

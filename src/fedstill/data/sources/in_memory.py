@@ -22,7 +22,7 @@ import torch.utils.data as torch_data
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError, DataError, UnknownName, on_one_line
-from fedstill.core.fields import kind_text, nfc, plain_value, with_tuples
+from fedstill.core.fields import kind_text, nfc, plain_value
 from fedstill.core.process_settings import process_settings
 from fedstill.data.dataset import (
     FILE,
@@ -32,6 +32,7 @@ from fedstill.data.dataset import (
     ReadingOptions,
     ReadRequest,
     as_dataset,
+    with_tuples,
 )
 from fedstill.data.sources.checks import completed
 from fedstill.data.sources.image_sets import read_columns
