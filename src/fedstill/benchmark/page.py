@@ -372,7 +372,7 @@ PROCEDURE = (
     "ends of tasks. With peers, they are computed before and after the exchange. Otherwise, they "
     "are computed from means of five successive rounds. CPU is the CPU time of whole runs, divided "
     "by that of the method in the column's title. MB counts the bytes that are sent in both "
-    "directions. † marks a method with a diverged run, whose rounds until then count."
+    "directions. † marks a method with a diverged run; the rounds before the divergence count."
 )
 INTERVALS = (
     "Intervals over all columns come from resampling the seeds within each column 10,000 times. "
