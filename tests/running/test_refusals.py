@@ -173,5 +173,5 @@ def test_the_frame_has_a_number_for_each_reply_of_a_client() -> None:
     idle = {**yes(2, 1), "idle": True}
     (replies,) = two_rounds(no(0, 1), yes(1, 1), idle, no(0, 2)).columns(["refused"])
     assert replies.values.tolist() == [1, 0, 1]
-    assert replies.about["client"].tolist() == [0, 1, 0]
-    assert replies.about["round"].tolist() == [1, 1, 2]
+    assert replies.coordinates["client"].tolist() == [0, 1, 0]
+    assert replies.coordinates["round"].tolist() == [1, 1, 2]

@@ -203,8 +203,8 @@ class _Blocks:
         indices = np.zeros(self._rows, INDEX_TYPES[axis])
         missing = np.ones(self._rows, np.bool_)
         for rows, block in self._slices():
-            if axis in block.numbers.about:
-                indices[rows] = block.numbers.about[axis]
+            if axis in block.numbers.coordinates:
+                indices[rows] = block.numbers.coordinates[axis]
                 missing[rows] = False
         return pandas.arrays.IntegerArray(indices, missing)
 
@@ -216,9 +216,9 @@ class _Blocks:
         codes_by_name = {name: code for code, name in enumerate(names)}
         codes = np.full(self._rows, -1, _code_type(codes_by_name))
         for rows, block in self._slices():
-            if "class" in block.numbers.about:
+            if "class" in block.numbers.coordinates:
                 run_codes = np.array([codes_by_name[name] for name in block.run.classes])
-                codes[rows] = run_codes[block.numbers.about["class"]]
+                codes[rows] = run_codes[block.numbers.coordinates["class"]]
         return pandas.Categorical.from_codes(codes, list(codes_by_name))
 
     def _slices(self) -> Iterator[tuple[slice, _Block]]:

@@ -35,7 +35,7 @@ from fedstill.running.journal import Event, events_by_name, first_event
 
 Indices = NDArray[np.int64]
 
-About = Mapping[str, Indices]
+Coordinates = Mapping[str, Indices]
 """By axis, the index of each number. Axes that do not apply to the numbers are missing."""
 
 AXES = ("stage", "round", "epoch", "task", "client", "class", "point")
@@ -119,13 +119,13 @@ LIST_AXES: Mapping[str, Sequence[str]] = {
 class Numbers:
     """Numbers of one metric.
 
-    ``values``: (n,), without values that were not measured. ``about``: by axis, an index for each
-    number, (n,).
+    ``values``: (n,), without values that were not measured. ``coordinates``: by axis, an index for
+    each number, (n,).
     """
 
     metric: str
     values: Values
-    about: About
+    coordinates: Coordinates
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,8 @@ class RunNumbers:
     def by_round(self, metric: str) -> dict[int, float]:
         """A metric of the whole federation by round; round 0 is before training."""
         curve: dict[int, float] = {}
-        for column in self._about(metric, OF_ROUND):
-            rounds = column.about["round"].tolist()
+        for column in self._with_axes(metric, OF_ROUND):
+            rounds = column.coordinates["round"].tolist()
             curve.update(zip(rounds, column.values.tolist(), strict=True))
         return dict(sorted(curve.items()))
 
@@ -225,9 +225,9 @@ class RunNumbers:
     def by_client(self, metric: str) -> dict[int, dict[int, float]]:
         """A metric that rounds have by client: by round, the number of each client that has one."""
         rounds: dict[int, dict[int, float]] = {}
-        for column in self._about(metric, OF_CLIENT_IN_ROUND):
-            numbers = column.about["round"].tolist()
-            clients = column.about["client"].tolist()
+        for column in self._with_axes(metric, OF_CLIENT_IN_ROUND):
+            numbers = column.coordinates["round"].tolist()
+            clients = column.coordinates["client"].tolist()
             for number, client, value in zip(numbers, clients, column.values.tolist(), strict=True):
                 rounds.setdefault(number, {})[client] = value
         return dict(sorted(rounds.items()))
@@ -239,8 +239,10 @@ class RunNumbers:
             if not metric.startswith(BY_EPOCH):
                 continue
             stage, _, key = metric.removeprefix(BY_EPOCH).rpartition("/")
-            columns = self._about(metric, {"round", "epoch"})
-            length = 1 + max((int(column.about["epoch"].max()) for column in columns), default=0)
+            columns = self._with_axes(metric, {"round", "epoch"})
+            length = 1 + max(
+                (int(column.coordinates["epoch"].max()) for column in columns), default=0
+            )
             for number, row in self._rows(metric, "epoch", length).items():
                 places.setdefault((number, stage), {})[key] = row
         return [EpochNumbers(number, stage, keys) for (number, stage), keys in places.items()]
@@ -266,7 +268,7 @@ class RunNumbers:
     def over_clients(self, metric: str) -> list[float]:
         """A metric that has one number for each client and stage: all of them."""
         columns = _of_events(self._clients, self.classes, metrics=[metric])
-        of_client = [c for c in columns if c.metric == metric and c.about.keys() == OF_CLIENT]
+        of_client = [c for c in columns if c.metric == metric and c.coordinates.keys() == OF_CLIENT]
         return list(chain.from_iterable(column.values.tolist() for column in of_client))
 
     @property
@@ -297,7 +299,7 @@ class RunNumbers:
         seconds = {event["measure"]: 0.0 for event in events}
         for measure in seconds:
             for column in self._by_metric.get(f"{measure}/{SECONDS}", ()):
-                if "stage" in column.about:
+                if "stage" in column.coordinates:
                     seconds[measure] += sum(column.values.tolist())
         for name in names:
             at_clients = sum(self.over_clients(f"{SECONDS}_{name}"))
@@ -350,8 +352,8 @@ class RunNumbers:
         """The accuracy on each task at the end of each task, by round; round 0 has the untrained
         model's.
         """
-        columns = self._about("task_accuracy", {"round", "task"})
-        tasks = max((int(column.about["task"].max()) for column in columns), default=0)
+        columns = self._with_axes("task_accuracy", {"round", "task"})
+        tasks = max((int(column.coordinates["task"].max()) for column in columns), default=0)
         # Tasks count from 1.
         rows = self._rows("task_accuracy", "task", tasks + 1)
         return {number: row[1:] for number, row in rows.items()}
@@ -415,16 +417,16 @@ class RunNumbers:
     def _clients(self) -> Sequence[Event]:
         return self._events.get("client", ())
 
-    def _about(self, metric: str, axes: Set[str]) -> list[Numbers]:
+    def _with_axes(self, metric: str, axes: Set[str]) -> list[Numbers]:
         """The numbers of a metric that are about these axes and no others."""
-        return [c for c in self._by_metric.get(metric, ()) if c.about.keys() == axes]
+        return [c for c in self._by_metric.get(metric, ()) if c.coordinates.keys() == axes]
 
     def _rows(self, metric: str, axis: str, length: int) -> dict[int, list[float | None]]:
         """By round, a number for each index of an axis; None if it was not measured."""
         rows: dict[int, list[float | None]] = {}
-        for column in self._about(metric, {"round", axis}):
-            rounds = column.about["round"].tolist()
-            indices = column.about[axis].tolist()
+        for column in self._with_axes(metric, {"round", axis}):
+            rounds = column.coordinates["round"].tolist()
+            indices = column.coordinates[axis].tolist()
             for number, index, value in zip(rounds, indices, column.values.tolist(), strict=True):
                 row = rows.setdefault(number, [None] * length)
                 row[index] = value
@@ -433,9 +435,9 @@ class RunNumbers:
 
 def _values_in_order(column: Numbers) -> list[float | None]:
     """The values of a column; by epoch, with None for an epoch that was not measured."""
-    if "epoch" not in column.about:
+    if "epoch" not in column.coordinates:
         return list(column.values.tolist())
-    epochs = column.about["epoch"].tolist()
+    epochs = column.coordinates["epoch"].tolist()
     values: list[float | None] = [None] * (1 + max(epochs, default=-1))
     for epoch, value in zip(epochs, column.values.tolist(), strict=True):
         values[epoch] = value
@@ -463,7 +465,7 @@ class Look:
 
     def number(self, metric: str) -> float | None:
         """A single number; None if it was not measured."""
-        for column in self._about(metric):
+        for column in self._with_axes(metric):
             return float(column.values[0])
         return None
 
@@ -499,10 +501,10 @@ class Look:
     def by_class_and_point(self, metric: str) -> list[list[float]]:
         """The points of each class, (C, points); 0 for a point without a number."""
         rows = [[0.0] for _ in range(self._class_count)]
-        for column in self._about(metric, "class", "point"):
-            points = column.about["point"]
+        for column in self._with_axes(metric, "class", "point"):
+            points = column.coordinates["point"]
             counts = np.zeros((self._class_count, int(points.max(initial=-1)) + 1))
-            counts[column.about["class"], points] = column.values
+            counts[column.coordinates["class"], points] = column.values
             rows = counts.tolist()
         return rows
 
@@ -514,23 +516,23 @@ class Look:
         below = [metric for metric in self._by_metric if metric.startswith(prefix)]
         return list(dict.fromkeys(metric[len(prefix) :].partition("/")[0] for metric in below))
 
-    def _about(self, metric: str, *axes: str) -> list[Numbers]:
+    def _with_axes(self, metric: str, *axes: str) -> list[Numbers]:
         """The numbers of a metric with these axes, beside those of the look."""
         columns = self._by_metric.get(metric, ())
-        return [c for c in columns if c.about.keys() == self._place | {*axes}]
+        return [c for c in columns if c.coordinates.keys() == self._place | {*axes}]
 
     def _by_index(self, metric: str, axis: str) -> dict[int, float]:
         numbers: dict[int, float] = {}
-        for column in self._about(metric, axis):
-            numbers |= zip(column.about[axis].tolist(), column.values.tolist(), strict=True)
+        for column in self._with_axes(metric, axis):
+            numbers |= zip(column.coordinates[axis].tolist(), column.values.tolist(), strict=True)
         return numbers
 
     def _by_other_index(self, metric: str, axis: str, index: int, other: str) -> dict[int, float]:
         """The numbers at one index of an axis, by their indices on another axis."""
         numbers: dict[int, float] = {}
-        for column in self._about(metric, axis, other):
-            is_chosen = column.about[axis] == index
-            indices = column.about[other][is_chosen].tolist()
+        for column in self._with_axes(metric, axis, other):
+            is_chosen = column.coordinates[axis] == index
+            indices = column.coordinates[other][is_chosen].tolist()
             numbers |= zip(indices, column.values[is_chosen].tolist(), strict=True)
         return numbers
 
@@ -625,8 +627,8 @@ class LearningRates:
                 rounds_by_stage.setdefault(event["name"], {})[event["round"]] = None
         for stage, rounds in rounds_by_stage.items():
             rates = [self.plans[stage].lr_at(self._within_task(number)) for number in rounds]
-            about = {"round": np.array(list(rounds), np.int64)}
-            yield Numbers(f"{LEARNING_RATE}{stage}", np.array(rates), about)
+            coordinates = {"round": np.array(list(rounds), np.int64)}
+            yield Numbers(f"{LEARNING_RATE}{stage}", np.array(rates), coordinates)
 
     def _within_task(self, number: int) -> int:
         """A round counted from the first round of its task, from 1."""
@@ -654,14 +656,14 @@ def _of_events(
         events = [event for event in events if not fields.isdisjoint(event)]
     for keys, events_of_place in _by_place(events).items():
         cells_by_field = _transposed(events_of_place)
-        about = {key: np.array(cells_by_field[key], np.int64) for key in keys}
+        coordinates = {key: np.array(cells_by_field[key], np.int64) for key in keys}
         for name, cells in cells_by_field.items():
             if name in NOT_NUMBERS or (fields is not None and name not in fields):
                 continue
             metric = name
             if prefix:
                 metric = f"{prefix}/{name}"
-            yield from reader.numbers(metric, cells, about)
+            yield from reader.numbers(metric, cells, coordinates)
 
 
 def _none_if_undefined(value: float) -> float | None:
@@ -694,7 +696,9 @@ def _of_measures(events: Iterable[Event], classes: int) -> Iterator[Numbers]:
                 yield column
                 if _is_averaged(column, set(place)):
                     equal = np.ones_like(column.values)
-                    yield _mean_by_round(column.metric, column.about["round"], column.values, equal)
+                    yield _mean_by_round(
+                        column.metric, column.coordinates["round"], column.values, equal
+                    )
 
 
 def _is_averaged(column: Numbers, place: Set[str]) -> bool:
@@ -702,16 +706,16 @@ def _is_averaged(column: Numbers, place: Set[str]) -> bool:
     client. ``place``: the axes of the looks.
     """
     if column.metric.endswith("_by_client"):
-        return column.about.keys() <= OF_CLIENT
-    return column.about.keys() == place
+        return column.coordinates.keys() <= OF_CLIENT
+    return column.coordinates.keys() == place
 
 
 # The lists of looks.
 
 
 @dataclass(frozen=True)
-class _Along:
-    """The entries of a list, and what each is about: an index on an axis."""
+class _IndexedList:
+    """A list whose entries have an index on an axis each."""
 
     axis: str
     indices: Sequence[int]
@@ -758,26 +762,26 @@ class _LookLists:
         for names, axes in self.axes.items():
             is_path = len(names) == len(path) and all(map(_is_name, names, path))
             if is_path:
-                return self._along(value, axes)
+                return self._indexed(value, axes)
         if path[-1] in LIST_AXES or path[-1] in COUNTED_LISTS or _is_of_clients(value):
             return value
-        return self._along(value, ())
+        return self._indexed(value, ())
 
-    def _along(self, value: Any, axes: Sequence[str | int]) -> Any:
+    def _indexed(self, value: Any, axes: Sequence[str | int]) -> Any:
         """A list with its axes; without any axes, each list is one over rows or points."""
         if not isinstance(value, list):
             return value
         axis = str(next(iter(axes), "point")).strip("[]")
-        entries = [self._along(entry, axes[1:]) for entry in value]
+        entries = [self._indexed(entry, axes[1:]) for entry in value]
         if axis == "class":
-            return _Along("class", range(len(value)), entries)
+            return _IndexedList("class", range(len(value)), entries)
         if axis in INDEX_LISTS:
-            return _Along(INDEX_LISTS[axis], self.look[axis], entries)
+            return _IndexedList(INDEX_LISTS[axis], self.look[axis], entries)
         if axis == "models":
             return dict(zip(self.look["models"], entries, strict=True))
         if any(isinstance(entry, list) for entry in value):
             return {str(row): entry for row, entry in enumerate(entries)}
-        return _Along("point", range(len(value)), entries)
+        return _IndexedList("point", range(len(value)), entries)
 
 
 def _is_name(pattern: str, name: str) -> bool:
@@ -809,7 +813,11 @@ class _Fields:
     classes: int
 
     def numbers(
-        self, metric: str, cells: Sequence[Any], about: About, axes: Sequence[str] | None = None
+        self,
+        metric: str,
+        cells: Sequence[Any],
+        coordinates: Coordinates,
+        axes: Sequence[str] | None = None,
     ) -> Iterator[Numbers]:
         """The numbers in one field.
 
@@ -818,60 +826,66 @@ class _Fields:
         """
         kinds = set(map(type, cells))
         if kinds & {int, float}:
-            selected = _of_kinds({int, float}, cells, kinds, about)
-            yield Numbers(metric, np.array(selected.cells, np.float64), selected.about)
+            selected = _of_kinds({int, float}, cells, kinds, coordinates)
+            yield Numbers(metric, np.array(selected.cells, np.float64), selected.coordinates)
         if dict in kinds:
-            selected = _of_kinds({dict}, cells, kinds, about)
-            yield from self._of_tables(metric, selected.cells, selected.about)
-        if _Along in kinds:
-            selected = _of_kinds({_Along}, cells, kinds, about)
-            yield from self._along(metric, selected.cells, selected.about)
+            selected = _of_kinds({dict}, cells, kinds, coordinates)
+            yield from self._of_tables(metric, selected.cells, selected.coordinates)
+        if _IndexedList in kinds:
+            selected = _of_kinds({_IndexedList}, cells, kinds, coordinates)
+            yield from self._of_indexed_lists(metric, selected.cells, selected.coordinates)
         if list in kinds:
-            selected = _of_kinds({list}, cells, kinds, about)
+            selected = _of_kinds({list}, cells, kinds, coordinates)
             if axes is None:
                 axes = self._axes(metric)
-            yield from self._of_lists(metric, selected.cells, selected.about, axes)
+            yield from self._of_lists(metric, selected.cells, selected.coordinates, axes)
 
     def _of_tables(
-        self, metric: str, tables: Sequence[Mapping[str, Any]], about: About
+        self, metric: str, tables: Sequence[Mapping[str, Any]], coordinates: Coordinates
     ) -> Iterator[Numbers]:
         """The numbers of a table: by field, or by client if the keys are clients."""
         is_by_client = all(map(str.isdecimal, chain.from_iterable(tables)))
         if metric.endswith("_by_client") and is_by_client:
             clients = [int(client) for table in tables for client in table]
             cells = list(chain.from_iterable(table.values() for table in tables))
-            repeated = _repeated(about, list(map(len, tables)))
+            repeated = _repeated(coordinates, list(map(len, tables)))
             yield from self.numbers(metric, cells, {**repeated, "client": np.array(clients)})
             return
         for key in dict.fromkeys(chain.from_iterable(tables)):
             cells = [table.get(key) for table in tables]
-            yield from self.numbers(f"{metric}/{key}", cells, about)
+            yield from self.numbers(f"{metric}/{key}", cells, coordinates)
 
-    def _along(self, metric: str, lists: Sequence[_Along], about: About) -> Iterator[Numbers]:
+    def _of_indexed_lists(
+        self, metric: str, lists: Sequence[_IndexedList], coordinates: Coordinates
+    ) -> Iterator[Numbers]:
         """The numbers of lists that have axes."""
-        for axis in dict.fromkeys(along.axis for along in lists):
-            positions = [i for i, along in enumerate(lists) if along.axis == axis]
+        for axis in dict.fromkeys(one.axis for one in lists):
+            positions = [i for i, one in enumerate(lists) if one.axis == axis]
             chosen = [lists[i] for i in positions]
-            indices = list(chain.from_iterable(along.indices for along in chosen))
-            entries = list(chain.from_iterable(along.entries for along in chosen))
-            of_chosen = {name: numbers[positions] for name, numbers in about.items()}
-            repeated = _repeated(of_chosen, [len(along.entries) for along in chosen])
-            about_entries = {**repeated, axis: np.array(indices, np.int64)}
-            yield from self.numbers(metric, entries, about_entries)
+            indices = list(chain.from_iterable(one.indices for one in chosen))
+            entries = list(chain.from_iterable(one.entries for one in chosen))
+            of_chosen = {name: numbers[positions] for name, numbers in coordinates.items()}
+            repeated = _repeated(of_chosen, [len(one.entries) for one in chosen])
+            entry_coordinates = {**repeated, axis: np.array(indices, np.int64)}
+            yield from self.numbers(metric, entries, entry_coordinates)
 
     def _of_lists(
-        self, metric: str, lists: Sequence[Sequence[Any]], about: About, axes: Sequence[str]
+        self,
+        metric: str,
+        lists: Sequence[Sequence[Any]],
+        coordinates: Coordinates,
+        axes: Sequence[str],
     ) -> Iterator[Numbers]:
         """The numbers of lists over an axis or over clients; other lists have none."""
         if metric.rpartition("/")[2] in COUNTED_LISTS:
-            yield Numbers(metric, np.array(list(map(len, lists)), np.float64), about)
+            yield Numbers(metric, np.array(list(map(len, lists)), np.float64), coordinates)
             return
         cells = list(chain.from_iterable(lists))
         is_of_clients = _is_of_clients(cells)
         if not axes and not is_of_clients:
             return
         lengths = list(map(len, lists))
-        repeated = _repeated(about, lengths)
+        repeated = _repeated(coordinates, lengths)
         if is_of_clients:
             clients = np.array([cell["client"] for cell in cells])
             tables = [{k: v for k, v in cell.items() if k != "client"} for cell in cells]
@@ -897,21 +911,24 @@ class _Cells:
     """Values of some events, and their indices by axis."""
 
     cells: Sequence[Any]
-    about: About
+    coordinates: Coordinates
 
 
-def _of_kinds(kinds: Set[type], cells: Sequence[Any], present: Set[type], about: About) -> _Cells:
+def _of_kinds(
+    kinds: Set[type], cells: Sequence[Any], present: Set[type], coordinates: Coordinates
+) -> _Cells:
     """The cells of some types, of cells that are of the types ``present``."""
     if present <= kinds:
-        return _Cells(cells, about)
+        return _Cells(cells, coordinates)
     positions = [i for i, cell in enumerate(cells) if type(cell) in kinds]
     return _Cells(
-        [cells[i] for i in positions], {axis: indices[positions] for axis, indices in about.items()}
+        [cells[i] for i in positions],
+        {axis: indices[positions] for axis, indices in coordinates.items()},
     )
 
 
-def _repeated(about: About, lengths: Sequence[int]) -> About:
-    return {axis: np.repeat(indices, lengths) for axis, indices in about.items()}
+def _repeated(coordinates: Coordinates, lengths: Sequence[int]) -> Coordinates:
+    return {axis: np.repeat(indices, lengths) for axis, indices in coordinates.items()}
 
 
 def _task_end(event: Event) -> Event:
@@ -954,8 +971,10 @@ def _refusals(clients: Iterable[Event]) -> Iterator[Numbers]:
     """Whether each reply was refused: 1 or 0."""
     for axes, replies in _by_place(_replies(clients)).items():
         is_refused = np.array([REFUSED in event for event in replies], np.float64)
-        about = {axis: np.array([event[axis] for event in replies], np.int64) for axis in axes}
-        yield Numbers(REFUSED, is_refused, about)
+        coordinates = {
+            axis: np.array([event[axis] for event in replies], np.int64) for axis in axes
+        }
+        yield Numbers(REFUSED, is_refused, coordinates)
 
 
 def _mean_losses(clients: Sequence[Event]) -> Iterator[Numbers]:

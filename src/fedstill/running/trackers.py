@@ -352,14 +352,14 @@ class RoundNumbers:
     def _scalars(self, column: Numbers, number: int) -> Iterator[tuple[str, float]]:
         """The names and values that trackers receive for one metric in a round."""
         name = column.metric.removeprefix("others/")
-        axes = column.about.keys()
+        axes = column.coordinates.keys()
         of_classes = name.endswith("class_accuracy") and axes == {"round", "class"}
         if axes != OF_ROUND and not of_classes:
             return
-        for index in np.flatnonzero(column.about["round"] == number):
+        for index in np.flatnonzero(column.coordinates["round"] == number):
             full_name = name
             if of_classes:
-                full_name = f"{name}/{self._classes[column.about['class'][index]]}"
+                full_name = f"{name}/{self._classes[column.coordinates['class'][index]]}"
             yield full_name, float(column.values[index])
 
 
