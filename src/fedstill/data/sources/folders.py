@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -524,7 +525,8 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
             raise ValueError(f"{info.filename} is an array of NPY version {version}")
         try:
             shape, _, dtype = HEADERS[version](file)
-        except (MemoryError, RecursionError) as error:  # the parser of a damaged header
+        # Python's parser of a damaged header
+        except (MemoryError, RecursionError, tokenize.TokenError) as error:
             raise ValueError(f"{info.filename} has a damaged header") from error
         start = file.tell()
     if dtype.kind in "US" and info.filename.endswith("_labels.npy"):
