@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from fedstill.core.errors import InfeasiblePartition
 from fedstill.core.fields import Count, Positive, Seed, Share
 from fedstill.core.keys import generator, numpy_generator
-from fedstill.data.client_split import ClientSplit
+from fedstill.data.client_split import ClientSplit, Positions
 from fedstill.data.partition.rules import (
     ClassAllocation,
+    Clients,
+    Counts,
     Draw,
     Labels,
     Parts,
@@ -40,8 +42,8 @@ DRAWS_AT_ONCE = 64
 class ClassPieces:
     """The examples of a class, divided into consecutive pieces for clients 0, 1 and so on."""
 
-    examples: Labels
-    sizes: Labels
+    examples: Positions
+    sizes: Counts
     """(clients,)"""
 
 
@@ -52,7 +54,7 @@ def cuts(shares: NDArray[np.float64], size: int) -> NDArray[np.int64]:
     return (np.cumsum(shares, axis=-1) * size).astype(np.int64)[..., :-1]
 
 
-def piece_sizes(cut_positions: Labels, size: int) -> Labels:
+def piece_sizes(cut_positions: NDArray[np.int64], size: int) -> Counts:
     """The number of examples (..., clients) that each client gets of a class with ``size``
     examples.
     """
@@ -64,7 +66,7 @@ def _draw_pieces(
     clients: int,
     alpha: float,
     stream: np.random.RandomState,
-    holders: Sequence[Labels] | None = None,
+    holders: Sequence[Clients] | None = None,
 ) -> list[ClassPieces] | None:
     """A draw of shares for all classes in order; None if it is invalid.
 
@@ -95,11 +97,11 @@ def _draw_pieces(
     return pieces
 
 
-def _client_sizes(pieces: Sequence[ClassPieces] | None, clients: int) -> Labels:
+def _client_sizes(pieces: Sequence[ClassPieces] | None, clients: int) -> Counts:
     """The number of examples of each client (clients,); all 0 for an invalid draw."""
     if pieces is None:
         return np.zeros(clients, dtype=np.int64)
-    sizes: Labels = np.sum([piece.sizes for piece in pieces], axis=0, dtype=np.int64)
+    sizes: Counts = np.sum([piece.sizes for piece in pieces], axis=0, dtype=np.int64)
     return sizes
 
 
@@ -230,7 +232,7 @@ def _fast_draw(settings: _DrawSettings, stream: np.random.Generator) -> Draw | N
     return None
 
 
-def _class_counts(settings: _DrawSettings, stream: np.random.Generator, tries: int) -> Labels:
+def _class_counts(settings: _DrawSettings, stream: np.random.Generator, tries: int) -> Counts:
     """The number of examples of each class and client in several draws: (tries, classes, clients).
 
     The rules are those of ``_draw_pieces``. The counts of an invalid draw are 0.
@@ -356,10 +358,10 @@ def extended_dirichlet_draw(  # noqa: PLR0913 - the fields of the partition's co
 class _Attempt:
     """A draw of shares for an assignment of classes."""
 
-    holders: Sequence[Labels]
+    holders: Sequence[Clients]
     """The clients that hold each class."""
     pieces: Sequence[ClassPieces] | None
-    sizes: Labels
+    sizes: Counts
     """The number of examples of each client (clients,)."""
 
     @property
@@ -398,7 +400,7 @@ def _attempts(
 
 def allocate_classes(
     clients: int, classes: int, classes_per_client: int, stream: np.random.RandomState
-) -> list[Labels]:
+) -> list[Clients]:
     """The clients of every class, in ascending order.
 
     Each client draws its classes uniformly. The draw is repeated until each class has at least one
@@ -477,7 +479,7 @@ class _StratifiedParts(NamedTuple):
     """The split of the clients with IID data, and the positions of all other examples."""
 
     split: ClientSplit
-    remaining: Labels
+    remaining: Positions
 
 
 def _stratified_parts(
@@ -510,7 +512,7 @@ def _stratified_parts(
 
 def _equal_parts(
     labels: Labels, clients: int, alpha: float, stream: np.random.RandomState
-) -> list[Labels]:
+) -> list[Positions]:
     """Parts of equal size with classes from Dir(alpha): the positions in ``labels`` by client.
 
     Each client draws the classes of its examples. If a class has too few examples, the client draws
@@ -536,8 +538,8 @@ def _equal_parts(
 
 
 def _drawn_classes(
-    size: int, mix: NDArray[np.float64], available: Labels, stream: np.random.RandomState
-) -> Labels:
+    size: int, mix: NDArray[np.float64], available: Counts, stream: np.random.RandomState
+) -> Counts:
     """A draw of up to ``size`` examples, as counts by class, limited by the available examples."""
     shares = mix * (available > 0)
     if not shares.sum() > 0:
@@ -553,8 +555,8 @@ def _drawn_classes(
 class PublicSplit(NamedTuple):
     """The positions of the clients' examples (the pool), and of the public examples."""
 
-    pool: Labels
-    public: Labels
+    pool: Positions
+    public: Positions
 
 
 def public_split(examples: int, public: int, seed: int = 42) -> PublicSplit:

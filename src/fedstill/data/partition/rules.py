@@ -26,10 +26,20 @@ from fedstill.core.files import replaced_file
 from fedstill.core.registry import register
 from fedstill.core.user_modules import files_of
 from fedstill.data.cache import cache_folder
-from fedstill.data.client_split import ClientSplit
+from fedstill.data.client_split import ClientSplit, Positions
 
 Labels = NDArray[np.int64]
-Parts = Sequence[NDArray[np.int64]]
+"""Class ids of examples."""
+
+Counts = NDArray[np.int64]
+"""Numbers of examples."""
+
+Clients = NDArray[np.int64]
+"""Numbers of clients."""
+
+Parts = Sequence[Positions]
+"""The positions of each client's examples, or of the examples of each class."""
+
 Arguments = ParamSpec("Arguments")
 
 
@@ -97,12 +107,12 @@ def checked_labels(labels: Any) -> Labels:
     return array.astype(np.int64)
 
 
-def class_indices(labels: Labels) -> list[Labels]:
+def class_indices(labels: Labels) -> list[Positions]:
     """The positions of the examples of every class that occurs, in ascending order of classes."""
     return [np.flatnonzero(labels == label) for label in np.unique(labels)]
 
 
-def check_no_client_empty(name: str, sizes: NDArray[np.int64]) -> None:
+def check_no_client_empty(name: str, sizes: Counts) -> None:
     """Raise InfeasiblePartition if a client has no examples."""
     empty = np.flatnonzero(sizes == 0)
     if len(empty):
@@ -166,7 +176,7 @@ class ClassAllocation:
         min_clients: int = 1,
         max_tries: int = 10_000,
         other_remedy: str = "",
-    ) -> list[Labels]:
+    ) -> list[Clients]:
         """The clients of every class, in ascending order. Each client draws its classes uniformly.
 
         The draw is repeated until each class has ``min_clients`` clients. Raises
@@ -186,7 +196,7 @@ class ClassAllocation:
 
 def random_classes(
     clients: int, per_client: int, classes: int, stream: np.random.RandomState
-) -> list[Labels]:
+) -> list[Clients]:
     """The clients of every class, in ascending order. Each client draws ``per_client`` classes."""
     all_classes = np.arange(classes)
     is_drawn = np.zeros((clients, classes), dtype=bool)

@@ -18,10 +18,11 @@ from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition, Un
 from fedstill.core.fields import Count, Positive, Seed
 from fedstill.core.keys import numpy_generator
 from fedstill.core.registry import register
-from fedstill.data.client_split import ClientSplit, ends_of
+from fedstill.data.client_split import ClientSplit, Positions, ends_of
 from fedstill.data.partition.dirichlet import piece_sizes
 from fedstill.data.partition.rules import (
     ClassAllocation,
+    Clients,
     Labels,
     Parts,
     check_enough_examples,
@@ -111,7 +112,7 @@ def _blocks_per_class(classes: int, clients: int, shards: int) -> int:
     return clients * shards // classes
 
 
-def _blocks(examples: Labels, count: int) -> list[Labels]:
+def _blocks(examples: Positions, count: int) -> list[Positions]:
     """``count`` equal blocks of a class in order. The remaining examples at the end of the class go
     to the first blocks.
     """
@@ -193,7 +194,7 @@ def pathological(
 
 def _even_owners(
     clients: int, per_client: int, classes: int, stream: np.random.RandomState
-) -> list[Labels]:
+) -> list[Clients]:
     """The clients of every class, about equally many. All clients get ``per_client`` classes.
 
     Each class goes to the clients that still need the most classes, with random order among ties.
@@ -214,7 +215,7 @@ def _even_owners(
     return owners_of_class
 
 
-def _random_cuts(size: int, owners: int, stream: np.random.RandomState) -> Labels:
+def _random_cuts(size: int, owners: int, stream: np.random.RandomState) -> NDArray[np.int64]:
     """The positions that divide a class. All pieces except the last have a uniform size in [a/10,
     a), at least 1, where a is the mean size.
     """
@@ -286,8 +287,8 @@ def column(  # noqa: PLR0913 - the fields of the partition's config table
 
 
 def _with_mix(
-    labels: NDArray[np.int64], examples: Labels, alpha: float, stream: np.random.Generator
-) -> Labels:
+    labels: Labels, examples: Positions, alpha: float, stream: np.random.Generator
+) -> Positions:
     """The largest random subset of a client's examples with a class mix drawn from Dir(alpha).
 
     The subset uses all examples of at least one class. It has at least one example of the class
@@ -357,7 +358,7 @@ def flower_datasets(
     return parts
 
 
-def _loaded_parts(partitioner: Any, labels: Labels) -> list[Labels]:
+def _loaded_parts(partitioner: Any, labels: Labels) -> list[Positions]:
     """The positions of the examples in each part of a partitioner."""
     import datasets
 
