@@ -101,7 +101,7 @@ class ParquetFrame(FileFrame):
     @cached_property
     def rows(self) -> int:
         """The number of rows according to the files' metadata."""
-        return sum(file_claims(path).num_rows for path in self.files)
+        return sum(checked_metadata(path).num_rows for path in self.files)
 
     def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
         """Each row's encoded image and label.
@@ -123,7 +123,7 @@ class ParquetFrame(FileFrame):
 
     def _read_one(self, path: Path, names: Sequence[str]) -> pa.Table:
         with file_errors(path):
-            claims = file_claims(path)
+            metadata = checked_metadata(path)
             schema = pq.read_schema(path)
             _check_unique(path, list(map(nfc, schema.names)))
             in_file = stored_names(schema)
@@ -134,8 +134,8 @@ class ParquetFrame(FileFrame):
                         "column, or list the columns to read in data.columns"
                     )
             names_to_read = [in_file[name] for name in names]
-            check_claims(path, claims, names_to_read)
-            columns = _read_columns(path, claims, schema, names_to_read)
+            check_column_sizes(path, metadata, names_to_read)
+            columns = _read_columns(path, metadata, schema, names_to_read)
         return pa.table({name: columns[in_file[name]] for name in names})
 
 
@@ -175,20 +175,20 @@ BATCH_BYTES = 1 << 23
 
 
 def _read_columns(
-    path: Path, claims: pq.FileMetaData, schema: pa.Schema, names: Sequence[str]
+    path: Path, metadata: pq.FileMetaData, schema: pa.Schema, names: Sequence[str]
 ) -> dict[str, pa.ChunkedArray]:
     """Columns by name. Columns of fixed width are read together, other columns one by one."""
     types = {name: schema.field(name).type for name in names}
     texts = [name for name in names if holds_text(types[name])]
     fixed = [name for name in names if _has_fixed_width(types[name])]
     others = [name for name in names if name not in {*texts, *fixed}]
-    batch_rows = _rows_a_batch(claims, others)
+    batch_rows = _rows_a_batch(metadata, others)
     # The file is opened once, because opening it reads the metadata of possibly thousands of
     # columns.
     with pq.ParquetFile(
         path, buffer_size=PAGE_BUFFER, pre_buffer=False, read_dictionary=texts
     ) as file:
-        reader = _ColumnReader(path, claims, file, types)
+        reader = _ColumnReader(path, metadata, file, types)
         columns = reader.columns(fixed, FIXED_ROWS)
         for name in texts:
             columns[name] = reader.texts(name)
@@ -205,7 +205,7 @@ class _ColumnReader:
     """
 
     path: Path
-    claims: pq.FileMetaData
+    metadata: pq.FileMetaData
     file: pq.ParquetFile
     types: Mapping[str, pa.DataType]
     bytes: int = 0
@@ -246,7 +246,7 @@ class _ColumnReader:
     ) -> dict[str, pa.ChunkedArray]:
         """The columns of all batches; DataError if the number of rows contradicts the metadata."""
         count = sum(map(len, batches))
-        _check_row_count(self.path, self.claims, count)
+        _check_row_count(self.path, self.metadata, count)
         columns = {}
         for name in names:
             chunks = [batch.column(name) for batch in batches]
@@ -257,28 +257,28 @@ class _ColumnReader:
         return columns
 
 
-def _rows_a_batch(claims: pq.FileMetaData, names: Sequence[str]) -> dict[str, int]:
+def _rows_a_batch(metadata: pq.FileMetaData, names: Sequence[str]) -> dict[str, int]:
     """The number of rows in a batch of lists, by column, from the numbers of values in the
     metadata.
     """
     values = dict.fromkeys(names, 0)
-    for chunk in _chunks(claims):
+    for chunk in _column_chunks(metadata):
         name = _column_of(chunk.path_in_schema, values)
         if name is not None:
             values[name] += chunk.num_values
-    return {name: _rows_of_values(claims, count) for name, count in values.items()}
+    return {name: _rows_of_values(metadata, count) for name, count in values.items()}
 
 
-def _rows_of_values(claims: pq.FileMetaData, values: int) -> int:
-    bytes_a_row = max(1, 8 * values // max(1, claims.num_rows))
+def _rows_of_values(metadata: pq.FileMetaData, values: int) -> int:
+    bytes_a_row = max(1, 8 * values // max(1, metadata.num_rows))
     return int(min(FIXED_ROWS, max(1, BATCH_BYTES // bytes_a_row)))
 
 
-def _chunks(claims: pq.FileMetaData) -> Iterator[pq.ColumnChunkMetaData]:
+def _column_chunks(metadata: pq.FileMetaData) -> Iterator[pq.ColumnChunkMetaData]:
     """The metadata of all columns in all row groups."""
-    for number in range(claims.num_row_groups):
-        group = claims.row_group(number)
-        for index in range(claims.num_columns):
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for index in range(metadata.num_columns):
             yield group.column(index)
 
 
@@ -305,29 +305,29 @@ def _has_fixed_width(arrow_type: pa.DataType) -> bool:
     return bool(is_number or types.is_null(arrow_type))
 
 
-def file_claims(path: Path) -> pq.FileMetaData:
+def checked_metadata(path: Path) -> pq.FileMetaData:
     """The metadata of a parquet file; DataError if it has too many rows, regardless of content."""
     with file_errors(path):
-        claims = pq.read_metadata(path)
-    groups = [claims.row_group(index).num_rows for index in range(claims.num_row_groups)]
-    if claims.num_rows != sum(groups) or min(groups, default=0) < 0:
+        metadata = pq.read_metadata(path)
+    groups = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+    if metadata.num_rows != sum(groups) or min(groups, default=0) < 0:
         raise DataError(
-            f"{path} claims to hold {claims.num_rows:,} rows, but its parts hold {groups}; write "
+            f"{path} claims to hold {metadata.num_rows:,} rows, but its parts hold {groups}; write "
             "it again"
         )
-    check_size(path, claims.num_rows * EXAMPLE_BYTES)
-    return claims
+    check_size(path, metadata.num_rows * EXAMPLE_BYTES)
+    return metadata
 
 
-def _check_row_count(path: Path, claims: pq.FileMetaData, count: int) -> None:
+def _check_row_count(path: Path, metadata: pq.FileMetaData, count: int) -> None:
     """Raise DataError if a file holds another number of rows than its metadata say."""
-    if count != claims.num_rows:
+    if count != metadata.num_rows:
         raise DataError(
-            f"{path} claims to hold {claims.num_rows:,} rows, but holds {count:,}; write it again"
+            f"{path} claims to hold {metadata.num_rows:,} rows, but holds {count:,}; write it again"
         )
 
 
-def check_claims(path: Path, claims: pq.FileMetaData, names: Sequence[str]) -> None:
+def check_column_sizes(path: Path, metadata: pq.FileMetaData, names: Sequence[str]) -> None:
     """Raise DataError for columns whose claimed size is implausible for the size of the file.
 
     names: paths of columns, including all columns below a path.
@@ -335,7 +335,7 @@ def check_claims(path: Path, claims: pq.FileMetaData, names: Sequence[str]) -> N
     columns = set(names)
     sizes = [
         chunk.total_uncompressed_size
-        for chunk in _chunks(claims)
+        for chunk in _column_chunks(metadata)
         if _column_of(chunk.path_in_schema, columns) is not None
     ]
     if min(sizes, default=0) < 0:
@@ -355,19 +355,19 @@ bytes.
 
 def _image_cells(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]]:
     """Each row's encoded image and label, from one file."""
-    claims = file_claims(path)
+    metadata = checked_metadata(path)
     schema = pq.read_schema(path)
     in_file = stored_names(schema)
     image = in_file.get(image, image)
     label = in_file.get(label, label)
     _check_label_column(path, schema, label)
     names = [*_image_parts(path, schema, image), label]
-    check_claims(path, claims, names)
+    check_column_sizes(path, metadata, names)
 
     image_type = schema.field(image).type
     stored_bytes = path.stat().st_size
     batch_size = IMAGES_AT_ONCE
-    if _has_dictionary(claims, names[:-1]):
+    if _has_dictionary(metadata, names[:-1]):
         batch_size = 1
     count = 0
     unpacked = 0
@@ -380,13 +380,14 @@ def _image_cells(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]
             unpacked += sum(len((cell or {}).get("bytes") or b"") for cell in cells)
             check_ratio(path, unpacked, stored_bytes)
             yield from zip(cells, labels, strict=True)
-    _check_row_count(path, claims, count)
+    _check_row_count(path, metadata, count)
 
 
-def _has_dictionary(claims: pq.FileMetaData, columns: Sequence[str]) -> bool:
+def _has_dictionary(metadata: pq.FileMetaData, columns: Sequence[str]) -> bool:
     """Whether a file stores some of the columns as references to distinct values."""
     return any(
-        chunk.path_in_schema in columns and chunk.has_dictionary_page for chunk in _chunks(claims)
+        chunk.path_in_schema in columns and chunk.has_dictionary_page
+        for chunk in _column_chunks(metadata)
     )
 
 
@@ -497,7 +498,7 @@ class CsvFrame(FileFrame):
         """
         for path, table in zip(self.files, self._tables, strict=True):
             if row < len(table):
-                texts = _read_csv(
+                texts = _parsed_csv(
                     path, _separator(path), null_values=[], quoted_strings_can_be_null=False
                 )
                 return str(texts[table.column_names.index(name)][row].as_py() or "").strip()
@@ -511,10 +512,10 @@ class CsvFrame(FileFrame):
 
     @cached_property
     def _tables(self) -> list[pa.Table]:
-        return [read_csv(path, self.options) for path in self.files]
+        return [csv_table(path, self.options) for path in self.files]
 
 
-def read_csv(path: Path, options: ReadingOptions = DEFAULT_OPTIONS) -> pa.Table:
+def csv_table(path: Path, options: ReadingOptions = DEFAULT_OPTIONS) -> pa.Table:
     """The columns of a CSV file, with stripped names in Unicode normal form.
 
     Raises DataError for a file that is not CSV.
@@ -523,7 +524,7 @@ def read_csv(path: Path, options: ReadingOptions = DEFAULT_OPTIONS) -> pa.Table:
         check_size(path, 8 * path.stat().st_size)
         separator = _separator(path)
         try:
-            table = _read_csv(path, separator, **_conversion(options))
+            table = _parsed_csv(path, separator, **_conversion(options))
             # Arrow decodes names only when they are accessed.
             names = [nfc(name.strip()) for name in table.column_names]
         except (pa.ArrowInvalid, UnicodeDecodeError) as error:
@@ -541,7 +542,7 @@ def read_csv(path: Path, options: ReadingOptions = DEFAULT_OPTIONS) -> pa.Table:
     return with_strays(str(path), table.rename_columns(names))
 
 
-def _read_csv(path: Path, separator: str, **conversion: Any) -> pa.Table:
+def _parsed_csv(path: Path, separator: str, **conversion: Any) -> pa.Table:
     return pa.csv.read_csv(
         path,
         parse_options=pa.csv.ParseOptions(delimiter=separator, newlines_in_values=True),
@@ -580,7 +581,7 @@ def _with_quoted_names(
     ]
     if not names:
         return table
-    texts = _read_csv(
+    texts = _parsed_csv(
         path,
         separator,
         **_conversion(options),
