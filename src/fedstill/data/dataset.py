@@ -202,10 +202,9 @@ class DatasetInfo:
         """The description from the fields in a file. Fields may be missing; raises TypeError for
         unknown ones.
         """
-        fields_of = {name: field for field, name in JSON_NAMES.items()}
-        return DatasetInfo(
-            **{fields_of.get(name, name): with_tuples(value) for name, value in values.items()}
-        )
+        field_names = {json_name: field_name for field_name, json_name in JSON_NAMES.items()}
+        named = {field_names.get(key, key): with_tuples(value) for key, value in values.items()}
+        return DatasetInfo(**named)
 
     @property
     def many(self) -> str:

@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from fedstill.core import registry
 from fedstill.core.errors import DataError, cut_reason, on_one_line
 from fedstill.core.files import named_path
-from fedstill.core.registry import names
 from fedstill.data.cache import cached
 from fedstill.data.dataset import Decoded, Kind, ReadingOptions, ReadRequest, Split
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
@@ -95,7 +95,7 @@ def is_parquet(path: Path) -> bool:
     return path.suffix.lower() == ".parquet"
 
 
-def read_file(name: str, path: Path, request: ReadRequest) -> Decoded:
+def read_data_file(name: str, path: Path, request: ReadRequest) -> Decoded:
     """The verified data in a parquet, CSV or NPZ file; without a test split, a fifth is held out.
 
     The file is decoded once. The cache key contains its size and modification time.
@@ -318,7 +318,7 @@ def likely_kind(name: str, folder: str, label_column: str, options: Mapping[str,
     """
     if "kind" in options:
         return options["kind"]  # type: ignore[no-any-return]
-    if name in names("dataset") or ":" in name:
+    if name in registry.names("dataset") or ":" in name:
         return "image"
     entry = KNOWN_FOLDERS.get(name)
     if entry is not None and entry.options.kind != "auto":
@@ -364,7 +364,7 @@ def _kind_of_table(file: Path, modified: int, label_column: str, options: Readin
 # IDX: the format of MNIST and Fashion-MNIST, and of Debian's package dataset-fashion-mnist.
 
 
-PREFIXES = {"train": "train", "test": "t10k"}
+IDX_PREFIXES = {"train": "train", "test": "t10k"}
 
 
 def is_idx(folder: Path) -> bool:
@@ -377,7 +377,9 @@ def read_idx(folder: Path) -> Decoded:
 
     Raises DataError with the name of a missing or damaged file.
     """
-    return Decoded({split: _idx_split(folder, prefix) for split, prefix in PREFIXES.items()}, None)
+    return Decoded(
+        {split: _idx_split(folder, prefix) for split, prefix in IDX_PREFIXES.items()}, None
+    )
 
 
 def _idx_split(folder: Path, prefix: str) -> Split:

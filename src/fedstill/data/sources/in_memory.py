@@ -36,7 +36,7 @@ from fedstill.data.dataset import (
 )
 from fedstill.data.sources.checks import completed
 from fedstill.data.sources.image_sets import read_columns
-from fedstill.data.sources.load import FIELDS, request_of_fields
+from fedstill.data.sources.load import FIELDS, ROWS_AT_ONCE, request_of_fields
 from fedstill.data.sources.schema import class_names, index_columns
 from fedstill.data.sources.splits import SPLITS, names_by_split, split_named
 from fedstill.data.sources.tables import normalised, with_missing
@@ -265,8 +265,6 @@ CLIENT_COLUMN = "<client>"
 
 UNNAMED_INDEX = re.compile(r"__index_level_\d+__")
 """The name that pyarrow assigns to an unnamed pandas index."""
-
-ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,18 @@ the Hugging Face hub.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from fedstill.core import descriptions
+from fedstill.core import descriptions, registry
 from fedstill.core.errors import (
     ConfigError,
     DataAbsent,
@@ -27,7 +28,7 @@ from fedstill.core.errors import (
 from fedstill.core.fields import Count, kind_text, plain_value
 from fedstill.core.files import named_path
 from fedstill.core.process_settings import process_settings
-from fedstill.core.registry import Entry, lookup, names, register, short_name
+from fedstill.core.registry import Entry, lookup, register, short_name
 from fedstill.core.user_code import reason
 from fedstill.data.cache import cached
 from fedstill.data.dataset import (
@@ -53,14 +54,14 @@ from fedstill.data.sources.folders import (
     data_root,
     is_data_file,
     local_folder,
-    read_file,
+    read_data_file,
     read_folder,
 )
 from fedstill.data.sources.image_sets import read_columns
 from fedstill.data.sources.splits import names_by_split
 from fedstill.data.sources.tables import normalised, stored_names, with_missing
 
-OPTION_FIELDS = tuple(field.name for field in fields(ReadingOptions))
+OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(ReadingOptions))
 """Fields of ``load_dataset`` on the conversion of columns to examples."""
 
 FIELDS = ("broken", "image_column", "label_column", "mean", "mode", "size", "std", *OPTION_FIELDS)
@@ -110,7 +111,7 @@ def load_dataset(
         # Errors in the user's function are not replaced by an error about the file.
         return _from_function(name, folder, base, fields)
     with file_errors(name):
-        if name in names("dataset"):
+        if name in registry.names("dataset"):
             return _registered(lookup("dataset", name, base), folder, fields)
         return _by_path(name, folder, base, fields)
 
@@ -254,7 +255,7 @@ def request_of_fields(
 def _file_or_hub(name: str, path: Path, folder: Folder, request: ReadRequest) -> Decoded:
     """The data of a name that is not a folder: the file ``path``, or a data set on the hub."""
     if is_data_file(path):
-        return read_file(name, path, request)
+        return read_data_file(name, path, request)
     if path.is_file():
         unpacker = UNPACKERS.get(path.suffix.lower())
         remedy = f"use one of these, or {FOLDER_KINDS}"
@@ -274,7 +275,7 @@ def _file_or_hub(name: str, path: Path, folder: Folder, request: ReadRequest) ->
     local: list[str] = []
     if root is not None and root.is_dir():
         local = [place.name for place in root.iterdir() if place.is_dir()]
-    raise UnknownName("dataset", name, {*names("dataset"), *local})
+    raise UnknownName("dataset", name, {*registry.names("dataset"), *local})
 
 
 def _from_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
@@ -416,7 +417,8 @@ def pathmnist(folder: Folder = None) -> Dataset:
 HUB_SECONDS = 10
 """The time limit for an answer of the hub, in seconds."""
 
-ROWS_A_BATCH = 1000
+ROWS_AT_ONCE = 1000
+"""The number of rows of a table or stream that are converted at once."""
 
 
 def read_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
@@ -478,7 +480,7 @@ class HubFrame:
         schema = pa.schema([features.field(name) for name in names_to_read])
         tables = [schema.empty_table()]
         size = 0
-        for batch in self.stream.select_columns(names_to_read).iter(batch_size=ROWS_A_BATCH):
+        for batch in self.stream.select_columns(names_to_read).iter(batch_size=ROWS_AT_ONCE):
             tables.append(pa.Table.from_pydict(batch, schema=schema))
             size += tables[-1].nbytes
             check_size(f"hub dataset {self.name!r}", size)
@@ -495,7 +497,7 @@ class HubFrame:
         stream = self.stream.select_columns([image, label]).cast_column(
             image, datasets.Image(decode=False)
         )
-        for batch in stream.iter(batch_size=ROWS_A_BATCH):
+        for batch in stream.iter(batch_size=ROWS_AT_ONCE):
             yield from zip(batch[image], batch[label], strict=True)
 
 
