@@ -164,7 +164,7 @@ def test_the_limit_holds_in_every_format(
         pytest.skip(f"this Pillow writes no {kind}")
     place = table(tmp_path / "mine/train-0.parquet", [encoded(kind, 64)] * 10, [0, 1] * 5)
     assert load_dataset(str(place)).input_shape == (3, 64, 64)
-    monkeypatch.setattr(pictures, "PIXELS", 64 * 64 - 1)
+    monkeypatch.setattr(pictures, "MAX_PIXELS", 64 * 64 - 1)
     refused(
         "example 0 is an image of 64 × 64 pixels",
         table(tmp_path / "other/a.parquet", [encoded(kind, 64)], [0]),
@@ -336,7 +336,7 @@ def test_an_archive_that_says_that_it_is_larger_than_memory(tmp_path: Path) -> N
 def test_a_bomb_in_one_member_or_in_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "FREE", 3 * MEGABYTE)
+    monkeypatch.setattr(checks, "UNLIMITED_BYTES", 3 * MEGABYTE)
     one = lying(tmp_path / "one/a.npz", header("(10, 2000, 2000)") + bytes(40 * MEGABYTE))
     several = tmp_path / "several/a.npz"
     several.parent.mkdir()
@@ -547,7 +547,7 @@ def test_one_value_in_all_rows_is_held_once(tmp_path: Path) -> None:
 def test_one_value_in_all_rows_is_not_decoded_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "FREE", 3 * MEGABYTE)
+    monkeypatch.setattr(checks, "UNLIMITED_BYTES", 3 * MEGABYTE)
     image, options = encoded() + bytes(50_000), {"compression": "zstd", "use_dictionary": True}
     place = table(tmp_path / "mine/train-0.parquet", [image] * 1000, [0, 1] * 500, **options)
     refused(
@@ -559,7 +559,7 @@ def test_one_value_in_all_rows_is_not_decoded_for_ever(
 def test_columns_that_unpack_to_too_much_are_refused_from_the_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "FREE", 3 * MEGABYTE)
+    monkeypatch.setattr(checks, "UNLIMITED_BYTES", 3 * MEGABYTE)
     options = {"compression": "zstd", "use_dictionary": False}
     place = table(
         tmp_path / "mine/train-0.parquet", [encoded() + bytes(4 * MEGABYTE)] * 5, [0] * 5, **options
@@ -628,7 +628,7 @@ def idx(path: Path, shape: tuple[int, ...], data: bytes) -> None:
 def test_an_idx_file_that_lies_about_its_size(
     shape: tuple[int, ...], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "FREE", MEGABYTE)
+    monkeypatch.setattr(checks, "UNLIMITED_BYTES", MEGABYTE)
     for prefix in ("train", "t10k"):
         idx(tmp_path / f"mine/{prefix}-images-idx3-ubyte.gz", (10, 4, 4), bytes(160))
         idx(tmp_path / f"mine/{prefix}-labels-idx1-ubyte.gz", (10,), bytes(10))
@@ -699,7 +699,7 @@ def test_a_folder_that_is_clearly_another_is_not_walked_to_its_end(
 ) -> None:
     refused("/ is the root of a file system", Path("/"))
     with monkeypatch.context() as patched:
-        patched.setattr(checks, "OTHERS", 20)
+        patched.setattr(checks, "MAX_OTHER_FILES", 20)
         place = folder_of_images(tmp_path / "mine")
         for k in range(50):
             (place / f"{k}.py").touch()

@@ -134,7 +134,7 @@ def test_a_png_is_not_decoded_for_its_exif_before_its_size_is_checked(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("an image was decoded"))
-    monkeypatch.setattr("fedstill.data.sources.images.PIXELS", 159)
+    monkeypatch.setattr("fedstill.data.sources.images.MAX_PIXELS", 159)
     assert "16 × 10 pixels" in message(folder(place / "mine", [rotated("PNG", 6)]))
 
 
@@ -465,7 +465,7 @@ def test_what_must_not_be_read_is_refused_and_not_skipped(
 
     large = encoded(np.zeros((64, 64), np.uint8))
     name = folder(place / "large", [GOOD, large])
-    monkeypatch.setattr("fedstill.data.sources.images.PIXELS", 64 * 64 - 1)
+    monkeypatch.setattr("fedstill.data.sources.images.MAX_PIXELS", 64 * 64 - 1)
     assert "64 × 64 pixels" in message(name, broken="skip", size=8)
     monkeypatch.setattr("fedstill.data.sources.images.IMAGE_BYTES", len(GOOD) - 1)
     assert "above the limit of" in message(name, broken="skip", size=8)

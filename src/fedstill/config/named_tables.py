@@ -246,7 +246,8 @@ def _partition_parameters(entry: registry.Entry) -> Mapping[str, inspect.Paramet
 # A network is a name, or a table of ``name`` and its fields. All other clients have the server's.
 
 
-KEY = "clients.models"
+MODELS_KEY = "clients.models"
+"""The key of the networks of clients, for messages."""
 
 ID_OR_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
@@ -337,7 +338,7 @@ class ByClient:
             for client in _client_range(ids, clients):
                 if networks[client] is not None:
                     raise contradiction(
-                        f"{KEY}.{ids}",
+                        f"{MODELS_KEY}.{ids}",
                         f"names client {client}, which has a network already",
                         "leave it out of one of them",
                     )
@@ -356,16 +357,20 @@ def read_assignment(value: Any, base: Path | None) -> Assignment:
     """
     if not isinstance(value, Mapping):
         networks = [
-            _network(item, f"{KEY}[{position}]", base) for position, item in enumerate(value)
+            _network(item, f"{MODELS_KEY}[{position}]", base) for position, item in enumerate(value)
         ]
         if all(network.share is None for network in networks):
             return InTurn(networks)
         return ByShare(networks, _checked_shares(networks), is_table=False)
 
     if value and all(map(_is_number, value.values())):
-        networks = [_network_by_name(name, KEY, base, share) for name, share in value.items()]
+        networks = [
+            _network_by_name(name, MODELS_KEY, base, share) for name, share in value.items()
+        ]
         return ByShare(networks, _checked_shares(networks), is_table=True)
-    return ByClient({str(ids): _network(item, f"{KEY}.{ids}", base) for ids, item in value.items()})
+    return ByClient(
+        {str(ids): _network(item, f"{MODELS_KEY}.{ids}", base) for ids, item in value.items()}
+    )
 
 
 def _network(value: Any, key: str, base: Path | None) -> ClientNetwork:
@@ -396,13 +401,13 @@ def _checked_shares(networks: Sequence[ClientNetwork]) -> list[float]:
     are_legal = all(_is_number(share) and 0 < share <= 1 for share in shares)
     if len(shares) < len(networks) or not are_legal:
         raise contradiction(
-            KEY,
+            MODELS_KEY,
             f"has the shares {value_text(shares)}",
             "give every network a share above 0, or none",
         )
     if abs(sum(shares) - 1) > SHARE_TOLERANCE:
         raise contradiction(
-            KEY,
+            MODELS_KEY,
             f"has the shares {value_text(shares)}, whose sum is {sum(shares):g}; it must be 1",
         )
     return shares
@@ -436,14 +441,14 @@ def _client_range(ids: str, clients: int) -> range:
     match = ID_OR_RANGE.fullmatch(ids)
     if match is None:
         raise contradiction(
-            f"{KEY}.{ids}",
+            f"{MODELS_KEY}.{ids}",
             "does not name a client",
             "write ids, '3' or '0-2', or give all networks shares",
         )
     first = int(match[1])
     last = int(match[2] or first)
     if not first <= last < clients:
-        raise contradiction(f"{KEY}.{ids}", f"must name clients from 0 to {clients - 1}")
+        raise contradiction(f"{MODELS_KEY}.{ids}", f"must name clients from 0 to {clients - 1}")
     return range(first, last + 1)
 
 

@@ -33,7 +33,7 @@ from fedstill.data.dataset import DatasetInfo, Value
 # missing.
 
 
-MISSING = " is missing"
+MARK_SUFFIX = " is missing"
 """The suffix of a mark's name, after the name of its column."""
 
 
@@ -62,7 +62,7 @@ class TableInputs:
             else:
                 features.append(column)
         binary += range(len(features), len(features) + len(self.marked))
-        features += [f"{column}{MISSING}" for column in self.marked]
+        features += [f"{column}{MARK_SUFFIX}" for column in self.marked]
 
         categories = tuple(
             (column, self.categories[column])
@@ -104,7 +104,7 @@ class TableInputs:
                 categories[column] = tuple(names)
             else:
                 position += 1
-        marked = tuple(name.removesuffix(MISSING) for name in features[position:])
+        marked = tuple(name.removesuffix(MARK_SUFFIX) for name in features[position:])
         return TableInputs(tuple(columns), categories, marked)
 
 
@@ -364,7 +364,7 @@ ROW_NUMBER_NAME = re.compile(
 ROW_NUMBER_SUFFIX = re.compile(r".*[a-z](ID|Id|Nr|No)")
 """Names of columns that probably number rows: id, patient_id, patientID, Unnamed: 0."""
 
-STEPS = 1024
+MIN_FLOAT_STEPS = 1024
 """Columns whose range has fewer steps of float32 than this are checked for values that become
 equal.
 """
@@ -402,7 +402,7 @@ def lost_precision(table: pa.Table, columns: Sequence[str]) -> list[str]:
         if not len(exact):
             continue
         step = np.finfo(np.float32).eps * np.abs(exact).max()
-        if np.ptp(exact) >= STEPS * step:
+        if np.ptp(exact) >= MIN_FLOAT_STEPS * step:
             continue
         distinct = len(np.unique(exact))
         distinct_in_32_bits = len(np.unique(exact.astype(np.float32)))

@@ -18,7 +18,7 @@ from fedstill.core.errors import ConfigError, DataError, on_one_line
 from fedstill.core.fields import kind_text
 from fedstill.core.process_settings import process_settings
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
-from fedstill.data.encoding import MISSING, category_name, encoded, table_rows, with_marks
+from fedstill.data.encoding import MARK_SUFFIX, category_name, encoded, table_rows, with_marks
 from fedstill.data.sources.tables import with_missing
 from fedstill.models.functional import channels_last
 from fedstill.models.predictors import module_of
@@ -81,7 +81,7 @@ def _encode_rows(
     for name, categories in about.categories:
         _check_categories(name, columns[name], categories)
     rows = table_rows(ROWS, columns, about)
-    marked = [name for name in about.columns if f"{name}{MISSING}" in about.features]
+    marked = [name for name in about.columns if f"{name}{MARK_SUFFIX}" in about.features]
     if marked:
         rows = with_marks(rows, about, marked)
     return torch.from_numpy(rows)

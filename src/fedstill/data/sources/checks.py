@@ -36,11 +36,11 @@ from fedstill.data.sources.splits import SPLITS, hold_out
 # Limits on the size of data.
 
 
-PIXELS = 1 << 26
+MAX_PIXELS = 1 << 26
 """The largest number of pixels of an image, 8,192 × 8,192. Decoding it takes about 800 MB."""
 
-IMAGE_BYTES = 4 * PIXELS
-"""The largest size of an image file in bytes: the size of an uncompressed image of ``PIXELS``."""
+IMAGE_BYTES = 4 * MAX_PIXELS
+"""The largest size of an image file in bytes: that of an uncompressed image of ``MAX_PIXELS``."""
 
 MEMORY_DIVISOR = 3
 """A data set may take 1/3 of the memory. Reading makes a copy, and the run needs the rest."""
@@ -48,15 +48,15 @@ MEMORY_DIVISOR = 3
 UNKNOWN_MEMORY = 12 << 30
 """The assumed memory if the system does not report it."""
 
-RATIO = 200
+MAX_COMPRESSION_RATIO = 200
 """The largest compression ratio of a file.
 
 The ratio is 2 to 20 for photographs, and 100 for masks. Data with a larger ratio consist almost
 entirely of a repeated value.
 """
 
-FREE = 1 << 28
-"""The ratio is not limited for files that unpack to at most 256 MB."""
+UNLIMITED_BYTES = 1 << 28
+"""The largest unpacked size of files whose compression ratio is not limited, 256 MB."""
 
 EXAMPLE_BYTES = 100
 """The memory for an example during reading, in addition to its pixels."""
@@ -104,10 +104,10 @@ def check_size(source: str | Path, claimed: int, stored: int | None = None) -> N
 
 def check_ratio(source: str | Path, claimed: int, stored: int) -> None:
     """Raise DataError for a file with an implausible compression ratio."""
-    if claimed > max(FREE, RATIO * stored):
+    if claimed > max(UNLIMITED_BYTES, MAX_COMPRESSION_RATIO * stored):
         raise DataError(
             f"{source} is {size_text(stored)}, but would unpack to {size_text(claimed)}, more than "
-            f"{RATIO} times its size; if that is intended, store it uncompressed"
+            f"{MAX_COMPRESSION_RATIO} times its size; if that is intended, store it uncompressed"
         )
 
 
@@ -162,13 +162,13 @@ def _size(source: str | Path) -> str:
 # The files below a folder. Folders that are not data sets are detected early.
 
 
-DEPTH = 8
+MAX_FOLDER_DEPTH = 8
 """The largest depth of folders. Data have folders for splits and classes, and a few above them."""
 
 FOLDERS_WALKED = 100_000
 """The largest number of folders in a data set."""
 
-OTHERS = 10_000
+MAX_OTHER_FILES = 10_000
 """The largest number of files that are not data, unless at least a fifth of all files are data."""
 
 
@@ -206,7 +206,7 @@ class _Walk:
         if identity in parents:
             raise DataError(f"{folder} is a link to a folder above it; remove the link")
         self.folders += 1
-        if len(parents) > DEPTH:
+        if len(parents) > MAX_FOLDER_DEPTH:
             self._refuse(f"has {len(parents)} levels of folders")
         if self.folders > FOLDERS_WALKED:
             self._refuse(f"has {self.folders:,} folders")
@@ -230,7 +230,7 @@ class _Walk:
             self.data += 1
             return
         self.others += 1
-        if self.others > OTHERS and self.others > 4 * self.data:
+        if self.others > MAX_OTHER_FILES and self.others > 4 * self.data:
             self._refuse(
                 f"has over {self.others - 1:,} files that are not images, parquet, CSV, IDX or NPZ"
             )
@@ -358,7 +358,7 @@ def check_whole(part: str, labels: NDArray[Any]) -> None:
         )
 
 
-BLOCK = 4096
+HASHED_IMAGES = 4096
 """The number of images that are hashed at once, so that a large data set is not copied."""
 
 
@@ -410,8 +410,8 @@ def image_digests(split: Split) -> Digests:
     one byte each.
     """
     pixels = hashlib.sha256()
-    for start in range(0, len(split), BLOCK):
-        block = split.values[start : start + BLOCK].transpose(0, 2, 3, 1)
+    for start in range(0, len(split), HASHED_IMAGES):
+        block = split.values[start : start + HASHED_IMAGES].transpose(0, 2, 3, 1)
         pixels.update(np.ascontiguousarray(block).data)
     labels = hashlib.sha256(split.labels.astype(np.uint8).tobytes())
     return Digests(pixels.hexdigest(), labels.hexdigest())
@@ -569,7 +569,7 @@ def _elongation(side: int, other: int) -> Fraction:
     return Fraction(max(side, other), max(1, min(side, other)))
 
 
-FAR = 3.0
+MAX_SCALED_PIXEL = 3.0
 """The largest absolute value of pixels in [0, 1] or of standardised pixels."""
 
 
@@ -579,7 +579,7 @@ def unusual_scale(values: NDArray[Any]) -> str:
         return ""
     low = float(values.min())
     high = float(values.max())
-    if max(-low, high) <= FAR:
+    if max(-low, high) <= MAX_SCALED_PIXEL:
         return ""
     return (
         f"images hold numbers from {low:.4g} to {high:.4g}, which (x - 0.5) / 0.5 maps to "

@@ -23,7 +23,7 @@ from fedstill.data.dataset import ReadRequest
 from fedstill.data.sources.checks import (
     EXAMPLE_BYTES,
     IMAGE_BYTES,
-    PIXELS,
+    MAX_PIXELS,
     check_size,
     file_error,
     size_text,
@@ -114,7 +114,7 @@ class BrokenImage(DataError):
         self.reason = reason
 
 
-SMALL_PIXELS = PIXELS // 64
+SMALL_PIXELS = MAX_PIXELS // 64
 """Images with at most this many pixels are small: all threads together cannot fill the memory."""
 
 
@@ -158,7 +158,7 @@ class Pictures:
     """
     size_remedy: str = "set data.size = SIDE to resize all"
     """The advice for images of different sizes."""
-    _budget: PixelBudget = field(default_factory=lambda: PixelBudget(PIXELS), repr=False)
+    _budget: PixelBudget = field(default_factory=lambda: PixelBudget(MAX_PIXELS), repr=False)
 
     def decoded(self, cell: Any, index: int) -> Picture:
         """Decode image number ``index`` of the split.
@@ -330,9 +330,9 @@ def _check_header(name: str, picture: Image.Image) -> None:
     if picture.mode not in MODES:
         raise DataError(f"{name} is an image of mode {picture.mode}; save it as 8-bit grey or RGB")
     width, height = picture.size
-    if width * height > PIXELS:
+    if width * height > MAX_PIXELS:
         raise DataError(
-            f"{name} is an image of {width} × {height} pixels, above the limit of {PIXELS:,}; "
+            f"{name} is an image of {width} × {height} pixels, above the limit of {MAX_PIXELS:,}; "
             "make it smaller"
         )
     check_single_page(name, picture)

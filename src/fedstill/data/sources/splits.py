@@ -242,7 +242,10 @@ def _by_split(files: Sequence[Path], splits: Mapping[Path, str]) -> dict[str, tu
 
 
 TEST_SHARE = 0.2
-SEED = 0
+"""The share of a class that is held out."""
+
+HOLD_OUT_SEED = 0
+"""The seed of the draw, which never changes."""
 
 NAMED_CLASSES = 5
 """The largest number of classes that a warning lists."""
@@ -270,7 +273,7 @@ def hold_out(
     train = data.splits["train"]
     held_out = np.zeros(len(train), dtype=bool)
     for part in _parts_of_train(data, options):
-        stream = np.random.RandomState(SEED)
+        stream = np.random.RandomState(HOLD_OUT_SEED)
         for label in np.unique(train.labels[part]):
             members = stream.permutation(part[train.labels[part] == label])
             held_out[members[: round(TEST_SHARE * len(members))]] = True
