@@ -191,7 +191,9 @@ class UnseenExamples(NamedTuple):
 
 
 def unseen_kind(data: DataTable, flower: FlowerTable) -> Kind:
-    """The kind of examples that only sites have. Raises ConfigError if it stays open."""
+    """The kind of examples that only sites have. Raises ConfigError if the config does not
+    determine it.
+    """
     if data.kind is not None:
         return data.kind
     if data.columns or data.categorical:
@@ -238,8 +240,8 @@ def unseen_examples(data: DataTable, flower: FlowerTable) -> UnseenExamples:
 
 
 def _derived_examples(kind: Kind, data: DataTable, flower: FlowerTable) -> UnseenExamples:
-    """The form of examples as far as the keys of ``[data]`` say it; without a shape if they don't
-    say that.
+    """The form of examples as far as the keys of ``[data]`` determine it. The shape is empty if
+    they do not determine it.
     """
     if kind == "table":
         about = _table_inputs(data).about

@@ -43,7 +43,7 @@ Values = Mapping[str, Any]
 Class = TypeVar("Class", bound=type)
 
 
-def _with_package_tables(experiment: Class) -> Class:
+def _with_package_fields(experiment: Class) -> Class:
     """Add a field for each table that an outer package has in a config.
 
     The manifest lists them, so that ``Experiment`` need not know the packages. It runs below
@@ -56,7 +56,7 @@ def _with_package_tables(experiment: Class) -> Class:
 
 
 @dataclass(frozen=True)
-@_with_package_tables
+@_with_package_fields
 class Experiment(TopKeys):
     """The config of a run, with the values that differ from the defaults.
 
@@ -85,7 +85,7 @@ class Experiment(TopKeys):
     unknown: Mapping[str, Any] = field(default_factory=dict)
 
     if TYPE_CHECKING:
-        # _with_package_tables adds these fields. Editors and type checkers read them here.
+        # _with_package_fields adds these fields. Editors and type checkers read them here.
         privacy: Values = field(default_factory=dict)
         query: Values = field(default_factory=dict)
         unlearning: Values = field(default_factory=dict)
@@ -95,8 +95,8 @@ class Experiment(TopKeys):
             object.__setattr__(self, key, plain_value(getattr(self, key)))
 
     def table(self, name: str) -> dict[str, Any]:
-        """A table, with names for names alone and for objects. Raises ConfigError for a value that
-        is not a table.
+        """A table as a mapping. A name alone becomes {key: name}; a Python object is replaced by
+        its name. Raises ConfigError for a value that is not a table.
         """
         value = getattr(self, name)
         if has_object(name, value):
@@ -115,8 +115,8 @@ class Experiment(TopKeys):
         """The experiment with other values for some dotted keys, e.g. ``{"method.beta": 0.5}``.
 
         ``origin``: the name of their source, such as an option of a command. A value that names
-        another thing, such as ``{"method": "fedntd"}``, is set before all fields, and removes the
-        fields of the former thing as ``with_other_name`` says. Another engine removes
+        another object, such as ``{"method": "fedntd"}``, is set before all fields, and removes the
+        fields of the former object as ``with_other_name`` says. Another engine removes
         ``engine_reason``, which explains the former one. Raises ConfigError if the origin is an
         option, and another option has set the key.
         """
@@ -125,8 +125,8 @@ class Experiment(TopKeys):
         tree = self.tree
         for key in sorted(values, key=lambda key: not is_name(key)):
             # [data] is the exception: its other keys, such as sizes, are for any data set.
-            names_thing = is_name(key) and key != "data.name"
-            if names_thing and isinstance(values[key], str):
+            names_object = is_name(key) and key != "data.name"
+            if names_object and isinstance(values[key], str):
                 table = key.partition(".")[0]
                 tree[table] = self._with_other_name(table, values[key])
             else:
@@ -199,7 +199,9 @@ def check_is_experiment(value: object) -> None:
 
 
 def _as_table(name: str, value: Any) -> Any:
-    """The table that a name alone stands for. Every other value is returned as it is."""
+    """A table as a mapping. A name alone becomes {key: name}; other values are returned as they
+    are.
+    """
     if isinstance(value, str) and name in NAME_KEYS:
         return {NAME_KEYS[name]: value}
     return value
@@ -254,7 +256,7 @@ def _dotted_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 OBJECT_TABLES = ("method", "model", "partition")
-"""The tables that also take the thing itself: a class, a function, or an object that can be
+"""The tables that also take the object itself: a class, a function, or an object that can be
 called.
 """
 
@@ -297,12 +299,12 @@ def with_object_name(table: str, value: Any) -> dict[str, Any]:
     return {key: name_for(table, value)}
 
 
-def name_for(kind: str, thing: Any) -> str:
+def name_for(kind: str, user_object: Any) -> str:
     """The name of an object in a config. A live object is bound to its name.
 
     Raises ConfigError for an object that cannot be called.
     """
-    original = _unwrapped(thing)
+    original = _unwrapped(user_object)
     with _lock:
         importable = _importable_name(kind, original)
         if importable:
@@ -313,26 +315,26 @@ def name_for(kind: str, thing: Any) -> str:
         return name
 
 
-def bind(kind: str, name: str, thing: Any) -> None:
+def bind(kind: str, name: str, user_object: Any) -> None:
     """Bind an object to the live name in a run's config. A name that is bound already stays so."""
     with _lock:
         if registry.bound(kind, name) is None:
-            _bind(kind, name, _unwrapped(thing))
+            _bind(kind, name, _unwrapped(user_object))
 
 
 def fingerprint(kind: str, name: str) -> str:
     """The SHA-256 of a live object: of its source, of the arguments of a partial function, and of
     a network's weights. "unknown" for an object without any of these.
     """
-    thing = _unwrapped(registry.bound(kind, name))
+    user_object = _unwrapped(registry.bound(kind, name))
     parts = []
-    while isinstance(thing, functools.partial):
-        parts.append(repr((thing.args, sorted(thing.keywords.items()))))
-        thing = thing.func
-    if isinstance(thing, nn.Module):
-        parts += _weight_digests(thing)
+    while isinstance(user_object, functools.partial):
+        parts.append(repr((user_object.args, sorted(user_object.keywords.items()))))
+        user_object = user_object.func
+    if isinstance(user_object, nn.Module):
+        parts += _weight_digests(user_object)
     try:
-        parts.append(inspect.getsource(_source_owner(thing)))
+        parts.append(inspect.getsource(_source_owner(user_object)))
     except (OSError, TypeError):
         # Code that was typed at a prompt has no source.
         if not parts:
@@ -349,34 +351,34 @@ def _weight_digests(network: nn.Module) -> list[str]:
     ]
 
 
-def _unwrapped(thing: Any) -> Any:
-    """The object that the user handed over: a network, where ``thing`` makes copies of it."""
-    if isinstance(thing, Copies):
-        return thing.network
-    return thing
+def _unwrapped(user_object: Any) -> Any:
+    """The object that the user handed over: a network, where ``user_object`` makes copies of it."""
+    if isinstance(user_object, Copies):
+        return user_object.network
+    return user_object
 
 
-def _bind(kind: str, name: str, thing: Any) -> None:
+def _bind(kind: str, name: str, user_object: Any) -> None:
     """Register an object under a live name. A network is registered by a constructor of copies."""
-    if not callable(thing):
-        raise ConfigError(f"{kind} = {thing!r:.60} is not a name, class or function")
-    target = thing
-    if isinstance(thing, nn.Module):
-        target = Copies(thing)
+    if not callable(user_object):
+        raise ConfigError(f"{kind} = {user_object!r:.60} is not a name, class or function")
+    target = user_object
+    if isinstance(user_object, nn.Module):
+        target = Copies(user_object)
     registry.enter(registry.Entry(kind, name, target))
 
 
-def _importable_name(kind: str, thing: Any) -> str:
+def _importable_name(kind: str, user_object: Any) -> str:
     """The name by which any process can import a class or function: a registered name, a file or
     an import path. Empty if there is none.
     """
-    qualified_name = getattr(thing, "__qualname__", "")
-    module_name = getattr(thing, "__module__", "")
+    qualified_name = getattr(user_object, "__qualname__", "")
+    module_name = getattr(user_object, "__module__", "")
     module = sys.modules.get(module_name)
-    if module is None or getattr(module, qualified_name, None) is not thing:
+    if module is None or getattr(module, qualified_name, None) is not user_object:
         return ""
     if module_name.startswith("fedstill."):
-        return registry.registered_as(kind, thing)
+        return registry.registered_as(kind, user_object)
     if module_name.startswith(USER):
         return f"{module.__file__}:{qualified_name}"
     if module_name == "__main__" or not getattr(module, "__spec__", None):
@@ -384,30 +386,30 @@ def _importable_name(kind: str, thing: Any) -> str:
     return f"{module_name}:{qualified_name}"
 
 
-def _live_name(kind: str, thing: Any) -> str:
+def _live_name(kind: str, user_object: Any) -> str:
     """The live name that is bound to an object, or else the first one that is free:
     ``python:Net``, ``python:Net-2``, …
     """
-    first = f"{registry.LIVE}{_display_name(thing)}"
+    first = f"{registry.LIVE}{_display_name(user_object)}"
     names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
-    return next(name for name in names if _can_stand_for(kind, name, thing))
+    return next(name for name in names if _can_stand_for(kind, name, user_object))
 
 
-def _can_stand_for(kind: str, name: str, thing: Any) -> bool:
+def _can_stand_for(kind: str, name: str, user_object: Any) -> bool:
     """Whether a live name is free, or is bound to this object."""
     target = registry.bound(kind, name)
-    return target is None or _unwrapped(target) is thing
+    return target is None or _unwrapped(target) is user_object
 
 
-def _display_name(thing: Any) -> str:
+def _display_name(user_object: Any) -> str:
     """The name of a class or function, or of an object's class."""
-    while isinstance(thing, functools.partial):
-        thing = thing.func
-    return str(getattr(thing, "__name__", type(thing).__name__)).strip("<>")
+    while isinstance(user_object, functools.partial):
+        user_object = user_object.func
+    return str(getattr(user_object, "__name__", type(user_object).__name__)).strip("<>")
 
 
-def _source_owner(thing: Any) -> Any:
+def _source_owner(user_object: Any) -> Any:
     """The class or function in whose source an object is defined."""
-    if inspect.isclass(thing) or inspect.isroutine(thing):
-        return thing
-    return type(thing)
+    if inspect.isclass(user_object) or inspect.isroutine(user_object):
+        return user_object
+    return type(user_object)

@@ -1,4 +1,5 @@
-"""Tables that name a registered object, such as a method, and set its fields.
+"""Tables that name a registered object, such as a method, and set its fields. The last part reads
+``clients.models``, which assigns networks to clients.
 
 The schema of the fields follows from the object's signature.
 """
@@ -33,7 +34,7 @@ from fedstill.core.registry import short_name
 
 @dataclass(frozen=True)
 class NameKey:
-    """The key under which a table names its thing, and the name of the default thing."""
+    """The key under which a table names its object, and the name of the default object."""
 
     key: str
     default: str
@@ -47,7 +48,7 @@ NAMED = {
     "topology": NameKey("kind", ""),
     "stream": NameKey("kind", "none"),
 }
-"""The tables that name a registered thing."""
+"""The tables that name a registered object."""
 
 NAME_KEYS = {table: name_key.key for table, name_key in NAMED.items()} | {"data": "name"}
 """The key of the name, for all tables that may be written as a name: ``method = "fedntd"`` stands
@@ -63,7 +64,7 @@ PARAMETER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Named:
-    """A registered thing that a table names, with a value for each of its fields."""
+    """A registered object that a table names, with a value for each of its fields."""
 
     kind: str
     name: str
@@ -71,7 +72,7 @@ class Named:
 
     @property
     def entry(self) -> registry.Entry:
-        """The registered thing."""
+        """The registered object."""
         return registry.lookup(self.kind, self.name)
 
     @property
@@ -81,11 +82,11 @@ class Named:
 
     @property
     def table(self) -> dict[str, Any]:
-        """The table of a config that names this thing and sets all of its fields."""
+        """The table of a config that names this object and sets all of its fields."""
         return {NAMED[self.kind].key: self.name, **self.values}
 
     def build(self) -> Any:
-        """Build the thing from its fields. Raises ConfigError if it refuses them."""
+        """Build the object from its fields. Raises ConfigError if it refuses them."""
         try:
             return self.entry.target(**self.values)
         except (TypeError, ValueError) as error:
@@ -103,17 +104,17 @@ def read_named(
     default_name: str = "",
     defaults_by_name: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Named:
-    """The thing that a table names, with all of its fields.
+    """The registered object that a table names, with all of its fields.
 
     ``base``: the folder that paths are relative to. ``default_name``: the name if the table has
-    none; empty for the default of ``NAMED``. ``defaults_by_name``: defaults of fields for a thing
-    of that name, which replace those of its signature. Raises WrongConfig, and ConfigError for a
-    file that cannot be used.
+    none; empty for the default of ``NAMED``. ``defaults_by_name``: defaults of fields for an
+    object of that name, which replace those of its signature. Raises WrongConfig, and
+    ConfigError for a file that cannot be used.
     """
     name_key = NAMED[kind]
     fields = dict(table)
     if kind in ("partition", "topology"):
-        # The number of clients may be in either table, and is a field of neither thing.
+        # The number of clients may be in either table, and is a field of neither object.
         fields.pop("clients", None)
     name = fields.pop(name_key.key, default_name or name_key.default)
     if not isinstance(name, str):
@@ -133,8 +134,8 @@ def read_named(
 
 
 def known_name(key: str, kind: str, name: str, base: Path | None) -> str:
-    """A name as it stands in a run's config.toml. Raises WrongConfig for the key if no thing of
-    that kind has the name.
+    """A name as it stands in a run's config.toml. Raises WrongConfig for the key if no
+    registered object of that kind has the name.
     """
     try:
         return resolved_name(kind, name, base)
@@ -145,7 +146,7 @@ def known_name(key: str, kind: str, name: str, base: Path | None) -> str:
 def resolved_name(kind: str, name: str, base: Path | None) -> str:
     """A name as it stands in a run's config.toml, in which files have absolute paths.
 
-    Raises UnknownName if there is no such thing, and ConfigError for a file that cannot be used.
+    Raises UnknownName if there is no such object, and ConfigError for a file that cannot be used.
     """
     registry.lookup(kind, name, base)
     path, colon, attribute = name.partition(":")
@@ -171,8 +172,8 @@ def with_resolved_code(fields: Mapping[str, Any], base: Path | None) -> dict[str
 
 
 def schema_of_name(kind: str, name: str, base: Path | None) -> Schema:
-    """The schema of the fields of a registered thing. Raises ConfigError if its signature cannot be
-    read.
+    """The schema of the fields of a registered object. Raises ConfigError if its signature cannot
+    be read.
     """
     return _schema_of_entry(registry.lookup(kind, name, base), name)
 
@@ -346,10 +347,10 @@ class ByClient:
         return networks
 
 
-Assignment = InTurn | ByShare | ByClient
+NetworkAssignment = InTurn | ByShare | ByClient
 
 
-def read_assignment(value: Any, base: Path | None) -> Assignment:
+def read_assignment(value: Any, base: Path | None) -> NetworkAssignment:
     """The networks of clients as the config assigns them. ``base``: the folder of its paths.
 
     Raises WrongConfig for networks that are unknown or have wrong fields, and for shares that are

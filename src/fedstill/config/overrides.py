@@ -34,15 +34,15 @@ class Origin:
     """
 
     name: str
-    """The name of a file, ``COMMAND_LINE``, an option such as ``--seeds``, or a word of a caller in
-    Python.
+    """The name of a file, ``COMMAND_LINE``, an option such as ``--seeds``, or a name that a caller
+    in Python chose.
     """
     file_text: str | None = field(default=None, repr=False)
     """The text of a file, in which the line of a key is found; None for all other origins."""
 
     @property
     def is_file(self) -> bool:
-        """Whether the value stands in the config's file."""
+        """Whether the value is in the config's file."""
         return self.file_text is not None
 
     @property
@@ -231,7 +231,7 @@ def with_working_directory_paths(value: Any, base: Path | None, is_path: bool = 
 
 
 def is_name(key: str) -> bool:
-    """Whether a key names the thing of a table.
+    """Whether a key holds the name of a table's registered object.
 
     >>> is_name("method"), is_name("method.name"), is_name("method.beta"), is_name("plan")
     (True, True, False, False)
@@ -306,21 +306,21 @@ COMMON_FIELDS: Mapping[str, Sequence[str]] = {
     "stream": keys_of(StreamTable),
     "topology": ["clients"],
 }
-"""The fields of a table that do not belong to the thing that it names."""
+"""The fields of a table that do not belong to the object that it names."""
 
 
 def with_other_name(
     table: str, values: Mapping[str, Any], name: str, origins: Origins
 ) -> dict[str, Any]:
-    """The values of a table in which another thing, or the same one, is named.
+    """The values of a table in which another registered object, or the same one, is named.
 
-    Fields belong to the thing that the table names. If that thing is named again, all values stay:
+    Fields belong to the object that the table names. If it is named again, all values stay:
 
     >>> with_other_name("method", {"name": "fedntd", "beta": 0.5}, "fedntd", {})
     {'name': 'fedntd', 'beta': 0.5}
 
-    Another thing has other fields, so those of the config's file are left out. Values that override
-    the file stay, since they were set for the new thing. So do ``COMMON_FIELDS``:
+    Another object has other fields, so those of the config's file are left out. Values that
+    override the file stay, since they were set for the new object. So do ``COMMON_FIELDS``:
 
     >>> with_other_name("method", {"name": "fedntd", "beta": 0.5}, "fedavg", {})
     {'name': 'fedavg'}

@@ -18,9 +18,9 @@ import torch
 from fedstill.config.data_table import absolute_path, default_model, read_data
 from fedstill.config.experiment import Experiment, check_is_experiment
 from fedstill.config.named_tables import (
-    Assignment,
     ClientNetwork,
     Named,
+    NetworkAssignment,
     known_name,
     read_assignment,
     read_named,
@@ -225,10 +225,10 @@ class Parts:
         if failures is None:
             is_deployed = self.top.engine == "flower" and bool(self.flower.federation)
             failures = "tolerate" if is_deployed else "stop"
-        return table.changed(models=self.assignment.entry, failures=failures)
+        return table.changed(models=self.network_assignment.entry, failures=failures)
 
     @cached_property
-    def assignment(self) -> Assignment:
+    def network_assignment(self) -> NetworkAssignment:
         """The networks that ``[clients]`` assigns to clients."""
         table = ClientsTable.read(self.experiment.table("clients"), "clients")
         return read_assignment(table.models, self.base)
@@ -236,7 +236,7 @@ class Parts:
     @cached_property
     def client_networks(self) -> list[ClientNetwork | None]:
         """The network of each client; none at all if all clients have the server's."""
-        networks = self.assignment.for_clients(self.clients)
+        networks = self.network_assignment.for_clients(self.clients)
         if not any(networks):
             return []
         return networks
@@ -264,7 +264,7 @@ class Parts:
         return read_named("model", self.experiment.table("model"), self.base, default_name)
 
     @cached_property
-    def stream(self) -> ReadStream:
+    def stream(self) -> StreamSettings:
         """``[stream]``."""
         return read_stream(self.experiment, self.top.rounds)
 
@@ -398,14 +398,14 @@ def with_table_defaults(
     return top
 
 
-class ReadStream(NamedTuple):
+class StreamSettings(NamedTuple):
     """``[stream]``: the kind with its fields, and the keys of all kinds."""
 
     named: Named
     table: StreamTable
 
 
-def read_stream(experiment: Experiment, rounds: int) -> ReadStream:
+def read_stream(experiment: Experiment, rounds: int) -> StreamSettings:
     """Read ``[stream]``. ``rounds``: the rounds of the run, which the tasks share.
 
     Raises WrongConfig for keys without a kind, wrong values, and rounds that cannot be shared out.
@@ -428,7 +428,7 @@ def read_stream(experiment: Experiment, rounds: int) -> ReadStream:
                 "has no effect without tasks",
                 "set stream.kind: 'classes', 'domains' or 'drift'",
             )
-        return ReadStream(named, StreamTable(tasks=1))
+        return StreamSettings(named, StreamTable(tasks=1))
 
     common = {key: value for key, value in values.items() if key in common_keys}
     table = StreamTable.read(common, "stream")
@@ -436,12 +436,12 @@ def read_stream(experiment: Experiment, rounds: int) -> ReadStream:
     if named.name == SITES and cuts:
         table = _with_tasks_of_cuts(table, cuts, is_set="tasks" in values)
     table.starts(rounds)
-    return ReadStream(named, table)
+    return StreamSettings(named, table)
 
 
 def _with_tasks_of_cuts(table: StreamTable, cuts: Sequence[str], *, is_set: bool) -> StreamTable:
-    """The table with the number of tasks that dates make. ``is_set``: whether the config sets the
-    number, too.
+    """The table with one task more than there are dates. ``is_set``: whether the config also sets
+    the number of tasks.
 
     Raises ConfigError for texts that are not dates, and for another number in the config.
     """

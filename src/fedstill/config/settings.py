@@ -42,7 +42,7 @@ OfPackage = TypeVar("OfPackage", bound=PackageTable)
 
 @dataclass(frozen=True)
 class NamedTables:
-    """The tables that name registered things."""
+    """The tables that name registered objects."""
 
     method: Named
     model: Named
@@ -58,7 +58,7 @@ class Settings(TopKeys):
     threads: tuple[Count, Count]
     data: DataTable
     named: NamedTables
-    """The tables that name registered things."""
+    """The tables that name registered objects."""
     clients: int
     """The number of clients."""
     clients_table: ClientsTable
@@ -151,8 +151,8 @@ class Settings(TopKeys):
     @property
     def live_names(self) -> list[str]:
         """The names of Python objects that only exist in this process."""
-        things = (self.named.method, self.named.model, self.named.partition)
-        return [thing.name for thing in things if thing.name.startswith(LIVE)]
+        named_objects = (self.named.method, self.named.model, self.named.partition)
+        return [named.name for named in named_objects if named.name.startswith(LIVE)]
 
     @cached_property
     def tree(self) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class UnknownKey:
     @property
     def advice(self) -> str:
         """What to do about this key: a suggestion, or the keys to choose from. Empty if the table
-        names no thing, so that its keys are unknown here.
+        names no registered object, so that its keys are unknown here.
         """
         return self.suggestion or self._choices()
 
@@ -217,9 +217,9 @@ class UnknownKey:
 
     def _advice_on_type(self) -> str:
         """The advice to give a value of a user's class a type, so that it becomes a field."""
-        if not self._named_thing:
+        if not self._object_name:
             return ""
-        target = registry.lookup(self.path.table, self._named_thing, self._base).target
+        target = registry.lookup(self.path.table, self._object_name, self._base).target
         if not inspect.isclass(target):
             return ""
         for cls in target.__mro__:
@@ -235,14 +235,14 @@ class UnknownKey:
         return ""
 
     def _advice_on_owners(self) -> str:
-        """The advice to name another thing, if others have a field of this name."""
+        """The advice to name another object, if others have a field of this name."""
         kind = self.path.table
         if kind not in NAMED:
             return ""
         owners = [
             name
             for name in registry.names(kind)
-            if name != self._named_thing and self.path.key in _fields_of(kind, name, self._base)
+            if name != self._object_name and self.path.key in _fields_of(kind, name, self._base)
         ]
         if not owners:
             return ""
@@ -250,24 +250,24 @@ class UnknownKey:
         if len(owners) > 4:
             listed = f"{', '.join(owners[:3])} and {len(owners) - 3} more"
         advice = f"it is a field of {listed}: set {kind}.{NAME_KEYS[kind]}"
-        if not self._named_thing:
+        if not self._object_name:
             return advice
         return f"{self._fields_in_words}; {advice}"
 
     def _choices(self) -> str:
         """The advice to choose one of the keys that the table has; empty if they are unknown."""
-        if self.path.table in NAMED and not self._named_thing:
+        if self.path.table in NAMED and not self._object_name:
             return ""
         if not self._keys_in_table:
             return f"{self._fields_in_words}; leave this key out"
-        if self._named_thing:
+        if self._object_name:
             return f"{self._fields_in_words}: write one of these, or leave it out"
         return f"choose one of {', '.join(sorted(self._keys_in_table))}"
 
     @property
     def _fields_in_words(self) -> str:
         fields = ", ".join(sorted(self._keys_in_table)) or "no fields"
-        return f"{short_name(self._named_thing)} has {fields}"
+        return f"{short_name(self._object_name)} has {fields}"
 
     # What the experiment has.
 
@@ -293,15 +293,15 @@ class UnknownKey:
             return keys_of(schema_of_record(Plan))
         if table in record_tables():
             return keys_of(record_tables()[table])
-        fields = _fields_of(table, self._named_thing, self._base)
+        fields = _fields_of(table, self._object_name, self._base)
         if table == "stream":
             return [*fields, *keys_of(StreamTable)]
         return fields
 
     @cached_property
-    def _named_thing(self) -> str:
-        """The name of the thing that the table is about. Empty if the table is not about one, or if
-        it names none and the default depends on the data.
+    def _object_name(self) -> str:
+        """The name of the registered object that the table configures. Empty if it configures none,
+        or if it names none and the default depends on the data.
         """
         table = self.path.table
         if table not in NAMED:
@@ -348,7 +348,7 @@ def _advice_on_package(table: str) -> str:
 def _keys_by_last_part(tree: Tree, base: Path | None) -> dict[str, list[str]]:
     """All dotted keys that a config may have, by their last part.
 
-    The fields of a named thing are those of the things that the config names or has by default.
+    The fields of a named table are those of the objects that the config names or has by default.
     """
     keys_by_table: dict[str, list[str]] = {}
     for table, schema in record_tables().items():
@@ -374,7 +374,7 @@ def _keys_by_last_part(tree: Tree, base: Path | None) -> dict[str, list[str]]:
 
 
 def _possible_names(kind: str, tree: Tree, base: Path | None) -> Sequence[str]:
-    """The name of the thing that a table is about, or the names that it can have by default."""
+    """The name of the object that a table configures, or the names that it can have by default."""
     name = _name_in(tree, kind)
     if name:
         return [name]
@@ -406,7 +406,7 @@ def _method_topology(tree: Tree, base: Path | None) -> str:
 
 
 def _fields_of(kind: str, name: str, base: Path | None) -> list[str]:
-    """The fields of a registered thing; none if it cannot be read, which is another problem."""
+    """The fields of a registered object; none if it cannot be read, which is another problem."""
     try:
         return keys_of(schema_of_name(kind, name, base))
     except ConfigError:

@@ -103,7 +103,7 @@ def contradiction(key: str, reason: str, hint: str = "") -> WrongConfig:
 
 
 def unknown_name(key: str, kind: str, name: object, hint: str) -> WrongConfig:
-    """The error about a key with the name of a thing, such as a metric, that does not exist."""
+    """The error about a key with a name that does not exist, such as that of a metric."""
     problem = Problem(
         code=UNKNOWN_NAME, key=key, reason=f"unknown {kind} {value_text(name)}", hint=hint
     )
@@ -392,7 +392,7 @@ def _errors(schema: Schema, values: Mapping[str, Any]) -> dict[str, list[ErrorDe
 
 @dataclass(frozen=True)
 class _Report:
-    """Makes problems of pydantic's errors about some values."""
+    """Converts pydantic's errors about some values into problems."""
 
     schema: Schema
     values: Mapping[str, Any]
