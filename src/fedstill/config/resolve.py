@@ -26,7 +26,12 @@ from fedstill.config.named_tables import (
     read_named,
 )
 from fedstill.config.overrides import place_of
-from fedstill.config.settings import NamedTables, Settings, check_contradictions
+from fedstill.config.settings import (
+    NamedTables,
+    Settings,
+    check_contradictions,
+    hide_client_models,
+)
 from fedstill.config.stages import (
     PlanTable,
     check_method,
@@ -223,8 +228,7 @@ class Parts:
         table = ClientsTable.read(self.experiment.table("clients"), "clients")
         failures = table.failures
         if failures is None:
-            is_deployed = self.top.engine == "flower" and bool(self.flower.federation)
-            failures = "tolerate" if is_deployed else "stop"
+            failures = "tolerate" if self.flower.is_deployed(self.top.engine) else "stop"
         return table.changed(models=self.network_assignment.entry, failures=failures)
 
     @cached_property
@@ -305,9 +309,8 @@ class Parts:
     @property
     def _sites_test_model(self) -> bool:
         """Whether there is a global model that real sites may test and report on."""
-        on_sites = self.top.engine == "flower" and self.flower.data == "sites"
-        is_hidden = any(table.hides_client_models for table in self.packages.values())
-        return on_sites and not is_hidden and not self.method.personal
+        on_sites = self.flower.is_on_sites(self.top.engine)
+        return on_sites and not hide_client_models(self.packages) and not self.method.personal
 
     @property
     def _sites_test_every(self) -> RoundInterval | None:

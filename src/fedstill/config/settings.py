@@ -51,6 +51,11 @@ class NamedTables:
     stream: Named
 
 
+def hide_client_models(tables: Mapping[str, PackageTable]) -> bool:
+    """Whether a table of an outer package hides the models of single clients from the server."""
+    return any(table.hides_client_models for table in tables.values())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings(TopKeys):
     """Every value of a run, and the schedule with its method that are built from them."""
@@ -101,7 +106,7 @@ class Settings(TopKeys):
     @property
     def hides_client_models(self) -> bool:
         """Whether the models of single clients are hidden from the server."""
-        return any(table.hides_client_models for table in self.tables.values())
+        return hide_client_models(self.tables)
 
     @property
     def rules(self) -> Rules:
@@ -111,12 +116,12 @@ class Settings(TopKeys):
     @property
     def is_deployed(self) -> bool:
         """Whether the clients are machines of a federation, not parts of a simulation."""
-        return self.engine == "flower" and bool(self.flower.federation)
+        return self.flower.is_deployed(self.engine)
 
     @property
     def on_sites(self) -> bool:
         """Whether each client trains on data of its site, so that this process splits no data."""
-        return self.engine == "flower" and self.flower.data == "sites"
+        return self.flower.is_on_sites(self.engine)
 
     @property
     def sites_have_tasks(self) -> bool:

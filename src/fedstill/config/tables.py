@@ -511,6 +511,14 @@ class FlowerTable(Table):
         "own. Unset: that of data.tokenizer.",
     )
 
+    def is_deployed(self, engine: str) -> bool:
+        """Whether the clients are machines of a federation, not parts of a simulation."""
+        return engine == "flower" and bool(self.federation)
+
+    def is_on_sites(self, engine: str) -> bool:
+        """Whether each client trains on data of its site."""
+        return engine == "flower" and self.data == "sites"
+
 
 class StopTable(Table):
     """``[stop]``: when a run stops early, by the metric ``rank_by`` on the data of
