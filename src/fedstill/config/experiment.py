@@ -36,6 +36,7 @@ from fedstill.core.errors import USER, ConfigError
 from fedstill.core.fields import as_table, kind_text, plain_value, value_text
 from fedstill.core.files import digest, named_path, parse_toml, read_file
 from fedstill.core.method import Method
+from fedstill.core.user_modules import is_library_module
 
 Values = Mapping[str, Any]
 """The values of a table, by key."""
@@ -377,7 +378,7 @@ def _importable_name(kind: str, user_object: Any) -> str:
     module = sys.modules.get(module_name)
     if module is None or getattr(module, qualified_name, None) is not user_object:
         return ""
-    if module_name.startswith("fedstill."):
+    if is_library_module(module_name):
         return registry.registered_as(kind, user_object)
     if module_name.startswith(USER):
         return f"{module.__file__}:{qualified_name}"

@@ -44,6 +44,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import NO_TRAINING, Plan
 from fedstill.core.rounds import Schedule
 from fedstill.core.topology import Topology
+from fedstill.core.user_modules import is_library_module
 from fedstill.methods.fit import FIT, FITTING, FitStage
 from fedstill.methods.ridge import RIDGE, RidgeStage
 
@@ -180,7 +181,7 @@ def is_users_own(method: Method, attribute: str) -> bool:
     library's.
     """
     owner = next(cls for cls in type(method).__mro__ if attribute in vars(cls))
-    return owner.__module__.partition(".")[0] != "fedstill"
+    return not is_library_module(owner.__module__)
 
 
 TASK_END = "task_end"

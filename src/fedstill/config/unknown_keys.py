@@ -25,6 +25,7 @@ from fedstill.core import registry
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import Plan
 from fedstill.core.registry import short_name
+from fedstill.core.user_modules import is_library_module
 
 SIMILARITY = 0.75
 """How similar a key must be to one of another table, to be taken for a misspelling of it."""
@@ -223,8 +224,7 @@ class UnknownKey:
         if not inspect.isclass(target):
             return ""
         for cls in target.__mro__:
-            is_users = not cls.__module__.startswith("fedstill.")
-            if not is_users or self.path.key not in vars(cls):
+            if is_library_module(cls.__module__) or self.path.key not in vars(cls):
                 continue
             value = vars(cls)[self.path.key]
             if not callable(value):

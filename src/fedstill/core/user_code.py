@@ -28,6 +28,7 @@ from fedstill.core.errors import (
     suggestion,
 )
 from fedstill.core.fields import value_text
+from fedstill.core.user_modules import is_library_module
 
 _LIBRARY = Path(__file__).parents[1]
 _METHODS = _LIBRARY / "methods"
@@ -189,7 +190,7 @@ def reject_misspelt_hooks(cls: type) -> None:
     rejected is a method with a former name of a hook (``FORMER_NAMES``), or with the name of a hook
     of the other class of ``METHOD_CLASSES``.
     """
-    library_bases = [base for base in cls.__mro__[1:] if _is_of_library(base)]
+    library_bases = [base for base in cls.__mro__[1:] if is_library_module(base.__module__)]
     inherited = {name for base in cls.__mro__[1:] for name in vars(base)}
 
     for name, value in _public(cls):
@@ -258,7 +259,8 @@ def _is_method(value: object) -> bool:
 
 def _owner_elsewhere(cls: type, name: str) -> type | None:
     """The other class of ``METHOD_CLASSES``, if it has a hook of this name; else None."""
-    if _is_of_library(cls):  # the module of the base classes may not be imported completely
+    # The module of the base classes may not be imported completely.
+    if is_library_module(cls.__module__):
         return None
     module = importlib.import_module("fedstill.core.method")
     bases = [getattr(module, base) for base in METHOD_CLASSES]
@@ -268,10 +270,6 @@ def _owner_elsewhere(cls: type, name: str) -> type | None:
         if not issubclass(cls, base) and name in _names(base, methods=True):
             return base  # type: ignore[no-any-return]
     return None
-
-
-def _is_of_library(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "fedstill"
 
 
 def _reject(cls: type, name: str, value: Any, remedy: str) -> None:

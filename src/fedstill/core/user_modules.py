@@ -116,6 +116,15 @@ def imported(source: str, load: Callable[[], ModuleType]) -> ModuleType:
         raise ConfigError(f"{source} failed to import: {type(error).__name__}: {error}") from error
 
 
+def is_library_module(name: str) -> bool:
+    """Whether a module is part of fedstill, not a user's or another library's.
+
+    >>> is_library_module("fedstill.core.method"), is_library_module("fedstill_user_method")
+    (True, False)
+    """
+    return name.partition(".")[0] == "fedstill"
+
+
 def files_of(path: Path) -> list[Path]:
     """A user's file, and all files that have been imported from its folder."""
     neighbours = {file for file in _neighbours if file.is_relative_to(path.parent)}
@@ -131,7 +140,7 @@ def source_digest(target: Any) -> str:
     """The SHA-256 of the user's file that defines a class or a function, and of the modules from
     its folder. Empty for files of the library, which are hashed together.
     """
-    if str(target.__module__).startswith("fedstill."):
+    if is_library_module(str(target.__module__)):
         return ""
     try:
         paths = files_of(Path(inspect.getfile(target)))

@@ -20,6 +20,7 @@ from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, FedstillError, on_one_line
 from fedstill.core.records import ModelSpec, Plan, Stage
 from fedstill.core.rounds import Schedule
+from fedstill.core.user_modules import is_library_module
 from fedstill.data.dataset import PLURALS
 from fedstill.data.views import SiteViews
 from fedstill.models import building, contract
@@ -292,7 +293,7 @@ def _begins_on_own_data(schedule: Schedule, stage: Stage) -> bool:
     """
     work = schedule.actor(stage).work(stage)
     author = next(kind for kind in type(work).__mro__ if "begin" in vars(kind))
-    return author.__module__.partition(".")[0] == "fedstill"
+    return is_library_module(author.__module__)
 
 
 def _single_example(stage: Stage, client: int, world: RunWorld) -> str:

@@ -36,6 +36,7 @@ from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.records import SERVER, Examples, Payload, World
 from fedstill.core.rounds import extended_world
 from fedstill.core.user_code import reason
+from fedstill.core.user_modules import is_library_module
 from fedstill.engines.serial import Memory
 from fedstill.measures.base import EvaluationContext, Measure, Numbers, RoundReports
 from fedstill.measures.choice import looks_last, measures
@@ -212,7 +213,7 @@ class Measures(Observer):
 
     def _is_own(self, name: str) -> bool:
         """Whether a measure is the user's own, which no table knows."""
-        return type(self.measures[name]).__module__.partition(".")[0] != "fedstill"
+        return not is_library_module(type(self.measures[name]).__module__)
 
     def on_event(self, event: Event) -> None:
         """Remember the model's accuracies, and the last links of a chain."""
