@@ -117,7 +117,7 @@ def test_over_tasks_a_draws_clients_are_counted_with_what_they_have_in_the_round
     for of in range(5):
         rows = sample_table(ClassChange(3, of, 0.5, 0.0), cohorts).lines
         own = [
-            sum(int(kept.prepared.sites.counts(c)[of]) for c in cohort.clients)
+            sum(int(kept.prepared.sites.label_counts(c)[of]) for c in cohort.clients)
             for cohort in cohorts
         ]
         assert [int(row[1]) for row in rows] == (own if of in ours else [0, 0, 0])

@@ -342,10 +342,14 @@ def test_over_tasks_it_says_which_task_and_what_clients_have_in_it(
     for look in looks_of(tmp_path / "run"):
         task = 1 if look["round"] <= 3 else 2
         assert look["tasks"] == [task] * len(look["clients"])
-        own = [kept.sites.counts(c, look["round"]).tolist() for c in look["clients"]]
+        own = [kept.sites.label_counts(c, look["round"]).tolist() for c in look["clients"]]
         assert look["had"] == own
         assert all(sum(row[5:] if task == 1 else row[:5]) == 0 for row in own)
-        every = torch.stack([kept.sites.counts(c, look["round"]) for c in range(6)]).sum(0).double()
+        every = (
+            torch.stack([kept.sites.label_counts(c, look["round"]) for c in range(6)])
+            .sum(0)
+            .double()
+        )
         acted = torch.tensor(own).sum(0).double()
         usual = (acted / acted.sum() / (every / every.sum())).tolist()
         assert look["drawn"] == pytest.approx([None if u != u else u for u in usual], abs=1e-6)

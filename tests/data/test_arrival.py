@@ -80,9 +80,9 @@ def test_a_clients_views_grow_in_equal_parts_by_default() -> None:
             assert len(view.data) + len(view.validation) in (share, share + 1), (
                 "one is held out at least"
             )
-            assert view.counts.tolist() == ready.sites.counts(client, round).tolist()
+            assert view.counts.tolist() == ready.sites.label_counts(client, round).tolist()
             assert int(view.counts.sum()) == share
-        assert view.counts.tolist() == ready.sites.counts(client).tolist()
+        assert view.counts.tolist() == ready.sites.label_counts(client).tolist()
 
 
 def test_what_is_held_out_once_is_never_trained_on() -> None:
@@ -105,7 +105,7 @@ def test_what_is_held_out_once_is_never_trained_on() -> None:
 def test_without_new_data_views_are_as_ever() -> None:
     ready = prepare(resolve(toys.toy("qkt", **toys.suited("qkt"))), toys.blobs())
     assert ready.sites.arrival is None
-    assert ready.sites.counts(0, 1).tolist() == ready.sites.counts(0).tolist()
+    assert ready.sites.label_counts(0, 1).tolist() == ready.sites.label_counts(0).tolist()
 
 
 def test_data_change_by_arrival_or_by_tasks_but_not_by_both() -> None:

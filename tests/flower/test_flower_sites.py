@@ -234,7 +234,7 @@ def test_a_census_is_answered_where_the_run_needs_it(
     ready = prepare(settings, toys.blobs())
     request = request_of(settings, stage=census_stage(ready.world), payload=Payload())
     answer = clerk(tmp_path)(request)
-    assert answer.content.tensor("labels").tolist() == ready.sites.counts(0).tolist()
+    assert answer.content.tensor("labels").tolist() == ready.sites.label_counts(0).tolist()
 
 
 def test_a_site_takes_no_part_in_a_run_with_a_measure_that_it_refuses(tmp_path: Path) -> None:

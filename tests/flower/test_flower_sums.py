@@ -126,11 +126,11 @@ def test_clients_that_drop_out_at_any_step_are_left_out_or_counted(
     sizes = prepare(resolve(replace(SECRET, engine="serial")), toys.blobs()).sites
     if step == "revealed":  # their models were in the sum already
         assert not away
-        assert summed == {sum(sizes.trains_on(c, "train") for c in range(5))}
+        assert summed == {sum(sizes.training_size(c, "train") for c in range(5))}
     else:
         assert set(away) == {1, 4}
         assert all("did not reply within the deadline" in why for why in away.values())
-        assert summed == {sum(sizes.trains_on(c, "train") for c in (0, 2, 3))}
+        assert summed == {sum(sizes.training_size(c, "train") for c in (0, 2, 3))}
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -196,7 +196,7 @@ def told_of(folder: Path, round: int = 1) -> tuple[dict[int, str], set[int]]:
 
 def weight_of(*clients: int) -> int:
     sites = prepare(resolve(replace(SECRET, engine="serial")), toys.blobs()).sites
-    return sum(sites.trains_on(c, "train") for c in clients)
+    return sum(sites.training_size(c, "train") for c in clients)
 
 
 def zeros_for_all(length: int) -> dict[str, torch.Tensor]:

@@ -388,6 +388,6 @@ def test_a_kept_answer_costs_what_it_had_even_if_the_site_has_more_data_by_then(
     said = noted.read_text()
     noted.unlink()  # the site stopped when the reply was kept, and its cost was not yet noted
 
-    monkeypatch.setattr(SiteViews, "trains_on", lambda *of: 1_000_000)
+    monkeypatch.setattr(SiteViews, "training_size", lambda *of: 1_000_000)
     assert trained(at(there[0], place), experiment).failure == ""
     assert noted.read_text() == said

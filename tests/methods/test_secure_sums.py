@@ -187,7 +187,7 @@ def test_the_server_is_told_nothing_of_a_single_client() -> None:
         ready.settings.method.work(stage), stage, payloads, ready.world.seed
     )
     assert first.metrics["report"]["summed"] == sum(
-        ready.sites.trains_on(c, "train") for c in stage.clients
+        ready.sites.training_size(c, "train") for c in stage.clients
     )
     for reply in (first, *others):
         assert reply.examples == 0

@@ -312,7 +312,7 @@ def test_at_a_site_each_step_counts_with_the_rate_that_it_had(tmp_path: Path) ->
     private = Privacy(gradient_clip=1.0, gradient_noise=1.0, epsilon=11.0, delta=1e-5)
     settings = SimpleNamespace(plans={"train": plan}, table=lambda kind: private, on_sites=True)
     ready: Any = SimpleNamespace(
-        settings=settings, sites=SimpleNamespace(trains_on=lambda client, stage: n[0])
+        settings=settings, sites=SimpleNamespace(training_size=lambda client, stage: n[0])
     )
     notes = NoiseNotes(tmp_path)
     guard = TrainingGuard(ready, notes)

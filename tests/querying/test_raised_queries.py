@@ -77,8 +77,8 @@ def test_a_client_asks_for_the_classes_that_its_model_gets_wrong_on_what_it_hold
                     "accuracy": round(sum(own) / len(own), 4),
                     "held_out": len(own),
                 }
-        others = prepared.sites.counts(client) * 0 + sum(
-            prepared.sites.counts(o) for o in asked if o != client
+        others = prepared.sites.label_counts(client) * 0 + sum(
+            prepared.sites.label_counts(o) for o in asked if o != client
         )
         assert classes == [c for c in map(int, whys[client]) if others[c] > 0]
 
@@ -153,7 +153,7 @@ def test_a_client_asks_again_with_more_data_and_goes_on_from_its_model(tmp_path:
     prepared = ready(toys.asking_again())
     first = {a["client"]: a for a in rounds[0]["answers"]}
     for answer in rounds[1]["answers"]:
-        own = prepared.sites.counts(answer["client"], 2)
+        own = prepared.sites.label_counts(answer["client"], 2)
         lacks = {c for c, why in answer["why_asked"].items() if "lack" in why}
         assert lacks == {str(c) for c in answer["query"] if own[c] < 3}
     assert {a["client"]: a["query"] for a in rounds[1]["answers"]} != {

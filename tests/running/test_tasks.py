@@ -110,7 +110,7 @@ def test_a_client_sees_its_task_and_its_labels_are_counted_there() -> None:
         view = prepared.sites.view(2, Stage(round, 0, "train", (2,)))
         assert set(view.data.labels.tolist()) == classes
         assert set(view.counts.nonzero().flatten().tolist()) == classes
-        assert torch.equal(prepared.sites.counts(2, round), view.counts)
+        assert torch.equal(prepared.sites.label_counts(2, round), view.counts)
 
 
 def test_the_past_is_kept_behind_the_present() -> None:
@@ -128,7 +128,7 @@ def test_of_the_past_a_client_has_only_the_tasks_that_it_was_in() -> None:
     part = prepared.sites.positions(client)
     own = torch.cat([part[tasks.of_task(part, task)] for task in (2, 0)])
     assert torch.equal(seen_by(prepared, client, 5), prepared.sites.train.values[own].flatten(1))
-    assert int(prepared.sites.counts(client, 5).sum()) == len(own)
+    assert int(prepared.sites.label_counts(client, 5).sum()) == len(own)
 
 
 def test_held_out_data_are_a_share_of_the_task() -> None:

@@ -449,7 +449,7 @@ def exchange_effect(
     return ExchangeEffect(
         client=client,
         query=tuple(queries_of(session.world_in(fit)).get(client, ())),
-        examples=prepared.sites.counts(client, round),
+        examples=prepared.sites.label_counts(client, round),
         before=accuracies[FIT],
         parts={
             phase: accuracies[phase] - accuracies[phase_before]

@@ -411,7 +411,7 @@ def _example_count(prepared: Prepared, stage: Stage, client: int) -> int:
     """The number of examples that a client trains on in a stage."""
     if stage.view == "public" or client == SERVER:
         return len(prepared.sites.public or ())
-    return int(prepared.sites.counts(client, stage.round).sum())
+    return int(prepared.sites.label_counts(client, stage.round).sum())
 
 
 @functools.cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Generic, Literal, TypeVar
 
 import numpy as np
@@ -58,11 +57,20 @@ class Arrival:
         draw = generator(seed_for(self.seed, 0, 0, client, "arrival"))
         order = torch.randperm(len(labels), generator=draw)
         if self.order == "by_class":
-            ids = labels.cpu()[order]
-            class_count = int(ids.max()) + 1 if len(ids) else 0
-            class_ranks = torch.randperm(class_count, generator=draw)
-            order = order[class_ranks[ids].argsort(stable=True)]
+            order = self._order_by_class(order, labels.cpu(), draw)
         return order.argsort()
+
+    @staticmethod
+    def _order_by_class(order: Tensor, labels: Tensor, draw: torch.Generator) -> Tensor:
+        """The examples of an order, with one class after another. The order of classes is drawn;
+        the examples of a class keep their order.
+        """
+        ids = labels[order]
+        class_count = 0
+        if len(ids):
+            class_count = int(ids.max()) + 1
+        class_ranks = torch.randperm(class_count, generator=draw)
+        return order[class_ranks[ids].argsort(stable=True)]
 
     def arrived(self, ranks: Tensor, indices: Tensor, round: int) -> Tensor:
         """The examples in ``indices`` that have arrived by a round, in order.
@@ -183,10 +191,14 @@ class SiteViews:
     flipped: frozenset[int] = frozenset()
     """The attacking clients, which train on false labels C - 1 - label."""
 
+    _unlabelled: Examples | None = field(init=False, repr=False, compare=False)
+    """The public set with labels -1."""
+
     def __post_init__(self) -> None:
         if self.arrival is not None and self.tasks is not None:
             raise ValueError("data change by arrival or by tasks, not by both")
-        self._unlabelled  # noqa: B018  (computed before threads start)
+        # Computed here, because threads share the views.
+        object.__setattr__(self, "_unlabelled", _without_labels(self.public))
 
     def positions(self, client: int) -> Tensor:
         """The positions of a client's examples in ``train``."""
@@ -200,7 +212,7 @@ class SiteViews:
             return len(self.public or ())
         return len(self.positions(client))
 
-    def smaller_than(self, size: int) -> int | None:
+    def first_client_below(self, size: int) -> int | None:
         """The first client with fewer than ``size`` examples; None if there is none, or at a real
         site.
         """
@@ -209,19 +221,21 @@ class SiteViews:
         clients: list[int] = np.flatnonzero(self.split.sizes < size).tolist()
         return next(iter(clients), None)
 
-    def trains_on(self, client: int, stage: str) -> int:
+    def training_size(self, client: int, stage: str) -> int:
         """The number of a client's training examples in a stage, without held-out ones."""
         indices = self.divided_indices(client, self.size(client), self._held_out_share(stage))
         return len(indices.train)
 
-    def counts(self, client: int, round: int | None = None) -> Tensor:
+    def label_counts(self, client: int, round: int | None = None) -> Tensor:
         """The label counts (C,) of a client's data, including held-out examples, in a round or in
         all rounds.
         """
         return self._counts(self.train.labels[self._positions_in(client, round)])
 
     def all_counts(self, round: int | None = None) -> Tensor:
-        """The label counts (clients, C) of all clients, like ``counts``; (0, C) at a real site."""
+        """The label counts (clients, C) of all clients, like ``label_counts``; (0, C) at a real
+        site.
+        """
         split = self.split
         if split is None:
             return torch.zeros(0, self.classes, dtype=torch.int64)
@@ -233,7 +247,7 @@ class SiteViews:
 
     def label_shares(self, client: int) -> list[float]:
         """The share of each class (C,) in a client's data."""
-        counts = self.counts(client)
+        counts = self.label_counts(client)
         shares: list[float] = (counts / counts.sum()).tolist()
         return shares
 
@@ -251,6 +265,24 @@ class SiteViews:
             held_out = self.arrival.arrived(ranks, held_out, round)
         return Division(part[train], part[held_out])
 
+    def divided_indices(
+        self, client: int, size: int, share: float, task: int = 0
+    ) -> Division[Tensor]:
+        """The indices of training and held-out examples among the ``size`` examples that a client
+        has of a task. Subclasses may hold out other examples.
+        """
+        indices = torch.arange(size)
+        if share == 0 or size < 2:
+            return Division(indices, indices[:0])
+        if self.held_out == "last":
+            rounded = int((1 - share) * size)  # down, as in HiPer-FedKD's notebooks
+            trained = min(max(1, rounded), size - 1)
+            return Division(indices[:trained], indices[trained:])
+        draw = generator(seed_for(self.seed, task, 0, client, "validation"))
+        order = torch.randperm(size, generator=draw)
+        count = max(1, round(share * size))
+        return Division(order[count:].sort().values, order[:count].sort().values)
+
     def view(self, client: int, stage: Stage) -> View:
         """The view of a client in a stage. The server's data are the public set."""
         if client == SERVER:
@@ -262,7 +294,7 @@ class SiteViews:
         validation = None
         if len(divided.held_out):
             validation = divided.held_out
-            counts = self.counts(client, stage.round)
+            counts = self.label_counts(client, stage.round)
         if client in self.flipped:
             data = replace(data, labels=self.classes - 1 - data.labels)
             counts = counts.flip(0)
@@ -341,24 +373,6 @@ class SiteViews:
         nothing = self.train.take(part[:0])
         return Division(concatenated(train or [nothing]), concatenated(held_out or [nothing]))
 
-    def divided_indices(
-        self, client: int, size: int, share: float, task: int = 0
-    ) -> Division[Tensor]:
-        """The indices of training and held-out examples among the ``size`` examples that a client
-        has of a task. Subclasses may hold out other examples.
-        """
-        indices = torch.arange(size)
-        if share == 0 or size < 2:
-            return Division(indices, indices[:0])
-        if self.held_out == "last":
-            rounded = int((1 - share) * size)  # down, as in HiPer-FedKD's notebooks
-            trained = min(max(1, rounded), size - 1)
-            return Division(indices[:trained], indices[trained:])
-        draw = generator(seed_for(self.seed, task, 0, client, "validation"))
-        order = torch.randperm(size, generator=draw)
-        count = max(1, round(share * size))
-        return Division(order[count:].sort().values, order[:count].sort().values)
-
     def _counts(self, labels: Tensor) -> Tensor:
         return torch.bincount(labels.cpu(), minlength=self.classes)
 
@@ -367,8 +381,9 @@ class SiteViews:
             return self.public
         return self._unlabelled
 
-    @cached_property
-    def _unlabelled(self) -> Examples | None:
-        if self.public is None:
-            return None
-        return Examples(self.public.values, torch.full_like(self.public.labels, -1))
+
+def _without_labels(public: Examples | None) -> Examples | None:
+    """Public examples with labels -1; None if there are none."""
+    if public is None:
+        return None
+    return Examples(public.values, torch.full_like(public.labels, -1))

@@ -370,7 +370,7 @@ def truth_of(prepared: Prepared) -> Callable[[int, int], Truth]:
 
     test = _counts_by_class(sites.common_test, classes)
     public = _counts_by_class(sites.public, classes)
-    return lambda client, round: Truth(sites.counts(client, round).tolist(), test, public)
+    return lambda client, round: Truth(sites.label_counts(client, round).tolist(), test, public)
 
 
 def _counts_by_class(examples: Examples | None, classes: int) -> list[int] | None:

@@ -257,7 +257,7 @@ class TrainingBudget(Observer):
         if not settings.on_sites:
             for stage in settings.plans:
                 for client in range(settings.clients):
-                    examples[stage, client] = prepared.sites.trains_on(client, stage)
+                    examples[stage, client] = prepared.sites.training_size(client, stage)
         return TrainingBudget(
             privacy=settings.table(Privacy),
             world=prepared.world,

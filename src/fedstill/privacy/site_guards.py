@@ -230,7 +230,7 @@ class TrainingGuard(SiteGuard):
         plan = self._plan(request.stage)
         if privacy.epsilon is None or plan is None:
             return
-        examples = self.prepared.sites.trains_on(request.client, request.stage.name)
+        examples = self.prepared.sites.training_size(request.client, request.stage.name)
         rate, steps = rate_and_steps(examples, plan)
         if not steps:
             return

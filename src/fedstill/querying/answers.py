@@ -163,7 +163,7 @@ def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
     assert sites.split is not None  # queries are answered in simulations
     split = sites.split.with_examples(client, len(sites.train) + np.arange(len(further)))
 
-    views = {f.name: getattr(sites, f.name) for f in fields(SiteViews)}
+    views = {f.name: getattr(sites, f.name) for f in fields(SiteViews) if f.init}
     views |= {"train": train, "split": split}
     changed = ViewsWithNewData(**views, changed_client=client, new_examples=len(further))
     return replace(prepared, sites=changed)

@@ -245,7 +245,7 @@ class RunQueries(Observer):
         if not self._queries or sites.split is None:
             return {}
         label_counts = {
-            client: sites.counts(client, result.number).tolist() for client in self._queries
+            client: sites.label_counts(client, result.number).tolist() for client in self._queries
         }
         fields = answers(
             queries=self._queries,

@@ -180,7 +180,7 @@ def no_held_out_data(run: PlannedRun) -> str:
 
 def single_example(run: PlannedRun) -> str:
     """A client has a single example, which it cannot hold out."""
-    client = run.sites.smaller_than(2)
+    client = run.sites.first_client_below(2)
     if client is None or run.settings.on_sites:
         return ""
     return (

@@ -577,7 +577,7 @@ def _held_out(prepared: Prepared) -> int:
     stage = min(validation_shares, key=lambda name: validation_shares[name])
     sites = prepared.sites
     clients = range(prepared.settings.clients)
-    return sum(sites.size(client) - sites.trains_on(client, stage) for client in clients)
+    return sum(sites.size(client) - sites.training_size(client, stage) for client in clients)
 
 
 def data_sentences(prepared: Prepared) -> list[str]:

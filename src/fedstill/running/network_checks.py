@@ -256,7 +256,7 @@ def batch_of_one(settings: Settings, world: RunWorld, sites: SiteViews) -> str:
         sizes = split.sizes
         if plan.validation:
             clients = range(len(split))
-            sizes = np.array([sites.trains_on(c, name) for c in clients], dtype=np.int64)
+            sizes = np.array([sites.training_size(c, name) for c in clients], dtype=np.int64)
         unable[name] = _unable_to_train(plan, world, sizes)
     if not any(unable.values()):
         return ""
