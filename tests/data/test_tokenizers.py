@@ -14,13 +14,13 @@ import pytest
 
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.data import encoding
-from fedstill.data.encoding import encoded
+from fedstill.data.encoding import token_ids
 
 TEXTS = ["The cat sat on the mat.", "", "Ünïcode, 42 — déjà vu!", "   \t\n", "a"]
 
 
 def test_words_are_hashed_by_crc_32() -> None:
-    got = encoded(TEXTS, "words", 1000, 6)
+    got = token_ids(TEXTS, "words", 1000, 6)
     cat = ["the", "cat", "sat", "on", "the", "mat"]
     assert got.ids.dtype == np.int64
     assert got.ids[0].tolist() == [1 + binascii.crc32(w.encode()) % 999 for w in cat]
@@ -34,26 +34,26 @@ def test_words_are_hashed_by_crc_32() -> None:
 def test_marks_belong_to_their_word_and_one_spelling_is_one_word() -> None:
     words = ["की", "कि", "कु", "के", "का", "ที่", "ทั้"]
     own = [1 + binascii.crc32(w.encode()) % 8191 for w in words]
-    assert encoded([" ".join(words)], "words", 8192, 8).ids[0].tolist() == [*own, 0]
-    composed, apart, plain = encoded(
+    assert token_ids([" ".join(words)], "words", 8192, 8).ids[0].tolist() == [*own, 0]
+    composed, apart, plain = token_ids(
         ["caf\u00e9", "cafe\u0301", "cafe"], "words", 8192, 2
     ).ids.tolist()
     assert composed == apart != plain
-    assert encoded(["\u0301 \ufe0f"], "words", 8192, 2).ids.tolist() == [[0, 0]], (
+    assert token_ids(["\u0301 \ufe0f"], "words", 8192, 2).ids.tolist() == [[0, 0]], (
         "a mark begins no word"
     )
 
 
 def test_words_of_ascii_are_the_same_words_in_other_texts() -> None:
     text = "".join(map(chr, range(128))) + " Don't stop_at 3.5e2 x-ray\tNEW\x1fline "
-    ids = encoded([text, f"{text}\u0301\u00e9", f"{text} \u4e2d"], "words", 100, 24).ids
+    ids = token_ids([text, f"{text}\u0301\u00e9", f"{text} \u4e2d"], "words", 100, 24).ids
     count = np.count_nonzero(ids[0])
     assert count == 13
     assert (ids[1:, :count] == ids[0, :count]).all()
 
 
 def test_bytes_are_bytes() -> None:
-    got = encoded(TEXTS, "bytes", 5, 40)
+    got = token_ids(TEXTS, "bytes", 5, 40)
     for text, row in zip(TEXTS, got.ids, strict=True):
         own = row[row > 0] - 1
         assert bytes(own.tolist()) == text.encode()
@@ -65,21 +65,21 @@ def test_bytes_are_bytes() -> None:
     ("tokenizer", "length", "cut"), [("words", 4, 1 / 5), ("bytes", 2, 3 / 5), ("words", 6, 0.0)]
 )
 def test_long_texts_are_cut_and_counted(tokenizer: str, length: int, cut: float) -> None:
-    got = encoded(TEXTS, tokenizer, 50, length)
+    got = token_ids(TEXTS, tokenizer, 50, length)
     assert got.ids.shape == (5, length)
     assert got.cut_share == pytest.approx(cut)
-    assert (got.ids == encoded(TEXTS, tokenizer, 50, 60).ids[:, :length]).all()
+    assert (got.ids == token_ids(TEXTS, tokenizer, 50, 60).ids[:, :length]).all()
 
 
 def test_ids_are_below_the_vocabulary_however_small_it_is() -> None:
     texts = [" ".join(f"w{i}" for i in range(200))]
     for vocabulary in (2, 3, 17):
-        ids = encoded(texts, "words", vocabulary, 200).ids
+        ids = token_ids(texts, "words", vocabulary, 200).ids
         assert set(ids.flatten().tolist()) == set(range(1, vocabulary))
 
 
 def test_no_texts_at_all() -> None:
-    got = encoded([], "words", 10, 3)
+    got = token_ids([], "words", 10, 3)
     assert got.ids.shape == (0, 3)
     assert got.cut_share == 0.0
 
@@ -124,7 +124,7 @@ def test_a_tokenizers_file_has_padding_0_whatever_it_has_itself(
     tmp_path: Path, padding: int | None
 ) -> None:
     path = written(tmp_path, padding)
-    got = encoded(["The cat sat", "the dog", ""], str(path), 9999, 4)
+    got = token_ids(["The cat sat", "the dog", ""], str(path), 9999, 4)
     own = json.loads(path.read_text())["model"]["vocab"]
     shift = 0 if padding == 0 else 1
     assert got.ids[0].tolist() == [own["the"] + shift, own["cat"] + shift, own["sat"] + shift, 0]
@@ -132,7 +132,7 @@ def test_a_tokenizers_file_has_padding_0_whatever_it_has_itself(
     assert got.ids[2].tolist() == [0] * 4
     assert got.vocabulary == len(own) + shift
     assert got.sha == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert encoded(["the cat", "the cat sat on"], str(path), 0, 3).cut_share == 0.5
+    assert token_ids(["the cat", "the cat sat on"], str(path), 0, 3).cut_share == 0.5
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_wrong_settings_are_one_line(
     tokenizer: str, vocabulary: int, length: int, says: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        encoded(TEXTS, tokenizer, vocabulary, length)
+        token_ids(TEXTS, tokenizer, vocabulary, length)
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -173,25 +173,25 @@ def test_a_file_that_is_no_tokenizer_is_one_line(
     if content is not None:
         path.write_bytes(content.encode("latin1"))
     with pytest.raises(ConfigError) as raised:
-        encoded(TEXTS, str(path), 0, 4)
+        token_ids(TEXTS, str(path), 0, 4)
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_a_tokenizer_that_draws_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has dropout"):
-        encoded(TEXTS, str(written(tmp_path, None, dropout=0.5)), 0, 4)
+        token_ids(TEXTS, str(written(tmp_path, None, dropout=0.5)), 0, 4)
 
 
 @pytest.mark.parametrize(("text", "says"), [(None, "text 1 is a NoneType"), (3, "text 1 is a int")])
 def test_what_is_no_text_is_named(text: object, says: str) -> None:
     with pytest.raises(DataError, match=says):
-        encoded(["a", text], "words", 10, 4)  # type: ignore[list-item]
+        token_ids(["a", text], "words", 10, 4)  # type: ignore[list-item]
 
 
 def test_half_a_character_is_named() -> None:
     with pytest.raises(DataError, match="text 1"):
-        encoded(["a", "\ud800"], "bytes", 10, 4)
+        token_ids(["a", "\ud800"], "bytes", 10, 4)
 
 
 def bomb(*normalizers: dict[str, object], **fields: object) -> dict[str, object]:
@@ -237,7 +237,7 @@ def test_a_tokenizers_file_cannot_exhaust_the_memory(attack: str, tmp_path: Path
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(BOMBS[attack]))
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        encoded(["a a a"], str(path), 0, 4)
+        token_ids(["a a a"], str(path), 0, 4)
 
 
 def test_a_tokenizers_file_is_read_in_one_way(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_tokenizers_file_is_read_in_one_way(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(bomb())[:-1] + ', "normalizer": null}')
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        encoded(["a"], str(path), 0, 4)
+        token_ids(["a"], str(path), 0, 4)
 
 
 def test_usual_normalisers_are_no_bomb(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_usual_normalisers_are_no_bomb(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     usual = [replacing("...", String="…"), replacing("a", Regex=" {2,}"), {"type": "NFKC"}]
     path.write_text(json.dumps(bomb(*usual, {"type": "Prepend", "prepend": "a"})))
-    assert encoded(["a"], str(path), 0, 4).vocabulary == 3
+    assert token_ids(["a"], str(path), 0, 4).vocabulary == 3
 
 
 def splitting(expression: str) -> dict[str, object]:
@@ -283,7 +283,7 @@ def test_an_expression_of_a_tokenizers_file_cannot_take_forever(
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(splitting(expression)))
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        encoded([text], str(path), 0, 4)
+        token_ids([text], str(path), 0, 4)
 
 
 def test_long_texts_are_not_slow_with_the_expression_of_gpt_2(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_long_texts_are_not_slow_with_the_expression_of_gpt_2(tmp_path: Path) ->
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(splitting(expression)))
     texts = ["a", "a b " * 20_000, "b"]
-    together = encoded(texts, str(path), 0, 8)
-    alone = [encoded([text], str(path), 0, 8).ids[0].tolist() for text in texts]
+    together = token_ids(texts, str(path), 0, 8)
+    alone = [token_ids([text], str(path), 0, 8).ids[0].tolist() for text in texts]
     assert together.ids.tolist() == alone
     assert together.cut_share == 1 / 3

@@ -463,7 +463,7 @@ class TokenIds:
     """The SHA-256 of the tokenizer file, if there is one."""
 
 
-def encoded(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int) -> TokenIds:
+def token_ids(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int) -> TokenIds:
     """Encode texts as token ids.
 
     tokenizer: one of
@@ -480,9 +480,9 @@ def encoded(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int) 
     Raises ConfigError for an unknown tokenizer, an invalid file, or numbers out of range, and
     DataError for a value that is not a text.
 
-    >>> encoded(["A cat, a cat", ""], "words", 100, 3).ids.tolist()
+    >>> token_ids(["A cat, a cat", ""], "words", 100, 3).ids.tolist()
     [[46, 92, 46], [0, 0, 0]]
-    >>> encoded(["Hi"], "bytes", 0, 3).ids.tolist()
+    >>> token_ids(["Hi"], "bytes", 0, 3).ids.tolist()
     [[73, 106, 0]]
     """
     if length < 1:

@@ -18,7 +18,7 @@ from fedstill.core.errors import ConfigError, DataError, on_one_line
 from fedstill.core.fields import kind_text
 from fedstill.core.process_settings import process_settings
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
-from fedstill.data.encoding import MARK_SUFFIX, category_name, encoded, table_rows, with_marks
+from fedstill.data.encoding import MARK_SUFFIX, category_name, table_rows, token_ids, with_marks
 from fedstill.data.sources.tables import with_missing
 from fedstill.models.functional import channels_last
 from fedstill.models.predictors import module_of
@@ -63,7 +63,7 @@ def encode(
 def _encode_texts(about: DatasetInfo, texts: Any, length: int) -> Tensor:
     if isinstance(texts, str):
         texts = [texts]
-    ids = encoded(list(texts), about.tokenizer, about.vocabulary, length)
+    ids = token_ids(list(texts), about.tokenizer, about.vocabulary, length)
     if ids.sha != about.tokenizer_sha:
         raise ConfigError(
             f"encode: {about.tokenizer} is not the file that the run was trained with; restore it"

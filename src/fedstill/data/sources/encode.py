@@ -29,11 +29,11 @@ from fedstill.data.dataset import (
 )
 from fedstill.data.encoding import (
     Categories,
+    Floats,
     TableInputs,
     category_name,
     column_of_feature,
     distinct_values,
-    encoded,
     first_features,
     float_values,
     lost_precision,
@@ -42,6 +42,7 @@ from fedstill.data.encoding import (
     numbers,
     row_numbers,
     table_rows,
+    token_ids,
     with_marks,
 )
 from fedstill.data.sources.checks import RawSplit, checked_label, decoded_with_class_ids
@@ -145,7 +146,9 @@ def frames_of(
     return frames
 
 
-def schema_of(source: str, frames: Mapping[str, Frame], request: ReadRequest) -> TableSchema | None:
+def schema_of_frames(
+    source: str, frames: Mapping[str, Frame], request: ReadRequest
+) -> TableSchema | None:
     """The schema of the columns of the first split; None for images."""
     first_split = min(frames, key=SPLITS.index)
     frame = frames[first_split]
@@ -306,7 +309,7 @@ def _text_values(source: str, tables: Tables, options: ReadingOptions) -> _Encod
             raise DataError(
                 f"{source}, {split}: example {row} has no text; remove the row or add a text"
             )
-        tokens = encoded(column.to_pylist(), options.tokenizer, options.vocabulary, length)
+        tokens = token_ids(column.to_pylist(), options.tokenizer, options.vocabulary, length)
         values[split] = tokens.ids
         info = replace(info, vocabulary=tokens.vocabulary, tokenizer_sha=tokens.sha)
         if tokens.cut_share:
@@ -617,9 +620,6 @@ def _texts_as_bytes(texts: Sequence[Any]) -> bytes:
 
 
 # A column of lists as an array: vectors, or the channels of series.
-
-
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from fedstill.data.sources.checks import (
     decoded_with_class_ids,
     file_errors,
 )
-from fedstill.data.sources.encode import owners_of, read_frames, schema_of
+from fedstill.data.sources.encode import owners_of, read_frames, schema_of_frames
 from fedstill.data.sources.images import (
     IMAGE_SUFFIXES,
     TWELVE_BITS,
@@ -433,7 +433,7 @@ def read_without_images(
     source: str, frames: Mapping[str, Frame], request: ReadRequest
 ) -> Decoded | None:
     """The rows of {split: frame} as arrays of columns other than images; None for images."""
-    schema = schema_of(source, frames, request)
+    schema = schema_of_frames(source, frames, request)
     if schema is None:
         return None
     check_not_encoded(source, request)
