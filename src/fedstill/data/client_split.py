@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 Positions = NDArray[np.int64]
 """Positions of examples in a training set."""
+
+RandomStream = np.random.RandomState | np.random.Generator
+"""NumPy's legacy generator, or a newer one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +85,15 @@ class ClientSplit(Sequence[Positions]):
         ends = self.ends.copy()
         ends[client:] += len(positions)
         return ClientSplit(np.insert(self.positions, end, positions), ends)
+
+    def shuffle_in_place(self, stream_of: Callable[[int], RandomStream]) -> None:
+        """Shuffle each client's examples, one client after another.
+
+        stream_of: the random numbers for a client.
+        """
+        # Shuffling a single example draws nothing.
+        for client in np.flatnonzero(self.sizes > 1).tolist():
+            stream_of(client).shuffle(self[client])  # in place, because it is a view
 
     def label_counts(self, labels: NDArray[Any], classes: int) -> LabelCounts:
         """The label counts of each client, from the labels of all training examples."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fedstill.core.errors import InfeasiblePartition
 from fedstill.core.fields import Count, Positive, Seed, Share
 from fedstill.core.keys import generator, numpy_generator
-from fedstill.data.client_split import ClientSplit, Positions
+from fedstill.data.client_split import ClientSplit, Positions, RandomStream
 from fedstill.data.partition.rules import (
     ClassAllocation,
     Clients,
@@ -105,16 +105,13 @@ def _client_sizes(pieces: Sequence[ClassPieces] | None, clients: int) -> Counts:
     return sizes
 
 
-def _shuffled_split(
-    pieces: Sequence[ClassPieces], stream: np.random.RandomState | np.random.Generator
-) -> ClientSplit:
+def _shuffled_split(pieces: Sequence[ClassPieces], stream: RandomStream) -> ClientSplit:
     """The split that gives each client its pieces of all classes, in random order."""
     clients = np.arange(len(pieces[0].sizes))
     owners = np.concatenate([np.repeat(clients, piece.sizes) for piece in pieces])
     examples = np.concatenate([piece.examples for piece in pieces])
     split = ClientSplit.of_owners(examples, owners, len(clients))
-    for client in np.flatnonzero(split.sizes > 1).tolist():  # shuffling one example draws nothing
-        stream.shuffle(split[client])  # in place, because it is a view
+    split.shuffle_in_place(lambda client: stream)
     return split
 
 
@@ -604,6 +601,5 @@ def hiper(labels: Labels, clients: Count, alpha: Positive, seed: Seed = 42) -> P
     split = ClientSplit.of_owners(
         np.concatenate(examples_of_class), np.concatenate(owners), clients
     )
-    for client in np.flatnonzero(split.sizes > 1).tolist():  # shuffling one example draws nothing
-        legacy_stream(seed + client).shuffle(split[client])  # in place, because it is a view
+    split.shuffle_in_place(lambda client: legacy_stream(seed + client))
     return split
