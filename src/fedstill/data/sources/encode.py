@@ -183,7 +183,7 @@ def _split_tables(source: str, frames: Mapping[str, Frame], schema: TableSchema)
         part = str(single_file(frame.files) or f"{source}, {split}")
         first_part = first_part or part
         _check_columns(part, frame, first_part, schema)
-        table = frame.read(schema.names, optional)
+        table = frame.read(schema.names, optional=optional)
         if not len(table):
             raise DataError(f"{part} holds no examples; leave the file out or download it again")
         first_table = next(iter(tables.values()), table)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +54,7 @@ from fedstill.data.sources.splits import (
     split_images,
     split_named,
 )
-from fedstill.data.sources.tables import Frame, ImageFrame
+from fedstill.data.sources.tables import Frame, ImageFrame, LabelledImage
 
 # The images of a split. Large images are decoded in several threads. Results and errors are used in
 # the order of the rows, so that they do not depend on the number of threads.
@@ -101,8 +101,8 @@ class ImageRows:
     """The largest pixel of images with 16 bits per pixel, if there are any."""
 
 
-def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows:
-    """Decode the images of a split and check their labels, given (image, label) of each row.
+def read_rows(pictures: Pictures, labelled_images: Iterable[LabelledImage]) -> ImageRows:
+    """Decode the images of a split and check their labels.
 
     Broken images are left out, and rows without a label if the request allows it. Raises DataError
     if no image is left, and for the first row with an unusable label or image.
@@ -114,7 +114,7 @@ def read_rows(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> ImageRows
     unlabelled = 0
     count = 0
     # Decoders warn about irregular files. The filter applies to all threads.
-    with catch_warnings(), contextlib.closing(_decoded(pictures, cells)) as rows:
+    with catch_warnings(), contextlib.closing(_decoded(pictures, labelled_images)) as rows:
         simplefilter("ignore")
         for row in rows:
             count += 1
@@ -152,40 +152,41 @@ class _Row:
     """A row of a split: its encoded image, its label and, once decoded, a picture or an error."""
 
     index: int
-    cell: Any
+    image: Any
+    """As in ``LabelledImage``; None once it is decoded."""
     label: Any
     picture: Picture | None = None
     error: Exception | None = None
     """BrokenImage, or an error that ends the reading when this row is reached."""
 
     @property
-    def bytes(self) -> int:
+    def encoded_bytes(self) -> int:
         """The bytes of the encoded image or PIL image, if they are in memory."""
-        if isinstance(self.cell, Image.Image):
-            return self.cell.width * self.cell.height * len(self.cell.getbands())
-        if isinstance(self.cell, Mapping):
-            return len(self.cell.get("bytes") or b"")
+        if isinstance(self.image, Image.Image):
+            return self.image.width * self.image.height * len(self.image.getbands())
+        if isinstance(self.image, Mapping):
+            return len(self.image.get("bytes") or b"")
         return 0
 
     def decode(self, pictures: Pictures) -> None:
         """Replace the encoded image by a picture or an error."""
         if self.error is None:
             try:
-                self.picture = pictures.decoded(self.cell, self.index)
+                self.picture = pictures.decoded(self.image, self.index)
             except BrokenImage as broken:
                 # A new exception, because the traceback of the old one keeps the bytes.
                 self.error = BrokenImage(broken.name, broken.reason)
             except Exception as error:
                 self.error = error
-        self.cell = None
+        self.image = None
 
 
-def _decoded(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> Generator[_Row]:
+def _decoded(pictures: Pictures, labelled_images: Iterable[LabelledImage]) -> Generator[_Row]:
     """The decoded rows of a split, in order.
 
     The size of the first image decides whether the others are decoded in threads.
     """
-    rows = _numbered(cells)
+    rows = _numbered(labelled_images)
     for row in rows:
         row.decode(pictures)
         yield row
@@ -194,12 +195,12 @@ def _decoded(pictures: Pictures, cells: Iterable[tuple[Any, Any]]) -> Generator[
             yield from _decoded_by_threads(pictures, rows, min(TASK_ROWS, max(1, row_count)))
 
 
-def _numbered(cells: Iterable[tuple[Any, Any]]) -> Iterator[_Row]:
+def _numbered(labelled_images: Iterable[LabelledImage]) -> Iterator[_Row]:
     """The rows. A reading error becomes a row, so that it is raised after the rows before it."""
     index = -1
     try:
-        for index, (cell, label) in enumerate(cells):
-            yield _Row(index, cell, label)
+        for index, (image, label) in enumerate(labelled_images):
+            yield _Row(index, image, label)
     except Exception as error:
         yield _Row(index + 1, None, None, error=error)
 
@@ -209,7 +210,7 @@ class _Task:
     """Rows that one thread decodes, and the bytes of their encoded images."""
 
     rows: Future[list[_Row]]
-    bytes: int
+    encoded_bytes: int
 
 
 def _decoded_by_threads(
@@ -230,14 +231,20 @@ def _decoded_by_threads(
     tasks: deque[_Task] = deque()
     try:
         for batch in _batches(rows, row_count):
-            encoded_bytes = sum(row.bytes for row in batch)
+            encoded_bytes = sum(row.encoded_bytes for row in batch)
             tasks.append(_Task(pool.submit(decode, batch), encoded_bytes))
-            while len(tasks) > TASKS_AHEAD or sum(task.bytes for task in tasks) > ENCODED_BYTES:
+            while _are_too_many(tasks):
                 yield from tasks.popleft().rows.result()
         while tasks:
             yield from tasks.popleft().rows.result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _are_too_many(tasks: Collection[_Task]) -> bool:
+    """Whether more tasks or bytes wait for threads than the limits permit."""
+    encoded_bytes = sum(task.encoded_bytes for task in tasks)
+    return len(tasks) > TASKS_AHEAD or encoded_bytes > ENCODED_BYTES
 
 
 def _batches(rows: Iterator[_Row], row_count: int) -> Iterator[list[_Row]]:
@@ -246,7 +253,7 @@ def _batches(rows: Iterator[_Row], row_count: int) -> Iterator[list[_Row]]:
     size = 0
     for row in rows:
         batch.append(row)
-        size += row.bytes
+        size += row.encoded_bytes
         if len(batch) == row_count or size > TASK_PIXELS:
             yield batch
             batch = []
@@ -296,7 +303,7 @@ class _Stack:
 # The images of a data set.
 
 
-def labelled_images(
+def decoded_images(
     source: str,
     splits: Mapping[str, ImageRows],
     request: ReadRequest,
@@ -419,8 +426,8 @@ def read_columns(
         label = label_column(source, frame.schema, request)
         names = names or class_names(frame.schema, label)
         pictures = Pictures(f"{source}, {split}", request, frame.rows, within)
-        rows[split] = read_rows(pictures, frame.cells(image, label))
-    data = labelled_images(source, rows, request, names)
+        rows[split] = read_rows(pictures, frame.labelled_images(image, label))
+    data = decoded_images(source, rows, request, names)
 
     owner = request.options.owner
     if not owner:
@@ -492,8 +499,8 @@ def read_image_folder(place: Path, files: Sequence[Path], request: ReadRequest) 
     rows = {}
     for split, paths in splits.files.items():
         pictures = Pictures(f"{place}, {split}", request, len(paths), place)
-        rows[split] = read_rows(pictures, ((path, path.parent.name) for path in paths))
-    data = labelled_images(str(place), rows, request, None)
+        rows[split] = read_rows(pictures, (LabelledImage(path, path.parent.name) for path in paths))
+    data = decoded_images(str(place), rows, request, None)
     data = replace(data, about=data.about.with_warnings(warning, *splits.warnings))
     if request.options.owner != FILE:
         return data
@@ -606,7 +613,7 @@ def read_unlabelled(place: Path, request: ReadRequest | None = None) -> Unlabell
         size_remedy="set data.public_resize = true to resize all",
     )
     with file_errors(place):
-        rows = read_rows(pictures, ((path, 0) for path in paths))
+        rows = read_rows(pictures, (LabelledImage(path, 0) for path in paths))
     if request.broken == "refuse":
         check_broken(str(place), rows.broken, can_skip=True)
     warnings = image_warnings(str(place), {"the public set": rows})

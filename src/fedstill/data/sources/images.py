@@ -160,22 +160,22 @@ class Pictures:
     """The advice for images of different sizes."""
     _budget: PixelBudget = field(default_factory=lambda: PixelBudget(MAX_PIXELS), repr=False)
 
-    def decoded(self, cell: Any, index: int) -> Picture:
+    def decoded(self, image: Any, index: int) -> Picture:
         """Decode image number ``index`` of the split.
 
-        cell: a PIL image, the path of a file, or a table's {"bytes": …, "path": …}. Raises
+        image: a PIL image, the path of a file, or a table's {"bytes": …, "path": …}. Raises
         BrokenImage for an image that is missing or cannot be decoded, and DataError for an image
         that is too large, has an unsupported mode or several pages, or is outside of the data set.
         """
         name = f"{self.source}: example {index}"
-        if isinstance(cell, Path):
-            name = str(cell)
+        if isinstance(image, Path):
+            name = str(image)
         try:
-            if isinstance(cell, Image.Image):
+            if isinstance(image, Image.Image):
                 with decoding_errors(name):
-                    return self._checked(name, cell, index)
+                    return self._checked(name, image, index)
             with (
-                self._file(name, cell) as file,
+                self._file(name, image) as file,
                 decoding_errors(name),
                 Image.open(file, formats=_formats()) as picture,
             ):
@@ -253,16 +253,16 @@ class Pictures:
         stored_pixels = picture.width * picture.height
         return Picture(name, channels_first, stored_pixels, largest)
 
-    def _file(self, name: str, cell: Any) -> contextlib.AbstractContextManager[IO[bytes]]:
-        if cell is None:
+    def _file(self, name: str, image: Any) -> contextlib.AbstractContextManager[IO[bytes]]:
+        if image is None:
             raise BrokenImage(name, "has no image")
-        if isinstance(cell, Path):
-            return _plain_file(name, cell)
-        data = cell.get("bytes")
+        if isinstance(image, Path):
+            return _plain_file(name, image)
+        data = image.get("bytes")
         if data is not None:
             _check_file_size(name, len(data))
             return io.BytesIO(data)
-        path = cell.get("path")
+        path = image.get("path")
         if not isinstance(path, str) or not path:
             raise BrokenImage(name, "has neither bytes nor a path")
         if isinstance(self.within, str) and _on_hub(path, self.within):

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from fedstill.data.sources.image_sets import read_columns
 from fedstill.data.sources.load import FIELDS, ROWS_AT_ONCE, request_of_fields
 from fedstill.data.sources.schema import class_names, index_columns
 from fedstill.data.sources.splits import SPLITS, names_by_split, split_named
-from fedstill.data.sources.tables import normalised, with_missing
+from fedstill.data.sources.tables import LabelledImage, normalised, with_missing
 from fedstill.data.sources.tensors import (
     ItemsRead,
     LoaderData,
@@ -286,16 +287,16 @@ class ArrowFrame:
         """The number of rows."""
         return len(self.table)
 
-    def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
+    def read(self, names: Sequence[str], *, optional: bool = False) -> pa.Table:
         """All rows of some columns."""
         return with_missing(self.table.select(list(names)), self.options.missing_values)
 
-    def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
+    def labelled_images(self, image: str, label: str) -> Iterator[LabelledImage]:
         """Each row's encoded image and label."""
         for batch in self.table.select([image, label]).to_batches(ROWS_AT_ONCE):
             images = batch.column(image).to_pylist()
             labels = batch.column(label).to_pylist()
-            yield from zip(images, labels, strict=True)
+            yield from starmap(LabelledImage, zip(images, labels, strict=True))
 
 
 def _resolved(source: _Source) -> _Source:

@@ -10,6 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ from fedstill.data.sources.folders import (
 )
 from fedstill.data.sources.image_sets import read_columns
 from fedstill.data.sources.splits import names_by_split
-from fedstill.data.sources.tables import normalised, stored_names, with_missing
+from fedstill.data.sources.tables import LabelledImage, normalised, stored_names, with_missing
 
 OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(ReadingOptions))
 """Fields of ``load_dataset`` on the conversion of columns to examples."""
@@ -469,7 +470,7 @@ class HubFrame:
             return pa.schema([])
         return normalised(self.name, self.stream.features.arrow_schema)
 
-    def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
+    def read(self, names: Sequence[str], *, optional: bool = False) -> pa.Table:
         """All rows of some columns; raises DataError if they exceed the limits.
 
         optional: ignored, because all rows of a stream have the same columns.
@@ -487,7 +488,7 @@ class HubFrame:
         table = pa.concat_tables(tables).combine_chunks().rename_columns(list(names))
         return with_missing(table, self.options.missing_values)
 
-    def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
+    def labelled_images(self, image: str, label: str) -> Iterator[LabelledImage]:
         """Each row's encoded image and label."""
         import datasets
 
@@ -498,7 +499,7 @@ class HubFrame:
             image, datasets.Image(decode=False)
         )
         for batch in stream.iter(batch_size=ROWS_AT_ONCE):
-            yield from zip(batch[image], batch[label], strict=True)
+            yield from starmap(LabelledImage, zip(batch[image], batch[label], strict=True))
 
 
 def _check_hub_has(name: str, remedy: str) -> None:

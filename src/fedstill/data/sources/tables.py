@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import starmap
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -43,7 +44,7 @@ class Frame(Protocol):
     def rows(self) -> int:
         """The number of rows, 0 if it is unknown."""
 
-    def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
+    def read(self, names: Sequence[str], *, optional: bool = False) -> pa.Table:
         """All rows of some columns, in order; the column ``FILE`` contains the clients of the
         files.
 
@@ -51,11 +52,19 @@ class Frame(Protocol):
         """
 
 
+class LabelledImage(NamedTuple):
+    """The image and the label of an example, as they were read."""
+
+    image: Any
+    """A PIL image, the path of a file, or the bytes or path in a table: {"bytes": …, "path": …}."""
+    label: Any
+
+
 class ImageFrame(Frame, Protocol):
     """The rows of a split, which may have a column of encoded images."""
 
-    def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
-        """Each row's encoded image, as ``{"bytes": …, "path": …}``, and its label."""
+    def labelled_images(self, image: str, label: str) -> Iterator[LabelledImage]:
+        """Each row's encoded image and label, from the columns of these names."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +112,16 @@ class ParquetFrame(FileFrame):
         """The number of rows according to the files' metadata."""
         return sum(checked_metadata(path).num_rows for path in self.files)
 
-    def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
+    def labelled_images(self, image: str, label: str) -> Iterator[LabelledImage]:
         """Each row's encoded image and label.
 
         Raises DataError for columns of other types, and for images that exceed the limits.
         """
         for path in self.files:
             with file_errors(path):
-                yield from _image_cells(path, image, label)
+                yield from _labelled_images(path, image, label)
 
-    def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
+    def read(self, names: Sequence[str], *, optional: bool = False) -> pa.Table:
         """Some columns of all files. All files must have these columns, regardless of ``optional``.
 
         Raises DataError for a file that lacks a column or exceeds the limits.
@@ -208,7 +217,7 @@ class _ColumnReader:
     metadata: pq.FileMetaData
     file: pq.ParquetFile
     types: Mapping[str, pa.DataType]
-    bytes: int = 0
+    bytes_read: int = 0
 
     def columns(self, names: Sequence[str], batch_rows: int) -> dict[str, pa.ChunkedArray]:
         """Some columns, read together in batches of rows."""
@@ -237,9 +246,9 @@ class _ColumnReader:
         return column.cast(column.type.value_type)
 
     def _count(self, count: int) -> None:
-        self.bytes += count
-        check_size(self.path, self.bytes)
-        check_ratio(self.path, self.bytes, self.path.stat().st_size)
+        self.bytes_read += count
+        check_size(self.path, self.bytes_read)
+        check_ratio(self.path, self.bytes_read, self.path.stat().st_size)
 
     def _joined(
         self, batches: Sequence[pa.RecordBatch], names: Sequence[str]
@@ -353,7 +362,7 @@ bytes.
 """
 
 
-def _image_cells(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]]:
+def _labelled_images(path: Path, image: str, label: str) -> Iterator[LabelledImage]:
     """Each row's encoded image and label, from one file."""
     metadata = checked_metadata(path)
     schema = pq.read_schema(path)
@@ -373,13 +382,14 @@ def _image_cells(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]
     unpacked = 0
     with pq.ParquetFile(path, buffer_size=PAGE_BUFFER, pre_buffer=False) as file:
         for batch in file.iter_batches(batch_size=batch_size, columns=names, use_threads=False):
-            images = batch.column(image).to_pylist()
+            images = [
+                _encoded_image(value, image_type) for value in batch.column(image).to_pylist()
+            ]
             labels = batch.column(label).to_pylist()
-            cells = [_as_cell(value, image_type) for value in images]
-            count += len(cells)
-            unpacked += sum(len((cell or {}).get("bytes") or b"") for cell in cells)
+            count += len(images)
+            unpacked += sum(len((encoded or {}).get("bytes") or b"") for encoded in images)
             check_ratio(path, unpacked, stored_bytes)
-            yield from zip(cells, labels, strict=True)
+            yield from starmap(LabelledImage, zip(images, labels, strict=True))
     _check_row_count(path, metadata, count)
 
 
@@ -391,7 +401,7 @@ def _has_dictionary(metadata: pq.FileMetaData, columns: Sequence[str]) -> bool:
     )
 
 
-def _as_cell(value: Any, arrow_type: pa.DataType) -> dict[str, Any] | None:
+def _encoded_image(value: Any, arrow_type: pa.DataType) -> dict[str, Any] | None:
     """An image as {"bytes": …} or {"path": …}, from a column of records, bytes or paths."""
     if value is None or pa.types.is_struct(arrow_type):
         return value  # type: ignore[no-any-return]
@@ -476,7 +486,7 @@ class CsvFrame(FileFrame):
                 fields.setdefault(field.name, []).append(field)
         return pa.schema([_common_field(candidates) for candidates in fields.values()])
 
-    def read(self, names: Sequence[str], optional: bool = False) -> pa.Table:
+    def read(self, names: Sequence[str], *, optional: bool = False) -> pa.Table:
         """Some columns of all files; DataError if a file lacks a column, or if types differ."""
         in_files = [name for name in names if name != FILE]
         tables = []

@@ -40,6 +40,7 @@ from fedstill.data.sources.checks import (
 from fedstill.data.sources.image_sets import check_broken, image_warnings, read_rows
 from fedstill.data.sources.images import Pictures, check_single_page, decoding_errors
 from fedstill.data.sources.splits import SPLITS
+from fedstill.data.sources.tables import LabelledImage
 
 Array = Tensor | NDArray[Any]
 """A torch tensor or a NumPy array."""
@@ -465,13 +466,13 @@ class TorchItems:
         """PIL images as (N, C, H, W), decoded like image files."""
         labels = []
 
-        def cells() -> Iterator[tuple[Image.Image, int]]:
+        def labelled_images() -> Iterator[LabelledImage]:
             for index in range(count):
                 picture, label = self._item(index)
                 labels.append(self._label(index, label))
-                yield self._loaded(index, picture), 0
+                yield LabelledImage(self._loaded(index, picture), 0)
 
-        rows = read_rows(Pictures(self.part, self.request, count), cells())
+        rows = read_rows(Pictures(self.part, self.request, count), labelled_images())
         check_broken(self.part, rows.broken, can_skip=False)
         warnings = image_warnings(self.part, {"train": rows})
         return ItemsRead(rows.images, np.array(labels), tuple(warnings))
