@@ -78,11 +78,7 @@ def read_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema) -
     options = schema.options
     split_tables = _split_tables(source, frames, schema)
     tables = split_tables.tables
-    # A message about a missing value looks up its text in the frame. If a column divides the rows
-    # into splits, row numbers of a split and of the frame differ.
-    frames_of_messages: Mapping[str, Frame] = frames
-    if options.split_column:
-        frames_of_messages = {}
+    frames_of_messages = _frames_of_messages(frames, options)
     owners = NO_OWNERS
     if options.owner:
         owners = owners_of(source, tables, options.owner, frames_of_messages)
@@ -104,16 +100,26 @@ def read_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema) -
         raw_splits[split] = rows.examples(schema.label, complete.mask)
     _check_label_types(source, raw_splits)
 
-    digests = {}
-    if schema.has_checksums and not options.length:
-        digests = {split: _digests(table, schema) for split, table in tables.items()}
     first_table = next(iter(tables.values()))
     warnings = _column_warnings(schema, first_table, raw_splits)
     return replace(
         decoded_with_class_ids(raw_splits, schema.classes),
-        source_digests=digests,
+        source_digests=_source_digests(tables, schema),
         about=info.with_warnings(split_tables.warning, *warnings),
     )
+
+
+def _frames_of_messages(
+    frames: Mapping[str, Frame], options: ReadingOptions
+) -> Mapping[str, Frame]:
+    """The frames in which a message about a missing value looks up its text.
+
+    There are none if a column divides the rows into splits, because row numbers of a split and of
+    the frame then differ.
+    """
+    if options.split_column:
+        return {}
+    return frames
 
 
 def _column_warnings(
@@ -589,30 +595,44 @@ def owners_of(
 # Checksums of known data sets.
 
 
+def _source_digests(tables: Tables, schema: TableSchema) -> dict[str, Digests]:
+    """The digests of each split; empty for data without known checksums, or with cut examples."""
+    if not schema.has_checksums or schema.options.length:
+        return {}
+    return {split: _digests(table, schema) for split, table in tables.items()}
+
+
 def _digests(table: pa.Table, schema: TableSchema) -> Digests:
     """The digests of the raw inputs and labels.
 
     Numbers are hashed as float32, row by row, and texts as UTF-8 with a zero byte after each. A
     label is one byte, as for images; labels that are names are hashed as texts.
     """
-    options = schema.options
-    labels = table[schema.label].to_pylist()
-    if options.kind == "text":
-        inputs = _texts_as_bytes(table[options.input].to_pylist())
-    elif options.kind == "table":
-        columns = [name for name in options.columns if holds_numbers(table[name].type)]
-        stacked = np.empty(0)
-        if columns:
-            stacked = np.stack([numbers(table[name]) for name in columns], 1)
-        inputs = stacked.astype("<f4").tobytes()
-    else:
-        inputs = _lists("", table, options).values().astype("<f4").tobytes()
+    inputs = _inputs_as_bytes(table, schema.options)
+    labels = _labels_as_bytes(table[schema.label].to_pylist())
+    return Digests(hashlib.sha256(inputs).hexdigest(), hashlib.sha256(labels).hexdigest())
 
+
+def _inputs_as_bytes(table: pa.Table, options: ReadingOptions) -> bytes:
+    if options.kind == "text":
+        return _texts_as_bytes(table[options.input].to_pylist())
+    if options.kind == "table":
+        return _rows_as_bytes(table, options.columns)
+    return _lists("", table, options).values().astype("<f4").tobytes()
+
+
+def _rows_as_bytes(table: pa.Table, names: Sequence[str]) -> bytes:
+    """The numeric columns among ``names``, row by row."""
+    columns = [numbers(table[name]) for name in names if holds_numbers(table[name].type)]
+    if not columns:
+        return b""
+    return np.stack(columns, 1).astype("<f4").tobytes()
+
+
+def _labels_as_bytes(labels: Sequence[Any]) -> bytes:
     if all(isinstance(label, int) and 0 <= label < 256 for label in labels):
-        label_bytes = bytes(labels)
-    else:
-        label_bytes = _texts_as_bytes(labels)
-    return Digests(hashlib.sha256(inputs).hexdigest(), hashlib.sha256(label_bytes).hexdigest())
+        return bytes(labels)
+    return _texts_as_bytes(labels)
 
 
 def _texts_as_bytes(texts: Sequence[Any]) -> bytes:

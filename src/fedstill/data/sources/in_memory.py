@@ -192,11 +192,7 @@ def _python_data(
     for split, common_data in common.items():
         if common_data is None:
             continue
-        if any(source.split == split for source in sources):
-            replaced = f"the {split} set in data"
-            if clients:
-                replaced = f"the clients' own {split} sets"
-            warnings.append(f"{split}= replaces {replaced}")
+        warnings.append(_replacement_warning(split, sources, has_clients=bool(clients)))
         sources = [source for source in sources if source.split != split]
         sources.append(_Source(f"{name}, {split}", split, None, common_data))
 
@@ -210,6 +206,16 @@ def _python_data(
         fields=fields,
         warnings=tuple(filter(None, warnings)),
     )
+
+
+def _replacement_warning(split: str, sources: Sequence[_Source], *, has_clients: bool) -> str:
+    """A warning about data of a split that a common split replaces, or ""."""
+    if all(source.split != split for source in sources):
+        return ""
+    replaced = f"the {split} set in data"
+    if has_clients:
+        replaced = f"the clients' own {split} sets"
+    return f"{split}= replaces {replaced}"
 
 
 def _client_names(name: str, data: Any) -> tuple[str, ...]:
@@ -309,23 +315,37 @@ def _resolved(source: _Source) -> _Source:
         warnings.append(loaded.warning)
     table: pa.Table | None = None
     if _is_of(data, "datasets", "Dataset"):
-        table = data.with_format("arrow", columns=data.format["columns"])[:]
-        table = table.replace_schema_metadata(data.features.arrow_schema.metadata)
-        if data.format["type"] == "custom":
-            warnings.append(
-                "the transform of the Hugging Face data set is not applied; apply it with map()"
-            )
+        table = _table_of_hugging_face(data)
+        warnings.append(_transform_warning(data))
     elif hasattr(data, "__arrow_c_stream__"):
-        try:
-            table = _without_unnamed_index(pa.table(data))
-        except (pa.ArrowException, ValueError, TypeError) as error:
-            raise DataError(
-                f"{source.part}: pyarrow cannot convert the {type(data).__name__} to columns "
-                f"({on_one_line(error)}); every column needs a single type and a unique name"
-            ) from error
+        table = _table_of_arrow(source.part, data)
     if table is not None:
         table = _with_plain_columns(source.part, table)
     return replace(source, data=data, table=table, warnings=tuple(filter(None, warnings)))
+
+
+def _table_of_hugging_face(data: Any) -> pa.Table:
+    """The columns of a Hugging Face data set, with the metadata of their types."""
+    table = data.with_format("arrow", columns=data.format["columns"])[:]
+    return table.replace_schema_metadata(data.features.arrow_schema.metadata)
+
+
+def _transform_warning(data: Any) -> str:
+    """A warning about a Hugging Face data set with a transform, or ""."""
+    if data.format["type"] != "custom":
+        return ""
+    return "the transform of the Hugging Face data set is not applied; apply it with map()"
+
+
+def _table_of_arrow(part: str, data: Any) -> pa.Table:
+    """The columns of a DataFrame or another table; DataError if pyarrow cannot convert it."""
+    try:
+        return _without_unnamed_index(pa.table(data))
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        raise DataError(
+            f"{part}: pyarrow cannot convert the {type(data).__name__} to columns "
+            f"({on_one_line(error)}); every column needs a single type and a unique name"
+        ) from error
 
 
 def _without_unnamed_index(table: pa.Table) -> pa.Table:
