@@ -25,9 +25,9 @@ from PIL import Image, ImageFile
 
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.data.dataset import ReadRequest
-from fedstill.data.sources import checks, load_dataset
+from fedstill.data.sources import files, load_dataset
 from fedstill.data.sources import images as pictures
-from fedstill.data.sources.checks import check_size, file_errors, memory_bytes, most_bytes
+from fedstill.data.sources.files import check_size, file_errors, memory_bytes, most_bytes
 from fedstill.data.sources.image_sets import read_unlabelled
 from fedstill.data.sources.images import FORMATS, Pictures
 
@@ -81,7 +81,7 @@ def test_the_memory_that_there_is_is_known() -> None:
 
 
 def test_ten_gigabytes_pass_on_a_machine_of_64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "memory_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(files, "memory_bytes", lambda: 64 << 30)
     check_size("x", 10 << 30, 5 << 30)
     with pytest.raises(DataError, match="200 times"):
         check_size("x", 10 << 30, 5 << 20)
@@ -89,7 +89,7 @@ def test_ten_gigabytes_pass_on_a_machine_of_64(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_machine_that_does_not_say_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sysconf")
-    monkeypatch.setattr(checks, "_GROUPS", ())
+    monkeypatch.setattr(files, "_GROUPS", ())
     monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))
     assert most_bytes() == 4 << 30
 
@@ -201,7 +201,7 @@ def test_images_that_are_spoilt_end_in_one_line(kind: str) -> None:
 def test_images_that_together_are_too_many_are_refused_at_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "memory_bytes", lambda: 3 * MEGABYTE)
+    monkeypatch.setattr(files, "memory_bytes", lambda: 3 * MEGABYTE)
     image = encoded(side=64)
     refused(
         "train needs 1.2 MB of memory, .* at most 1.0 MB here",
@@ -336,7 +336,7 @@ def test_an_archive_that_says_that_it_is_larger_than_memory(tmp_path: Path) -> N
 def test_a_bomb_in_one_member_or_in_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "UNLIMITED_BYTES", 3 * MEGABYTE)
+    monkeypatch.setattr(files, "UNLIMITED_BYTES", 3 * MEGABYTE)
     one = lying(tmp_path / "one/a.npz", header("(10, 2000, 2000)") + bytes(40 * MEGABYTE))
     several = tmp_path / "several/a.npz"
     several.parent.mkdir()
@@ -547,7 +547,7 @@ def test_one_value_in_all_rows_is_held_once(tmp_path: Path) -> None:
 def test_one_value_in_all_rows_is_not_decoded_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "UNLIMITED_BYTES", 3 * MEGABYTE)
+    monkeypatch.setattr(files, "UNLIMITED_BYTES", 3 * MEGABYTE)
     image, options = encoded() + bytes(50_000), {"compression": "zstd", "use_dictionary": True}
     place = table(tmp_path / "mine/train-0.parquet", [image] * 1000, [0, 1] * 500, **options)
     refused(
@@ -559,7 +559,7 @@ def test_one_value_in_all_rows_is_not_decoded_for_ever(
 def test_columns_that_unpack_to_too_much_are_refused_from_the_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "UNLIMITED_BYTES", 3 * MEGABYTE)
+    monkeypatch.setattr(files, "UNLIMITED_BYTES", 3 * MEGABYTE)
     options = {"compression": "zstd", "use_dictionary": False}
     place = table(
         tmp_path / "mine/train-0.parquet", [encoded() + bytes(4 * MEGABYTE)] * 5, [0] * 5, **options
@@ -573,7 +573,7 @@ def test_columns_that_unpack_to_too_much_are_refused_from_the_metadata(
 def test_rows_that_are_too_many_are_refused_from_the_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "memory_bytes", lambda: 3 * MEGABYTE)
+    monkeypatch.setattr(files, "memory_bytes", lambda: 3 * MEGABYTE)
     place = table(tmp_path / "mine/train-0.parquet", [None] * 20_000, [0] * 20_000)
     refused(r"train-0\.parquet needs 2.0 MB of memory", place)
 
@@ -628,7 +628,7 @@ def idx(path: Path, shape: tuple[int, ...], data: bytes) -> None:
 def test_an_idx_file_that_lies_about_its_size(
     shape: tuple[int, ...], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "UNLIMITED_BYTES", MEGABYTE)
+    monkeypatch.setattr(files, "UNLIMITED_BYTES", MEGABYTE)
     for prefix in ("train", "t10k"):
         idx(tmp_path / f"mine/{prefix}-images-idx3-ubyte.gz", (10, 4, 4), bytes(160))
         idx(tmp_path / f"mine/{prefix}-labels-idx1-ubyte.gz", (10,), bytes(10))
@@ -699,7 +699,7 @@ def test_a_folder_that_is_clearly_another_is_not_walked_to_its_end(
 ) -> None:
     refused("/ is the root of a file system", Path("/"))
     with monkeypatch.context() as patched:
-        patched.setattr(checks, "MAX_OTHER_FILES", 20)
+        patched.setattr(files, "MAX_OTHER_FILES", 20)
         place = folder_of_images(tmp_path / "mine")
         for k in range(50):
             (place / f"{k}.py").touch()
@@ -707,7 +707,7 @@ def test_a_folder_that_is_clearly_another_is_not_walked_to_its_end(
     deep = tmp_path / "deep" / "/".join("abcdefghij")
     deep.mkdir(parents=True)
     refused("has 9 levels of folders", tmp_path / "deep")
-    monkeypatch.setattr(checks, "FOLDERS_WALKED", 3)
+    monkeypatch.setattr(files, "FOLDERS_WALKED", 3)
     folder_of_images(tmp_path / "wide/train")
     refused("has 4 folders", tmp_path / "wide")
 

@@ -15,7 +15,7 @@ import toys
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.core.records import Examples
-from fedstill.data.sources import checks
+from fedstill.data.sources import files
 from fedstill.running import client_data
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
@@ -86,11 +86,11 @@ def test_images_that_would_be_too_many_when_they_are_resized_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = images(tmp_path / "mine", count=40, side=1)
-    monkeypatch.setattr(checks, "memory_bytes", lambda: 3 * 41 * 4 * 4)
-    monkeypatch.setattr(checks, "EXAMPLE_BYTES", 0)
+    monkeypatch.setattr(files, "memory_bytes", lambda: 3 * 41 * 4 * 4)
+    monkeypatch.setattr(files, "EXAMPLE_BYTES", 0)
     monkeypatch.setattr("fedstill.data.sources.images.EXAMPLE_BYTES", 0)
     assert len(public(public_from=str(folder), public_resize=True)) == 40
-    monkeypatch.setattr(checks, "memory_bytes", lambda: 3 * 39 * 4 * 4)
+    monkeypatch.setattr(files, "memory_bytes", lambda: 3 * 39 * 4 * 4)
     with pytest.raises(DataError, match=r"640 bytes of memory, .* 624 bytes"):
         public(public_from=str(folder), public_resize=True)
 

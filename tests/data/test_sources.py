@@ -23,8 +23,7 @@ from fedstill.core.errors import ConfigError, DataError, UnknownName
 from fedstill.core.registry import lookup, names
 from fedstill.data.dataset import Decoded, Split
 from fedstill.data.sources import catalog, from_tensors, load, load_dataset
-from fedstill.data.sources.checks import image_digests
-from fedstill.data.sources.splits import hold_out
+from fedstill.data.sources.verification import hold_out, image_digests
 
 NOWHERE = "http://127.0.0.1:9"
 

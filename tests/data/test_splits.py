@@ -10,7 +10,7 @@ from PIL import Image
 from fedstill.core.errors import DataError
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import load_dataset
-from fedstill.data.sources.splits import client_name, split_images, split_named, split_tables
+from fedstill.data.sources.files import client_name, split_images, split_named, split_tables
 
 
 @pytest.fixture(autouse=True)

@@ -34,9 +34,9 @@ from fedstill.data.encoding import TableInputs
 from fedstill.data.partition import public_split
 from fedstill.data.sources import load_dataset
 from fedstill.data.sources.catalog import KNOWN_FOLDERS
-from fedstill.data.sources.checks import check_size
+from fedstill.data.sources.files import check_size
 from fedstill.data.sources.image_sets import images_in, read_unlabelled
-from fedstill.data.sources.splits import TEST_SHARE
+from fedstill.data.sources.verification import TEST_SHARE
 from fedstill.data.views import concatenated
 from fedstill.running.split_file import StoredSplit
 from fedstill.running.splitting import cut_into_tasks, draw_split, draw_split_by_task

@@ -45,7 +45,7 @@ from fedstill.data.encoding import (
     token_ids,
     with_marks,
 )
-from fedstill.data.sources.checks import RawSplit, checked_label, decoded_with_class_ids
+from fedstill.data.sources.files import SPLITS, client_name, split_named
 from fedstill.data.sources.schema import (
     NUMBER,
     TableSchema,
@@ -53,7 +53,6 @@ from fedstill.data.sources.schema import (
     holds_numbers,
     table_schema,
 )
-from fedstill.data.sources.splits import SPLITS, client_name, split_named
 from fedstill.data.sources.tables import (
     MISSING_TEXTS,
     CsvFrame,
@@ -61,6 +60,7 @@ from fedstill.data.sources.tables import (
     Frame,
     single_file,
 )
+from fedstill.data.sources.verification import RawSplit, checked_label, decoded_with_class_ids
 
 Tables = Mapping[str, pa.Table]
 """The columns to read, by split."""

@@ -26,16 +26,17 @@ from fedstill.core.files import named_path
 from fedstill.data.cache import cached
 from fedstill.data.dataset import Decoded, Kind, ReadingOptions, ReadRequest, Split
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
-from fedstill.data.sources.checks import (
-    EXAMPLE_BYTES,
-    PICTURE_CHANNELS,
-    check_size,
-    checked_label,
-    completed,
-    file_errors,
-    files_below,
-)
 from fedstill.data.sources.encode import frames_of
+from fedstill.data.sources.files import (
+    EXAMPLE_BYTES,
+    FileSplits,
+    check_size,
+    file_errors,
+    file_list,
+    files_below,
+    split_tables,
+    splits_in,
+)
 from fedstill.data.sources.image_sets import (
     check_not_encoded,
     labels_in_table,
@@ -45,13 +46,8 @@ from fedstill.data.sources.image_sets import (
 )
 from fedstill.data.sources.images import IMAGE_SUFFIXES
 from fedstill.data.sources.schema import check_images_only, image_columns, table_schema
-from fedstill.data.sources.splits import (
-    FileSplits,
-    file_list,
-    split_tables,
-    splits_in,
-)
 from fedstill.data.sources.tables import CSV_SUFFIXES, CsvFrame, ParquetFrame, single_file
+from fedstill.data.sources.verification import PICTURE_CHANNELS, checked_label, completed
 
 TABLE_SUFFIXES = (".parquet", *CSV_SUFFIXES)
 

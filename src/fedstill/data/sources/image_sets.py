@@ -25,13 +25,15 @@ from fedstill.core.errors import DataError
 from fedstill.core.fields import nfc
 from fedstill.data.dataset import FILE, Decoded, ReadRequest, shortened_list
 from fedstill.data.encoding import is_missing
-from fedstill.data.sources.checks import (
-    RawSplit,
-    checked_label,
-    decoded_with_class_ids,
-    file_errors,
-)
 from fedstill.data.sources.encode import owners_of, read_frames, schema_of_frames
+from fedstill.data.sources.files import (
+    FileSplits,
+    client_name,
+    file_errors,
+    file_list,
+    split_images,
+    split_named,
+)
 from fedstill.data.sources.images import (
     IMAGE_SUFFIXES,
     TWELVE_BITS,
@@ -47,14 +49,8 @@ from fedstill.data.sources.schema import (
     label_column,
     no_column,
 )
-from fedstill.data.sources.splits import (
-    FileSplits,
-    client_name,
-    file_list,
-    split_images,
-    split_named,
-)
 from fedstill.data.sources.tables import Frame, ImageFrame, LabelledImage
+from fedstill.data.sources.verification import RawSplit, checked_label, decoded_with_class_ids
 
 # The images of a split. Large images are decoded in several threads. Results and errors are used in
 # the order of the rows, so that they do not depend on the number of threads.

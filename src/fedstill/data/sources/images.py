@@ -20,7 +20,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from fedstill.core.errors import DataError, cut_reason, on_one_line
 from fedstill.data.dataset import ReadRequest
-from fedstill.data.sources.checks import (
+from fedstill.data.sources.files import (
     EXAMPLE_BYTES,
     IMAGE_BYTES,
     MAX_PIXELS,

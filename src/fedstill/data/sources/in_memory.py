@@ -35,11 +35,10 @@ from fedstill.data.dataset import (
     as_dataset,
     with_tuples,
 )
-from fedstill.data.sources.checks import completed
+from fedstill.data.sources.files import SPLITS, names_by_split, split_named
 from fedstill.data.sources.image_sets import read_columns
 from fedstill.data.sources.load import FIELDS, ROWS_AT_ONCE, request_of_fields
 from fedstill.data.sources.schema import class_names, index_columns
-from fedstill.data.sources.splits import SPLITS, names_by_split, split_named
 from fedstill.data.sources.tables import LabelledImage, normalised, with_missing
 from fedstill.data.sources.tensors import (
     ItemsRead,
@@ -51,6 +50,7 @@ from fedstill.data.sources.tensors import (
     dataset_of_pairs,
     join_clients,
 )
+from fedstill.data.sources.verification import completed
 
 PAIR_FIELDS = ("mode", "size", *(field.name for field in dataclasses.fields(TensorFields)))
 """Options for data without columns; mode and size apply to PIL images."""

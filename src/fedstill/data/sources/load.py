@@ -44,12 +44,7 @@ from fedstill.data.dataset import (
 )
 from fedstill.data.sources import catalog
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
-from fedstill.data.sources.checks import (
-    check_size,
-    completed,
-    file_error,
-    file_errors,
-)
+from fedstill.data.sources.files import check_size, file_error, file_errors, names_by_split
 from fedstill.data.sources.folders import (
     DATA_SUFFIXES,
     data_root,
@@ -59,8 +54,8 @@ from fedstill.data.sources.folders import (
     read_folder,
 )
 from fedstill.data.sources.image_sets import read_columns
-from fedstill.data.sources.splits import names_by_split
 from fedstill.data.sources.tables import LabelledImage, normalised, stored_names, with_missing
+from fedstill.data.sources.verification import completed
 
 OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(ReadingOptions))
 """Fields of ``load_dataset`` on the conversion of columns to examples."""

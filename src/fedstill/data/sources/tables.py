@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from fedstill.core.errors import DataError, on_one_line
 from fedstill.core.fields import nfc
 from fedstill.data.dataset import DEFAULT_OPTIONS, FILE, ReadingOptions
-from fedstill.data.sources.checks import EXAMPLE_BYTES, check_ratio, check_size, file_errors
+from fedstill.data.sources.files import EXAMPLE_BYTES, check_ratio, check_size, file_errors
 from fedstill.data.sources.schema import (
     holds_bytes,
     holds_numbers,

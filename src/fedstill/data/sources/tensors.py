@@ -29,7 +29,11 @@ from fedstill.data.dataset import (
     Split,
     as_dataset,
 )
-from fedstill.data.sources.checks import (
+from fedstill.data.sources.files import SPLITS
+from fedstill.data.sources.image_sets import check_broken, image_warnings, read_rows
+from fedstill.data.sources.images import Pictures, check_single_page, decoding_errors
+from fedstill.data.sources.tables import LabelledImage
+from fedstill.data.sources.verification import (
     ambiguous_channels,
     check_channels,
     check_labels,
@@ -37,10 +41,6 @@ from fedstill.data.sources.checks import (
     completed,
     unusual_scale,
 )
-from fedstill.data.sources.image_sets import check_broken, image_warnings, read_rows
-from fedstill.data.sources.images import Pictures, check_single_page, decoding_errors
-from fedstill.data.sources.splits import SPLITS
-from fedstill.data.sources.tables import LabelledImage
 
 Array = Tensor | NDArray[Any]
 """A torch tensor or a NumPy array."""

@@ -1,27 +1,22 @@
-"""Checks of data before and after they are decoded.
-
-Before: limits on the size of data, which are checked against a file's metadata, and on the files
-below a folder. After: the conversion of labels to class ids, splits, shapes, labels, checksums of
-known data sets, and the layout of images in arrays.
+"""Verification of decoded data: labels as class ids, a held-out test split if needed, splits,
+shapes and checksums of known data sets, and the layout of images in arrays.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstill.core.errors import DataError, on_one_line
+from fedstill.core.errors import DataError
 from fedstill.core.fields import nfc
+from fedstill.core.stream import tasks_of_times
 from fedstill.data.dataset import (
     DEFAULT_OPTIONS,
     PLURALS,
@@ -29,218 +24,10 @@ from fedstill.data.dataset import (
     Digests,
     ReadingOptions,
     Split,
+    shortened_list,
 )
 from fedstill.data.sources.catalog import KnownData
-from fedstill.data.sources.splits import SPLITS, hold_out
-
-# Limits on the size of data.
-
-
-MAX_PIXELS = 1 << 26
-"""The largest number of pixels of an image, 8,192 × 8,192. Decoding it takes about 800 MB."""
-
-IMAGE_BYTES = 4 * MAX_PIXELS
-"""The largest size of an image file in bytes: that of an uncompressed image of ``MAX_PIXELS``."""
-
-MEMORY_DIVISOR = 3
-"""A data set may take 1/3 of the memory. Reading makes a copy, and the run needs the rest."""
-
-UNKNOWN_MEMORY = 12 << 30
-"""The assumed memory if the system does not report it."""
-
-MAX_COMPRESSION_RATIO = 200
-"""The largest compression ratio of a file.
-
-The ratio is 2 to 20 for photographs, and 100 for masks. Data with a larger ratio consist almost
-entirely of a repeated value.
-"""
-
-UNLIMITED_BYTES = 1 << 28
-"""The largest unpacked size of files whose compression ratio is not limited, 256 MB."""
-
-EXAMPLE_BYTES = 100
-"""The memory for an example during reading, in addition to its pixels."""
-
-_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
-_GROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-def memory_bytes() -> int:
-    """The memory that this process may use: the minimum of the machine's memory and the limits of
-    the container and the process.
-    """
-    limits = []
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # a system without sysconf
-        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for path in _GROUPS:
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            limits.append(int(Path(path).read_text(encoding="utf-8")))
-    with contextlib.suppress(ImportError):
-        import resource
-
-        limits.append(resource.getrlimit(resource.RLIMIT_AS)[0])
-    return min((limit for limit in limits if limit > 0), default=UNKNOWN_MEMORY)
-
-
-def most_bytes() -> int:
-    """The largest size of a data set in bytes."""
-    return memory_bytes() // MEMORY_DIVISOR
-
-
-def check_size(source: str | Path, claimed: int, stored: int | None = None) -> None:
-    """Raise DataError for data whose claimed size exceeds the limit.
-
-    stored: the bytes of their file, if it is compressed.
-    """
-    most = most_bytes()
-    if claimed > most:
-        raise DataError(
-            f"{source} needs {size_text(claimed)} of memory, but data may use at most "
-            f"{size_text(most)} here (1/{MEMORY_DIVISOR} of the machine's memory); use a subset"
-        )
-    if stored is not None:
-        check_ratio(source, claimed, stored)
-
-
-def check_ratio(source: str | Path, claimed: int, stored: int) -> None:
-    """Raise DataError for a file with an implausible compression ratio."""
-    if claimed > max(UNLIMITED_BYTES, MAX_COMPRESSION_RATIO * stored):
-        raise DataError(
-            f"{source} is {size_text(stored)}, but would unpack to {size_text(claimed)}, more than "
-            f"{MAX_COMPRESSION_RATIO} times its size; if that is intended, store it uncompressed"
-        )
-
-
-def size_text(count: int) -> str:
-    """A number of bytes in readable form.
-
-    >>> size_text(420_000), size_text(582 << 40), size_text(7)
-    ('420 kB', '640 TB', '7 bytes')
-    """
-    value = float(count)
-    unit = 0
-    while value >= 999.5 and unit < len(_UNITS) - 1:
-        value /= 1000
-        unit += 1
-    if unit and value < 9.95:
-        return f"{value:.1f} {_UNITS[unit]}"
-    return f"{value:,.0f} {_UNITS[unit]}"
-
-
-@contextlib.contextmanager
-def file_errors(source: str | Path) -> Iterator[None]:
-    """A context that turns system errors and a lack of memory into DataError with the file name."""
-    try:
-        yield
-    except (OSError, MemoryError) as error:
-        raise file_error(source, error) from error
-
-
-def file_error(source: str | Path, error: OSError | MemoryError) -> DataError:
-    """The error for a file that cannot be read, or does not fit into memory."""
-    if isinstance(error, MemoryError):
-        return DataError(
-            f"{source}{_size(source)} does not fit into memory ({on_one_line(error)}); use a part "
-            "of the data, or a machine with more memory"
-        )
-    path = source
-    if error.filename is not None:
-        path = error.filename
-    return DataError(
-        f"{path} cannot be read ({error.strerror or on_one_line(error)}); make it readable, or "
-        "choose other data"
-    )
-
-
-def _size(source: str | Path) -> str:
-    with contextlib.suppress(OSError, ValueError):
-        if Path(source).is_file():
-            return f", {size_text(Path(source).stat().st_size)},"
-    return ""
-
-
-# The files below a folder. Folders that are not data sets are detected early.
-
-
-MAX_FOLDER_DEPTH = 8
-"""The largest depth of folders. Data have folders for splits and classes, and a few above them."""
-
-FOLDERS_WALKED = 100_000
-"""The largest number of folders in a data set."""
-
-MAX_OTHER_FILES = 10_000
-"""The largest number of files that are not data, unless at least a fifth of all files are data."""
-
-
-def files_below(place: Path, data_suffixes: Collection[str]) -> list[Path]:
-    """All regular files below a folder, sorted by path; links are followed.
-
-    Hidden files are left out. Raises DataError for unreadable folders, for links to a parent
-    folder, and for folders that are clearly not data sets: the root of a file system, or folders
-    with thousands of files without a suffix of data files.
-    """
-    real = Path(os.path.realpath(place))
-    if real == Path(real.anchor):
-        raise DataError(
-            f"{place} is the root of a file system, not a data set; name the folder that contains "
-            "the data"
-        )
-    with file_errors(place):
-        return sorted(_Walk(place, data_suffixes).files(place, ()))
-
-
-@dataclass
-class _Walk:
-    """A walk through a folder, which counts folders, data files and other files."""
-
-    place: Path
-    data_suffixes: Collection[str]
-    folders: int = 0
-    data: int = 0
-    others: int = 0
-
-    def files(self, folder: Path, parents: tuple[tuple[int, int], ...]) -> Iterator[Path]:
-        """The files below a folder; ``parents``: the devices and inodes of the folders above it."""
-        status = folder.stat()
-        identity = (status.st_dev, status.st_ino)
-        if identity in parents:
-            raise DataError(f"{folder} is a link to a folder above it; remove the link")
-        self.folders += 1
-        if len(parents) > MAX_FOLDER_DEPTH:
-            self._refuse(f"has {len(parents)} levels of folders")
-        if self.folders > FOLDERS_WALKED:
-            self._refuse(f"has {self.folders:,} folders")
-
-        subfolders = []
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir():
-                    subfolders.append(folder / entry.name)
-                elif entry.is_file():
-                    self._count(entry.name)
-                    yield folder / entry.name
-        for subfolder in sorted(subfolders):
-            yield from self.files(subfolder, (*parents, identity))
-
-    def _count(self, name: str) -> None:
-        suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122 - there may be a million names
-        if suffix in self.data_suffixes:
-            self.data += 1
-            return
-        self.others += 1
-        if self.others > MAX_OTHER_FILES and self.others > 4 * self.data:
-            self._refuse(
-                f"has over {self.others - 1:,} files that are not images, parquet, CSV, IDX or NPZ"
-            )
-
-    def _refuse(self, reason: str) -> None:
-        raise DataError(
-            f"{self.place} {reason}: this does not look like a data set; name the folder that "
-            "contains the data"
-        )
-
+from fedstill.data.sources.files import SPLITS
 
 # Labels as class ids: whole numbers, or names.
 
@@ -356,6 +143,106 @@ def check_whole(part: str, labels: NDArray[Any]) -> None:
             f"{part}: example {unknown[0]} has the label {labels[unknown[0]]} ({len(unknown):,} of "
             f"{len(labels):,} are not finite); use a class id, or remove such examples"
         )
+
+
+# A test split for data without one: a fifth of every class, equal on all machines.
+
+
+TEST_SHARE = 0.2
+"""The share of a class that is held out."""
+
+HOLD_OUT_SEED = 0
+"""The seed of the draw, which never changes."""
+
+NAMED_CLASSES = 5
+"""The largest number of classes that a warning lists."""
+
+MOVED_BYTES = 1 << 24
+"""The number of bytes that are moved at once if an array is changed in place."""
+
+
+def hold_out(
+    name: str, data: Decoded, options: ReadingOptions = DEFAULT_OPTIONS, *, in_place: bool = False
+) -> Decoded:
+    """Return ``data`` with a test split. If there is none, a stratified fifth of the training split
+    is held out.
+
+    Each class contributes round(n / 5) examples, drawn from NumPy's legacy generator with seed 0,
+    which never changes. Classes with one or two examples contribute none, with a warning. The
+    order of examples does not change.
+
+    name: the name of the data, for messages. options: if they have cuts, a fifth of each task is
+    held out, independently of other tasks. in_place: whether the training array may be changed,
+    which saves the memory of a copy. Raises DataError if no class contributes an example.
+    """
+    if "test" in data.splits:
+        return data
+    train = data.splits["train"]
+    held_out = np.zeros(len(train), dtype=bool)
+    for part in _parts_of_train(data, options):
+        stream = np.random.RandomState(HOLD_OUT_SEED)
+        for label in np.unique(train.labels[part]):
+            members = stream.permutation(part[train.labels[part] == label])
+            held_out[members[: round(TEST_SHARE * len(members))]] = True
+    if not held_out.any():
+        raise DataError(
+            f"{name} has no test split, and a fifth cannot be held out because no class has three "
+            "examples; add a test split"
+        )
+
+    test = train.selected(held_out, train.values[held_out])
+    if in_place and train.values.flags.writeable:
+        train_values = _moved_together(train.values, np.flatnonzero(~held_out))
+    else:
+        train_values = train.values[~held_out]
+    splits = {**data.splits, "train": train.selected(~held_out, train_values), "test": test}
+
+    warnings = [_untested_classes_warning(train.labels, test.labels, data.classes)]
+    if "validation" in data.splits:
+        warnings.append(
+            "no test split: a fifth of the training split is held out; the split 'validation' is "
+            "not used"
+        )
+    return replace(data, splits=splits, about=data.about.with_warnings(*warnings))
+
+
+def _untested_classes_warning(
+    labels: NDArray[Any], test_labels: NDArray[Any], classes: Sequence[str] | None
+) -> str:
+    """A warning about classes that are too small to hold out a fifth of them, or ""."""
+    untested = np.setdiff1d(labels, test_labels).tolist()
+    if not untested:
+        return ""
+    names = [str(label) for label in untested]
+    if classes is not None:
+        names = [classes[label] for label in untested if 0 <= label < len(classes)]
+    return (
+        f"the held-out test set has no example of {shortened_list(names, NAMED_CLASSES)}, because "
+        "these classes are too small; to test them, add a test split"
+    )
+
+
+def _parts_of_train(data: Decoded, options: ReadingOptions) -> list[NDArray[np.int64]]:
+    """The positions of each task's training examples, or of all if there are no tasks by date."""
+    train = data.splits["train"]
+    if not options.cuts or train.owners is None:
+        return [np.arange(len(train))]
+    tasks = tasks_of_times("the data", options.owner, data.about.owners, options.cuts)
+    task_of_example = np.array(tasks, dtype=np.int64)[train.owners]
+    return [np.flatnonzero(task_of_example == task) for task in range(len(options.cuts) + 1)]
+
+
+def _moved_together(values: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
+    """Move rows (in ascending order) to the beginning of an array, and return this part."""
+    block = max(1, MOVED_BYTES // max(1, values[:1].nbytes))
+    for start in range(0, len(rows), block):
+        # Rows only move towards the beginning, over rows that were already moved or left out.
+        moved = rows[start : start + block]
+        values[start : start + len(moved)] = values[moved]
+    return values[: len(rows)]
+
+
+# The verification of all splits.
 
 
 HASHED_IMAGES = 4096
