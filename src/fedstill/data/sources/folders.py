@@ -26,7 +26,7 @@ from fedstill.core.files import named_path
 from fedstill.data.cache import cached
 from fedstill.data.dataset import Decoded, Kind, ReadingOptions, ReadRequest, Split
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
-from fedstill.data.sources.encode import frames_of
+from fedstill.data.sources.columns import frames_of
 from fedstill.data.sources.files import (
     EXAMPLE_BYTES,
     FileSplits,

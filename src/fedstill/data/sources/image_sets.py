@@ -25,7 +25,7 @@ from fedstill.core.errors import DataError
 from fedstill.core.fields import nfc
 from fedstill.data.dataset import FILE, Decoded, ReadRequest, shortened_list
 from fedstill.data.encoding import is_missing
-from fedstill.data.sources.encode import owners_of, read_frames, schema_of_frames
+from fedstill.data.sources.columns import owners_of, read_frames, schema_of_frames
 from fedstill.data.sources.files import (
     FileSplits,
     client_name,
