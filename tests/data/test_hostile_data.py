@@ -306,7 +306,7 @@ def test_an_npz_whose_header_lies_is_refused_before_its_array_is_read(
 ) -> None:
     place = lying(tmp_path / "mine/a.npz", LIES[lie])
     monkeypatch.setattr(
-        "fedstill.data.sources.folders._npz_array", lambda *_: pytest.fail("an array was read")
+        "fedstill.data.sources.image_sets._npz_array", lambda *_: pytest.fail("an array was read")
     )
     with at_most():
         assert str(tmp_path / "mine/a.npz") in refused("damaged or not an archive", place)

@@ -23,9 +23,10 @@ import fedstill
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.data.dataset import FILE, Dataset, ReadRequest, examples_digest
-from fedstill.data.sources import image_sets, load_dataset
-from fedstill.data.sources.image_sets import read_image_folder, read_rows, read_unlabelled
-from fedstill.data.sources.images import Pictures
+from fedstill.data.sources import images as image_decoding
+from fedstill.data.sources import load_dataset
+from fedstill.data.sources.image_sets import read_image_folder, read_unlabelled
+from fedstill.data.sources.images import Pictures, read_rows
 from fedstill.data.sources.load import read_hub
 
 ORIENTATION = 0x0112
@@ -599,10 +600,10 @@ def test_neither_arrays_nor_errors_depend_on_the_threads(
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (200, 1, 9, 9), dtype=np.uint8)
     images = [encoded(image[0]) for image in pixels]
-    monkeypatch.setattr(image_sets, "THREADS", threads)
-    monkeypatch.setattr(image_sets, "THREAD_PIXELS", 0)  # threads decode small images, too
-    monkeypatch.setattr(image_sets, "TASKS_AHEAD", 2 * threads)
-    monkeypatch.setattr(image_sets, "TASK_ROWS", 7)
+    monkeypatch.setattr(image_decoding, "THREADS", threads)
+    monkeypatch.setattr(image_decoding, "THREAD_PIXELS", 0)  # threads decode small images, too
+    monkeypatch.setattr(image_decoding, "TASKS_AHEAD", 2 * threads)
+    monkeypatch.setattr(image_decoding, "TASK_ROWS", 7)
     for count in (0, 200):
         rows = [({"bytes": image, "path": None}, number) for number, image in enumerate(images)]
         read = read_rows(Pictures("x", rows=count), rows)

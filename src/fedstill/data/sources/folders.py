@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import gzip
-import math
 import os
-import tokenize
-import zipfile
-import zlib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import lru_cache
-from itertools import chain, islice, product
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
-from numpy.lib import format as npy
-from numpy.typing import NDArray
 
 from fedstill.core import registry
-from fedstill.core.errors import DataError, cut_reason, on_one_line
+from fedstill.core.errors import DataError, on_one_line
 from fedstill.core.files import named_path
 from fedstill.data.cache import cached
-from fedstill.data.dataset import Decoded, Kind, ReadingOptions, ReadRequest, Split
+from fedstill.data.dataset import Decoded, Kind, ReadingOptions, ReadRequest
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
 from fedstill.data.sources.columns import frames_of
 from fedstill.data.sources.files import (
-    EXAMPLE_BYTES,
     FileSplits,
-    check_size,
     file_errors,
     file_list,
     files_below,
@@ -39,15 +29,18 @@ from fedstill.data.sources.files import (
 )
 from fedstill.data.sources.image_sets import (
     check_not_encoded,
+    is_idx,
     labels_in_table,
     read_columns,
+    read_idx,
     read_image_folder,
+    read_npz,
     read_without_images,
 )
 from fedstill.data.sources.images import IMAGE_SUFFIXES
 from fedstill.data.sources.schema import check_images_only, image_columns, table_schema
 from fedstill.data.sources.tables import CSV_SUFFIXES, CsvFrame, ParquetFrame, single_file
-from fedstill.data.sources.verification import PICTURE_CHANNELS, checked_label, completed
+from fedstill.data.sources.verification import completed
 
 TABLE_SUFFIXES = (".parquet", *CSV_SUFFIXES)
 
@@ -355,239 +348,3 @@ def _kind_of_table(file: Path, modified: int, label_column: str, options: Readin
     if schema is None:
         return "image"
     return schema.options.kind  # type: ignore[return-value]
-
-
-# IDX: the format of MNIST and Fashion-MNIST, and of Debian's package dataset-fashion-mnist.
-
-
-IDX_PREFIXES = {"train": "train", "test": "t10k"}
-
-
-def is_idx(folder: Path) -> bool:
-    """Whether a folder holds images in IDX files."""
-    return (folder / "train-images-idx3-ubyte.gz").is_file()
-
-
-def read_idx(folder: Path) -> Decoded:
-    """Read both splits of a folder with four ``*-ubyte.gz`` files.
-
-    Raises DataError with the name of a missing or damaged file.
-    """
-    return Decoded(
-        {split: _idx_split(folder, prefix) for split, prefix in IDX_PREFIXES.items()}, None
-    )
-
-
-def _idx_split(folder: Path, prefix: str) -> Split:
-    images = _idx_array(folder / f"{prefix}-images-idx3-ubyte.gz", dimensions=3)
-    labels = _idx_array(folder / f"{prefix}-labels-idx1-ubyte.gz", dimensions=1)
-    return Split(images[:, None], labels.astype(np.int64))
-
-
-def _idx_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    """The array in an IDX file: two zero bytes, the type 8, the number of dimensions, the sizes (4
-    bytes each) and the data.
-    """
-    with file_errors(path):
-        if not path.is_file():
-            raise DataError(f"{path} is missing; all four IDX files must be in one folder")
-        try:
-            array = _unpacked(path, dimensions)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise DataError(f"{path} is damaged ({error}); download it again") from error
-    if array is None:
-        raise DataError(
-            f"{path} is truncated or not an IDX file of {dimensions} dimension(s); download it "
-            "again"
-        )
-    return array
-
-
-def _unpacked(path: Path, dimensions: int) -> NDArray[np.uint8] | None:
-    """The array in an IDX file; None if the header is invalid or does not match the data."""
-    with gzip.open(path) as file:
-        head = file.read(4 + 4 * dimensions)
-        if head[:4] != bytes([0, 0, 8, dimensions]) or len(head) != 4 + 4 * dimensions:
-            return None
-        shape = np.frombuffer(head[4:], dtype=">i4").tolist()
-        if min(shape) <= 0:
-            return None
-        count = math.prod(shape)
-        check_size(path, count, path.stat().st_size)
-        data = file.read(count + 1)
-    if len(data) != count:
-        return None
-    return np.frombuffer(data, dtype=np.uint8).reshape(shape)
-
-
-# NPZ: the archive format of MedMNIST. Headers are read and checked before arrays.
-
-
-MEDMNIST_NAMES = {"train": "train", "validation": "val", "test": "test"}
-"""The prefixes of array names, by split."""
-
-HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-PACKED = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
-"""The compressions that NumPy writes. Others may unpack a few bytes to gigabytes at once."""
-
-
-@dataclass(frozen=True)
-class _Header:
-    """The header of an array in an archive: its shape and data type."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[np.generic]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def read_npz(path: Path) -> Decoded:
-    """Read the splits of an archive with ``train_images``, ``train_labels``, ``val_…`` and
-    ``test_…``.
-
-    Images are (N, H, W) or (N, H, W, C) uint8, or (N, C, H, W) if C is 1, 3 or 4 and the last axis
-    is not. Labels are whole numbers (N,) or (N, 1). Pickles are not read. Raises DataError for
-    other arrays, and for arrays that exceed the limits.
-    """
-    try:
-        with file_errors(path), zipfile.ZipFile(path) as archive:
-            names = _checked_splits(path, archive)
-            splits = {split: _npz_split(path, archive, name) for split, name in names.items()}
-            return Decoded(splits, None)
-    except DataError:
-        raise
-    except (
-        EOFError,
-        ValueError,
-        KeyError,
-        NotImplementedError,
-        RuntimeError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
-        # zipfile raises NotImplementedError for an unknown version or compression, and RuntimeError
-        # for a password.
-        raise DataError(
-            f"{path} is damaged or not an archive of images and labels ({on_one_line(error)}); "
-            "download it again"
-        ) from error
-
-
-def _checked_splits(path: Path, archive: zipfile.ZipFile) -> dict[str, str]:
-    """The splits of an archive and the prefixes of their arrays' names.
-
-    This checks the sizes and headers of all arrays. Raises ValueError for a damaged archive, and
-    DataError for unsuitable arrays.
-    """
-    members = set(archive.namelist())
-    names = {
-        split: name for split, name in MEDMNIST_NAMES.items() if f"{name}_images.npy" in members
-    }
-    arrays = [f"{name}_{part}.npy" for name, part in product(names.values(), ("images", "labels"))]
-    _check_array_names(path, members, arrays)
-    infos = {array: archive.getinfo(array) for array in arrays}
-    check_size(path, sum(info.file_size for info in infos.values()), path.stat().st_size)
-    headers = {array: _header(archive, info) for array, info in infos.items()}
-    count = 0
-    for name in names.values():
-        count += _count(path, headers[f"{name}_images.npy"], headers[f"{name}_labels.npy"])
-    stored = sum(header.nbytes for header in headers.values())
-    check_size(path, stored + EXAMPLE_BYTES * count)
-    return names
-
-
-def _check_array_names(path: Path, members: Collection[str], required: Sequence[str]) -> None:
-    """Raise DataError for an archive that lacks a required array."""
-    arrays = sorted(name.removesuffix(".npy") for name in members if name.endswith(".npy"))
-    if "train_images.npy" not in required:
-        required = ["train_images.npy"]  # the first array to add
-    absent = [name.removesuffix(".npy") for name in required if name not in members]
-    if arrays and absent:
-        raise DataError(
-            f"{path} has no array {absent[0]!r} (it has {', '.join(map(repr, arrays))[:200]}); it "
-            "needs train_images and train_labels, and test_images and test_labels if there is a "
-            "test split"
-        )
-
-
-def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
-    """The header of an array; ValueError if it holds no numbers, or if its size is inconsistent."""
-    if info.compress_type not in PACKED:
-        raise ValueError(f"{info.filename} has a compression that NumPy does not use")
-    with archive.open(info) as file:
-        version = npy.read_magic(file)
-        if version not in HEADERS:
-            raise ValueError(f"{info.filename} is an array of NPY version {version}")
-        try:
-            shape, _, dtype = HEADERS[version](file)
-        # Python's parser of a damaged header
-        except (MemoryError, RecursionError, tokenize.TokenError) as error:
-            raise ValueError(f"{info.filename} has a damaged header") from error
-        start = file.tell()
-    if dtype.kind in "US" and info.filename.endswith("_labels.npy"):
-        raise DataError(
-            f"{info.filename} holds texts or bytes, not class ids; convert them with names, ids = "
-            "np.unique(labels, return_inverse=True), then save ids"
-        )
-    if dtype.hasobject or dtype.subdtype is not None or dtype.kind not in "biuf":
-        raise ValueError(f"{info.filename} holds {dtype}, not numbers")
-    header = _Header(info.filename, shape, dtype)
-    has_wrong_side = any(isinstance(side, bool) or side < 1 for side in shape)
-    if has_wrong_side or header.nbytes != info.file_size - start:
-        raise ValueError(
-            f"{header.name} claims to have shape {_short(shape)}, but holds "
-            f"{info.file_size - start:,} bytes"
-        )
-    return header
-
-
-def _count(path: Path, images: _Header, labels: _Header) -> int:
-    """The number of examples; raises an error if the arrays are not images and labels."""
-    count = math.prod(labels.shape)
-    if images.dtype != np.uint8:
-        raise DataError(
-            f"{path}: {images.name} holds {images.dtype}, but images must be uint8 from 0 to 255; "
-            "for other numbers, write a function with fedstill.from_tensors, and set data.name = "
-            "'mine.py:data'"
-        )
-    if len(labels.shape) == 2 and labels.shape[0] == images.shape[0] and labels.shape[1] > 1:
-        raise DataError(
-            f"{path}: {labels.name} has shape {_short(labels.shape)}, but must have one class id "
-            "per image; for one-hot labels, save labels.argmax(1)"
-        )
-    if len(images.shape) not in (3, 4) or count != images.shape[0]:
-        raise ValueError(
-            f"{images.name} has shape {_short(images.shape)} and {images.dtype}, with {count} "
-            "labels"
-        )
-    return count
-
-
-def _npz_split(path: Path, archive: zipfile.ZipFile, key: str) -> Split:
-    images = _npz_array(archive, f"{key}_images.npy")
-    labels = _npz_array(archive, f"{key}_labels.npy")
-    if images.ndim == 3:
-        images = images[..., None]
-    source = f"{path}, {key}_labels"
-    class_ids = [
-        checked_label(source, row, label) for row, label in enumerate(labels.reshape(-1).tolist())
-    ]
-    has_channels_last = (
-        images.shape[3] in PICTURE_CHANNELS or images.shape[1] not in PICTURE_CHANNELS
-    )
-    if has_channels_last:
-        images = images.transpose(0, 3, 1, 2)
-    return Split(np.ascontiguousarray(images), np.array(class_ids, dtype=np.int64))
-
-
-def _npz_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    file: IO[bytes]
-    with archive.open(name) as file:
-        return np.asarray(npy.read_array(file, allow_pickle=False))
-
-
-def _short(shape: tuple[int, ...]) -> str:
-    return cut_reason(str(shape), 60)

@@ -1,33 +1,36 @@
-"""Decodes encoded images into arrays: images in columns of tables, in folders by class, and in
-folders without labels.
+"""Reads images into arrays: images in columns of tables, in folders by class, in folders without
+labels, and in IDX and NPZ files.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections import Counter, deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import gzip
+import math
+import tokenize
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
-from warnings import catch_warnings, simplefilter
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.lib import format as npy
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
-from fedstill.core.errors import DataError
+from fedstill.core.errors import DataError, cut_reason, on_one_line
 from fedstill.core.fields import nfc
-from fedstill.data.dataset import FILE, Decoded, ReadRequest, shortened_list
-from fedstill.data.encoding import is_missing
+from fedstill.data.dataset import FILE, Decoded, ReadRequest, Split
 from fedstill.data.sources.columns import owners_of, read_frames, schema_of_frames
 from fedstill.data.sources.files import (
+    EXAMPLE_BYTES,
     FileSplits,
+    check_size,
     client_name,
     file_errors,
     file_list,
@@ -37,10 +40,11 @@ from fedstill.data.sources.files import (
 from fedstill.data.sources.images import (
     IMAGE_SUFFIXES,
     TWELVE_BITS,
-    BrokenImage,
-    Picture,
+    ImageRows,
     Pictures,
-    Pixels,
+    broken_names,
+    check_broken,
+    read_rows,
 )
 from fedstill.data.sources.schema import (
     check_owner,
@@ -50,251 +54,12 @@ from fedstill.data.sources.schema import (
     no_column,
 )
 from fedstill.data.sources.tables import Frame, ImageFrame, LabelledImage
-from fedstill.data.sources.verification import RawSplit, checked_label, decoded_with_class_ids
-
-# The images of a split. Large images are decoded in several threads. Results and errors are used in
-# the order of the rows, so that they do not depend on the number of threads.
-
-
-THREADS = min(8, os.cpu_count() or 1)
-"""The number of threads that decode images."""
-
-THREAD_PIXELS = 1 << 13
-"""Images with at least this many pixels are decoded in threads.
-
-Decoding smaller images mostly executes Python code, which runs in one thread at a time.
-"""
-
-TASKS_AHEAD = 2 * THREADS
-"""The number of tasks that threads start before their results are needed."""
-
-TASK_PIXELS = 1 << 19
-"""The number of pixels per task; it keeps threads from waiting for each other at every image."""
-
-TASK_ROWS = 64
-"""The largest number of rows in a task."""
-
-ENCODED_BYTES = 1 << 26
-"""The bytes of encoded images that may wait for threads; a larger image waits alone."""
-
-
-@dataclass(frozen=True)
-class ImageRows:
-    """The decoded images of a split."""
-
-    images: Pixels
-    """The images, (N, C, H, W) uint8."""
-    labels: list[int | str]
-    """The N labels in the form in which they were read."""
-    positions: NDArray[np.int64]
-    """The row of each image in the split, (N,), including rows that were left out."""
-    rows: int
-    """The number of all rows, including those that were left out."""
-    broken: tuple[BrokenImage, ...] = ()
-    unlabelled: int = 0
-    """The number of images without a label, which were left out."""
-    largest: int | None = None
-    """The largest pixel of images with 16 bits per pixel, if there are any."""
-
-
-def read_rows(pictures: Pictures, labelled_images: Iterable[LabelledImage]) -> ImageRows:
-    """Decode the images of a split and check their labels.
-
-    Broken images are left out, and rows without a label if the request allows it. Raises DataError
-    if no image is left, and for the first row with an unusable label or image.
-    """
-    stack = _Stack(pictures)
-    labels: list[int | str] = []
-    positions: list[int] = []
-    broken: list[BrokenImage] = []
-    unlabelled = 0
-    count = 0
-    # Decoders warn about irregular files. The filter applies to all threads.
-    with catch_warnings(), contextlib.closing(_decoded(pictures, labelled_images)) as rows:
-        simplefilter("ignore")
-        for row in rows:
-            count += 1
-            if isinstance(row.error, BrokenImage):
-                broken.append(row.error)
-            elif row.error is not None:
-                raise row.error
-            elif pictures.request.options.unlabelled == "drop" and is_missing(row.label):
-                unlabelled += 1
-            else:
-                assert row.picture is not None
-                labels.append(checked_label(pictures.source, row.index, row.label))
-                positions.append(row.index)
-                stack.add(row.picture)
-    if not count:
-        raise DataError(
-            f"{pictures.source} holds no examples; remove the file or download it again"
-        )
-    if not positions:
-        check_broken(pictures.source, broken, can_skip=False)
-        raise DataError(f"{pictures.source}: no example has a label; add labels")
-    return ImageRows(
-        images=stack.images(),
-        labels=labels,
-        positions=np.array(positions, dtype=np.int64),
-        rows=count,
-        broken=tuple(broken),
-        unlabelled=unlabelled,
-        largest=stack.largest,
-    )
-
-
-@dataclass(slots=True)
-class _Row:
-    """A row of a split: its encoded image, its label and, once decoded, a picture or an error."""
-
-    index: int
-    image: Any
-    """As in ``LabelledImage``; None once it is decoded."""
-    label: Any
-    picture: Picture | None = None
-    error: Exception | None = None
-    """BrokenImage, or an error that ends the reading when this row is reached."""
-
-    @property
-    def encoded_bytes(self) -> int:
-        """The bytes of the encoded image or PIL image, if they are in memory."""
-        if isinstance(self.image, Image.Image):
-            return self.image.width * self.image.height * len(self.image.getbands())
-        if isinstance(self.image, Mapping):
-            return len(self.image.get("bytes") or b"")
-        return 0
-
-    def decode(self, pictures: Pictures) -> None:
-        """Replace the encoded image by a picture or an error."""
-        if self.error is None:
-            try:
-                self.picture = pictures.decoded(self.image, self.index)
-            except BrokenImage as broken:
-                # A new exception, because the traceback of the old one keeps the bytes.
-                self.error = BrokenImage(broken.name, broken.reason)
-            except Exception as error:
-                self.error = error
-        self.image = None
-
-
-def _decoded(pictures: Pictures, labelled_images: Iterable[LabelledImage]) -> Generator[_Row]:
-    """The decoded rows of a split, in order.
-
-    The size of the first image decides whether the others are decoded in threads.
-    """
-    rows = _numbered(labelled_images)
-    for row in rows:
-        row.decode(pictures)
-        yield row
-        if row.picture is not None and row.picture.stored_pixels >= THREAD_PIXELS:
-            row_count = TASK_PIXELS // row.picture.stored_pixels
-            yield from _decoded_by_threads(pictures, rows, min(TASK_ROWS, max(1, row_count)))
-
-
-def _numbered(labelled_images: Iterable[LabelledImage]) -> Iterator[_Row]:
-    """The rows. A reading error becomes a row, so that it is raised after the rows before it."""
-    index = -1
-    try:
-        for index, (image, label) in enumerate(labelled_images):
-            yield _Row(index, image, label)
-    except Exception as error:
-        yield _Row(index + 1, None, None, error=error)
-
-
-@dataclass(frozen=True)
-class _Task:
-    """Rows that one thread decodes, and the bytes of their encoded images."""
-
-    rows: Future[list[_Row]]
-    encoded_bytes: int
-
-
-def _decoded_by_threads(
-    pictures: Pictures, rows: Iterator[_Row], row_count: int
-) -> Generator[_Row]:
-    """The decoded rows, in order. TASKS_AHEAD and ENCODED_BYTES limit the number of tasks that are
-    started in advance.
-
-    row_count: the number of rows in a task.
-    """
-
-    def decode(batch: list[_Row]) -> list[_Row]:
-        for row in batch:
-            row.decode(pictures)
-        return batch
-
-    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
-    tasks: deque[_Task] = deque()
-    try:
-        for batch in _batches(rows, row_count):
-            encoded_bytes = sum(row.encoded_bytes for row in batch)
-            tasks.append(_Task(pool.submit(decode, batch), encoded_bytes))
-            while _are_too_many(tasks):
-                yield from tasks.popleft().rows.result()
-        while tasks:
-            yield from tasks.popleft().rows.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _are_too_many(tasks: Collection[_Task]) -> bool:
-    """Whether more tasks or bytes wait for threads than the limits permit."""
-    encoded_bytes = sum(task.encoded_bytes for task in tasks)
-    return len(tasks) > TASKS_AHEAD or encoded_bytes > ENCODED_BYTES
-
-
-def _batches(rows: Iterator[_Row], row_count: int) -> Iterator[list[_Row]]:
-    """The rows of each task. Tasks with large encoded images have fewer rows."""
-    batch: list[_Row] = []
-    size = 0
-    for row in rows:
-        batch.append(row)
-        size += row.encoded_bytes
-        if len(batch) == row_count or size > TASK_PIXELS:
-            yield batch
-            batch = []
-            size = 0
-    if batch:
-        yield batch
-
-
-class _Stack:
-    """An array of images of one shape, which grows if their number is unknown."""
-
-    def __init__(self, pictures: Pictures) -> None:
-        self.largest: int | None = None
-        self._pictures = pictures
-        self._array: Pixels | None = None
-        self._count = 0
-
-    def add(self, picture: Picture) -> None:
-        """Add an image; DataError if its shape differs from that of the first image."""
-        array = self._array_for(picture)
-        if picture.pixels.shape != array.shape[1:]:
-            raise self._pictures.mismatch(picture.name, picture.pixels.shape, array.shape[1:])
-        array[self._count] = picture.pixels
-        self._count += 1
-        if picture.largest is not None:
-            self.largest = max(self.largest or 0, picture.largest)
-
-    def images(self) -> Pixels:
-        """All images (N, C, H, W); no image may be added afterwards."""
-        assert self._array is not None
-        self._array.resize((self._count, *self._array.shape[1:]), refcheck=False)
-        return self._array
-
-    def _array_for(self, picture: Picture) -> Pixels:
-        """The array, with room for one more image."""
-        if self._array is None:
-            self._pictures.check_total(1, picture.pixels.nbytes)
-            rows = max(self._pictures.rows, 1)
-            self._array = np.empty((rows, *picture.pixels.shape), dtype=np.uint8)
-        elif self._count == len(self._array):
-            # The operating system moves large arrays without copying them.
-            rows = self._count + self._count // 4 + 1
-            self._array.resize((rows, *self._array.shape[1:]), refcheck=False)
-        return self._array
-
+from fedstill.data.sources.verification import (
+    PICTURE_CHANNELS,
+    RawSplit,
+    checked_label,
+    decoded_with_class_ids,
+)
 
 # The images of a data set.
 
@@ -352,7 +117,7 @@ def _broken_warning(source: str, split: str, rows: ImageRows) -> str:
         noun = "image"
     return (
         f"left out {len(rows.broken):,} broken {noun} of {rows.rows:,} in {split} "
-        f"({_named(source, rows.broken)})"
+        f"({broken_names(source, rows.broken)})"
     )
 
 
@@ -365,37 +130,6 @@ def _dark_warning(largest_pixels: Sequence[int | None]) -> str:
         f"only the upper 8 bits of 16-bit images are read, and no pixel is above {max(pixels):,}, "
         "so the images are nearly black; if they have 12 bits, multiply them by 16"
     )
-
-
-def check_broken(source: str, broken: Sequence[BrokenImage], *, can_skip: bool) -> None:
-    """Raise DataError if there are broken images.
-
-    can_skip: whether ``data.broken`` could leave them out.
-    """
-    if not broken:
-        return
-    pronoun = "them"
-    if len(broken) == 1:
-        pronoun = "it"
-    remedy = f"replace {pronoun}"
-    if can_skip:
-        remedy += f", or set data.broken = 'skip' to leave {pronoun} out"
-    if len(broken) == 1:
-        raise DataError(f"{broken[0].name} {broken[0].reason}; {remedy}")
-    raise DataError(
-        f"{source}: {len(broken):,} images are broken: {_named(source, broken)}; the first "
-        f"{broken[0].reason}; {remedy}"
-    )
-
-
-NAMED_IMAGES = 10
-"""The largest number of broken images that a message lists."""
-
-
-def _named(source: str, broken: Sequence[BrokenImage]) -> str:
-    separators = f",: {os.sep}"
-    names = [image.name.removeprefix(source).lstrip(separators) for image in broken]
-    return shortened_list(names, NAMED_IMAGES)
 
 
 # Tables, which may have a column of images.
@@ -614,3 +348,239 @@ def read_unlabelled(place: Path, request: ReadRequest | None = None) -> Unlabell
         check_broken(str(place), rows.broken, can_skip=True)
     warnings = image_warnings(str(place), {"the public set": rows})
     return UnlabelledImages(torch.from_numpy(rows.images), tuple(warnings))
+
+
+# IDX: the format of MNIST and Fashion-MNIST, and of Debian's package dataset-fashion-mnist.
+
+
+IDX_PREFIXES = {"train": "train", "test": "t10k"}
+
+
+def is_idx(folder: Path) -> bool:
+    """Whether a folder holds images in IDX files."""
+    return (folder / "train-images-idx3-ubyte.gz").is_file()
+
+
+def read_idx(folder: Path) -> Decoded:
+    """Read both splits of a folder with four ``*-ubyte.gz`` files.
+
+    Raises DataError with the name of a missing or damaged file.
+    """
+    return Decoded(
+        {split: _idx_split(folder, prefix) for split, prefix in IDX_PREFIXES.items()}, None
+    )
+
+
+def _idx_split(folder: Path, prefix: str) -> Split:
+    images = _idx_array(folder / f"{prefix}-images-idx3-ubyte.gz", dimensions=3)
+    labels = _idx_array(folder / f"{prefix}-labels-idx1-ubyte.gz", dimensions=1)
+    return Split(images[:, None], labels.astype(np.int64))
+
+
+def _idx_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
+    """The array in an IDX file: two zero bytes, the type 8, the number of dimensions, the sizes (4
+    bytes each) and the data.
+    """
+    with file_errors(path):
+        if not path.is_file():
+            raise DataError(f"{path} is missing; all four IDX files must be in one folder")
+        try:
+            array = _unpacked(path, dimensions)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataError(f"{path} is damaged ({error}); download it again") from error
+    if array is None:
+        raise DataError(
+            f"{path} is truncated or not an IDX file of {dimensions} dimension(s); download it "
+            "again"
+        )
+    return array
+
+
+def _unpacked(path: Path, dimensions: int) -> NDArray[np.uint8] | None:
+    """The array in an IDX file; None if the header is invalid or does not match the data."""
+    with gzip.open(path) as file:
+        head = file.read(4 + 4 * dimensions)
+        if head[:4] != bytes([0, 0, 8, dimensions]) or len(head) != 4 + 4 * dimensions:
+            return None
+        shape = np.frombuffer(head[4:], dtype=">i4").tolist()
+        if min(shape) <= 0:
+            return None
+        count = math.prod(shape)
+        check_size(path, count, path.stat().st_size)
+        data = file.read(count + 1)
+    if len(data) != count:
+        return None
+    return np.frombuffer(data, dtype=np.uint8).reshape(shape)
+
+
+# NPZ: the archive format of MedMNIST. Headers are read and checked before arrays.
+
+
+MEDMNIST_NAMES = {"train": "train", "validation": "val", "test": "test"}
+"""The prefixes of array names, by split."""
+
+HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+PACKED = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
+"""The compressions that NumPy writes. Others may unpack a few bytes to gigabytes at once."""
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The header of an array in an archive: its shape and data type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_npz(path: Path) -> Decoded:
+    """Read the splits of an archive with ``train_images``, ``train_labels``, ``val_…`` and
+    ``test_…``.
+
+    Images are (N, H, W) or (N, H, W, C) uint8, or (N, C, H, W) if C is 1, 3 or 4 and the last axis
+    is not. Labels are whole numbers (N,) or (N, 1). Pickles are not read. Raises DataError for
+    other arrays, and for arrays that exceed the limits.
+    """
+    try:
+        with file_errors(path), zipfile.ZipFile(path) as archive:
+            names = _checked_splits(path, archive)
+            splits = {split: _npz_split(path, archive, name) for split, name in names.items()}
+            return Decoded(splits, None)
+    except DataError:
+        raise
+    except (
+        EOFError,
+        ValueError,
+        KeyError,
+        NotImplementedError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        # zipfile raises NotImplementedError for an unknown version or compression, and RuntimeError
+        # for a password.
+        raise DataError(
+            f"{path} is damaged or not an archive of images and labels ({on_one_line(error)}); "
+            "download it again"
+        ) from error
+
+
+def _checked_splits(path: Path, archive: zipfile.ZipFile) -> dict[str, str]:
+    """The splits of an archive and the prefixes of their arrays' names.
+
+    This checks the sizes and headers of all arrays. Raises ValueError for a damaged archive, and
+    DataError for unsuitable arrays.
+    """
+    members = set(archive.namelist())
+    names = {
+        split: name for split, name in MEDMNIST_NAMES.items() if f"{name}_images.npy" in members
+    }
+    arrays = [f"{name}_{part}.npy" for name, part in product(names.values(), ("images", "labels"))]
+    _check_array_names(path, members, arrays)
+    infos = {array: archive.getinfo(array) for array in arrays}
+    check_size(path, sum(info.file_size for info in infos.values()), path.stat().st_size)
+    headers = {array: _header(archive, info) for array, info in infos.items()}
+    count = 0
+    for name in names.values():
+        count += _example_count(path, headers[f"{name}_images.npy"], headers[f"{name}_labels.npy"])
+    stored = sum(header.nbytes for header in headers.values())
+    check_size(path, stored + EXAMPLE_BYTES * count)
+    return names
+
+
+def _check_array_names(path: Path, members: Collection[str], required: Sequence[str]) -> None:
+    """Raise DataError for an archive that lacks a required array."""
+    arrays = sorted(name.removesuffix(".npy") for name in members if name.endswith(".npy"))
+    if "train_images.npy" not in required:
+        required = ["train_images.npy"]  # the first array to add
+    absent = [name.removesuffix(".npy") for name in required if name not in members]
+    if arrays and absent:
+        raise DataError(
+            f"{path} has no array {absent[0]!r} (it has {', '.join(map(repr, arrays))[:200]}); it "
+            "needs train_images and train_labels, and test_images and test_labels if there is a "
+            "test split"
+        )
+
+
+def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
+    """The header of an array; ValueError if it holds no numbers, or if its size is inconsistent."""
+    if info.compress_type not in PACKED:
+        raise ValueError(f"{info.filename} has a compression that NumPy does not use")
+    with archive.open(info) as file:
+        version = npy.read_magic(file)
+        if version not in HEADERS:
+            raise ValueError(f"{info.filename} is an array of NPY version {version}")
+        try:
+            shape, _, dtype = HEADERS[version](file)
+        # Python's parser of a damaged header
+        except (MemoryError, RecursionError, tokenize.TokenError) as error:
+            raise ValueError(f"{info.filename} has a damaged header") from error
+        start = file.tell()
+    if dtype.kind in "US" and info.filename.endswith("_labels.npy"):
+        raise DataError(
+            f"{info.filename} holds texts or bytes, not class ids; convert them with names, ids = "
+            "np.unique(labels, return_inverse=True), then save ids"
+        )
+    if dtype.hasobject or dtype.subdtype is not None or dtype.kind not in "biuf":
+        raise ValueError(f"{info.filename} holds {dtype}, not numbers")
+    header = _Header(info.filename, shape, dtype)
+    has_wrong_side = any(isinstance(side, bool) or side < 1 for side in shape)
+    if has_wrong_side or header.nbytes != info.file_size - start:
+        raise ValueError(
+            f"{header.name} claims to have shape {_short(shape)}, but holds "
+            f"{info.file_size - start:,} bytes"
+        )
+    return header
+
+
+def _example_count(path: Path, images: _Header, labels: _Header) -> int:
+    """The number of examples; raises an error if the arrays are not images and labels."""
+    count = math.prod(labels.shape)
+    if images.dtype != np.uint8:
+        raise DataError(
+            f"{path}: {images.name} holds {images.dtype}, but images must be uint8 from 0 to 255; "
+            "for other numbers, write a function with fedstill.from_tensors, and set data.name = "
+            "'mine.py:data'"
+        )
+    if len(labels.shape) == 2 and labels.shape[0] == images.shape[0] and labels.shape[1] > 1:
+        raise DataError(
+            f"{path}: {labels.name} has shape {_short(labels.shape)}, but must have one class id "
+            "per image; for one-hot labels, save labels.argmax(1)"
+        )
+    if len(images.shape) not in (3, 4) or count != images.shape[0]:
+        raise ValueError(
+            f"{images.name} has shape {_short(images.shape)} and {images.dtype}, with {count} "
+            "labels"
+        )
+    return count
+
+
+def _npz_split(path: Path, archive: zipfile.ZipFile, key: str) -> Split:
+    images = _npz_array(archive, f"{key}_images.npy")
+    labels = _npz_array(archive, f"{key}_labels.npy")
+    if images.ndim == 3:
+        images = images[..., None]
+    source = f"{path}, {key}_labels"
+    class_ids = [
+        checked_label(source, row, label) for row, label in enumerate(labels.reshape(-1).tolist())
+    ]
+    has_channels_last = (
+        images.shape[3] in PICTURE_CHANNELS or images.shape[1] not in PICTURE_CHANNELS
+    )
+    if has_channels_last:
+        images = images.transpose(0, 3, 1, 2)
+    return Split(np.ascontiguousarray(images), np.array(class_ids, dtype=np.int64))
+
+
+def _npz_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    file: IO[bytes]
+    with archive.open(name) as file:
+        return np.asarray(npy.read_array(file, allow_pickle=False))
+
+
+def _short(shape: tuple[int, ...]) -> str:
+    return cut_reason(str(shape), 60)

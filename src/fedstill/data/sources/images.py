@@ -1,4 +1,6 @@
-"""Decodes an encoded image: first the header, and the pixels only if memory suffices."""
+"""Decodes encoded images: a single one, of which the header is read first, and the pixels only if
+memory suffices; and the images of a split, in several threads.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,21 @@ import io
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+from warnings import catch_warnings, simplefilter
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from fedstill.core.errors import DataError, cut_reason, on_one_line
-from fedstill.data.dataset import ReadRequest
+from fedstill.data.dataset import ReadRequest, shortened_list
+from fedstill.data.encoding import is_missing
 from fedstill.data.sources.files import (
     EXAMPLE_BYTES,
     IMAGE_BYTES,
@@ -28,6 +34,8 @@ from fedstill.data.sources.files import (
     file_error,
     size_text,
 )
+from fedstill.data.sources.tables import LabelledImage
+from fedstill.data.sources.verification import checked_label
 
 # The supported images, and the modes to which they are decoded.
 
@@ -401,3 +409,282 @@ def decoding_errors(name: str) -> Iterator[None]:
 def _shape_text(shape: Shape) -> str:
     channels, height, width = shape
     return f"{width}×{height} {CHANNEL_NAMES[channels]}"
+
+
+# The images of a split. Large images are decoded in several threads. Results and errors are used in
+# the order of the rows, so that they do not depend on the number of threads.
+
+
+THREADS = min(8, os.cpu_count() or 1)
+"""The number of threads that decode images."""
+
+THREAD_PIXELS = 1 << 13
+"""Images with at least this many pixels are decoded in threads.
+
+Decoding smaller images mostly executes Python code, which runs in one thread at a time.
+"""
+
+TASKS_AHEAD = 2 * THREADS
+"""The number of tasks that threads start before their results are needed."""
+
+TASK_PIXELS = 1 << 19
+"""The number of pixels per task; it keeps threads from waiting for each other at every image."""
+
+TASK_ROWS = 64
+"""The largest number of rows in a task."""
+
+ENCODED_BYTES = 1 << 26
+"""The bytes of encoded images that may wait for threads; a larger image waits alone."""
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """The decoded images of a split."""
+
+    images: Pixels
+    """The images, (N, C, H, W) uint8."""
+    labels: list[int | str]
+    """The N labels in the form in which they were read."""
+    positions: NDArray[np.int64]
+    """The row of each image in the split, (N,), including rows that were left out."""
+    rows: int
+    """The number of all rows, including those that were left out."""
+    broken: tuple[BrokenImage, ...] = ()
+    unlabelled: int = 0
+    """The number of images without a label, which were left out."""
+    largest: int | None = None
+    """The largest pixel of images with 16 bits per pixel, if there are any."""
+
+
+def read_rows(pictures: Pictures, labelled_images: Iterable[LabelledImage]) -> ImageRows:
+    """Decode the images of a split and check their labels.
+
+    Broken images are left out, and rows without a label if the request allows it. Raises DataError
+    if no image is left, and for the first row with an unusable label or image.
+    """
+    stack = _Stack(pictures)
+    labels: list[int | str] = []
+    positions: list[int] = []
+    broken: list[BrokenImage] = []
+    unlabelled = 0
+    count = 0
+    # Decoders warn about irregular files. The filter applies to all threads.
+    with catch_warnings(), contextlib.closing(_decoded(pictures, labelled_images)) as rows:
+        simplefilter("ignore")
+        for row in rows:
+            count += 1
+            if isinstance(row.error, BrokenImage):
+                broken.append(row.error)
+            elif row.error is not None:
+                raise row.error
+            elif pictures.request.options.unlabelled == "drop" and is_missing(row.label):
+                unlabelled += 1
+            else:
+                assert row.picture is not None
+                labels.append(checked_label(pictures.source, row.index, row.label))
+                positions.append(row.index)
+                stack.add(row.picture)
+    if not count:
+        raise DataError(
+            f"{pictures.source} holds no examples; remove the file or download it again"
+        )
+    if not positions:
+        check_broken(pictures.source, broken, can_skip=False)
+        raise DataError(f"{pictures.source}: no example has a label; add labels")
+    return ImageRows(
+        images=stack.images(),
+        labels=labels,
+        positions=np.array(positions, dtype=np.int64),
+        rows=count,
+        broken=tuple(broken),
+        unlabelled=unlabelled,
+        largest=stack.largest,
+    )
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row of a split: its encoded image, its label and, once decoded, a picture or an error."""
+
+    index: int
+    image: Any
+    """As in ``LabelledImage``; None once it is decoded."""
+    label: Any
+    picture: Picture | None = None
+    error: Exception | None = None
+    """BrokenImage, or an error that ends the reading when this row is reached."""
+
+    @property
+    def encoded_bytes(self) -> int:
+        """The bytes of the encoded image or PIL image, if they are in memory."""
+        if isinstance(self.image, Image.Image):
+            return self.image.width * self.image.height * len(self.image.getbands())
+        if isinstance(self.image, Mapping):
+            return len(self.image.get("bytes") or b"")
+        return 0
+
+    def decode(self, pictures: Pictures) -> None:
+        """Replace the encoded image by a picture or an error."""
+        if self.error is None:
+            try:
+                self.picture = pictures.decoded(self.image, self.index)
+            except BrokenImage as broken:
+                # A new exception, because the traceback of the old one keeps the bytes.
+                self.error = BrokenImage(broken.name, broken.reason)
+            except Exception as error:
+                self.error = error
+        self.image = None
+
+
+def _decoded(pictures: Pictures, labelled_images: Iterable[LabelledImage]) -> Generator[_Row]:
+    """The decoded rows of a split, in order.
+
+    The size of the first image decides whether the others are decoded in threads.
+    """
+    rows = _numbered(labelled_images)
+    for row in rows:
+        row.decode(pictures)
+        yield row
+        if row.picture is not None and row.picture.stored_pixels >= THREAD_PIXELS:
+            row_count = TASK_PIXELS // row.picture.stored_pixels
+            yield from _decoded_by_threads(pictures, rows, min(TASK_ROWS, max(1, row_count)))
+
+
+def _numbered(labelled_images: Iterable[LabelledImage]) -> Iterator[_Row]:
+    """The rows. A reading error becomes a row, so that it is raised after the rows before it."""
+    index = -1
+    try:
+        for index, (image, label) in enumerate(labelled_images):
+            yield _Row(index, image, label)
+    except Exception as error:
+        yield _Row(index + 1, None, None, error=error)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Rows that one thread decodes, and the bytes of their encoded images."""
+
+    rows: Future[list[_Row]]
+    encoded_bytes: int
+
+
+def _decoded_by_threads(
+    pictures: Pictures, rows: Iterator[_Row], row_count: int
+) -> Generator[_Row]:
+    """The decoded rows, in order. TASKS_AHEAD and ENCODED_BYTES limit the number of tasks that are
+    started in advance.
+
+    row_count: the number of rows in a task.
+    """
+
+    def decode(batch: list[_Row]) -> list[_Row]:
+        for row in batch:
+            row.decode(pictures)
+        return batch
+
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
+    tasks: deque[_Task] = deque()
+    try:
+        for batch in _batches(rows, row_count):
+            encoded_bytes = sum(row.encoded_bytes for row in batch)
+            tasks.append(_Task(pool.submit(decode, batch), encoded_bytes))
+            while _are_too_many(tasks):
+                yield from tasks.popleft().rows.result()
+        while tasks:
+            yield from tasks.popleft().rows.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _are_too_many(tasks: Collection[_Task]) -> bool:
+    """Whether more tasks or bytes wait for threads than the limits permit."""
+    encoded_bytes = sum(task.encoded_bytes for task in tasks)
+    return len(tasks) > TASKS_AHEAD or encoded_bytes > ENCODED_BYTES
+
+
+def _batches(rows: Iterator[_Row], row_count: int) -> Iterator[list[_Row]]:
+    """The rows of each task. Tasks with large encoded images have fewer rows."""
+    batch: list[_Row] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += row.encoded_bytes
+        if len(batch) == row_count or size > TASK_PIXELS:
+            yield batch
+            batch = []
+            size = 0
+    if batch:
+        yield batch
+
+
+class _Stack:
+    """An array of images of one shape, which grows if their number is unknown."""
+
+    def __init__(self, pictures: Pictures) -> None:
+        self.largest: int | None = None
+        self._pictures = pictures
+        self._array: Pixels | None = None
+        self._count = 0
+
+    def add(self, picture: Picture) -> None:
+        """Add an image; DataError if its shape differs from that of the first image."""
+        array = self._array_for(picture)
+        if picture.pixels.shape != array.shape[1:]:
+            raise self._pictures.mismatch(picture.name, picture.pixels.shape, array.shape[1:])
+        array[self._count] = picture.pixels
+        self._count += 1
+        if picture.largest is not None:
+            self.largest = max(self.largest or 0, picture.largest)
+
+    def images(self) -> Pixels:
+        """All images (N, C, H, W); no image may be added afterwards."""
+        assert self._array is not None
+        self._array.resize((self._count, *self._array.shape[1:]), refcheck=False)
+        return self._array
+
+    def _array_for(self, picture: Picture) -> Pixels:
+        """The array, with room for one more image."""
+        if self._array is None:
+            self._pictures.check_total(1, picture.pixels.nbytes)
+            rows = max(self._pictures.rows, 1)
+            self._array = np.empty((rows, *picture.pixels.shape), dtype=np.uint8)
+        elif self._count == len(self._array):
+            # The operating system moves large arrays without copying them.
+            rows = self._count + self._count // 4 + 1
+            self._array.resize((rows, *self._array.shape[1:]), refcheck=False)
+        return self._array
+
+
+# Errors about broken images.
+
+
+def check_broken(source: str, broken: Sequence[BrokenImage], *, can_skip: bool) -> None:
+    """Raise DataError if there are broken images.
+
+    can_skip: whether ``data.broken`` could leave them out.
+    """
+    if not broken:
+        return
+    pronoun = "them"
+    if len(broken) == 1:
+        pronoun = "it"
+    remedy = f"replace {pronoun}"
+    if can_skip:
+        remedy += f", or set data.broken = 'skip' to leave {pronoun} out"
+    if len(broken) == 1:
+        raise DataError(f"{broken[0].name} {broken[0].reason}; {remedy}")
+    raise DataError(
+        f"{source}: {len(broken):,} images are broken: {broken_names(source, broken)}; the first "
+        f"{broken[0].reason}; {remedy}"
+    )
+
+
+NAMED_IMAGES = 10
+"""The largest number of broken images that a message lists."""
+
+
+def broken_names(source: str, broken: Sequence[BrokenImage]) -> str:
+    """The names of broken images for a message, without that of their source."""
+    separators = f",: {os.sep}"
+    names = [image.name.removeprefix(source).lstrip(separators) for image in broken]
+    return shortened_list(names, NAMED_IMAGES)

@@ -30,8 +30,14 @@ from fedstill.data.dataset import (
     as_dataset,
 )
 from fedstill.data.sources.files import SPLITS
-from fedstill.data.sources.image_sets import check_broken, image_warnings, read_rows
-from fedstill.data.sources.images import Pictures, check_single_page, decoding_errors
+from fedstill.data.sources.image_sets import image_warnings
+from fedstill.data.sources.images import (
+    Pictures,
+    check_broken,
+    check_single_page,
+    decoding_errors,
+    read_rows,
+)
 from fedstill.data.sources.tables import LabelledImage
 from fedstill.data.sources.verification import (
     ambiguous_channels,
