@@ -25,8 +25,10 @@ from fedstill.data.partition.rules import (
     Parts,
     check_enough_examples,
     class_indices,
+    cuts,
     legacy_stream,
     partition,
+    piece_sizes,
 )
 
 Stream = Literal["official", "fast"]
@@ -45,20 +47,6 @@ class ClassPieces:
     examples: Positions
     sizes: Counts
     """(clients,)"""
-
-
-def cuts(shares: NDArray[np.float64], size: int) -> NDArray[np.int64]:
-    """The ascending positions (..., clients - 1) that divide ``size`` examples of a class by shares
-    (..., clients).
-    """
-    return (np.cumsum(shares, axis=-1) * size).astype(np.int64)[..., :-1]
-
-
-def piece_sizes(cut_positions: NDArray[np.int64], size: int) -> Counts:
-    """The number of examples (..., clients) that each client gets of a class with ``size``
-    examples.
-    """
-    return np.diff(np.minimum(cut_positions, size), prepend=0, append=size)
 
 
 def _draw_pieces(

@@ -1,5 +1,5 @@
-"""Shared functions of partitions: checks of labels, parameters and results, NumPy's legacy
-generator, and a cache of slow splits.
+"""Shared functions of partitions: checks of labels, parameters and results, divisions of a class,
+NumPy's legacy generator, and a cache of slow splits.
 """
 
 from __future__ import annotations
@@ -134,6 +134,20 @@ def check_enough_examples(name: str, examples: int, clients: int, min_size: int 
         f"partition {name!r}: {clients} clients × {min_size} example(s) need {needed:,} examples, "
         f"but the data have {examples:,}; {remedy}"
     )
+
+
+def cuts(shares: NDArray[np.float64], size: int) -> NDArray[np.int64]:
+    """The ascending positions (..., clients - 1) that divide ``size`` examples of a class by shares
+    (..., clients).
+    """
+    return (np.cumsum(shares, axis=-1) * size).astype(np.int64)[..., :-1]
+
+
+def piece_sizes(cut_positions: NDArray[np.int64], size: int) -> Counts:
+    """The number of examples (..., clients) that each client gets of a class with ``size``
+    examples.
+    """
+    return np.diff(np.minimum(cut_positions, size), prepend=0, append=size)
 
 
 def legacy_stream(seed: int) -> np.random.RandomState:

@@ -1,7 +1,4 @@
-"""Partitions without Dirichlet distributions: ``iid`` (equal parts), ``sharding`` (equal blocks of
-single classes), ``pathological`` (a few classes for each client, in random amounts), ``column``
-(each value of a column is a client), and ``flower_datasets`` (any partitioner of Flower Datasets).
-"""
+"""Partitions by equal parts, by classes, by a column and by Flower Datasets."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from fedstill.core.fields import Count, Positive, Seed
 from fedstill.core.keys import numpy_generator
 from fedstill.core.registry import register
 from fedstill.data.client_split import ClientSplit, Positions, ends_of
-from fedstill.data.partition.dirichlet import piece_sizes
 from fedstill.data.partition.rules import (
     ClassAllocation,
     Clients,
@@ -29,6 +25,7 @@ from fedstill.data.partition.rules import (
     class_indices,
     legacy_stream,
     partition,
+    piece_sizes,
 )
 
 
