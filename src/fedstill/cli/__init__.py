@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from cyclopts import (
     App,
@@ -127,9 +127,12 @@ def main() -> None:
     print_what_is_near()
     signal.signal(signal.SIGINT, _interrupted)
     try:
-        sys.exit(call(sys.argv[1:]))
+        status = call(sys.argv[1:])
     except KeyboardInterrupt:
         _end_at_once()
+    # At its end, Python would search all objects for circular references, which takes 0.2 seconds.
+    gc.freeze()
+    sys.exit(status)
 
 
 def _interrupted(_: int, frame: FrameType | None) -> None:
@@ -145,7 +148,7 @@ def _interrupted(_: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _end_at_once() -> None:
+def _end_at_once() -> NoReturn:
     sys.stdout.flush()
     os.write(2, b"fedstill: ended at once; finished stages are kept\n")
     os._exit(1)
