@@ -26,7 +26,6 @@ from fedstill.core.errors import Interrupted
 from fedstill.core.method import ClientWork
 from fedstill.core.process_settings import (
     at_the_end,
-    freeze_objects,
     process_settings,
     set_environment,
 )
@@ -343,7 +342,7 @@ def test_blocks_nest_and_the_last_one_puts_back_what_was_found() -> None:
 @pytest.fixture
 def _nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The state of a new process; ``conftest.py`` freezes the objects of each worker."""
-    monkeypatch.setattr("fedstill.core.process_settings._process._has_frozen_objects", False)
+    monkeypatch.setattr("fedstill.core.process_settings._process._caller_freezes", False)
     gc.unfreeze()
     yield
     gc.freeze()
@@ -361,9 +360,8 @@ def test_the_collector_does_not_search_earlier_objects_within_a_block() -> None:
 
 
 @pytest.mark.usefixtures("_nothing_frozen")
-@pytest.mark.parametrize("freeze", [gc.freeze, freeze_objects])
-def test_frozen_objects_stay_frozen(freeze: Callable[[], None]) -> None:
-    freeze()
+def test_objects_that_the_caller_has_frozen_stay_frozen() -> None:
+    gc.freeze()
     for _ in range(2):
         with process_settings():
             pass

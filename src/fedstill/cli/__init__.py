@@ -130,7 +130,7 @@ def main() -> None:
         status = call(sys.argv[1:])
     except KeyboardInterrupt:
         _end_at_once()
-    # At its end, Python would search all objects for circular references, which takes 0.2 seconds.
+    # At its end, Python searches all objects for circular references, and torch has created many.
     gc.freeze()
     sys.exit(status)
 
@@ -194,15 +194,11 @@ def call(tokens: list[str]) -> int:
 
 def _run(tokens: list[str]) -> int:
     """Run the command of a command line and return its exit code."""
-    # torch creates many objects that last as long as the process. Python's search for circular
-    # references would go through them again and again.
+    # Imports create many lasting objects, which Python would search for circular references again
+    # and again.
     gc.disable()
     try:
         _import_command(tokens)
-        if "torch" in sys.modules:
-            from fedstill.core.process_settings import freeze_objects  # it imports torch
-
-            freeze_objects()
     finally:
         gc.enable()
     command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)

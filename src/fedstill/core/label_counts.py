@@ -8,6 +8,9 @@ integer tensors) becomes float64.
 that need them. It takes place before round 1 (as round 0), and at the start of every task. In later
 stages, the number of examples that a client claims is compared with the census.
 
+The census is one of the stages in which clients only send statistics (``StatisticsWork``). Methods
+have others.
+
 State: labels = (clients, C) int64, the label counts; zeros for a client that did not answer.
 
 **Class weights** (``plan.class_weights``) weigh the losses of labels by class. The weights are a

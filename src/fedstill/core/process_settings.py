@@ -62,13 +62,6 @@ def at_the_end(undo: Callable[[], object]) -> None:
     _process.at_the_end(undo)
 
 
-def freeze_objects() -> None:
-    """Exclude the objects that exist now from Python's search for circular references, until the
-    process ends. Further calls have no effect.
-    """
-    _process.freeze_objects()
-
-
 def set_environment(variables: Mapping[str, str]) -> None:
     """Set environment variables, until the last thread leaves ``process_settings``."""
     for name, value in variables.items():
@@ -108,7 +101,7 @@ class _Process:
         self._lock = threading.RLock()
         self.users = 0
         self._undo = ExitStack()
-        self._has_frozen_objects = False
+        self._caller_freezes = False
 
     def enter(self) -> None:
         """Standardise the settings, unless another thread has done so."""
@@ -139,23 +132,18 @@ class _Process:
             setting.standardise(self._undo)
         self._freeze_objects()
 
-    def freeze_objects(self) -> None:
-        """Exclude the objects that exist now from Python's search for circular references."""
-        with self._lock:
-            if not self._has_frozen_objects:
-                gc.freeze()
-                self._has_frozen_objects = True
-
     def _freeze_objects(self) -> None:
-        """Exclude the objects that exist now from the search until the settings are restored.
+        """Exclude the objects that exist now from Python's search for circular references, until
+        the settings are restored.
 
         Importing torch creates so many objects that a single search takes longer than a small
-        round. If objects are frozen already, ``unfreeze`` would undo this, so nothing changes.
+        round. A caller who has frozen objects would lose this with ``unfreeze``, so that nothing
+        changes then.
         """
-        # Python counts frozen objects one by one, which takes as long as a search.
-        if not self._has_frozen_objects:
-            self._has_frozen_objects = gc.get_freeze_count() > 0
-        if not self._has_frozen_objects:
+        # Python counts frozen objects one by one, which takes as long as a search: count them once.
+        if not self._caller_freezes:
+            self._caller_freezes = gc.get_freeze_count() > 0
+        if not self._caller_freezes:
             gc.freeze()
             self._undo.callback(gc.unfreeze)
 

@@ -58,7 +58,7 @@ from fedstill.report.summary import (
     rounds_note,
 )
 from fedstill.report.table_files import differences, differences_table
-from fedstill.running.numbers import Reply
+from fedstill.running.numbers import ReplyOutcome
 from fedstill.running.runs import (
     UNSET,
     Group,
@@ -195,7 +195,7 @@ def _about_failures(groups: Iterable[Group]) -> str:
     return text
 
 
-def _refused_replies(run: Run) -> list[Reply]:
+def _refused_replies(run: Run) -> list[ReplyOutcome]:
     return [reply for reply in run.numbers.replies if reply.refused]
 
 

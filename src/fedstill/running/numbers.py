@@ -152,8 +152,11 @@ class ClientNumbers:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """A reply of a client in a stage. ``refused``: why it was refused; empty if it was accepted."""
+class ReplyOutcome:
+    """Whether the reply of a client in a stage was accepted.
+
+    ``refused``: why it was refused; empty if it was accepted.
+    """
 
     round: int
     stage: str
@@ -272,10 +275,15 @@ class RunNumbers:
         return list(chain.from_iterable(column.values.tolist() for column in of_client))
 
     @property
-    def replies(self) -> list[Reply]:
+    def replies(self) -> list[ReplyOutcome]:
         """The replies of clients, in the order of the journal."""
         return [
-            Reply(event["round"], event["name"], event["client"], event.get(REFUSED, ""))
+            ReplyOutcome(
+                round=event["round"],
+                stage=event["name"],
+                client=event["client"],
+                refused=event.get(REFUSED, ""),
+            )
             for event in _replies(self._clients)
         ]
 

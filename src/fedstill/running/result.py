@@ -28,7 +28,7 @@ from fedstill.running import journal as journals
 from fedstill.running.frame import frame_of_clients, frame_of_events
 from fedstill.running.journal import STOP_REASON, Event, check_journal, events_by_name, first_event
 from fedstill.running.model_files import FINAL, MODEL_SEAL, read_final
-from fedstill.running.numbers import Reply, RunNumbers
+from fedstill.running.numbers import ReplyOutcome, RunNumbers
 from fedstill.running.selection import selection_summary
 from fedstill.running.setting_warnings import frequent_class_warning
 from fedstill.running.split_file import read_label_counts
@@ -406,7 +406,8 @@ def summary_of(settings: Settings, events: Sequence[Event]) -> dict[str, Any]:
     rounds = by_name.get("round", [])
 
     journal_fields = summary_from_journal(events)
-    refusals = Refusals.of(RunNumbers.of_groups(by_name), settings.clients)
+    numbers = RunNumbers.of_groups(by_name)
+    refusals = Refusals.of(numbers, settings.clients)
     return {
         "method": settings.named.method.label,
         "dataset": short_name(settings.data.name),
@@ -420,14 +421,14 @@ def summary_of(settings: Settings, events: Sequence[Event]) -> dict[str, Any]:
         **_frequent_class(settings, events[0]),
         **refusals.summary,
         **_seconds(rounds),
-        "seconds_measures": _seconds_of_measures(settings, events),
+        "seconds_measures": _seconds_of_measures(settings, numbers),
     }
 
 
-def _seconds_of_measures(settings: Settings, events: Sequence[Event]) -> dict[str, float]:
+def _seconds_of_measures(settings: Settings, numbers: RunNumbers) -> dict[str, float]:
     """The total seconds of each measure that took time."""
     names = [PurePath(name).name for name in settings.measure]
-    seconds = RunNumbers.of(events).seconds_by_measure(names)
+    seconds = numbers.seconds_by_measure(names)
     return {name: value for name, value in seconds.items() if value > 0}
 
 
@@ -480,8 +481,8 @@ class Refusals:
     ``rounds``: the number of finished rounds.
     """
 
-    refused: Sequence[Reply]
-    accepted: Sequence[Reply]
+    refused: Sequence[ReplyOutcome]
+    accepted: Sequence[ReplyOutcome]
     clients: int
     rounds: int
 
@@ -505,9 +506,9 @@ class Refusals:
     def sentence(self) -> str:
         """A sentence about the refusals; empty if there are none.
 
-        >>> refused = Reply(round=1, stage="train", client=1, refused="failed: OSError: gone")
+        >>> refused = ReplyOutcome(round=1, stage="train", client=1, refused="failed: OSError")
         >>> Refusals([refused], [], clients=6, rounds=1).sentence
-        '1 of 6 clients refused in every round, first: client 1 in round 1: failed: OSError: gone'
+        '1 of 6 clients refused in every round, first: client 1 in round 1: failed: OSError'
         """
         if not self.refused:
             return ""

@@ -48,11 +48,6 @@ SELECTION = "selection"
 SCORE = "selection_score"
 """The field of a round's event with the round's score."""
 
-BEST = ("best_round", "best_round_score", "best_round_accuracy")
-"""The fields of a round's event about the best round so far: its number, score and accuracy on the
-test set.
-"""
-
 DATA_NAMES: Mapping[SelectionData, str] = {
     "held_out": "held-out data",
     "public": "the public data",
@@ -585,12 +580,14 @@ def selection_summary(start: Event, numbers: RunNumbers, stop_reason: str) -> Fi
     fields: Fields = {}
     if SELECTION in start:
         best = best_round(start, numbers)
-        fields = dict.fromkeys(BEST)
+        fields = {"best_round": None, "best_round_score": None, "best_round_accuracy": None}
         if best is not None:
-            fields = dict(zip(BEST, (best.round, best.score, best.accuracy), strict=True))
+            fields["best_round"] = best.round
+            fields["best_round_score"] = best.score
+            fields["best_round_accuracy"] = best.accuracy
         fields["selected_by"] = start[SELECTION]["by"]
         fields["selected_on"] = start[SELECTION]["on"]
     if stop_reason:
-        fields["stopped_in_round"] = max(numbers.rounds)
+        fields["stopped_in_round"] = numbers.last_round
         fields[STOP_REASON] = stop_reason
     return fields
