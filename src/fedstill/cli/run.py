@@ -17,6 +17,7 @@ from fedstill.cli.app import (
     Settings,
     Track,
     experiment_of,
+    first_imports,
     say,
     tracebacks,
 )
@@ -24,13 +25,11 @@ from fedstill.core.errors import Interrupted
 from fedstill.core.files import in_shell
 
 if TYPE_CHECKING:
-    from fedstill.report.terminal import PlainTable
-    from fedstill.running.result import Result
-if TYPE_CHECKING:
     from rich.console import Console
 
+    from fedstill.report.terminal import PlainTable
     from fedstill.running.explain import MeasureCost
-
+    from fedstill.running.result import Result
 
 OF_SERVER = (
     ("accuracy, last round", "accuracy"),
@@ -74,9 +73,10 @@ def run_command(  # noqa: PLR0913 - the options of the command run
             clients.failures.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
-    from fedstill.config.resolve import resolve
-    from fedstill.report.progress import followed
-    from fedstill.running import runner
+    with first_imports():
+        from fedstill.config.resolve import resolve
+        from fedstill.report.progress import followed
+        from fedstill.running import runner
 
     experiment = experiment_of(config, set_, engine, federation)
     settings = resolve(experiment)
@@ -114,10 +114,11 @@ def resume_command(
             clients.failures.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
-    from fedstill.report.progress import followed
-    from fedstill.running import runner
-    from fedstill.running.directory import settings_of, trust_run
-    from fedstill.running.journal import check_config
+    with first_imports():
+        from fedstill.report.progress import followed
+        from fedstill.running import runner
+        from fedstill.running.directory import settings_of, trust_run
+        from fedstill.running.journal import check_config
 
     check_config(directory)
     if trust_code:
